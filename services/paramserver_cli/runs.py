@@ -90,7 +90,7 @@ def evaluate(run: Run, url: Url = None) -> None:
     document = client.get_run(run)
     if document["state"] in ("finished", "failed", "stopped"):
         hint = "only a running run can evaluate; psctl run list shows what runs"
-        raise problem("conflict", f"run '{run}' is already {document['state']}", hint=hint)
+        raise problem("conflict", f"run '{run}' has already ended ({document['state']})", hint=hint)
     model = document["model"]
     client.model(model).evaluate()
     typer.echo(f"requested an evaluation of model {model}; psctl status shows the result")

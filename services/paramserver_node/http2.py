@@ -19,7 +19,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.utils import is_ssl
 from uvicorn.server import ServerState
 
-from paramserver.limits import WAITED_BYTES
+from paramserver.limits import RECEIVE_LOW_WATER_BYTES
 from paramserver.wire import http2 as wire
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Http2Error
@@ -120,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
             wire.MAX_HEADER_LIST_SIZE: HEADER_BYTES_MAX,
         }
         self.queue_frame(wire.settings(values))
-        self.queue_frame(wire.word(0, wire.WINDOW_UPDATE, CONNECTION_WINDOW_BYTES - wire.WINDOW_BYTES))
+        self.queue_frame(wire.u32_frame(0, wire.WINDOW_UPDATE, CONNECTION_WINDOW_BYTES - wire.WINDOW_BYTES))
         self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,7 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         stream = self._streams.get(self._scanner.due_stream) if due >= DIRECT_BYTES_MIN else None
         if self._can_wait:
             worth = nbytes >= DIRECT_BYTES_MIN and stream is not None  # a slow client's bytes are read as they come
-            wanted = WAITED_BYTES if worth and due >= WAITED_BYTES else 1
+            wanted = RECEIVE_LOW_WATER_BYTES if worth and due >= RECEIVE_LOW_WATER_BYTES else 1
             if wanted != self._low_watermark and not self.transport.is_closing():
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                 self._low_watermark = wanted
@@ -194,7 +194,7 @@ class Connection(asyncio.BufferedProtocol):
         """Process the next bytes from the client; `in_place`: they are of a body, and already in place."""
         try:
             if in_place:
-                ends = bool(self._scanner.passed(len(data)) & wire.END_STREAM)
+                ends = bool(self._scanner.consumed(len(data)) & wire.END_STREAM)
                 self._head_next = self._scanner.due == 0 and not ends
                 self._data(self._scanner.due_stream, data, len(data), ends, in_place=True)
             else:
@@ -217,7 +217,7 @@ class Connection(asyncio.BufferedProtocol):
             elif kind == wire.HEADERS:
                 if number % 2 == 0:
                     raise Http2Error(wire.PROTOCOL_ERROR, "a request on a stream with an even number")
-                self._headers(number, flags, bytearray(wire.block_in(flags, payload)))
+                self._headers(number, flags, bytearray(wire.header_fragment(flags, payload)))
             else:
                 self._control(kind, flags, number, payload)
 
@@ -245,7 +245,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def fetch(self, number: int, places: Pieces, size: int) -> bool:
         """Have a thread read the rest of a body, `size` bytes, into `places`; returns False if none can."""
-        at, requested = self._scanner.between(number), min(size, TRANSFER_BYTES_MAX)
+        at, requested = self._scanner.position(number), min(size, TRANSFER_BYTES_MAX)
         if at is None or self._lent.writes or self.transport.is_closing():
             return False
         then = partial(self._fetched, number, requested)
@@ -254,13 +254,13 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.pause_reading()
         if size > self._receive_window:
             self._used -= size - self._receive_window
-            self.queue_frame(wire.word(0, wire.WINDOW_UPDATE, size - self._receive_window))
+            self.queue_frame(wire.u32_frame(0, wire.WINDOW_UPDATE, size - self._receive_window))
             self._receive_window = size
         return True
 
     def _fetched(self, number: int, requested: int, received: "Received") -> None:
         """Continue after a thread has read some of a body."""
-        self._scanner.skipped(number, received.due, received.flags, received.head)
+        self._scanner.resume_after(number, received.due, received.flags, received.head)
         self._low_watermark = 1
         self._receive_window -= received.size
         stream = self._streams.get(number)
@@ -276,7 +276,7 @@ class Connection(asyncio.BufferedProtocol):
         if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:
             raise Http2Error(wire.PROTOCOL_ERROR, "a frame for the connection on a stream")
         if kind == wire.WINDOW_UPDATE:
-            self._widen(number, wire.word_in(payload))
+            self._widen(number, wire.parse_u32(payload))
         elif kind == wire.CONTINUATION:
             assert self._block is not None
             opened, first_flags, block = self._block
@@ -286,7 +286,7 @@ class Connection(asyncio.BufferedProtocol):
             self._block = None
             self._headers(number, flags & wire.END_HEADERS | first_flags & wire.END_STREAM, block + payload)
         elif kind == wire.RST_STREAM:
-            wire.word_in(payload)
+            wire.parse_u32(payload)
             if number == 0 or number > self._newest:
                 raise Http2Error(wire.PROTOCOL_ERROR, "RST_STREAM for a stream that was never opened")
             self._abuse_limit.count()
@@ -297,7 +297,7 @@ class Connection(asyncio.BufferedProtocol):
             self._settings_received = True
             self._abuse_limit.count()
             if not flags & wire.ACK:
-                self._apply_settings(wire.settings_in(payload))
+                self._apply_settings(wire.parse_settings(payload))
                 self.queue_frame(wire.frame(wire.SETTINGS, wire.ACK, 0))
         elif kind == wire.PING:
             if len(payload) != 8:
@@ -334,7 +334,7 @@ class Connection(asyncio.BufferedProtocol):
         if head is None or self._stopping or self._running >= STREAMS_MAX:
             self._abuse_limit.count()
             code = wire.PROTOCOL_ERROR if head is None else wire.REFUSED_STREAM
-            self.queue_frame(wire.word(number, wire.RST_STREAM, code))
+            self.queue_frame(wire.u32_frame(number, wire.RST_STREAM, code))
             return
         stream = self._streams[number] = Stream(self, number, ends, head)
         own = {"headers": list(head.scope["headers"]), "state": dict(self._state), "extensions": {BODY: stream}}
@@ -471,7 +471,7 @@ class Connection(asyncio.BufferedProtocol):
         self._used += size
         if self._used >= max(1, self._receive_window):  # at least half of what waiting bodies do not hold
             self._receive_window += self._used
-            self.queue_frame(wire.word(0, wire.WINDOW_UPDATE, self._used))
+            self.queue_frame(wire.u32_frame(0, wire.WINDOW_UPDATE, self._used))
             self._used = 0
 
     def ended(self, number: int, *, answered: bool) -> None:

@@ -139,7 +139,7 @@ class Stream:
         if self._due is not None and not self._cut:
             self._due -= size
             if self._due < 0 or (ends and self._due):
-                self._client.queue_frame(wire.word(self._number, wire.RST_STREAM, wire.PROTOCOL_ERROR))
+                self._client.queue_frame(wire.u32_frame(self._number, wire.RST_STREAM, wire.PROTOCOL_ERROR))
                 self.cut()
         if self._cut:
             self._client.used(size)
@@ -190,7 +190,7 @@ class Stream:
 
     def _widen(self, size: int) -> None:
         self._receive_window += size
-        self._queue_frame(wire.word(self._number, wire.WINDOW_UPDATE, size))
+        self._queue_frame(wire.u32_frame(self._number, wire.WINDOW_UPDATE, size))
 
     def _queue_frame(self, frame: bytes) -> None:
         self._client.last_body_frame_s = self._client.loop.time()
@@ -338,11 +338,11 @@ class Stream:
         finally:
             if not self._cut:
                 if not self._answered:
-                    self._client.queue_frame(wire.word(self._number, wire.RST_STREAM, wire.INTERNAL_ERROR))
+                    self._client.queue_frame(wire.u32_frame(self._number, wire.RST_STREAM, wire.INTERNAL_ERROR))
                     if not self._client.writable:
                         self._client.abort()  # it reads nothing, so it would not get the reset either
                 elif not self.body_ended:
-                    self._client.queue_frame(wire.word(self._number, wire.RST_STREAM, wire.NO_ERROR))
+                    self._client.queue_frame(wire.u32_frame(self._number, wire.RST_STREAM, wire.NO_ERROR))
                 self._drop()
             self._client.ended(self._number, answered=self._answered)
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from paramserver.wire.board import FILE, SAID, UNTIL, WORDS, place
+from paramserver.wire.board import FILE, UNTIL, VALID_FROM, WORDS, slot_index
 from paramserver_shard.shared_folder import SharedFolder
 
 _NS: Final = 1e9
@@ -27,14 +27,14 @@ class Board:
     def set_serving_window(self, confirmed_s: float, until_s: float) -> None:
         """Publish until when the shard may serve, by the machine's monotonic clock; a past time: it may not."""
         self._words[UNTIL] = 0  # first, so that no reader sees the new end with the old start
-        self._words[SAID] = int(confirmed_s * _NS)
+        self._words[VALID_FROM] = int(confirmed_s * _NS)
         self._words[UNTIL] = max(0, int(until_s * _NS))
 
     def mark_current(self, number: int) -> None:
         """Mark a lease as current: a pull would be answered with exactly the values it covers."""
-        self._words[place(number)] = number
+        self._words[slot_index(number)] = number
 
     def clear(self, number: int) -> None:
         """Clear the mark of a lease, unless a later lease uses its word."""
-        if self._words[place(number)] == number:
-            self._words[place(number)] = 0
+        if self._words[slot_index(number)] == number:
+            self._words[slot_index(number)] = 0

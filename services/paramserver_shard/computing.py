@@ -42,8 +42,8 @@ def beyond_cache(tasks: Sequence[Task]) -> bool:
 def take_outputs(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 | None]]:
     """Take an output buffer for each task; None where a consumed gradient's is reused, or none is free.
 
-    A task can reuse the buffer of the gradient that the task before it in its share consumed (`spend`).  All buffers
-    are taken at once, because clients may release other ones while earlier tasks compute.
+    A task can reuse the buffer of the gradient that the task before it in its share consumed (`reuse_direct`).  All
+    buffers are taken at once, because clients may release other ones while earlier tasks compute.
     """
     if len(shares) == 1 == len(shares[0]):  # the common case for small models
         return [pool.take_free([shares[0][0].state.values])]
@@ -58,8 +58,8 @@ def compute(
 ) -> tuple[TaskResult, ...]:
     """Compute the result of each task into its buffer in `outputs` (from `take_outputs`); None: take the buffers now.
 
-    `nontemporal`: use nontemporal stores.  Inputs are not modified, except a gradient that may be consumed (`spend`):
-    its memory takes the next task's result, so that a push of a whole model needs no third copy of it.
+    `nontemporal`: use nontemporal stores.  Inputs are not modified, except a gradient that may be consumed
+    (`reuse_direct`): its memory takes the next task's result, so that a push of a whole model needs no third copy.
     """
     results: list[TaskResult] = []
     spare: AnyArray | None = None
@@ -77,7 +77,7 @@ def compute(
 
 def _consumed_gradient(task: Task) -> AnyArray | None:
     """The gradient that is not needed once this task is done, if there is one."""
-    return task.direct[0] if isinstance(task, UpdateTask) and task.spend and task.direct is not None else None
+    return task.direct[0] if isinstance(task, UpdateTask) and task.reuse_direct and task.direct is not None else None
 
 
 def _update(task: UpdateTask, pool: BufferPool, values: F32, nontemporal: bool) -> TaskResult:
@@ -94,9 +94,11 @@ def _update(task: UpdateTask, pool: BufferPool, values: F32, nontemporal: bool) 
         gradient, dtype = pool.take(size), "float32"
         for piece in task.pieces:
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
-    crc = slice_crc(dtype, ((0, size),), gradient) if task.look else None  # brings it into the cache for the update
+    crc = (
+        slice_crc(dtype, ((0, size),), gradient) if task.needs_check else None
+    )  # brings it into the cache for the update
     if not kernels.apply(*step, gradient, dtype, values, slots, nontemporal=nontemporal):
-        return TaskResult(None, bad_gradient=task.look and not kernels.all_finite(gradient, dtype))
+        return TaskResult(None, bad_gradient=task.needs_check and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, slots, task.counts), crc)
 
 

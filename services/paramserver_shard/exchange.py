@@ -73,7 +73,7 @@ class Exchange:
         async def local(now: KnownModel, parts: Sequence[PushPart]) -> PushDone:
             # If this shard loses a partition while it computes, it answers 421 and the parts are sent to the new owner,
             # so their memory must not be consumed here.
-            parts = [replace(p, owned=False) for p in parts]
+            parts = [replace(p, exclusive_buffer=False) for p in parts]
             if with_crc:
                 parts = [with_checksum(p, now.layout.partition_size(p.partition)) for p in parts]
             return await self._runtime.push(lambda request: replace(command, request=request, parts=tuple(parts)))

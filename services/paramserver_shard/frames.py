@@ -113,8 +113,8 @@ class FrameService:
         push_id, clock, indices = arriving.push_id, frame.clock, tuple([p.partition for p in frame.parts])
         if frame.ends is None or push_id is None or clock is None or done.state != "staged" or not arriving.all_local:
             return done, None
-        served = self._runtime.core.served(key)
-        if served is None or not served.stages(indices, push_id.worker, push_id.epoch, clock):
+        served = self._runtime.core.find_model(key)
+        if served is None or not served.has_staged(indices, push_id.worker, push_id.epoch, clock):
             return done, None
         shards, wait_s = frame.ends
         self._clocks.report(key, push_id, clock + 1, done.timeline, shards)
@@ -130,7 +130,7 @@ class FrameService:
             raise after_push(error, done) from error
         # The worker has to ask the scheduler if the commit left the push out, if the model is past that commit already,
         # or if the scheduler has something to tell.
-        return done, commit_values if served.over(indices, push_id.worker, push_id.epoch, clock) else None
+        return done, commit_values if served.may_continue(indices, push_id.worker, push_id.epoch, clock) else None
 
     async def _push(self, arriving: Arriving) -> PushDone:
         known, frame = arriving.known, arriving.frame

@@ -69,7 +69,7 @@ class Checkpoint:
 
     @property
     def version(self) -> int:
-        """The highest version over the partitions."""
+        """The highest version over the partitions, at which a restore continues; the manifest's is the lowest."""
         return max(self.versions, default=0)
 
     def states_in(self, model: str) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def _later(title: str, after_s: float = 1.0, status: int = 503, cls: type[PsErro
 
 CODES: Final[Mapping[str, CodeInfo]] = {
     "malformed": CodeInfo(400, RequestError, "The body or a query value cannot be read"),
-    "unauthorized": CodeInfo(401, AuthError, "A valid token is needed"),
+    "unauthorized": CodeInfo(401, AuthError, "A valid token is required"),
     "forbidden": CodeInfo(403, AuthError, "The token's role does not allow this"),
     "not_found": CodeInfo(404, NotFoundError, "No such route"),
     "unknown_model": CodeInfo(404, NotFoundError, "No model of that name"),
@@ -157,20 +157,20 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "unknown_checkpoint": CodeInfo(404, NotFoundError, "No such checkpoint"),
     "method_not_allowed": CodeInfo(405, RequestError, "The route does not have that method"),
     "not_acceptable": CodeInfo(406, RequestError, "None of the media types in Accept can be produced"),
-    "too_slow": _later("The body comes more slowly than a body may", 1.0, 408),
+    "too_slow": _later("The body arrives too slowly", 1.0, 408),
     "conflict": CodeInfo(409, ConflictError, "The present state forbids this"),
     "model_exists": CodeInfo(409, ConflictError, "A model of that name has another spec"),
-    "model_replaced": CodeInfo(409, FencedError, "The model was created anew since"),
+    "model_replaced": CodeInfo(409, FencedError, "The model was deleted and created again"),
     "rolled_back": CodeInfo(409, FencedError, "The model went back to an earlier clock"),
     "fenced": CodeInfo(409, FencedError, "A newer epoch has taken this one's place"),
     "outside_window": CodeInfo(409, ConflictError, "The push id is too old to tell whether it was applied"),
-    "not_enough_memory": CodeInfo(409, ConflictError, "The shards have no memory for what would come to them"),
-    "disk_refuses": CodeInfo(409, ConflictError, "The scheduler's disk does not take a file"),
+    "not_enough_memory": CodeInfo(409, ConflictError, "The shards do not have enough memory"),
+    "disk_refuses": CodeInfo(409, ConflictError, "The scheduler cannot write to its disk"),
     "slot_gone": CodeInfo(409, ConflictError, "The slot of shared memory is not lent any more", True),
-    "worker_required": CodeInfo(409, ConflictError, "This consistency mode takes pushes of joined workers only"),
-    "too_stale": CodeInfo(409, ConflictError, "The gradient's base version lies too far back"),
+    "worker_required": CodeInfo(409, ConflictError, "This consistency mode accepts pushes from joined workers only"),
+    "too_stale": CodeInfo(409, ConflictError, "The gradient's base version is too old"),
     "upload_in_progress": CodeInfo(409, ConflictError, "Another client is uploading the initial values"),
-    "precondition_failed": CodeInfo(412, ConflictError, "The value is not the one that the request is for"),
+    "precondition_failed": CodeInfo(412, ConflictError, "The precondition does not match the current value"),
     "version_not_reached": CodeInfo(412, ConflictError, "The version asked for was not reached in time", True),
     "too_large": CodeInfo(413, RequestError, "The request exceeds a bound"),
     "unsupported_media_type": CodeInfo(415, RequestError, "The body's media type is not understood"),
@@ -186,9 +186,9 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "non_finite": CodeInfo(422, RequestError, "A tensor holds NaN or infinity"),
     "non_finite_result": CodeInfo(422, RequestError, "Applying the gradient would give NaN or infinity"),
     "empty_push": CodeInfo(422, RequestError, "The push holds no gradients"),
-    "id_reused": CodeInfo(422, RequestError, "The same push id came with other content"),
+    "id_reused": CodeInfo(422, RequestError, "The push id was already used with different content"),
     "reserved_worker": CodeInfo(422, RequestError, "Worker ids with a '/' are given out by the scheduler"),
-    "not_built": CodeInfo(422, RequestError, "This server does not offer that"),
+    "not_built": CodeInfo(422, RequestError, "Not supported by this server"),
     "headers_too_large": CodeInfo(431, RequestError, "The request's headers exceed a bound"),
     "too_many_requests": _later("Too many requests are in flight", 0.5, 429),
     "internal": CodeInfo(500, InternalError, "paramserver has a bug"),
@@ -230,7 +230,7 @@ def as_problem(error: Exception) -> PsError:
 
 
 @contextmanager
-def looking() -> Iterator[None]:
+def validating() -> Iterator[None]:
     """Turn unexpected exceptions into `internal` errors, in code that only validates a request and changes nothing."""
     try:
         yield

@@ -36,7 +36,7 @@ CHUNK_BYTES: Final = 1 * MIB
 """Size of the chunks in which responses are written."""
 SEND_BUFFER_BYTES: Final = 384 * 1024
 """Send buffer requested towards the same machine; Linux doubles it, up to a limit that is 416 KiB by default."""
-WAITED_BYTES: Final = MIB // 4
+RECEIVE_LOW_WATER_BYTES: Final = MIB // 4
 """Low-water mark for reading bodies, as wakeups are costly; below the send buffer, or both ends would stall."""
 
 # Bounds of a model.

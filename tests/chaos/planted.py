@@ -27,7 +27,7 @@ EVERY = 7
 
 def skip_the_window() -> None:
     """What was delivered before is taken for new."""
-    PushMemory.judge = lambda *_: None  # type: ignore[method-assign]
+    PushMemory.check = lambda *_: None  # type: ignore[method-assign]
 
 
 def apply_twice() -> None:

@@ -23,7 +23,7 @@ ELEMENTS = 16 * MIB
 GREETING = (
     http2.PREFACE
     + http2.settings({http2.INITIAL_WINDOW_SIZE: http2.WINDOW_MAX})
-    + http2.word(0, http2.WINDOW_UPDATE, http2.WINDOW_MAX - http2.WINDOW_BYTES)
+    + http2.u32_frame(0, http2.WINDOW_UPDATE, http2.WINDOW_MAX - http2.WINDOW_BYTES)
 )
 """Of a client over HTTP/2 to which the server may send whatever it likes."""
 

@@ -119,10 +119,10 @@ PING = wire.frame(wire.PING, 0, 0, b"12345678")
         (True, wire.frame(wire.PING, 0, 0, b"1234"), wire.FRAME_SIZE_ERROR),
         (True, wire.frame(wire.PING, 0, 1, b"12345678"), wire.PROTOCOL_ERROR),
         (True, wire.frame(wire.SETTINGS, 0, 0, b"12345"), wire.FRAME_SIZE_ERROR),
-        (True, wire.word(1, wire.RST_STREAM, 8), wire.PROTOCOL_ERROR),
-        (True, wire.word(0, wire.WINDOW_UPDATE, 0), wire.FLOW_CONTROL_ERROR),
-        (True, wire.word(0, wire.WINDOW_UPDATE, wire.WINDOW_MAX), wire.FLOW_CONTROL_ERROR),
-        (True, HEAD + wire.word(1, wire.WINDOW_UPDATE, wire.WINDOW_MAX), wire.FLOW_CONTROL_ERROR),
+        (True, wire.u32_frame(1, wire.RST_STREAM, 8), wire.PROTOCOL_ERROR),
+        (True, wire.u32_frame(0, wire.WINDOW_UPDATE, 0), wire.FLOW_CONTROL_ERROR),
+        (True, wire.u32_frame(0, wire.WINDOW_UPDATE, wire.WINDOW_MAX), wire.FLOW_CONTROL_ERROR),
+        (True, HEAD + wire.u32_frame(1, wire.WINDOW_UPDATE, wire.WINDOW_MAX), wire.FLOW_CONTROL_ERROR),
         (True, PING * 5000, wire.ENHANCE_YOUR_CALM),
         (True, HEAD + data(1, b"") * 5000, wire.ENHANCE_YOUR_CALM),
         (True, HEAD + wire.frame(wire.DATA, wire.PADDED, 1, b"\x00") * 5000, wire.ENHANCE_YOUR_CALM),
@@ -145,7 +145,7 @@ def test_requests_that_are_given_up_without_end_are_cut_off(server: Node) -> Non
             for i in range(1, 20_000, 2):
                 client.send(
                     wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, i, block("GET", "/slow?seconds=1"))
-                    + wire.word(i, wire.RST_STREAM, wire.CANCEL)
+                    + wire.u32_frame(i, wire.RST_STREAM, wire.CANCEL)
                 )
             told = client.until(wire.GOAWAY)
         except (BrokenPipeError, ConnectionResetError):
@@ -227,7 +227,7 @@ def test_an_answer_waits_for_its_window_and_holds_up_no_other(server: Node) -> N
         client.send(PING)
         client.until(wire.PING, 0, wire.ACK)
         assert not [f for f in client.frames if f[2] == 1 and f[0] == wire.DATA]
-        client.send(wire.word(0, wire.WINDOW_UPDATE, 1 << 30) + wire.word(1, wire.WINDOW_UPDATE, 500))
+        client.send(wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 30) + wire.u32_frame(1, wire.WINDOW_UPDATE, 500))
         assert client.until(wire.DATA, 1) == bytes(500)
         client.send(wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 30}))
         status, rest = client.answer(1)
@@ -249,7 +249,7 @@ def test_a_request_that_is_given_up_lets_its_work_go(server: Node) -> None:
         client.ask(1, "GET", "/events")
         client.until(wire.DATA, 1)
         eventually(lambda: server.http.get("/listening").json() == 1)
-        client.send(wire.word(1, wire.RST_STREAM, wire.CANCEL))
+        client.send(wire.u32_frame(1, wire.RST_STREAM, wire.CANCEL))
         eventually(lambda: server.http.get("/listening").json() == 0, what="the answer to be given up")
         client.ask(3, "GET", "/names/x")
         assert client.answer(3)[0] == 200

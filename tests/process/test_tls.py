@@ -177,7 +177,7 @@ def test_a_connection_that_ends_between_requests_is_replaced(authority: Path, si
         ended.set()
 
     def answering(peer: Peer) -> None:
-        wide = wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 24}) + wire.word(0, wire.WINDOW_UPDATE, 1 << 24)
+        wide = wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 24}) + wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 24)
         peer.send(wide)
         peer.send(peer.answer(peer.until(wire.DATA, wire.END_STREAM), b"2"))
 

@@ -160,7 +160,7 @@ def turns_red(
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_forgetting_push_ids_turns_the_checkers_red(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the window a push that comes twice counts twice, and the sums show it."""
-    monkeypatch.setattr(PushMemory, "judge", lambda *_: None)
+    monkeypatch.setattr(PushMemory, "check", lambda *_: None)
 
     assert turns_red(mode, "applied", "crashes")
 

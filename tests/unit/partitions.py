@@ -103,7 +103,7 @@ def view(driver: ShardDriver) -> ModelView:
     return driver.view
 
 
-def wish(driver: ShardDriver, *indices: int, number: int = 1) -> None:
+def request_release(driver: ShardDriver, *indices: int, number: int = 1) -> None:
     """The leader wants these partitions handed over; without any, it calls the moves off."""
     driver.send(replace(view(driver), release=dict.fromkeys(indices, number)))
 

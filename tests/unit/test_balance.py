@@ -4,105 +4,107 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from paramserver.core.balance import Piece, Place, missing_bytes, plan
+from paramserver.core.balance import PartitionLoad, ShardLoad, missing_bytes, plan
 
 MIB = 1 << 20
 
 
 def settle(
-    pieces: list[Piece], places: list[Place], at_once: int = 4, by_load: bool = False
-) -> tuple[list[Piece], int]:
+    partitions: list[PartitionLoad], shards: list[ShardLoad], at_once: int = 4, by_load: bool = False
+) -> tuple[list[PartitionLoad], int]:
     """Carries plans out until there is none; where everything is then, and after how many moves."""
     count = 0
     for _ in range(10_000):
-        moves = plan(pieces, places, at_once, by_load=by_load)
+        moves = plan(partitions, shards, at_once, by_load=by_load)
         if not moves:
-            return pieces, count
+            return partitions, count
         to = {m.key: m.target for m in moves}
-        assert all(m.source == next(p.shard for p in pieces if p.key == m.key) for m in moves)
-        pieces = [Piece(p.key, to.get(p.key, p.shard), p.bytes, p.load, p.movable) for p in pieces]
+        assert all(m.source == next(p.shard for p in partitions if p.key == m.key) for m in moves)
+        partitions = [PartitionLoad(p.key, to.get(p.key, p.shard), p.bytes, p.load, p.movable) for p in partitions]
         count += len(moves)
     raise AssertionError("plans go on for ever")
 
 
-def held(pieces: list[Piece], places: list[Place]) -> dict[str, int]:
-    return {s.name: sum(p.bytes for p in pieces if p.shard == s.name) for s in places}
+def held(partitions: list[PartitionLoad], shards: list[ShardLoad]) -> dict[str, int]:
+    return {s.name: sum(p.bytes for p in partitions if p.shard == s.name) for s in shards}
 
 
 def test_a_shard_that_joins_gets_its_share_and_no_more_moves_than_that() -> None:
     """Twelve partitions on two shards: a third one gets four, in four moves."""
-    pieces = [Piece(("m", i), f"s{i % 2}", MIB) for i in range(12)]
-    places = [Place("s0"), Place("s1"), Place("s2")]
-    after, moves = settle(pieces, places)
-    assert held(after, places) == {"s0": 4 * MIB, "s1": 4 * MIB, "s2": 4 * MIB}
+    partitions = [PartitionLoad(("m", i), f"s{i % 2}", MIB) for i in range(12)]
+    shards = [ShardLoad("s0"), ShardLoad("s1"), ShardLoad("s2")]
+    after, moves = settle(partitions, shards)
+    assert held(after, shards) == {"s0": 4 * MIB, "s1": 4 * MIB, "s2": 4 * MIB}
     assert moves == 4
 
 
 def test_what_drains_goes_to_those_that_stay() -> None:
     """A draining shard ends with nothing, the others with the same."""
-    pieces = [Piece(("m", i), f"s{i % 3}", MIB) for i in range(12)]
-    places = [Place("s0"), Place("s1", draining=True), Place("s2")]
-    after, moves = settle(pieces, places)
-    assert held(after, places) == {"s0": 6 * MIB, "s1": 0, "s2": 6 * MIB}
+    partitions = [PartitionLoad(("m", i), f"s{i % 3}", MIB) for i in range(12)]
+    shards = [ShardLoad("s0"), ShardLoad("s1", draining=True), ShardLoad("s2")]
+    after, moves = settle(partitions, shards)
+    assert held(after, shards) == {"s0": 6 * MIB, "s1": 0, "s2": 6 * MIB}
     assert moves == 4
 
 
 def test_nobody_has_more_moves_at_once_than_the_bound() -> None:
     """Moves under way count as well."""
-    pieces = [Piece(("m", i), "s0", MIB) for i in range(64)]
-    moves = plan(pieces, [Place("s0", moves=1), Place("s1")], 4)
+    partitions = [PartitionLoad(("m", i), "s0", MIB) for i in range(64)]
+    moves = plan(partitions, [ShardLoad("s0", moves=1), ShardLoad("s1")], 4)
     assert len(moves) == 3
-    assert plan(pieces, [Place("s0", moves=4), Place("s1")], 4) == []
+    assert plan(partitions, [ShardLoad("s0", moves=4), ShardLoad("s1")], 4) == []
 
 
 def test_of_several_models_the_one_moves_of_which_the_shard_has_most() -> None:
     """So each model is spread, not only their sum."""
-    pieces = [Piece(("a", i), "s0", MIB) for i in range(4)] + [Piece(("b", i), "s1", MIB) for i in range(4)]
-    pieces += [Piece(("c", i), "s0", MIB) for i in range(2)]
-    moves = plan(pieces, [Place("s0"), Place("s1")], 1)
+    partitions = [PartitionLoad(("a", i), "s0", MIB) for i in range(4)] + [
+        PartitionLoad(("b", i), "s1", MIB) for i in range(4)
+    ]
+    partitions += [PartitionLoad(("c", i), "s0", MIB) for i in range(2)]
+    moves = plan(partitions, [ShardLoad("s0"), ShardLoad("s1")], 1)
     assert [m.key[0] for m in moves] == ["a"]
 
 
 def test_what_does_not_fit_into_memory_does_not_move() -> None:
     """A target without room gets nothing; one whose limit is unknown may."""
-    pieces = [Piece(("m", i), "s0", MIB) for i in range(4)]
-    assert plan(pieces, [Place("s0", draining=True), Place("s1", free_bytes=MIB - 1)], 4) == []
-    assert len(plan(pieces, [Place("s0", draining=True), Place("s1", free_bytes=2 * MIB)], 4)) == 2
-    assert len(plan(pieces, [Place("s0", draining=True), Place("s1")], 4)) == 4
+    partitions = [PartitionLoad(("m", i), "s0", MIB) for i in range(4)]
+    assert plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1", free_bytes=MIB - 1)], 4) == []
+    assert len(plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1", free_bytes=2 * MIB)], 4)) == 2
+    assert len(plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1")], 4)) == 4
 
 
 def test_a_drain_that_memory_forbids_is_told_with_figures() -> None:
     """Needed and free bytes; silent where a limit is unknown or nobody stays."""
-    pieces = [Piece(("m", i), "s0", MIB) for i in range(4)]
-    assert missing_bytes(pieces, [Place("s0"), Place("s1", free_bytes=3 * MIB)], "s0") == (4 * MIB, 3 * MIB)
-    assert missing_bytes(pieces, [Place("s0"), Place("s1", free_bytes=4 * MIB)], "s0") is None
-    assert missing_bytes(pieces, [Place("s0"), Place("s1", free_bytes=0), Place("s2")], "s0") is None
-    assert missing_bytes(pieces, [Place("s0"), Place("s1", free_bytes=0, draining=True)], "s0") is None
+    partitions = [PartitionLoad(("m", i), "s0", MIB) for i in range(4)]
+    assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=3 * MIB)], "s0") == (4 * MIB, 3 * MIB)
+    assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=4 * MIB)], "s0") is None
+    assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=0), ShardLoad("s2")], "s0") is None
+    assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=0, draining=True)], "s0") is None
 
 
 def test_what_cannot_move_stays() -> None:
     """A partition that is not served, or moves already, is nobody's candidate."""
-    pieces = [Piece(("m", i), "s0", MIB, movable=False) for i in range(4)]
-    assert plan(pieces, [Place("s0", draining=True), Place("s1")], 4) == []
+    partitions = [PartitionLoad(("m", i), "s0", MIB, movable=False) for i in range(4)]
+    assert plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1")], 4) == []
 
 
 def test_load_is_levelled_by_an_exchange_when_bytes_are_level() -> None:
     """Two busy partitions on one shard are parted, bytes stay as they are, and then there is peace."""
     loads = [50.0 * MIB, 50.0 * MIB, 0.0, 0.0]
-    pieces = [Piece(("m", i), f"s{i // 2}", MIB, loads[i]) for i in range(4)]
-    places = [Place("s0"), Place("s1")]
-    assert plan(pieces, places, 4) == []
-    after, moves = settle(pieces, places, by_load=True)
+    partitions = [PartitionLoad(("m", i), f"s{i // 2}", MIB, loads[i]) for i in range(4)]
+    shards = [ShardLoad("s0"), ShardLoad("s1")]
+    assert plan(partitions, shards, 4) == []
+    after, moves = settle(partitions, shards, by_load=True)
     assert moves == 2
-    assert held(after, places) == {"s0": 2 * MIB, "s1": 2 * MIB}
+    assert held(after, shards) == {"s0": 2 * MIB, "s1": 2 * MIB}
     assert {p.shard for p in after if p.load} == {"s0", "s1"}
 
 
 @pytest.mark.parametrize("load", [0.0, 1000.0])
 def test_idle_shards_are_left_alone(load: float) -> None:
     """Loads below what counts move nothing."""
-    pieces = [Piece(("m", i), "s0" if i < 2 else "s1", MIB, load if i < 2 else 0.0) for i in range(4)]
-    assert plan(pieces, [Place("s0"), Place("s1")], 4, by_load=True) == []
+    partitions = [PartitionLoad(("m", i), "s0" if i < 2 else "s1", MIB, load if i < 2 else 0.0) for i in range(4)]
+    assert plan(partitions, [ShardLoad("s0"), ShardLoad("s1")], 4, by_load=True) == []
 
 
 @settings(max_examples=150, deadline=None)
@@ -111,15 +113,17 @@ def test_plans_come_to_rest_with_nobody_above_the_average_and_one_partition(data
     """Whatever the sizes, loads and shards: moves end, what drains is empty, and bytes are level."""
     names = [f"s{i}" for i in range(data.draw(st.integers(1, 6)))]
     draining = data.draw(st.sets(st.sampled_from(names), max_size=len(names) - 1))
-    places = [Place(n, draining=n in draining) for n in names]
+    shards = [ShardLoad(n, draining=n in draining) for n in names]
     sizes = data.draw(st.lists(st.integers(1, 64), max_size=60))
-    pieces = [
-        Piece((f"m{i % 3}", i), data.draw(st.sampled_from(names)), size * MIB, data.draw(st.floats(0, 100.0)) * MIB)
+    partitions = [
+        PartitionLoad(
+            (f"m{i % 3}", i), data.draw(st.sampled_from(names)), size * MIB, data.draw(st.floats(0, 100.0)) * MIB
+        )
         for i, size in enumerate(sizes)
     ]
-    after, _ = settle(pieces, places, data.draw(st.integers(1, 8)), by_load=data.draw(st.booleans()))
-    assert sorted((p.key, p.bytes) for p in after) == sorted((p.key, p.bytes) for p in pieces)
-    now = held(after, places)
+    after, _ = settle(partitions, shards, data.draw(st.integers(1, 8)), by_load=data.draw(st.booleans()))
+    assert sorted((p.key, p.bytes) for p in after) == sorted((p.key, p.bytes) for p in partitions)
+    now = held(after, shards)
     assert all(now[n] == 0 for n in draining)
     share = sum(now.values()) / (len(names) - len(draining))
-    assert max(now.values()) <= share + max((p.bytes for p in pieces), default=0)
+    assert max(now.values()) <= share + max((p.bytes for p in partitions), default=0)

@@ -8,7 +8,7 @@ from paramserver import kernels
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState, UpdateTask
 from paramserver.core.spec import ModelSpec
-from paramserver.core.update import Basis, single_task
+from paramserver.core.update import UpdateInput, single_task
 from paramserver.types import ModelKey, PartitionKey
 from paramserver.wire.tensor import slice_crc
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
@@ -22,7 +22,7 @@ SPEC = ModelSpec.parse(
 LAYOUT = Layout(SPEC)
 
 
-def tasks(pool: BufferPool, *, spend: bool) -> list[UpdateTask]:
+def tasks(pool: BufferPool, *, reuse_direct: bool) -> list[UpdateTask]:
     """One whole push of four partitions, whose gradients lie in memory of their own."""
     out = []
     pool.take(max(COUNTS))  # as an earlier push did, so that all take memory of this size
@@ -31,24 +31,24 @@ def tasks(pool: BufferPool, *, spend: bool) -> list[UpdateTask]:
         values, gradient = pool.take(count), pool.take(count)
         values[:], gradient[:] = i, -1.0
         state = PartitionState(values, (), (0,))
-        basis = Basis(PartitionKey(ModelKey("m", 1), i), state, SPEC, LAYOUT.segments[i])
-        out.append(single_task(basis, gradient, "float32", None, 1.0, 1.0, spend=spend))
+        inputs = UpdateInput(PartitionKey(ModelKey("m", 1), i), state, SPEC, LAYOUT.segments[i])
+        out.append(single_task(inputs, gradient, "float32", None, 1.0, 1.0, reuse_direct=reuse_direct))
     return out
 
 
-@pytest.mark.parametrize("spend", [True, False])
-def test_spent_gradients_take_the_next_results(spend: bool) -> None:
+@pytest.mark.parametrize("reuse_direct", [True, False])
+def test_spent_gradients_take_the_next_results(reuse_direct: bool) -> None:
     """A push of a whole model needs one partition more than its values and its gradient, if the gradient is spent."""
     pool = BufferPool()
-    work = tasks(pool, spend=spend)
+    work = tasks(pool, reuse_direct=reuse_direct)
     before = pool.lent_bytes
     results = compute(work, pool)
-    assert pool.lent_bytes - before == (1 if spend else 4) * (before // 8)
+    assert pool.lent_bytes - before == (1 if reuse_direct else 4) * (before // 8)
     for i, (task, result) in enumerate(zip(work, results, strict=True)):
         assert result.state is not None
         assert (result.state.values == i + 1.0).all()
         assert (task.state.values == i).all()
-        if not spend:
+        if not reuse_direct:
             assert task.direct is not None
             assert (task.direct[0] == -1.0).all()
 
@@ -56,7 +56,7 @@ def test_spent_gradients_take_the_next_results(spend: bool) -> None:
 def test_what_nobody_has_looked_at_is_looked_at_when_it_is_applied() -> None:
     """The result has the gradient's checksum; of one that is not finite it says so, apart from a result that is not."""
     pool = BufferPool()
-    looked = [replace(task, look=True) for task in tasks(pool, spend=False)]
+    looked = [replace(task, needs_check=True) for task in tasks(pool, reuse_direct=False)]
     for task, result in zip(looked, compute(looked, pool), strict=True):
         assert task.direct is not None
         assert result.crc == slice_crc("float32", ((0, task.direct[0].size),), task.direct[0])
@@ -82,8 +82,8 @@ def test_steps_tell_apart_only_what_the_optimizer_does(name: str) -> None:
     for count in range(3):
         slots = tuple(np.zeros(100, np.float32) for _ in range(kernels.slot_count(spec.optimizer)))
         state = PartitionState(values, slots, (count,))
-        basis = Basis(PartitionKey(ModelKey("m", 1), 0), state, spec, Layout(spec).segments[0])
-        task = single_task(basis, np.ones(100, np.float32), "float32", None, 1.0, 0.5)
+        inputs = UpdateInput(PartitionKey(ModelKey("m", 1), 0), state, spec, Layout(spec).segments[0])
+        task = single_task(inputs, np.ones(100, np.float32), "float32", None, 1.0, 0.5)
         assert task.counts == (count + 1,)
         found.append(task.steps)
     assert len(set(found)) == (3 if name in ("adagrad", "adam", "adamw") else 1)

@@ -121,7 +121,7 @@ def has_nothing_new(peer: Peer) -> None:
     """Lets all come that is under way: nothing of what was written afterwards is in it."""
     with suppress(OSError):
         for stream in (0, 1):
-            peer.send(wire.word(stream, wire.WINDOW_UPDATE, 2 << 20))
+            peer.send(wire.u32_frame(stream, wire.WINDOW_UPDATE, 2 << 20))
         while data := peer.socket.recv(65536):
             assert b"new gradient" not in data
 

@@ -24,7 +24,7 @@ class Fenced:
 
     async def push(self, event: Callable[[int], PushReceived]) -> Any:
         for part in event(1).parts:
-            if part.owned:
+            if part.exclusive_buffer:
                 part.data[:] = 77.0
         raise wrong_owner(KEY, 0, 2)
 
@@ -49,7 +49,7 @@ async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() ->
     directory, peers = Directory("me"), Peers()
     directory.models["m"] = replace_owner(known)
     directory.addresses = {"other": ("http://other",)}
-    part = PushPart(0, np.full(4, 0.5, np.float32), "float32", None, True, owned=True)
+    part = PushPart(0, np.full(4, 0.5, np.float32), "float32", None, True, exclusive_buffer=True)
 
     done = await Exchange(directory, cast(Any, Fenced()), cast(Any, peers)).push(known, PushReceived(0, "m", (part,)))
 

@@ -75,7 +75,7 @@ def test_a_body_of_many_pieces_is_one_body(kind: Kind) -> None:
     got: list[bytes] = []
 
     def script(peer: Peer) -> None:
-        peer.send(wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 24}) + wire.word(0, wire.WINDOW_UPDATE, 1 << 24))
+        peer.send(wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 24}) + wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 24))
         stream = peer.until(wire.DATA, wire.END_STREAM)
         got.extend(payload for kind, _, _, payload in peer.seen if kind == wire.DATA)
         peer.send(peer.answer(stream, b""))
@@ -97,15 +97,15 @@ def test_a_body_goes_as_the_windows_allow(kind: Kind) -> None:
         stream = peer.until(wire.HEADERS)
         peer.until(wire.SETTINGS, wire.ACK)
         for allowed, on_stream, of_all in ((100_000, 99_900, 50_000), (wire.WINDOW_BYTES + 50_000, 100_000, 0)):
-            peer.send(wire.word(stream, wire.WINDOW_UPDATE, on_stream))
+            peer.send(wire.u32_frame(stream, wire.WINDOW_UPDATE, on_stream))
             if of_all:
-                peer.send(wire.word(0, wire.WINDOW_UPDATE, of_all))
+                peer.send(wire.u32_frame(0, wire.WINDOW_UPDATE, of_all))
             while peer.received < allowed:
                 peer.until(wire.DATA)
             peer.send(wire.frame(wire.PING, 0, 0, bytes(8)))
             peer.until(wire.PING, wire.ACK)
             assert peer.received == allowed
-        peer.send(wire.word(stream, wire.WINDOW_UPDATE, 1 << 20) + wire.word(0, wire.WINDOW_UPDATE, 1 << 20))
+        peer.send(wire.u32_frame(stream, wire.WINDOW_UPDATE, 1 << 20) + wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 20))
         peer.until(wire.DATA, wire.END_STREAM)
         assert peer.received == len(body)
         peer.send(peer.answer(stream, b"done"))
@@ -122,7 +122,7 @@ def test_the_reserved_bit_of_a_number_is_ignored() -> None:
     stream = client.start_stream([], answer, bodyless=False)
 
     for number in (0, stream):
-        client.feed(memoryview(wire.word(number, wire.WINDOW_UPDATE, reserved | 5)))
+        client.feed(memoryview(wire.u32_frame(number, wire.WINDOW_UPDATE, reserved | 5)))
     allowed = client.allowed(answer, wire.PAYLOAD_BYTES_MAX)
     window = answer.send_window
     client.feed(memoryview(wire.goaway(reserved, wire.NO_ERROR)))
@@ -280,7 +280,7 @@ def test_a_request_that_is_given_up_again_and_again_makes_no_heap_of_connections
             if good:
                 peer.send(peer.answer(peer.until(wire.HEADERS), good.pop()))
             while True:
-                peer.send(wire.word(peer.until(wire.HEADERS), wire.RST_STREAM, wire.INTERNAL_ERROR))
+                peer.send(wire.u32_frame(peer.until(wire.HEADERS), wire.RST_STREAM, wire.INTERNAL_ERROR))
         except AssertionError:
             pass  # it has hung up
 

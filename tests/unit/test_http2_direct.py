@@ -96,7 +96,7 @@ async def test_a_body_that_nobody_wants_any_more_holds_up_nothing(threads: bool)
         await loop.sock_sendall(theirs, frames_of(1, body, 1 << 20))
         await asked(theirs, connection, 3)
         await loop.sock_sendall(theirs, frames_of(3, body, 1 << 20)[: -(1 << 20) - wire.HEAD_BYTES])
-        await loop.sock_sendall(theirs, wire.word(3, wire.RST_STREAM, 8))
+        await loop.sock_sendall(theirs, wire.u32_frame(3, wire.RST_STREAM, 8))
         await asked(theirs, connection, 5)
         await loop.sock_sendall(theirs, frames_of(5, body, 1 << 20))
         assert [wire.encoded([(b":status", s)]) for s in (b"400", b"200")] == await answered(theirs, 2)
@@ -125,7 +125,7 @@ async def test_short_answers_to_several_go_together_and_none_is_lost_at_the_end(
         for stream in range(1, 19, 2):
             await asked(theirs, connection, stream)
         bodies = b"".join(frames_of(stream, b"x", 1) for stream in range(5, 19, 2))
-        given_up = b"".join(wire.word(stream, wire.RST_STREAM, wire.CANCEL) for stream in (1, 3))
+        given_up = b"".join(wire.u32_frame(stream, wire.RST_STREAM, wire.CANCEL) for stream in (1, 3))
         connection.feed(memoryview(bodies + given_up))
         connection.shutdown()
         assert await answered(theirs, 7) == [wire.encoded([(b":status", b"200")])] * 7

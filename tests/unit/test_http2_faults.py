@@ -34,7 +34,7 @@ def test_a_connection_that_ends_between_requests_is_replaced(kind: Kind) -> None
 
     def refusing(peer: Peer) -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"3"))
-        peer.send(wire.word(peer.until(wire.HEADERS), wire.RST_STREAM, wire.REFUSED_STREAM))
+        peer.send(wire.u32_frame(peer.until(wire.HEADERS), wire.RST_STREAM, wire.REFUSED_STREAM))
 
     with Server(kind, closing, leaving, refusing, closing) as server:
         bodies = [a.body if isinstance(a, Response) else a for a in (server.ask() for _ in range(4))]

@@ -46,7 +46,7 @@ def test_frames_are_found_wherever_the_bytes_are_cut(
             cost, at = cost + len(taken), at + len(taken)
             if not got or got[-1][0] != (wire.DATA, past) or got[-1][1]:
                 got.append([(wire.DATA, past), 0, b""])
-            got[-1][1:] = [scanner.passed(len(taken)), bytes(got[-1][2]) + taken]  # type: ignore[call-overload]
+            got[-1][1:] = [scanner.consumed(len(taken)), bytes(got[-1][2]) + taken]  # type: ignore[call-overload]
             continue
         for kind, flags, stream, payload_piece, counted in scanner.scan(memoryview(sent[at : at + step])):
             cost += counted
@@ -175,7 +175,7 @@ def test_what_is_no_request_is_none(headers: list[wire.Header]) -> None:
 def test_settings_that_cannot_be_are_refused(payload: bytes) -> None:
     """Not six bytes, a window too large, frames too small."""
     with pytest.raises(Http2Error):
-        wire.settings_in(memoryview(payload))
+        wire.parse_settings(memoryview(payload))
 
 
 @given(
@@ -190,13 +190,13 @@ def test_a_block_that_is_quickly_read_says_what_it_says(block: bytes, bytes_max:
         ]
     except hpack.HPACKError:
         wanted = None
-    found = wire.plain(block, bytes_max)
+    found = wire.decode_static(block, bytes_max)
     assert found is None or found == wanted
 
 
 def test_our_own_blocks_are_quickly_read() -> None:
     """Short texts, with names that are in the table and names that are not."""
     headers = [*ASKED, (b":status", b"200"), (b":status", b"418"), (b"", b""), (b"x", b"v" * 126)]
-    assert wire.plain(wire.encoded(headers), 1 << 16) == headers
-    assert wire.plain(wire.encoded(headers), 400) is None
-    assert wire.plain(wire.encoded([(b"x", b"v" * 127)]), 1 << 16) is None
+    assert wire.decode_static(wire.encoded(headers), 1 << 16) == headers
+    assert wire.decode_static(wire.encoded(headers), 400) is None
+    assert wire.decode_static(wire.encoded([(b"x", b"v" * 127)]), 1 << 16) is None

@@ -73,7 +73,7 @@ async def ends_of(theirs: socket.socket, number: int) -> list[tuple[int, int]]:
         assert data, "the server has hung up"
         for kind, flags, n, payload, _ in scanner.scan(memoryview(data)):
             if kind == wire.RST_STREAM:
-                ended.append((n, wire.word_in(payload)))
+                ended.append((n, wire.parse_u32(payload)))
             elif n and flags & wire.END_STREAM:
                 ended.append((n, 0))
     return ended

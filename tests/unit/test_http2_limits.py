@@ -41,7 +41,7 @@ async def code_of(theirs: socket.socket) -> int:
 @pytest.mark.parametrize(
     "useless",
     [
-        pytest.param(wire.word(0, wire.WINDOW_UPDATE, 1), id="a window wider by a byte"),
+        pytest.param(wire.u32_frame(0, wire.WINDOW_UPDATE, 1), id="a window wider by a byte"),
         pytest.param(wire.frame(wire.SETTINGS, wire.ACK, 0), id="settings taken that were never made"),
         pytest.param(wire.frame(wire.HEADERS, ENDS, 1, ASKED), id="headers of a request that is over"),
         pytest.param(wire.frame(wire.PING, 0, 0, bytes(8)), id="a ping"),
@@ -74,7 +74,7 @@ async def test_windows_that_the_client_widens_as_it_reads_are_no_folly() -> None
     async with connected(nothing) as (theirs, connection):
         loop = asyncio.get_running_loop()
         count = 2 * frame_abuse.COUNT_MAX
-        await loop.sock_sendall(theirs, wire.word(0, wire.WINDOW_UPDATE, 4096) * count)
+        await loop.sock_sendall(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 4096) * count)
         await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         await heard(theirs, wire.HEADERS, 1)
         assert connection.send_window == wire.WINDOW_BYTES + 4096 * count
@@ -88,7 +88,7 @@ async def test_a_client_may_widen_both_windows_after_each_short_answer() -> None
         for n in range(1, 2 * frame_abuse.COUNT_MAX, 2):
             await loop.sock_sendall(theirs, wider + wire.frame(wire.HEADERS, ENDS, n, ASKED))
             await heard(theirs, wire.HEADERS, n)
-            wider = wire.word(0, wire.WINDOW_UPDATE, 9) + wire.word(n, wire.WINDOW_UPDATE, 9)
+            wider = wire.u32_frame(0, wire.WINDOW_UPDATE, 9) + wire.u32_frame(n, wire.WINDOW_UPDATE, 9)
 
 
 @pytest.mark.asyncio
@@ -208,6 +208,6 @@ async def test_settings_that_make_a_window_too_large_are_refused() -> None:
 
     async with connected(silent) as (theirs, _):
         loop = asyncio.get_running_loop()
-        widened = wire.word(1, wire.WINDOW_UPDATE, wire.WINDOW_MAX - wire.WINDOW_BYTES)
+        widened = wire.u32_frame(1, wire.WINDOW_UPDATE, wire.WINDOW_MAX - wire.WINDOW_BYTES)
         await loop.sock_sendall(theirs, OPENED + widened + wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 20}))
         assert await code_of(theirs) == wire.FLOW_CONTROL_ERROR

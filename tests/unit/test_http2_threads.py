@@ -52,7 +52,9 @@ class Client:
     async def greet(self, window: int = wire.WINDOW_MAX) -> None:
         """Answers may be as long as that, and all together as long as they like."""
         sent = wire.settings({wire.INITIAL_WINDOW_SIZE: window, wire.MAX_FRAME_SIZE: 1 << 20})
-        await asyncio.get_running_loop().sock_sendall(self.theirs, sent + wire.word(0, wire.WINDOW_UPDATE, 1 << 30))
+        await asyncio.get_running_loop().sock_sendall(
+            self.theirs, sent + wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 30)
+        )
 
     async def ask(self, *blocks: tuple[int, bytes]) -> None:
         """Sends requests without bodies."""
@@ -119,7 +121,7 @@ async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
         await until(connection, writes=False)
         while connection._streams[1].send_window:
             await asyncio.sleep(0)
-        await asyncio.get_running_loop().sock_sendall(client.theirs, wire.word(1, wire.WINDOW_UPDATE, len(ANSWER)))
+        await asyncio.get_running_loop().sock_sendall(client.theirs, wire.u32_frame(1, wire.WINDOW_UPDATE, len(ANSWER)))
         await client.read([1])
         assert client.bodies == {1: ANSWER}
 
@@ -128,7 +130,7 @@ async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
 async def test_a_client_that_gives_up_or_hangs_up_is_written_to_no_more() -> None:
     """Once the answer is cut off; once the connection is lost, of which the thread learns as well."""
     async with answering() as (client, connection):
-        sent = wire.word(1, wire.RST_STREAM, wire.CANCEL)
+        sent = wire.u32_frame(1, wire.RST_STREAM, wire.CANCEL)
         await asyncio.get_running_loop().sock_sendall(client.theirs, sent)
         await client.ask((3, SMALL))
         await client.read([3])

@@ -36,7 +36,7 @@ async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() ->
     transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), made), sock=ours)
     with theirs:
         await loop.sock_sendall(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}))
-        await loop.sock_sendall(theirs, wire.word(0, wire.WINDOW_UPDATE, 1 << 30))
+        await loop.sock_sendall(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 30))
         for i in range(1, 2 * 600, 2):
             await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, i, ASKED))
         while connection._newest < 2 * 600 - 1:
@@ -65,7 +65,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
     config.load()
     transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
     with theirs:
-        widened = wire.settings({wire.INITIAL_WINDOW_SIZE: size}) + wire.word(0, wire.WINDOW_UPDATE, size)
+        widened = wire.settings({wire.INITIAL_WINDOW_SIZE: size}) + wire.u32_frame(0, wire.WINDOW_UPDATE, size)
         await loop.sock_sendall(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         while not connection._newest or connection._running:
             await asyncio.sleep(0)
@@ -105,7 +105,9 @@ async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monke
     transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
     long = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/long")])
     with theirs:
-        widened = wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}) + wire.word(0, wire.WINDOW_UPDATE, 1 << 30)
+        widened = wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}) + wire.u32_frame(
+            0, wire.WINDOW_UPDATE, 1 << 30
+        )
         await loop.sock_sendall(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, long))
         while connection.writable:
             await asyncio.sleep(0)

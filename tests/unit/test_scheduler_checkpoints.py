@@ -49,7 +49,7 @@ def test_checkpoints_in_sync_are_of_one_clock() -> None:
     assert d.result(parked)["released"]
 
 
-def reading_still() -> tuple[Driver, Any, int, io.WriteCheckpoint]:
+def reading_current() -> tuple[Driver, Any, int, io.WriteCheckpoint]:
     """A model that stands at clock 2, beyond its cut, is being read; its worker, who asked, and what is read."""
     d, a = beyond_its_cut()
     asked = d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
@@ -62,7 +62,7 @@ def reading_still() -> tuple[Driver, Any, int, io.WriteCheckpoint]:
 
 def test_what_was_read_of_a_model_that_went_back_meanwhile_is_no_checkpoint() -> None:
     """It may have come to the same clock again with other values; whoever asked is told, and the training goes on."""
-    d, a, asked, effect = reading_still()
+    d, a, asked, effect = reading_current()
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
     d.beats()
     assert d.result(d.clock_of(a | {"timeline": 1}, 2))["released"]
@@ -80,7 +80,7 @@ def test_what_was_read_of_a_model_that_went_back_meanwhile_is_no_checkpoint() ->
 
 def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
     """What a restore sets keeps the clock, by which nobody could tell what was read before and what after."""
-    d, _, asked, effect = reading_still()
+    d, _, asked, effect = reading_current()
     with pytest.raises(PsError, match="mine") as refused:
         d.ask(lambda n: io.StartRestore(n, "m"))
     assert refused.value.code == "conflict"

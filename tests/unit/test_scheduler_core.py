@@ -262,7 +262,7 @@ def test_a_shard_whose_redis_is_another_one_is_refused() -> None:
         return d.ask(lambda n: io.JoinShard(n, name, ["http://s:1"], "", found))
 
     for found in (0, term - 1):
-        with pytest.raises(ConflictError, match="is not the schedulers'"):
+        with pytest.raises(ConflictError, match="uses a different Redis than the schedulers"):
             join("s1", found)
     assert d.hash == stored
     assert [join(f"ok{later}", later)["epoch"] for later in (None, term, term + 1)] == [1, 1, 1]

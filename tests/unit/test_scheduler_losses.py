@@ -286,7 +286,7 @@ def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() 
     d.beats()
     assert d.result(number)["upload_token"] == "another"
     given = [[i, p["incarnation"]] for i, p in enumerate(d.core.read.model("m")["partitions"]) if i < 2]
-    with pytest.raises(PsError, match="lack values"):  # as from a shard that has not heard of all that was lost
+    with pytest.raises(PsError, match="lost their values"):  # as from a shard that has not heard of all that was lost
         d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "another", given[1:]))
     assert d.core.read.model("m")["state"] == "initializing"
     d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "another", given))

@@ -149,6 +149,21 @@ def test_a_member_that_dies_frees_its_place_without_a_restart() -> None:
     assert d.core.read.run("run-1")["places"][0]["restarts"] == 0
 
 
+def test_a_member_that_was_forgotten_comes_back_under_a_higher_epoch() -> None:
+    """The last 256 dead ones are remembered; an old process of a forgotten one is fenced, by the next leader too."""
+    d = Driver()
+    forgotten = member(d, "old")
+    for name in ("old", *(f"p{i}" for i in range(256))):
+        m = forgotten if name == "old" else member(d, name)
+        d.ask(lambda n, m=m: io.LeavePool(n, m["member"], m["epoch"]))  # type: ignore[misc]
+    d.wait(1.0)
+    assert "member:old" not in d.hash
+    d.restart()
+    assert member(d, "old")["epoch"] > forgotten["epoch"]
+    with pytest.raises(FencedError):
+        beat(d, forgotten)
+
+
 def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
     """Five clocks were done before; the worker is told to stop when five more are."""
     d = Driver()
@@ -162,7 +177,7 @@ def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
     assert w["clock"] == 5
     assert d.result(d.clock(w, 9))["state"] == "active"
     d.clock(w, 10)
-    assert state(d) == ("finished", "5 clocks are done")
+    assert state(d) == ("finished", "the limit of clocks was reached (5)")
     assert d.ask(lambda n: io.WorkerHeartbeat(n, "m", w["worker"], w["epoch"]))["state"] == "stop"
     assert beat(d, m)["state"] == "stop"
     assert done(d, m)["state"] == "finished"
@@ -204,6 +219,18 @@ def test_stop_by_metric_and_by_minutes() -> None:
         d.wait(2.5)
         beat(d, m)
     assert d.core.read.run("run-2")["state"] == "finished"
+
+
+@pytest.mark.parametrize("stop", [{"name": "loss", "at_least": 1.0}, {"name": "loss", "at_most": 0.0}])
+def test_a_value_that_is_not_finite_ends_no_run(stop: dict[str, Any]) -> None:
+    """An infinite loss has reached nothing, and is in no series that could tell why the run ended."""
+    d = Driver()
+    d.model()
+    run(d, stop={"metric": stop})
+    member(d, "p")
+    for value in (float("inf"), float("-inf"), float("nan")):
+        assert d.ask(lambda n, v=value: io.ReportMetrics(n, "m", {"loss": v})) == {"accepted": 0}  # type: ignore[misc]
+        assert state(d)[0] == "running"
 
 
 def test_pause_and_resume() -> None:

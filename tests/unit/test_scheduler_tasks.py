@@ -1,11 +1,13 @@
 """What becomes of tasks whose worker lives on without working on them."""
 
+import json
 from typing import Any
 
 import pytest
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.core.task_desk import EVALUATIONS_MAX
 from paramserver.errors import ConflictError, Unavailable
 
 from .scheduling import Driver
@@ -79,6 +81,20 @@ def test_an_evaluation_that_failed_is_made_again() -> None:
     assert lease(d, a, [], "evaluate") == first
 
 
+def test_at_most_eight_evaluations_are_kept() -> None:
+    """However many are requested and leased; the newest is among them."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    for clock in range(1, 12):
+        d.clock(a, clock)
+        d.ask(lambda n: io.RequestEvaluation(n, "m"))
+        assert lease(d, a, None, "evaluate")["clock"] == clock
+        kept = json.loads(d.hash["clock:m"])["evaluations"]
+        assert len(kept) <= EVALUATIONS_MAX
+        assert kept[-1][0] == clock
+
+
 def test_the_ranges_of_all_datasets_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of 60 bytes makes up to 100,000; what is there already is answered as ever."""
     monkeypatch.setattr(limits, "TASKS_MAX", 25)
@@ -103,9 +119,9 @@ def test_the_ranges_of_all_datasets_together_are_bounded(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"passes": 2}, "other passes"),
-        ({"uri": "s3://b", "assignment": "static"}, "other uri and assignment"),
-        ({"task_size": 5}, "other ranges"),
+        ({"passes": 2}, "passes"),
+        ({"uri": "s3://b", "assignment": "static"}, "uri and assignment"),
+        ({"task_size": 5}, "ranges"),
     ],
 )
 def test_a_dataset_that_comes_again_otherwise_is_told_what_differs(
@@ -113,5 +129,5 @@ def test_a_dataset_that_comes_again_otherwise_is_told_what_differs(
 ) -> None:
     """The refusal names each field that is not as it was registered, and no other."""
     given = {"size": 20, "task_size": 10, **fields}
-    with pytest.raises(ConflictError, match=f"is registered with {told} "):
+    with pytest.raises(ConflictError, match=f"is already registered with different {told} "):
         two[0].ask(lambda n: io.RegisterDataset(n, "m", "train", **given))

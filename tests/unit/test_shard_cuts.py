@@ -277,7 +277,7 @@ def test_a_cut_that_was_dropped_for_a_move_is_taken_anew_when_it_is_asked_for() 
     driver.advance(1.0)
     driver.store = InMemoryStore()
     driver.eager = False
-    renewed = replace(serving, clock=1, owned={0: 9}, renewed={0: 1})
+    renewed = replace(serving, clock=1, owned={0: 9}, kept_from={0: 1})
     driver.send(renewed)
     driver.send(replace(renewed, release={0: 7}))
     driver.send(renewed)

@@ -9,7 +9,7 @@ import pytest
 from paramserver.core import admission, pulls, set_operation
 from paramserver.core.partition import Partition
 from paramserver.core.push_operation import PushOperation
-from paramserver.core.shard_io import AssignPart, CaptureReceived, PushDone, SetReceived
+from paramserver.core.shard_io import AssignPart, CaptureReceived, PullDone, PushDone, SetReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InternalError
 from paramserver.testing.shard_driver import ShardDriver
@@ -103,7 +103,7 @@ def test_an_assignment_that_meets_a_bug_as_it_starts_leaves_its_line(monkeypatch
         (admission, "check_push", lambda d: d.submit({0: ones()})),
         (admission, "must_ask", lambda d: d.submit({0: ones()}, PushId("r/a", 1, 1))),
         (admission, "check_set", assign),
-        (Partition, "captured", capture),
+        (Partition, "capture_at", capture),
     ],
 )
 def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_over(
@@ -116,12 +116,26 @@ def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_over(
     assert driver.core.waiting == 0
 
 
+def test_a_request_that_was_answered_before_the_bug_gets_no_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets exactly one."""
+    driver = served()
+    take = pulls.PullDesk.take
+
+    def answers_and_fails(*args: Any) -> Any:
+        take(*args)
+        fails()
+
+    monkeypatch.setattr(pulls.PullDesk, "take", answers_and_fails)
+    assert isinstance(driver.outcome(driver.ask((0,))), PullDone)
+    assert driver.core.waiting == 0
+
+
 def test_a_pull_that_meets_a_bug_is_over_whoever_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A push that makes the version for which it waits is none the worse for it."""
     driver = served()
     pull = driver.ask((0,), min_version=1, wait_s=10.0)
     with monkeypatch.context() as broken:
-        broken.setattr(pulls, "_look", fails)
+        broken.setattr(pulls, "_outcome_or_blocker", fails)
         assert driver.push({0: ones()}).version == 1
     told(driver, pull)
     assert driver.core.waiting == 0

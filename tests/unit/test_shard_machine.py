@@ -140,9 +140,11 @@ class AsyncShard(RuleBasedStateMachine):
     def regain(self, index: int) -> None:
         """A new ownership of the partition begins, and is loaded."""
         self.token += 1
-        release, renewed = ({k: v for k, v in m.items() if k != index} for m in (self.view.release, self.view.renewed))
+        release, renewed = (
+            {k: v for k, v in m.items() if k != index} for m in (self.view.release, self.view.kept_from)
+        )
         owned = dict(self.view.owned) | {index: self.token}
-        self.tell(owned=owned, source="snapshot", release=release, renewed=renewed)
+        self.tell(owned=owned, source="snapshot", release=release, kept_from=renewed)
         loads = [i for i, e in enumerate(self.driver.pending) if isinstance(e, LoadPartition)]
         self.driver.complete(loads[-1])
         self.versions[index] = self.driver.pull(index).version
@@ -178,7 +180,7 @@ class AsyncShard(RuleBasedStateMachine):
         """Owners keep what they have, under new tokens, and store it again; what was on its way is refused."""
         self.driver.store = self.store = InMemoryStore()
         self.token += 1
-        self.tell(owned=dict.fromkeys(self.view.owned, self.token), renewed=dict(self.view.owned), source="snapshot")
+        self.tell(owned=dict.fromkeys(self.view.owned, self.token), kept_from=dict(self.view.owned), source="snapshot")
         self.unseeded = set(range(PARTITIONS))
         self.collect()
 

@@ -29,10 +29,10 @@ from .partitions import (
     pending,
     refused,
     released,
+    request_release,
     spec,
     successor,
     view,
-    wish,
 )
 
 KEY = PartitionKey(ModelKey("m", 1), 0)
@@ -48,7 +48,7 @@ def test_a_move_is_lossless_at_every_level(ack: str) -> None:
     running = driver.submit({0: ones(2.0)}, PushId("w", 1, 1))
     queued = driver.submit({0: ones(4.0)}, PushId("w", 1, 2))
 
-    wish(driver, 0)
+    request_release(driver, 0)
     late = driver.submit({0: ones(8.0)}, PushId("w", 1, 3))
     assert not any(isinstance(e, StoreSnapshot) and e.urgent for e in driver.pending)
     complete(driver, Apply)
@@ -77,7 +77,7 @@ def test_what_is_buffered_moves_along_with_its_deadline() -> None:
     for i, value in enumerate((1.0, 3.0)):
         driver.push({0: ones(value)}, PushId("w", 1, i))
 
-    wish(driver, 0)
+    request_release(driver, 0)
     driver.advance(1.0)
     assert driver.values() == [0.0] * 4
     after = successor(driver)
@@ -99,7 +99,7 @@ def test_what_is_staged_moves_along_and_commits_catch_up(ack: str) -> None:
             d.push({0: ones(1.0 + i)}, PushId(w, 1, 0), clock=0)
     straight.commit(0, *decided)
 
-    wish(driver, 0)
+    request_release(driver, 0)
     driver.commit(0, *decided)
     assert driver.pull(0).version == 0
     assert released(driver) == [(0, 1, 0, 1)]
@@ -119,7 +119,7 @@ def test_settings_that_change_meanwhile_are_taken_up_by_the_next_owner() -> None
     driver.serve(spec(optimizer={"name": "sgd", "lr": 1.0}, consistency={"mode": "buffered", "count": 2}))
     driver.push({0: ones(4.0)}, PushId("w", 1, 0))
 
-    wish(driver, 0)
+    request_release(driver, 0)
     driver.patch({"optimizer": {"lr": 10.0}, "consistency": {"mode": "async"}})
     assert [row[6] for row in driver.core.partitions()] == [1]
     after = successor(driver)
@@ -136,33 +136,33 @@ def test_a_move_that_is_called_off_goes_on_as_if_nothing_had_been(ack: str) -> N
     driver = ShardDriver()
     driver.serve(spec(ack=ack, consistency={"mode": "buffered", "count": 9, "interval_ms": 500}))
     driver.push({0: ones(2.0)}, PushId("w", 1, 0))
-    wish(driver, 0)
+    request_release(driver, 0)
     assert released(driver) == [(0, 1, 0, 1)]
     waiting = driver.submit({0: ones(6.0)}, PushId("w", 1, 1))
     driver.advance(1.0)
     driver.patch({"optimizer": {"clip_value": 100.0}}, release={0: 1})
     assert waiting not in driver.replies
 
-    wish(driver)
+    request_release(driver)
 
     assert released(driver) == []
     assert done(driver, waiting).state == "buffered"
     driver.advance(0.5)
     assert driver.values()[0] in (4.0, 8.0)
     assert [row[6] for row in driver.core.partitions()] == [2]
-    wish(driver, 0, number=2)
+    request_release(driver, 0, number=2)
     assert released(driver) == [(0, 1, driver.pull(0).version, 2)]
 
 
-def test_a_wish_under_another_number_is_another_wish() -> None:
+def test_a_release_request_under_another_number_is_another_request() -> None:
     """What was stored for the first does not count for the second unless nothing has run in between."""
     driver = ShardDriver()
     driver.serve(spec())
-    wish(driver, 0, number=1)
+    request_release(driver, 0, number=1)
     waiting = driver.submit({0: ones()}, PushId("w", 1, 0))
     driver.eager = False
 
-    wish(driver, 0, number=2)
+    request_release(driver, 0, number=2)
     driver.settle()
 
     assert released(driver) == [(0, 1, done(driver, waiting).version if waiting in driver.replies else 0, 2)]
@@ -175,13 +175,13 @@ def test_a_push_of_several_partitions_holds_up_nobody_else() -> None:
     driver = ShardDriver()
     driver.serve(spec(2))
 
-    wish(driver, 0)
+    request_release(driver, 0)
     both = driver.submit({0: ones(), 1: ones()}, PushId("w", 1, 0))
     other = driver.push({1: ones(2.0)}, PushId("w", 1, 1))
     assert (other.version, both in driver.replies) == (1, False)
     driver.send(CaptureReceived(90, "m", 0))
     assert 90 in driver.replies
-    wish(driver)
+    request_release(driver)
 
     assert [p.version for p in done(driver, both).parts] == [1, 2]
 
@@ -190,7 +190,7 @@ def test_a_request_waits_no_longer_than_a_lease_for_a_move() -> None:
     """Then it hears 503 and comes again."""
     driver = ShardDriver()
     driver.serve(spec())
-    wish(driver, 0)
+    request_release(driver, 0)
     request = driver.submit({0: ones()}, PushId("w", 1, 0))
 
     driver.advance(limits.LEASE_S)
@@ -199,10 +199,10 @@ def test_a_request_waits_no_longer_than_a_lease_for_a_move() -> None:
 
 
 def test_a_partition_that_is_still_being_loaded_is_handed_over_as_soon_as_it_is_there() -> None:
-    """The wish came first."""
+    """The release request came first."""
     driver = ShardDriver(eager=False)
     driver.serve(spec())
-    wish(driver, 0)
+    request_release(driver, 0)
     assert [type(e) for e in driver.pending] == [LoadPartition]
 
     driver.settle()
@@ -219,7 +219,7 @@ def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
     assert [e.capture.key.index for e in pending(driver, StoreSnapshot)] == [0]  # and waits for the budget
 
-    wish(driver, 1, 2)
+    request_release(driver, 1, 2)
     _, first = driver.pending
     assert isinstance(first, StoreSnapshot)
     driver.pending.clear()
@@ -249,7 +249,7 @@ def test_the_last_snapshot_written_is_the_whole_state() -> None:
     assert isinstance(older, StoreSnapshot)
     assert not older.urgent
 
-    wish(driver, 0)
+    request_release(driver, 0)
     assert driver.pending == [older]
     assert driver.core.deadline() is None
     complete(driver, StoreSnapshot)
@@ -267,7 +267,7 @@ def test_staged_parts_of_ended_workers_stay_while_a_partition_is_held() -> None:
     driver.serve(spec(consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
     driver.commit(0)
     driver.push({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
-    wish(driver, 0)
+    request_release(driver, 0)
 
     driver.send(RosterChanged(view(driver).model, {}, 0))
     assert driver.core.held_bytes == 16
@@ -282,7 +282,7 @@ def test_the_document_that_calls_a_move_off_takes_nothing_from_the_commits_that_
     driver.serve(spec(2, consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
     driver.push({0: ones(), 1: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
     driver.commit(0)
-    wish(driver, 0)
+    request_release(driver, 0)
 
     commit = CommitDecided(view(driver).model, 0, 1, (listed(0, 0),), 1, 1, False)
     driver.send(replace(view(driver), clock=2, commits=(commit,), workers={}, release={}))
@@ -297,7 +297,7 @@ def test_the_next_owner_lets_go_what_ended_workers_pushed_ahead() -> None:
     driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
     for worker in WORKERS:
         driver.push({0: ones()}, PushId(worker, 1, 0), clock=5)
-    wish(driver, 0)
+    request_release(driver, 0)
 
     after = successor(driver, workers={WORKERS[1]: (1, 1)})
 
@@ -317,7 +317,7 @@ def test_a_cut_is_not_all_that_is_handed_over() -> None:
     driver.complete(driver.pending.index(next(e for e in snapshots if e.urgent)))
     driver.advance(0.01)
 
-    wish(driver, 0)
+    request_release(driver, 0)
     cut = next(e for e in driver.pending if isinstance(e, StoreSnapshot) and e.cut)
     driver.complete(driver.pending.index(cut))
     assert released(driver) == []

@@ -26,7 +26,7 @@ def test_a_duplicate_does_not_count_as_stored_what_redis_has_lost() -> None:
     assert done(driver, first).state == "applied"
     assert driver.view is not None
 
-    driver.send(replace(driver.view, owned={0: 2}, renewed={0: 1}))
+    driver.send(replace(driver.view, owned={0: 2}, kept_from={0: 1}))
     again = driver.submit({0: ones()}, PushId("w", 1, 0))
     assert again not in driver.replies
     driver.settle()

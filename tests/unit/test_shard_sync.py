@@ -439,23 +439,23 @@ def test_a_worker_goes_on_without_asking_once_nothing_of_its_push_is_left() -> N
     scheduler has something to say."""
     driver = ShardDriver()
     driver.serve(spec(late="fold"), workers=ROSTER)
-    served = driver.core.served(ModelKey("m", 1))
+    served = driver.core.find_model(ModelKey("m", 1))
     assert served is not None
     stage(driver, 0, 0, 1.0)
     stage(driver, 1, 0, 1.0)
-    assert served.stages([0], WORKERS[0], 1, 0)
-    assert not served.stages([0], WORKERS[2], 1, 0)
+    assert served.has_staged([0], WORKERS[0], 1, 0)
+    assert not served.has_staged([0], WORKERS[2], 1, 0)
 
     driver.commit(0, listed(0, 0))
-    assert not served.stages([0], WORKERS[1], 1, 0), "its clock is over, though it is still held"
-    assert served.over([0], WORKERS[0], 1, 0)
-    assert not served.over([0], WORKERS[1], 1, 0)
-    driver.commit(1, listed(1, 0), asks=True)
+    assert not served.has_staged([0], WORKERS[1], 1, 0), "its clock is over, though it is still held"
+    assert served.may_continue([0], WORKERS[0], 1, 0)
+    assert not served.may_continue([0], WORKERS[1], 1, 0)
+    driver.commit(1, listed(1, 0), needs_report=True)
 
-    assert not served.over([0], WORKERS[1], 1, 0)
-    assert not served.over([0], WORKERS[0], 1, 1)
+    assert not served.may_continue([0], WORKERS[1], 1, 0)
+    assert not served.may_continue([0], WORKERS[0], 1, 1)
     driver.commit(2, listed(0, 2))
-    assert served.over([0], WORKERS[0], 1, 2)
+    assert served.may_continue([0], WORKERS[0], 1, 2)
     driver.commit(3, listed(2, 3))
-    assert not served.over([0], WORKERS[0], 1, 2), "the others have gone on, to where the scheduler knows"
-    assert not served.over([1], WORKERS[0], 1, 2), "of a partition that is not here nothing is known"
+    assert not served.may_continue([0], WORKERS[0], 1, 2), "the others have gone on, to where the scheduler knows"
+    assert not served.may_continue([1], WORKERS[0], 1, 2), "of a partition that is not here nothing is known"

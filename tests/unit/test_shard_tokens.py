@@ -23,7 +23,7 @@ from paramserver.errors import PsError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 
-from .partitions import LEVELS, ROSTER, WORKERS, complete, done, ones, released, spec, view, wish
+from .partitions import LEVELS, ROSTER, WORKERS, complete, done, ones, released, request_release, spec, view
 
 KEY = PartitionKey(ModelKey("m", 1), 0)
 
@@ -41,7 +41,7 @@ def test_a_renewed_token_keeps_memory_and_stores_everything_again(ack: str) -> N
     driver.store = InMemoryStore()
     driver.pending = [e for e in driver.pending if isinstance(e, Apply)]
 
-    driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}, source="snapshot"))
+    driver.send(replace(view(driver), owned={0: 9}, kept_from={0: 1}, source="snapshot"))
 
     (snapshot,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
     assert (snapshot.urgent, snapshot.capture.token, snapshot.capture.version) == (True, 9, 2)
@@ -71,7 +71,7 @@ def test_a_newer_token_without_that_word_is_a_new_ownership() -> None:
     for token, renewed, value in ((6, {0: 5}, 1.0), (7, {0: 2}, 1.0), (8, {0: 8}, 0.0), (9, {}, 0.0)):
         driver.store = InMemoryStore()
         driver.eager = False
-        driver.send(replace(view(driver), owned={0: token}, renewed=renewed, source="snapshot"))
+        driver.send(replace(view(driver), owned={0: token}, kept_from=renewed, source="snapshot"))
         driver.pending = [e for e in driver.pending if isinstance(e, LoadPartition)]
         driver.settle()
         driver.eager = True
@@ -86,7 +86,7 @@ def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
     driver.commit(1)
     driver.store = InMemoryStore()
 
-    driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}, clock=2))
+    driver.send(replace(view(driver), owned={0: 9}, kept_from={0: 1}, clock=2))
     driver.advance(0.1)
 
     assert [row[3:] for row in driver.core.cuts()] == [(9, 1)]
@@ -106,7 +106,7 @@ def test_a_cut_of_a_model_that_has_left_sync_is_not_stored_again(lost: str) -> N
     driver.store = InMemoryStore()
 
     if lost == "renewed":
-        driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}))
+        driver.send(replace(view(driver), owned={0: 9}, kept_from={0: 1}))
     else:
         driver.send(JournalLost(KEY, 1))
     driver.advance(10.0)
@@ -143,7 +143,7 @@ def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> 
 
 
 def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothing() -> None:
-    """Parts of it may be among what is lost; wishes that come and go meanwhile change nothing about the next one."""
+    """Parts of it may be among what is lost; a release request withdrawn meanwhile changes nothing about the next."""
     driver = ShardDriver()
     driver.serve(spec(ack="journaled"))
     driver.advance(1.0)
@@ -154,8 +154,8 @@ def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothin
     driver.pending.clear()
 
     driver.send(JournalLost(KEY, 1))
-    wish(driver, 0)
-    wish(driver)
+    request_release(driver, 0)
+    request_release(driver)
     driver.send(SnapshotStored(KEY, 1, older.capture.version, older.urgent))
     assert waiting not in driver.replies
     (whole,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
@@ -172,11 +172,11 @@ def test_a_partition_that_is_handed_over_when_redis_is_emptied_is_stored_anew() 
     driver = ShardDriver()
     driver.serve(spec())
     driver.push({0: ones()}, PushId("w", 1, 0))
-    wish(driver, 0)
+    request_release(driver, 0)
     assert released(driver) == [(0, 1, 1, 1)]
     driver.eager = False
 
-    driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}))
+    driver.send(replace(view(driver), owned={0: 9}, kept_from={0: 1}))
     assert released(driver) == []
     driver.settle()
 
@@ -194,7 +194,7 @@ def test_an_owner_that_redis_refused_before_it_was_renewed_has_its_memory_still(
     with pytest.raises(PsError) as caught:
         driver.push({0: ones()}, PushId("w", 1, 1))
     assert caught.value.code == "wrong_owner"
-    driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}, source="snapshot"))
+    driver.send(replace(view(driver), owned={0: 9}, kept_from={0: 1}, source="snapshot"))
 
     assert driver.push({0: ones()}, PushId("w", 1, 0)).duplicate
     assert not driver.push({0: ones()}, PushId("w", 1, 1)).duplicate
@@ -211,7 +211,7 @@ def kept(**fields: Any) -> tuple[ShardDriver, int]:
 
 def renew(driver: ShardDriver, **fields: Any) -> None:
     """The leader tells that the refused ownership is this shard's under a new token."""
-    driver.send(replace(view(driver), owned={0: 2}, renewed={0: 1}, **fields))
+    driver.send(replace(view(driver), owned={0: 2}, kept_from={0: 1}, **fields))
 
 
 def test_what_was_kept_is_flushed_when_it_is_due() -> None:

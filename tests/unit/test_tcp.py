@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from paramserver.limits import SEND_BUFFER_BYTES, WAITED_BYTES
+from paramserver.limits import RECEIVE_LOW_WATER_BYTES, SEND_BUFFER_BYTES
 from paramserver.wire import tcp
 
 
@@ -29,7 +29,7 @@ def test_to_the_same_machine_the_send_buffer_is_small() -> None:
     """Twice what is asked for at most, and more than a reader waits for; nothing small waits."""
     with connected("127.0.0.1") as client:
         tcp.prepare(client)
-        assert WAITED_BYTES < send_buffer(client) <= 2 * SEND_BUFFER_BYTES
+        assert RECEIVE_LOW_WATER_BYTES < send_buffer(client) <= 2 * SEND_BUFFER_BYTES
         assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 

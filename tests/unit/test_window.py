@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 
 from paramserver import limits
 from paramserver.core.spec import ModelSpec
-from paramserver.core.window import PushMemory, Seen
+from paramserver.core.window import EarlierAnswer, PushMemory
 from paramserver.errors import FencedError, PsError
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PushId
 
 
-def accept(memory: PushMemory, seq: int, epoch: int = 1, crc: int = 7, version: int | None = None) -> Seen | None:
+def accept(
+    memory: PushMemory, seq: int, epoch: int = 1, crc: int = 7, version: int | None = None
+) -> EarlierAnswer | None:
     push_id = PushId("w", epoch, seq)
-    seen = memory.judge(push_id, None, crc)
+    seen = memory.check(push_id, None, crc)
     if seen is None:
         memory.record(push_id, None, crc, seq if version is None else version)
     return seen
@@ -39,7 +41,7 @@ def test_a_window_agrees_with_a_set_of_all_seqs_ever_seen(seqs: list[int]) -> No
             assert code(caught.value) == "outside_window"
             continue
         answer = accept(memory, seq)
-        assert answer == (Seen(seq, False) if seq in seen else None)
+        assert answer == (EarlierAnswer(seq, False) if seq in seen else None)
         seen.add(seq)
         highest = max(highest, seq)
     assert PushMemory.restore(memory.export()).export() == memory.export()
@@ -67,7 +69,7 @@ def test_the_same_id_with_other_content_is_refused() -> None:
         accept(memory, 3, crc=2)
 
     assert code(caught.value) == "id_reused"
-    assert accept(memory, 3, crc=1) == Seen(3, False)
+    assert accept(memory, 3, crc=1) == EarlierAnswer(3, False)
 
 
 def test_an_epoch_fences_all_lower_ones() -> None:
@@ -89,7 +91,7 @@ def test_a_late_push_is_remembered_as_late() -> None:
 
     again = PushMemory.restore(memory.export())
 
-    assert again.judge(PushId("w", 1, 0), None, 7) == Seen(0, True)
+    assert again.check(PushId("w", 1, 0), None, 7) == EarlierAnswer(0, True)
 
 
 def test_idempotency_keys_are_forgotten_in_order_of_arrival() -> None:
@@ -98,10 +100,10 @@ def test_idempotency_keys_are_forgotten_in_order_of_arrival() -> None:
     for i in range(limits.IDEMPOTENCY_KEYS_MAX + 1):
         memory.record(None, f"key {i}", i, i + 1)
 
-    assert memory.judge(None, "key 0", 0) is None
-    assert memory.judge(None, "key 1", 1) == Seen(2, False)
+    assert memory.check(None, "key 0", 0) is None
+    assert memory.check(None, "key 1", 1) == EarlierAnswer(2, False)
     with pytest.raises(PsError) as caught:
-        memory.judge(None, "key 1", 99)
+        memory.check(None, "key 1", 99)
 
     assert code(caught.value) == "id_reused"
 
@@ -132,7 +134,7 @@ def test_names_that_anybody_makes_up_push_out_no_joined_worker() -> None:
 
     for known in (memory, after):
         assert (known.epoch("run/w"), known.epoch("other 0"), known.epoch("other 1")) == (3, None, 1)
-        assert known.judge(PushId("run/w", 3, 0), None, 7) == Seen(1, False)
+        assert known.check(PushId("run/w", 3, 0), None, 7) == EarlierAnswer(1, False)
     assert after.export() == memory.export()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paramserver.wire.board import FILE, LOCK, SAID, UNTIL, WORDS, place
+from paramserver.wire.board import FILE, LOCK, UNTIL, VALID_FROM, WORDS, slot_index
 
 if sys.platform != "win32":
     import fcntl
@@ -38,9 +38,9 @@ class BoardView:
         The order of the reads matters: first the number, then whether the shard may serve and its process lives.
         """
         words = self._words
-        if words is None or words[place(number)] != number:
+        if words is None or words[slot_index(number)] != number:
             return False
-        return bool(words[SAID] <= time.monotonic_ns() < words[UNTIL]) and self.lives()
+        return bool(words[VALID_FROM] <= time.monotonic_ns() < words[UNTIL]) and self.lives()
 
     def lives(self) -> bool:
         """Whether the shard process still holds the folder's lock; the kernel releases it when the process dies."""

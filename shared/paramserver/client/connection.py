@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 from paramserver.client import http2
 from paramserver.client.calls import Sink
 from paramserver.client.http2 import Answer, Client
-from paramserver.limits import WAITED_BYTES
+from paramserver.limits import RECEIVE_LOW_WATER_BYTES
 from paramserver.wire.http2 import HEAD_BYTES, PAYLOAD_BYTES_MAX, Header
 
 T = TypeVar("T")
@@ -163,7 +163,9 @@ class Connection:
         client = self._client
         sink_buffer = client.sink_buffer()
         try:
-            self._set_low_watermark(1 if sink_buffer is None or self._slow else min(len(sink_buffer), WAITED_BYTES))
+            self._set_low_watermark(
+                1 if sink_buffer is None or self._slow else min(len(sink_buffer), RECEIVE_LOW_WATER_BYTES)
+            )
             if sink_buffer is None:
                 n = self.socket.recv_into(self._read_buffer)
             elif self._gathers:  # the bytes after it are the next frame's header

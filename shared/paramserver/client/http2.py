@@ -30,7 +30,7 @@ _HELLO: Final = (
     + wire.settings({
         wire.ENABLE_PUSH: 0, wire.INITIAL_WINDOW_SIZE: WINDOW_BYTES, wire.MAX_FRAME_SIZE: FRAME_BYTES
     })
-    + wire.word(0, wire.WINDOW_UPDATE, WINDOW_BYTES - wire.WINDOW_BYTES)
+    + wire.u32_frame(0, wire.WINDOW_UPDATE, WINDOW_BYTES - wire.WINDOW_BYTES)
 )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ class Client:
         """Forget the stream; reset it (RST_STREAM) if the request or the answer is not complete."""
         answer = self.open.pop(stream)
         if not (answer.request_sent and answer.response_ended):
-            self.unsent += wire.word(stream, wire.RST_STREAM, wire.CANCEL)
+            self.unsent += wire.u32_frame(stream, wire.RST_STREAM, wire.CANCEL)
 
     # Receiving
 
@@ -182,7 +182,7 @@ class Client:
     def sink_buffer_filled(self, data: memoryview) -> None:
         """Process bytes that were read into the memory that `sink_buffer` returned."""
         stream = self._scanner.due_stream
-        self._data(self._scanner.passed(len(data)), stream, data, len(data), in_place=True)
+        self._data(self._scanner.consumed(len(data)), stream, data, len(data), in_place=True)
 
     def feed(self, data: memoryview) -> None:
         """Process the next bytes.  Raises OSError if they are not valid HTTP/2."""
@@ -198,7 +198,7 @@ class Client:
     def _data(self, flags: int, stream: int, data: memoryview, cost: int, *, in_place: bool = False) -> None:
         self._received += cost
         if self._received > WINDOW_BYTES // 2:
-            self.unsent += wire.word(0, wire.WINDOW_UPDATE, self._received)
+            self.unsent += wire.u32_frame(0, wire.WINDOW_UPDATE, self._received)
             self._received = 0
         answer = self.open.get(stream)
         if answer is None:
@@ -209,7 +209,7 @@ class Client:
             return
         answer.received += cost
         if answer.received > WINDOW_BYTES // 2 and not flags & wire.END_STREAM:
-            self.unsent += wire.word(stream, wire.WINDOW_UPDATE, answer.received)
+            self.unsent += wire.u32_frame(stream, wire.WINDOW_UPDATE, answer.received)
             answer.received = 0
         if data:
             answer.feed(data, in_place=in_place)
@@ -219,7 +219,10 @@ class Client:
     def _frame(self, kind: int, flags: int, stream: int, payload: memoryview) -> None:
         if kind in (wire.HEADERS, wire.CONTINUATION):
             if kind == wire.HEADERS:
-                self._block, self._block_ends = bytearray(wire.block_in(flags, payload)), bool(flags & wire.END_STREAM)
+                self._block, self._block_ends = (
+                    bytearray(wire.header_fragment(flags, payload)),
+                    bool(flags & wire.END_STREAM),
+                )
             elif self._block is None or len(self._block) > _HEADER_BYTES_MAX:
                 raise wire.Http2Error(wire.PROTOCOL_ERROR, "CONTINUATION without HEADERS, or header block too large")
             else:
@@ -235,23 +238,23 @@ class Client:
                         answer.end()
         elif kind == wire.WINDOW_UPDATE:
             if stream == 0:
-                self._send_window += wire.word31_in(payload)
+                self._send_window += wire.parse_u31(payload)
             elif (answer := self.open.get(stream)) is not None:
-                answer.send_window += wire.word31_in(payload)
+                answer.send_window += wire.parse_u31(payload)
         elif kind == wire.SETTINGS and not flags & wire.ACK:
-            self._set(wire.settings_in(payload))
+            self._set(wire.parse_settings(payload))
             self.unsent += wire.frame(wire.SETTINGS, wire.ACK, 0)
         elif kind == wire.PING and not flags & wire.ACK:
             self.unsent += wire.frame(wire.PING, wire.ACK, 0, bytes(payload))
         elif kind == wire.GOAWAY:
             self.usable = False
-            last = wire.word31_in(payload[:4]) if len(payload) >= 8 else wire.WINDOW_MAX
+            last = wire.parse_u31(payload[:4]) if len(payload) >= 8 else wire.WINDOW_MAX
             for number, answer in self.open.items():
                 if number > last:
                     answer.fail(Refused("the shard is closing this connection"))
         elif kind == wire.RST_STREAM and (answer := self.open.get(stream)) is not None:
             answer.request_sent = answer.response_ended = True
-            if wire.word_in(payload) == wire.REFUSED_STREAM:
+            if wire.parse_u32(payload) == wire.REFUSED_STREAM:
                 answer.fail(Refused("the shard refused the stream"))
             else:
                 answer.fail(ConnectionResetError("the shard reset the stream"))

@@ -6,6 +6,7 @@ from math import isfinite
 import numpy as np
 
 from paramserver import limits
+from paramserver.core.fields import NUMBER_MAX
 from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import slot_count
 from paramserver.core.served_model import ServedModel
@@ -23,7 +24,7 @@ _NUMPY = {
     "float32": (np.float32,),
     "float64": (np.float64,),
 }
-_WHOLE = ("int8", "topk")
+_CODECS = ("int8", "topk")
 """Codecs that encode a whole partition.  The runtime checks that their bytes fit it; the kernels decode them."""
 
 
@@ -33,8 +34,8 @@ def check_push(event: PushReceived, layout: Layout) -> None:
         raise problem("empty_push", "the push holds no gradients")
     if event.ack is not None and event.ack not in LEVELS:
         raise problem("invalid_field", f"ack: must be one of {', '.join(LEVELS)}, not {event.ack!r:.40}")
-    if not 0.0 <= event.weight <= 1e38:  # false for NaN too
-        raise problem("invalid_field", f"weight: must be a finite number from 0 on, not {event.weight!r}")
+    if not 0.0 <= event.weight <= NUMBER_MAX:  # false for NaN too
+        raise problem("invalid_field", f"weight: must be a number from 0 to {NUMBER_MAX:g}, not {event.weight!r}")
     if event.push_id is not None:
         _check_id(event.push_id)
     if event.key is not None and not 0 < len(event.key.encode()) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
@@ -85,14 +86,17 @@ def _check_parts(parts: tuple[PushPart, ...] | tuple[AssignPart, ...], layout: L
     seen: set[int] = set()
     for part in parts:
         if not 0 <= part.partition < count:
-            raise problem("invalid_range", f"partition {part.partition}: the model has {count}")
+            raise problem(
+                "invalid_range", f"partition {part.partition} does not exist: the model has {count} partitions"
+            )
         if part.partition in seen:
             raise problem("invalid_range", f"partition {part.partition} is named twice")
         seen.add(part.partition)
-        if isinstance(part, PushPart) and part.dtype in _WHOLE:
+        if isinstance(part, PushPart) and part.dtype in _CODECS:
             if part.ranges is not None:
                 raise problem(
-                    "invalid_encoding", f"partition {part.partition}: {part.dtype} takes all of it, no ranges"
+                    "invalid_encoding",
+                    f"partition {part.partition}: codec {part.dtype} encodes the whole partition and takes no ranges",
                 )
             assert part.data.dtype == np.uint8, "the runtime has checked the bytes of a codec"
             continue
@@ -144,7 +148,7 @@ def clip_factor(event: PushReceived, spec: ModelSpec) -> float:
     if event.norm is None:
         raise problem(
             "invalid_field",
-            "norm: is needed, the model clips by norm",
+            "norm: is required, because the model clips by norm",
             hint="send the 2-norm of the whole gradient, or push by name",
         )
     return bound / event.norm if event.norm > bound else 1.0
@@ -177,7 +181,9 @@ def check_worker(
     if push_id is None or "/" not in push_id.worker:
         if joined:
             raise problem(
-                "worker_required", f"mode {mode} takes pushes of joined workers", hint="POST /models/{m}/workers first"
+                "worker_required",
+                f"mode {mode} accepts pushes from joined workers only",
+                hint="POST /models/{m}/workers first",
             )
         return
     member = workers.get(push_id.worker)

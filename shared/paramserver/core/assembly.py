@@ -29,7 +29,7 @@ def gather(
     steps = {p.name: 0 for p in layout.spec.params}
     for (lo, hi), segments, state in zip(layout.partitions(), layout.segments, states, strict=True):
         if len(state.slots) != kept:
-            raise problem("conflict", "the optimizer was being changed; ask again")
+            raise problem("conflict", "the optimizer is being changed; try again")
         for vector, part in zip(vectors, (state.values, *state.slots), strict=True):
             vector[lo:hi] = part
         for segment, count in zip(segments, state.steps, strict=True):
@@ -55,7 +55,8 @@ def scatter(
         if p.name not in params:
             raise problem("unknown_parameter", f"the checkpoint lacks parameter '{p.name}'", name=p.name)
         if params[p.name].shape != p.shape:
-            raise problem("invalid_shape", f"'{p.name}' is {params[p.name].shape} there and {p.shape} here")
+            shapes = f"{params[p.name].shape} in the checkpoint and {p.shape} in the model"
+            raise problem("invalid_shape", f"parameter '{p.name}' has shape {shapes}")
     for name in params:
         if name not in layout.offsets:
             raise problem("unknown_parameter", f"the model has no parameter '{name}'", name=name)

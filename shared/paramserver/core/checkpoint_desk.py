@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paramserver.core.checkpoints import ALIASES, IDLE_S, Record, Wanted
+from paramserver.core.checkpoints import ALIASES, IDLE_S, PendingCheckpoint, Record
 from paramserver.core.cluster import Cluster
 from paramserver.core.fields import MODEL_NAME
 from paramserver.core.models import FORMAT, Model
@@ -16,7 +16,7 @@ from paramserver.core.scheduler_io import (
 )
 from paramserver.errors import PsError, problem
 
-WANTED_MAX = 64
+PENDING_MAX = 64
 
 
 class CheckpointDesk:
@@ -37,13 +37,13 @@ class CheckpointDesk:
             )
         if not model.ready:
             raise problem("initializing", f"model '{model.name}' has no values yet")
-        wanted = model.checkpoints.wanted
-        if e.name is not None and (e.name in model.checkpoints.records or any(w.name == e.name for w in wanted)):
+        pending = model.checkpoints.pending
+        if e.name is not None and (e.name in model.checkpoints.records or any(w.name == e.name for w in pending)):
             raise problem("conflict", f"checkpoint '{e.name}' exists", hint="choose another name")
-        if len(wanted) >= WANTED_MAX:
-            raise problem("too_many_requests", f"{WANTED_MAX} checkpoints wait already")
-        wanted.append(Wanted(now, e.name, [e.request], clock=model.gate.clock))
-        self.c.touch(model)
+        if len(pending) >= PENDING_MAX:
+            raise problem("too_many_requests", f"{PENDING_MAX} checkpoints are already pending")
+        pending.append(PendingCheckpoint(now, e.name, [e.request], clock=model.gate.clock))
+        self.c.mark_dirty(model)
 
     def advance(self, model: Model, now: float) -> None:
         """Queue a checkpoint if the rule requires one, and begin the first in the queue if that is possible now."""
@@ -55,8 +55,8 @@ class CheckpointDesk:
         clock = model.gate.clock
         if points.due(model.spec.checkpoint, every, clock, lambda: model.version, now):
             points.last_clock, points.last_version, points.last_s = clock, model.version, now
-            points.wanted.append(Wanted(now, clock=clock))
-        if not points.wanted or points.writing:
+            points.pending.append(PendingCheckpoint(now, clock=clock))
+        if not points.pending or points.writing:
             return
         if not model.gate.sync:
             self._begin(model, None, clock, now)
@@ -65,11 +65,11 @@ class CheckpointDesk:
         elif model.cut is not None and model.cut == clock:
             self._begin(model, model.cut, clock, now)
         elif model.pending_cut is None:
-            since = max(model.last_commit_s, points.wanted[0].since_s)
+            since = max(model.last_commit_s, points.pending[0].since_s)
             if now - since >= IDLE_S:
-                points.reading_still = True
+                points.reading_current = True
                 self._begin(model, None, clock, now)
-            elif model.cut is None or model.cut_moved or model.cut < min(points.wanted[0].clock, clock):
+            elif model.cut is None or model.cut_moved or model.cut < min(points.pending[0].clock, clock):
                 model.cut_wanted = True
             else:
                 # The cut made for it is complete; training has moved on a little since.
@@ -77,17 +77,17 @@ class CheckpointDesk:
 
     def _begin(self, model: Model, cut: int | None, clock: int, now: float) -> None:
         points = model.checkpoints
-        wanted = points.wanted[0]
+        pending = points.pending[0]
         points.number += 1
         points.last_clock, points.last_version = max(points.last_clock, clock), model.version
         points.last_s = now
-        name = wanted.name or f"{points.number:06d}-clock-{clock}"
-        while wanted.name is None and name in points.records:
+        name = pending.name or f"{points.number:06d}-clock-{clock}"
+        while pending.name is None and name in points.records:
             points.number += 1
             name = f"{points.number:06d}-clock-{clock}"
-        wanted.written, wanted.clock = name, clock
+        pending.written, pending.clock = name, clock
         value = model.series.latest(model.spec.checkpoint.metric)
-        wanted.metric = None if value is None else (model.spec.checkpoint.metric, value)
+        pending.metric = None if value is None else (model.spec.checkpoint.metric, value)
         document: dict[str, Any] = {
             "format": FORMAT,
             "name": name,
@@ -98,7 +98,7 @@ class CheckpointDesk:
             "timeline": model.timeline,
             "clock": clock,
             "spec": model.spec.document(),
-            "metric": {"name": wanted.metric[0], "value": wanted.metric[1]} if wanted.metric else None,
+            "metric": {"name": pending.metric[0], "value": pending.metric[1]} if pending.metric else None,
             "created_s": now + self.c.wall_offset_s,
             "workers": {
                 w.name: {"rank": w.rank, "clock": w.done, "state": w.state}
@@ -111,21 +111,21 @@ class CheckpointDesk:
 
     def written(self, e: CheckpointWritten, now: float) -> None:
         model = self.c.of_key(e.model.name, e.model.generation)
-        wanted = self._finish(model, e.name) if model is not None else None
-        if model is None or wanted is None or wanted.void:
+        pending = self._finish(model, e.name) if model is not None else None
+        if model is None or pending is None or pending.void:
             self.c.perform(RemoveCheckpoint(e.model.name, e.name, e.creation))
-            for request in wanted.requests if wanted is not None else ():
+            for request in pending.requests if pending is not None else ():
                 self.c.answer(request, _went_back(e.model.name))
             return
         record = Record(
             e.name,
             model.checkpoints.number,
-            wanted.clock,
+            pending.clock,
             now + self.c.wall_offset_s,
             e.bytes,
             tuple(e.versions),
-            wanted.metric,
-            wanted.name is not None,
+            pending.metric,
+            pending.name is not None,
             e.path,
             e.scheduler,
         )
@@ -135,33 +135,33 @@ class CheckpointDesk:
             del model.checkpoints.records[old.name]
             self.c.drop(f"checkpoint:{model.name}:{old.name}")
             self.c.perform(RemoveCheckpoint(model.name, old.name, model.creation))
-        for request in wanted.requests:
+        for request in pending.requests:
             self.c.answer(request, record.document(), 201)
 
     def failed(self, e: CheckpointFailed, now: float) -> None:
         model = self.c.of_key(e.model.name, e.model.generation)
-        wanted = self._finish(model, e.name) if model is not None else None
-        if e.taken and model is not None and wanted is not None and wanted.name is None:
-            wanted.written, wanted.void = None, False
-            model.checkpoints.wanted.insert(0, wanted)  # start over with the next number
+        pending = self._finish(model, e.name) if model is not None else None
+        if e.taken and model is not None and pending is not None and pending.name is None:
+            pending.written, pending.void = None, False
+            model.checkpoints.pending.insert(0, pending)  # start over with the next number
             return
-        for request in wanted.requests if wanted is not None else ():
+        for request in pending.requests if pending is not None else ():
             self.c.answer(request, e.error)
 
-    def _finish(self, model: Model, name: str) -> Wanted | None:
+    def _finish(self, model: Model, name: str) -> PendingCheckpoint | None:
         points = model.checkpoints
-        self.c.touch(model)
-        if not points.wanted or points.wanted[0].written != name:
+        self.c.mark_dirty(model)
+        if not points.pending or points.pending[0].written != name:
             return None
-        points.reading_still = False
-        return points.wanted.pop(0)
+        points.reading_current = False
+        return points.pending.pop(0)
 
     def forget(self, request: int) -> None:
         """Drop a request whose client is gone; its checkpoint is still written."""
         for model in self.c.models.values():
-            for wanted in model.checkpoints.wanted:
-                if request in wanted.requests:
-                    wanted.requests.remove(request)
+            for pending in model.checkpoints.pending:
+                if request in pending.requests:
+                    pending.requests.remove(request)
 
 
 def _went_back(model: str) -> PsError:

@@ -75,7 +75,7 @@ class Record(Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Wanted:
+class PendingCheckpoint:
     """A requested checkpoint that is not complete yet."""
 
     since_s: float
@@ -96,31 +96,31 @@ class Checkpoints:
     """The checkpoints of one model."""
 
     records: dict[str, Record] = field(default_factory=dict)
-    wanted: list[Wanted] = field(default_factory=list)
+    pending: list[PendingCheckpoint] = field(default_factory=list)
     """Queue; the first is the one being written, if any is."""
     number: int = 0
     last_clock: int = 0
     last_version: int = 0
     last_s: float = 0.0
-    reading_still: bool = False
+    reading_current: bool = False
     """sync: the current state is being read, so commits wait."""
 
     @property
     def writing(self) -> bool:
         """Whether one is being written now."""
-        return bool(self.wanted) and self.wanted[0].written is not None
+        return bool(self.pending) and self.pending[0].written is not None
 
-    def went_back(self) -> None:
+    def void_current(self) -> None:
         """Void a checkpoint of the current state, because a new timeline has begun; a cut stays valid."""
-        if self.reading_still:
-            self.wanted[0].void, self.reading_still = True, False
+        if self.reading_current:
+            self.pending[0].void, self.reading_current = True, False
 
     def due(self, spec: CheckpointSpec, every_clocks: int, clock: int, version: Callable[[], int], now: float) -> bool:
         """Whether the rule requires a checkpoint at this clock; never if the model has not changed since the last one.
 
         `version` takes the minimum over all partitions, so it is called only if the result depends on it.
         """
-        if self.wanted:
+        if self.pending:
             return False
         if every_clocks and clock // every_clocks > self.last_clock // every_clocks:
             return True

@@ -32,11 +32,13 @@ class Cluster:
     shards: dict[str, Shard] = field(default_factory=dict)
     shard_floor: int = 0
     """Highest epoch of any shard whose name was forgotten."""
+    member_floor: int = 0
+    """Highest epoch of any pool member whose name was forgotten."""
     models: dict[str, Model] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     tokens_given: int = 0
-    """Numbers issued in this term (`number`)."""
+    """Numbers issued in this term (`next_token`)."""
     _fields: dict[str, Callable[[], Mapping[str, Any]] | None] = field(default_factory=dict)
     _tokens: list[tuple[PartitionKey, Token]] = field(default_factory=list)
     _fences: dict[str, int] = field(default_factory=dict)
@@ -46,9 +48,9 @@ class Cluster:
     _published: list[Publish] = field(default_factory=list)
     _early: list[Effect] = field(default_factory=list)
     _late: list[Effect] = field(default_factory=list)
-    touched: dict[str, None] = field(default_factory=dict)
+    dirty: dict[str, None] = field(default_factory=dict)
     """Models whose gates, checkpoints and waiters are to be advanced once the event is handled."""
-    unfinished: dict[str, None] = field(default_factory=dict)
+    requeued: dict[str, None] = field(default_factory=dict)
     """Models to advance once more right after that."""
     unbalanced: bool = False
     """Whether shards or owners have changed since a plan last found nothing to move."""
@@ -66,7 +68,7 @@ class Cluster:
     def save_cluster(self) -> None:
         self.save("cluster", self.stored)
 
-    def prolong(self, pause_s: float) -> None:
+    def extend_leases(self, pause_s: float) -> None:
         """Extend every lease by a time in which this process stood still and heard nobody."""
         holders = [*self.shards.values(), *self.members.values()]
         for holder in [*holders, *(w for m in self.models.values() for w in m.roster)]:
@@ -154,7 +156,7 @@ class Cluster:
         for member in self.members.values():
             self.save_member(member)
 
-    def number(self) -> int:
+    def next_token(self) -> int:
         """Return a number that no leader has issued before."""
         self.tokens_given += 1
         return make_token(self.term, self.tokens_given)
@@ -162,9 +164,9 @@ class Cluster:
     def give_token(self, model: Model, index: int, source: Any = None) -> None:
         """Begin a new ownership of that partition, with state from `source`, or from the model's source if None."""
         owner = model.owners[index]
-        owner.token, owner.source, owner.renewed, owner.previous = self.number(), source, 0, None
+        owner.token, owner.source, owner.kept_from, owner.previous = self.next_token(), source, 0, None
         owner.from_version = owner.revision = None
-        owner.stay()
+        owner.withdraw_move()
         self._tokens.append((model.partition(index), owner.token))
 
     def load_files(self, model: Model) -> None:
@@ -190,10 +192,10 @@ class Cluster:
     def renew_token(self, model: Model, index: int) -> None:
         """Continue the same ownership under a new token, because Redis has lost the old one."""
         owner = model.owners[index]
-        first, source = owner.renewed or owner.token, owner.source
+        first, source = owner.kept_from or owner.token, owner.source
         # An owner that lacks the state after all must not take the initial values for the model's.
         self.give_token(model, index, "snapshot" if model.ready or model.lost else source)
-        owner.renewed, owner.durable_version, owner.durable_clock = first, 0, 0
+        owner.kept_from, owner.durable_version, owner.durable_clock = first, 0, 0
 
     def fence(self, shard: str, epoch: int) -> None:
         """Forbid all incarnations of that shard up to this epoch to serve; 0 deletes the fence."""
@@ -216,7 +218,7 @@ class Cluster:
     def model_changed(self, model: Model) -> None:
         """Publish the model's document to the shards."""
         self._models_changed[model.name] = None
-        self.touch(model)
+        self.mark_dirty(model)
 
     def roster_changed(self, model: Model) -> None:
         """Publish the roster after a change; with linear scaling that also is a new revision (semantics 8)."""
@@ -225,14 +227,15 @@ class Cluster:
             self.save_model(model)
             self.model_changed(model)
         self._rosters_changed[model.name] = None
-        self.touch(model)
+        self.mark_dirty(model)
 
-    def touch(self, model: Model) -> None:
-        self.touched[model.name] = None
+    def mark_dirty(self, model: Model) -> None:
+        """Have that model advanced once the event is handled."""
+        self.dirty[model.name] = None
 
-    def again(self, model: Model) -> None:
+    def requeue(self, model: Model) -> None:
         """Advance that model once more right away, because there is more to decide."""
-        self.unfinished[model.name] = None
+        self.requeued[model.name] = None
 
     def publish(self, document: Mapping[str, Any]) -> None:
         self._published.append(Publish(document))
@@ -306,7 +309,7 @@ class Cluster:
         """Names of the live shards, sorted."""
         return sorted(s.name for s in self.shards.values() if s.alive)
 
-    def takers(self) -> list[str]:
+    def eligible_shards(self) -> list[str]:
         """Names of the shards that may be given partitions: live and not draining, or all live ones if all drain."""
         return [n for n in self.live_shards() if not self.shards[n].draining] or self.live_shards()
 
@@ -361,4 +364,5 @@ class Cluster:
             "run_count": self.run_count,
             "member_count": self.member_count,
             "shard_floor": self.shard_floor,
+            "member_floor": self.member_floor,
         }

@@ -24,19 +24,22 @@ def check_document(value: Any, where: str) -> Any:
     def fail(what: str, hint: str = "") -> Exception:
         return problem("invalid_field", f"{where}: {what}", hint=hint, where=where)
 
+    too_large = f"is too large: at most {VALUES_MAX} values and {TEXT_MAX} characters"
     values, text = 0, 0
     todo: list[tuple[Any, int]] = [(value, 0)]
     while todo:
         item, depth = todo.pop()
         values += 1
-        if values > VALUES_MAX or text > TEXT_MAX:
-            raise fail(f"is too large: at most {VALUES_MAX} values and {TEXT_MAX} characters")
+        if values > VALUES_MAX:
+            raise fail(too_large)
         if depth > limits.JSON_DEPTH_MAX:
             raise fail(f"is nested deeper than {limits.JSON_DEPTH_MAX} levels")
         if isinstance(item, str):
             text += len(item)
+            if text > TEXT_MAX:
+                raise fail(too_large)
             if any("\ud800" <= c <= "\udfff" for c in item):
-                raise fail("holds text that is not Unicode")
+                raise fail("contains text that is not valid Unicode")
         elif isinstance(item, float):
             if not isfinite(item):
                 raise fail("holds a number that is not finite")
@@ -45,7 +48,7 @@ def check_document(value: Any, where: str) -> Any:
                 raise fail("holds an integer beyond 64 bits", "write it as text")
         elif isinstance(item, Mapping):
             if not all(isinstance(k, str) for k in item):
-                raise fail("holds a key that is no string")
+                raise fail("has a key that is not a string")
             todo += [(v, depth + 1) for kv in item.items() for v in kv]
         elif isinstance(item, list | tuple):
             todo += [(v, depth + 1) for v in item]
@@ -61,6 +64,6 @@ def check_states(states: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     for worker, state in states.items():
         if not WORKER_NAME.fullmatch(worker) or len(worker) > limits.WORKER_NAME_BYTES_MAX:
-            raise problem("invalid_field", f"workers: {worker!r:.140} is no id of a worker", where="workers")
+            raise problem("invalid_field", f"workers: {worker!r:.140} is not a valid worker id", where="workers")
         check_document(state, f"workers.{worker}")
     return states

@@ -44,10 +44,10 @@ class Durability:
         """Bytes of entries that are not durable yet."""
         self._shard = shard
         self._timers = timers
-        self.executes = False
+        self.has_effects = False
         """Whether `effects` has anything to return."""
         self._entries: tuple[list[JournalEntry], list[JournalEntry]] = ([], [])  # at level journaled; at level fsynced
-        self._order: deque[Waiting] = deque()  # by deadline; may include answered ones
+        self._by_deadline: deque[Waiting] = deque()  # by deadline; may include answered ones
         self._armed = False
 
     # --- executed commands
@@ -58,24 +58,24 @@ class Durability:
         if reason:
             raise problem("storage_unavailable", reason, hint="nothing was changed; send it again")
         if self.queued_bytes and self.queued_bytes + nbytes > limits.JOURNAL_QUEUE_BYTES_MAX:
-            raise problem("queue_full", f"{self.queued_bytes} bytes wait to be journaled by this shard")
+            raise problem("queue_full", f"the shard's journal queue is full ({self.queued_bytes} bytes)")
 
     def executed(self, p: Partition, kind: str, head: Mapping[str, Any], arrays: tuple[AnyArray, ...] = ()) -> None:
         """Queue the journal entry of the command just executed as `p.lsn`."""
         entry = JournalEntry(p.key, p.token, p.lsn, kind, head, arrays)
         self._entries[p.level == _FSYNCED].append(entry)
-        self.executes = True
+        self.has_effects = True
         size = entry.nbytes
         p.mark.queued.append((p.lsn, p.version, p.clock, size))
         self.queued_bytes += size
         p.mark.since_snapshot_bytes += size
         if p.mark.since_snapshot_bytes >= limits.SNAPSHOT_JOURNAL_BYTES:
             p.mark.since_snapshot_bytes = 0
-            self._shard.plan.soon(p)
+            self._shard.plan.due_now(p)
 
     def effects(self) -> list[Journal]:
         """Return and clear the journal entries queued since the last call."""
-        (stored, synced), self._entries, self.executes = self._entries, ([], []), False
+        (stored, synced), self._entries, self.has_effects = self._entries, ([], []), False
         return [Journal(tuple(e), fsync) for e, fsync in ((stored, False), (synced, True)) if e]
 
     # --- waiting replies
@@ -90,17 +90,17 @@ class Durability:
                 waiting.left += 1
                 p.mark.waiting.append((p.lsn, level, waiting))
                 if level > p.level:
-                    self._shard.plan.soon(p, fsync=level == _FSYNCED)
+                    self._shard.plan.due_now(p, fsync=level == _FSYNCED)
         if not waiting.left:
             self._answer(waiting)
             return
-        self._order.append(waiting)
+        self._by_deadline.append(waiting)
         self._arm()
 
     def _answer(self, waiting: Waiting) -> None:
         """Send the reply, with the current durable versions and incarnations."""
-        done, waiting.over = waiting.done, True
-        parts = tuple(p.stand(part.version) for p, part in zip(waiting.partitions, done.parts, strict=True))
+        done, waiting.answered = waiting.done, True
+        parts = tuple(p.part_version(part.version) for p, part in zip(waiting.partitions, done.parts, strict=True))
         done = replace(
             done,
             parts=parts,
@@ -114,24 +114,24 @@ class Durability:
 
         Its member `push` says that the push was accepted, so its memory may still be read and must not be reused.
         """
-        if not waiting.over:
-            waiting.over = True
+        if not waiting.answered:
+            waiting.answered = True
             done = {"state": waiting.done.state, "duplicate": waiting.done.duplicate, "version": waiting.done.version}
             self._shard.reply(waiting.request, error.plus(push=done))
 
     def _arm(self) -> None:
-        while self._order and self._order[0].over:
-            self._order.popleft()
-        if self._order and not self._armed:
+        while self._by_deadline and self._by_deadline[0].answered:
+            self._by_deadline.popleft()
+        if self._by_deadline and not self._armed:
             self._armed = True
-            self._timers.at(self._order[0].until, self._give_up)
+            self._timers.at(self._by_deadline[0].until, self._give_up)
 
     def _give_up(self, now: float) -> None:
         self._armed = False
-        while self._order and (self._order[0].over or self._order[0].until <= now):
-            reason = self.storage or "it takes Redis too long to make it durable"
+        while self._by_deadline and (self._by_deadline[0].answered or self._by_deadline[0].until <= now):
+            reason = self.storage or "Redis did not make it durable in time"
             error = problem("storage_unavailable", reason, hint="the push is in doubt; send it again under the same id")
-            self._refuse(self._order.popleft(), error)
+            self._refuse(self._by_deadline.popleft(), error)
         self._arm()
 
     # --- progress of durability
@@ -154,7 +154,7 @@ class Durability:
     def rebase(self, p: Partition) -> None:
         """Require a full snapshot before the journal counts again: Redis lost some or all data of this partition."""
         p.mark.rebase, p.mark.stored, p.mark.synced = p.lsn, -1, -1
-        self._shard.plan.again(p)
+        self._shard.plan.restore_lost(p)
 
     def _advance(self, p: Partition, lsn: int, *, synced: bool) -> None:
         mark = p.mark
@@ -172,7 +172,7 @@ class Durability:
     def _progress(self, p: Partition) -> None:
         waiting, p.mark.waiting = p.mark.waiting, []
         for lsn, level, reply in waiting:
-            if reply.over:
+            if reply.answered:
                 continue
             if lsn > p.mark.durable(level):
                 p.mark.waiting.append((lsn, level, reply))

@@ -34,7 +34,7 @@ class Reader:
             self.fail("", f"must be an object, not {type(data).__name__}")
             data = {}
         if len(data) > limits.FIELDS_MAX:
-            detail = f"{where or 'the body'}: has {len(data)} fields; at most {limits.FIELDS_MAX} are looked at"
+            detail = f"{where or 'the body'}: has {len(data)} fields; at most {limits.FIELDS_MAX} are allowed"
             raise problem("too_large", detail, where=where)
         self.data: dict[str, Any] = {k: v for k, v in data.items() if isinstance(k, str)}
         self.known: list[str] = []

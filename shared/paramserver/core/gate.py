@@ -94,20 +94,20 @@ class Gate:
 
         Returns True if this call opened the gate.
         """
-        counting = roster.counting()
+        counted = roster.barrier_members()
         was_open = self.opened
         if len(roster.live()) >= self.rule.min_workers:
             self.opened = True
-        if not self.sync and counting and (self.opened or self.rule.mode != "ssp"):
-            self.clock = max(self.clock, min(w.done for w in counting))
+        if not self.sync and counted and (self.opened or self.rule.mode != "ssp"):
+            self.clock = max(self.clock, min(w.done for w in counted))
         return self.opened and not was_open
 
     def join_clock(self, roster: Roster) -> int:
         """The clock at which a worker that joins now begins."""
-        counting = roster.counting()
-        if self.sync or not self.opened or not counting:
+        counted = roster.barrier_members()
+        if self.sync or not self.opened or not counted:
             return self.clock
-        return min(w.done for w in counting)
+        return min(w.done for w in counted)
 
     def min_clock(self, roster: Roster) -> int:
         """Iterations finished by the slowest worker.
@@ -115,10 +115,10 @@ class Gate:
         It is the gate's own clock while there is no worker to count and, in ssp, until the gate has opened, because
         workers that are yet to join count as well.
         """
-        counting = roster.counting()
-        if not counting or (not self.opened and self.rule.mode == "ssp"):
+        counted = roster.barrier_members()
+        if not counted or (not self.opened and self.rule.mode == "ssp"):
             return self.clock
-        return min(w.done for w in counting)
+        return min(w.done for w in counted)
 
     def check(self, worker: Worker, done: int, since: int | None) -> None:
         """Raise RequestError (`invalid_field`) if the worker cannot report these numbers; see `report`."""
@@ -150,7 +150,7 @@ class Gate:
         """
         return {
             w.name: [w.epoch, w.done, w.granted, [c for c in w.pending if c < self.clock]]
-            for w in roster.counting()
+            for w in roster.barrier_members()
             if self.may_fold(w)
         }
 
@@ -175,10 +175,10 @@ class Gate:
         The roster is fixed when the previous clock commits.  The roster of clock 0 stays open until a worker has
         reported.  If all its workers are gone, the present ones take their place.
         """
-        counting = roster.counting()
-        live = [w for w in counting if (w.name, w.epoch) in self.members]
-        if not live or (self.clock == 0 and not any(w.done for w in counting)):
-            live = counting
+        counted = roster.barrier_members()
+        live = [w for w in counted if (w.name, w.epoch) in self.members]
+        if not live or (self.clock == 0 and not any(w.done for w in counted)):
+            live = counted
             self.members = {(w.name, w.epoch) for w in live}
         return live
 
@@ -220,7 +220,7 @@ class Gate:
     ) -> Commit:
         commit = Commit(self.clock, timeline, listed, revision, len(roster.live()), cut)
         self.clock += 1
-        self.members = {(w.name, w.epoch) for w in roster.counting()}
+        self.members = {(w.name, w.epoch) for w in roster.barrier_members()}
         return commit
 
     def released(self, clock: int, min_clock: int) -> bool:
@@ -239,4 +239,4 @@ class Gate:
         if self.sync:
             names = [w.name for w in self._roster(roster) if w.done <= self.clock]
             return names or ["the commit"]
-        return [w.name for w in roster.counting() if w.done < clock - self.rule.staleness]
+        return [w.name for w in roster.barrier_members() if w.done < clock - self.rule.staleness]

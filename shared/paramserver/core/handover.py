@@ -6,11 +6,11 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from paramserver.core.durability import Durability
-from paramserver.core.line import Lines
 from paramserver.core.mean_operations import CommitOperation
 from paramserver.core.operation import Operation
 from paramserver.core.partition import Partition
 from paramserver.core.push_operation import PushOperation
+from paramserver.core.queues import OperationQueues
 from paramserver.core.served_model import ServedModel
 from paramserver.core.set_operation import SetOperation
 from paramserver.core.shard_io import Effect, LoadPartition, ModelView
@@ -32,9 +32,9 @@ class Shard(Protocol):
 class Handover:
     """Holds partitions that are to be released, until their whole state is stored."""
 
-    def __init__(self, shard: Shard, lines: Lines) -> None:
+    def __init__(self, shard: Shard, queues: OperationQueues) -> None:
         self._shard = shard
-        self._lines = lines
+        self._queues = queues
         self._held: dict[Partition, None] = {}
 
     def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token, now: float) -> list[Effect]:
@@ -42,7 +42,7 @@ class Handover:
         kept, source = model.refused.get(index), view.sources.get(index, view.source)
         if kept is not None and token <= kept.token:
             return []  # a stale document
-        if kept is not None and kept.state is not None and view.renewed.get(index, token) <= kept.token:
+        if kept is not None and kept.state is not None and view.kept_from.get(index, token) <= kept.token:
             model.partitions[index] = kept
             self._shard.held_bytes += kept.held_bytes
             self.renew(kept, token)
@@ -54,13 +54,13 @@ class Handover:
         p.source, model.partitions[index] = source, p
         return [LoadPartition(key, token, source, model.spec, model.layout)]
 
-    def hold(self, partition: Partition, wish: int) -> list[Operation]:
+    def hold(self, partition: Partition, release_number: int) -> list[Operation]:
         """Let the running operation finish and start no other; return the pushes and assignments that were queued."""
-        partition.held = wish
+        partition.held = release_number
         self._held[partition] = None
         self._shard.plan.forget(partition)
         partition.committing = _commits(partition)
-        return [op for op in self._lines.withdraw(partition) if isinstance(op, PushOperation | SetOperation)]
+        return [op for op in self._queues.withdraw(partition) if isinstance(op, PushOperation | SetOperation)]
 
     @property
     def waits(self) -> bool:
@@ -115,7 +115,7 @@ def _commits(partition: Partition) -> bool:
 
 
 def released(models: Iterable[ServedModel]) -> Iterator[tuple[str, int, int, Token, int, int]]:
-    """Yield (model, generation, index, token, version, wish) of each partition that another shard may take now."""
+    """Yield (model, generation, index, token, version, release number) of each partition that may be taken over."""
     for model in models:
         for p in model.partitions.values():
             if p.released:

@@ -6,7 +6,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from paramserver.core import operation as running
-from paramserver.core.operation import configured
+from paramserver.core.operation import record_settings_change
 from paramserver.core.partition import Partition
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel
@@ -57,7 +57,7 @@ class LoadDesk:
             return
         p.live_workers = model.live_workers
         # Workers of staged parts joined before this shard got the partition: if the roster lacks them, they are gone.
-        model.gone |= {slot[:2] for slot in p.staged if model.live().get(slot[0]) != slot[1]}
+        model.departed |= {slot[:2] for slot in p.staged if model.live().get(slot[0]) != slot[1]}
         self._shard.held_bytes += p.held_bytes
         if cut and loaded.stored:
             p.cut_stored = p.clock
@@ -66,9 +66,9 @@ class LoadDesk:
         if p.level and loaded.settings is None:
             if not loaded.stored:
                 p.fresh_slots()  # by the settings journaled next; they may have changed since loading began
-            configured(self._shard, p, now, fresh=not loaded.stored)
+            record_settings_change(self._shard, p, now, fresh=not loaded.stored)
         if model.ready and not loaded.stored:
-            self._shard.plan.first(p)
+            self._shard.plan.initialized(p)
         elif loaded.replayed_bytes:
             self._shard.plan.changed(p, now)
         if p.buffered:

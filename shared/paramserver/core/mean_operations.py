@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paramserver.core.journal import Step, commit_head, flush_head
-from paramserver.core.operation import Operation, Shard, configured
+from paramserver.core.operation import Operation, Shard, record_settings_change
 from paramserver.core.shard_io import CommitDecided, PartitionState, Task, TaskResult
 from paramserver.core.update import mean_task
 
@@ -28,12 +28,12 @@ class CommitOperation(Operation):
         if spec.consistency.mode == "sync":
             changed, fresh = revision != p.revision, p.adopt(spec, revision, self.commit.live_workers)
             if changed:
-                configured(shard, p, now, fresh=fresh)
+                record_settings_change(shard, p, now, fresh=fresh)
         parts = p.weighted(p.listed(self.commit.contributions))
         divisor = sum(c.weight for c in self.commit.contributions)
         if parts and divisor > 0.0:
             self._step = (p.rate(), [weight for _, weight in parts])
-            return [mean_task(p.basis(), parts, divisor, self._step[0])]
+            return [mean_task(p.update_input(), parts, divisor, self._step[0])]
         assert p.state is not None
         self._finish(shard, p.state, now)
         return ()
@@ -52,7 +52,7 @@ class CommitOperation(Operation):
         shard.held_bytes -= p.settle(self.commit.contributions, self.commit.t)
         p.clock = self.commit.t + 1
         p.version = max(p.version, self.commit.t)  # so that the version is the clock from here on (semantics 8)
-        shard.flip(p, state, now)
+        shard.publish_version(p, state, now)
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
         if self.commit.cut or (p.by_cuts and p.clock == self.model.cut_asked):
@@ -76,7 +76,7 @@ class FlushOperation(Operation):
             return ()
         parts = p.weighted(p.buffered)
         self._step = (p.rate(), [weight for _, weight in parts])
-        return [mean_task(p.basis(), parts, float(len(parts)), self._step[0])]
+        return [mean_task(p.update_input(), parts, float(len(parts)), self._step[0])]
 
     def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
         (p,) = self.partitions
@@ -86,7 +86,7 @@ class FlushOperation(Operation):
             p.lsn += 1
             self._step = None
         else:
-            shard.flip(p, results[0].state, now)
+            shard.publish_version(p, results[0].state, now)
         if p.level:
             shard.durability.executed(p, "flush", flush_head(p.version, self._step))
-            shard.remembers(p, now)
+            shard.snapshot_due(p, now)

@@ -38,7 +38,7 @@ def current(holder: H | None, epoch: int, what: str, code: str) -> H:
     if holder.epoch != epoch or not holder.alive:
         raise problem(
             "fenced",
-            f"{what} of epoch {epoch} is no member any more",
+            f"{what} of epoch {epoch} is no longer a member",
             hint="join again for a new epoch",
             epoch=holder.epoch,
         )
@@ -109,10 +109,10 @@ class Worker(Holder):
     """Iterations finished: its clock."""
     pending: list[int] = field(default_factory=list)
     """sync: clocks reported done that are in no commit yet, ascending."""
-    ending: tuple[int, int] = (0, 0)
+    final_push: tuple[int, int] = (0, 0)
     """sync: (clock, seq of the push that ends it) that shards are reporting for this worker."""
-    ended_on: set[str] = field(default_factory=set)
-    """Shards that have reported `ending`."""
+    final_push_shards: set[str] = field(default_factory=set)
+    """Shards that have reported `final_push`."""
     granted: int = 0
     """sync: the clock it was last told to work on."""
     timeline: int = 0
@@ -120,7 +120,7 @@ class Worker(Holder):
     resting: bool = False
     """It asked for data and there is none for now, so barriers do not wait for it."""
     draining: bool = False
-    parked: int = 0
+    open_polls: int = 0
     """Its open long polls; while there are any, it is alive."""
     metrics: dict[str, float] = field(default_factory=dict)
     state: Any = None
@@ -153,13 +153,13 @@ class Roster:
             self._live = sorted((w for w in self if w.alive), key=lambda w: w.rank)
         return self._live
 
-    def bury(self, worker: Worker) -> None:
+    def mark_dead(self, worker: Worker) -> None:
         """Mark that incarnation as dead."""
         worker.alive = False
         worker.pending.clear()
         self._live = None
 
-    def keep(self, name: str, state: Any, now: float) -> Worker | None:
+    def store_state(self, name: str, state: Any, now: float) -> Worker | None:
         """Store a state for the next incarnation of that worker to begin with; return None if the roster is full."""
         worker = self.workers.get(name)
         if worker is None:
@@ -169,7 +169,7 @@ class Roster:
         worker.state = state
         return worker
 
-    def counting(self) -> list[Worker]:
+    def barrier_members(self) -> list[Worker]:
         """The workers that barriers wait for, by rank."""
         return [w for w in self.live() if not w.resting]
 
@@ -185,7 +185,7 @@ class Roster:
         taken = {w.rank: w.name for w in self if w.alive and w.name != name}
         if wanted is not None:
             if wanted in taken:
-                raise problem("conflict", f"rank {wanted} belongs to worker '{taken[wanted]}'", hint="leave `rank` out")
+                raise problem("conflict", f"rank {wanted} belongs to worker '{taken[wanted]}'", hint="omit `rank`")
             return wanted
         old = self.workers.get(name)
         if old is not None and old.rank not in taken:
@@ -202,7 +202,7 @@ class Roster:
         if old is None and len(self.workers) >= limits.WORKERS_PER_MODEL_MAX:
             dead = min((w for w in self if not w.alive), key=lambda w: w.heard_s, default=None)
             if dead is None:
-                raise problem("too_many_requests", f"the model has {len(self.workers)} workers, which is the bound")
+                raise problem("too_many_requests", f"the model has {len(self.workers)} workers, which is the limit")
             self.floor = max(self.floor, dead.epoch)
             del self.workers[dead.name]
             forgotten.append(dead.name)

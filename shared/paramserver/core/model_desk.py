@@ -25,7 +25,7 @@ from paramserver.core.shard_desk import ShardDesk
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timeline import begin_sync
 from paramserver.core.waiter import Waiter
-from paramserver.errors import PsError, looking, problem
+from paramserver.errors import PsError, problem, validating
 
 FILES_AGAIN_S: Final = 10.0
 """Delay before the files of a model that was complete are read again after an error."""
@@ -40,7 +40,7 @@ class ModelDesk:
         self.runs = runs
 
     def create(self, e: CreateModel, now: float) -> None:
-        with looking():
+        with validating():
             spec = ModelSpec.parse(e.spec)
         model = self.c.models.get(spec.name)
         if model is not None:
@@ -53,7 +53,7 @@ class ModelDesk:
                 hint="start one with 'paramserver-shard', or a whole cluster with 'psctl up'",
             )
         if len(self.c.models) >= limits.MODELS_MAX:
-            raise problem("too_many_requests", f"the cluster has {limits.MODELS_MAX} models, which is the bound")
+            raise problem("too_many_requests", f"the cluster has {limits.MODELS_MAX} models, which is the limit")
         self._check_memory(spec, 1 + slot_count(spec.optimizer))
         self.c.generations += 1
         self.c.save_cluster()
@@ -80,8 +80,8 @@ class ModelDesk:
         Raises ConflictError (`not_enough_memory`) if not: accepted anyway, the model would kill one shard after
         another. Nothing is checked while the free memory of a shard is unknown.
         """
-        takers = self.c.takers()
-        free = [self.c.shards[n].free_bytes for n in takers]
+        eligible = self.c.eligible_shards()
+        free = [self.c.shards[n].free_bytes for n in eligible]
         known = [f for f in free if f is not None]
         if len(known) < len(free):
             return
@@ -89,15 +89,15 @@ class ModelDesk:
             m.held_bytes_of(i)
             for m in self.c.models.values()
             for i, o in enumerate(m.owners)
-            if o.shard in takers and o.from_version is None  # not yet in the used memory that heartbeats report
+            if o.shard in eligible and o.from_version is None  # not yet in the used memory that heartbeats report
         )
         needed = 2 * 4 * spec.size * copies  # an update writes the new version next to the old one
         left = max(0, sum(known) - 2 * promised)
         if needed > left:
             raise problem(
                 "not_enough_memory",
-                f"model '{spec.name}' with {spec.optimizer.name} needs {needed} bytes more, for what it holds and an"
-                f" update beside that; the shards have {left} free",
+                f"model '{spec.name}' with {spec.optimizer.name} needs {needed} more bytes (its state and the version"
+                f" being computed); the shards have {left} free",
                 hint="add shards, or raise their memory limits (memory_limit)",
                 needed_bytes=needed,
                 free_bytes=left,
@@ -125,7 +125,7 @@ class ModelDesk:
     def _park(self, model: Model, request: int, status: int, token: str | None, now: float) -> None:
         deadline = now + limits.CLIENT_TIMEOUT_S
         model.creators.append(Waiter(request, deadline, status=status, token=token))
-        self.c.touch(model)
+        self.c.mark_dirty(model)
 
     def advance(self, model: Model, now: float) -> None:
         """Answer create requests once the model is served or their deadline passes; read its files again when due."""
@@ -149,7 +149,7 @@ class ModelDesk:
 
     def patch(self, e: PatchModel, now: float) -> None:
         model = self.c.model(e.model)
-        with looking():
+        with validating():
             spec = model.spec.patched(e.patch)
         if spec != model.spec:
             more = slot_count(spec.optimizer) - slot_count(model.spec.optimizer)
@@ -159,7 +159,7 @@ class ModelDesk:
             if spec.consistency.mode == "sync" and model.ending_sync:
                 raise problem(
                     "loading",
-                    f"not all partitions of model '{model.name}' have left the synchronous phase before",
+                    f"some partitions of model '{model.name}' are still leaving the previous synchronous phase",
                     hint="send the same request again",
                 )
             model.spec = spec
@@ -168,7 +168,7 @@ class ModelDesk:
                 model.pending_cut = None
                 model.cut_seen.clear()
                 model.cut = None
-                model.switched = model.cut_wanted = model.opening = model.resting = False
+                model.lacks_first_cut = model.cut_wanted = model.awaits_opening_commit = model.cut_now = False
             model.gate.change(spec.consistency)
             self.c.save_model(model)
             self.c.save_clock(model)
@@ -196,8 +196,8 @@ class ModelDesk:
         """Delete the model and answer all requests that wait for it with `why`."""
         for w in model.waiters():
             self.c.answer(w.request, why)
-        for wanted in model.checkpoints.wanted:
-            for request in wanted.requests:
+        for pending in model.checkpoints.pending:
+            for request in pending.requests:
                 self.c.answer(request, why)
         del self.c.models[model.name]
         for prefix in ("model", "place", "clock", "series"):
@@ -225,7 +225,7 @@ class ModelDesk:
     def uploaded(self, e: ParameterUploaded, now: float) -> None:
         model = self.c.model(e.model)
         if e.token is not None and e.token != model.upload_token:
-            raise problem("upload_in_progress", f"another client uploads the values of model '{model.name}'")
+            raise problem("upload_in_progress", f"another client is uploading the values of model '{model.name}'")
         if not any(p.name == e.name for p in model.spec.params):
             raise problem("unknown_parameter", f"model '{model.name}' has no parameter {e.name!r:.80}")
         if model.missing:
@@ -234,7 +234,7 @@ class ModelDesk:
                 # More partitions were lost after the shard had chosen the ones to send these values to.
                 raise problem(
                     "initializing",
-                    f"more partitions of model '{model.name}' lack values of '{e.name}' by now",
+                    f"more partitions of model '{model.name}' have lost their values of '{e.name}' in the meantime",
                     hint="send the same request again",
                 )
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
@@ -277,18 +277,18 @@ class ModelDesk:
     def start_restore(self, e: StartRestore, now: float) -> None:
         model = self.c.model(e.model)
         if model.restoring:
-            raise problem("conflict", f"model '{model.name}' is being restored already")
-        if model.checkpoints.reading_still:
+            raise problem("conflict", f"model '{model.name}' is already being restored")
+        if model.checkpoints.reading_current:
             # A restore leaves the partitions' clocks as they are, so the clock could not tell which partitions the
             # checkpoint had read before it and which after.
             raise problem(
                 "conflict",
-                f"checkpoint '{model.checkpoints.wanted[0].written}' of model '{model.name}' is being read",
+                f"checkpoint '{model.checkpoints.pending[0].written}' of model '{model.name}' is being read",
                 hint="restore once it is written",
             )
         model.restoring = True
         for owner in model.owners:
-            if owner.stay():
+            if owner.withdraw_move():
                 self.c.model_changed(model)
         self.c.save_model(model)
         self.c.answer(e.request, self.c.public(model))
@@ -311,24 +311,24 @@ class ModelDesk:
                 self._keep(model, e.workers, now)
             if model.gate.sync:
                 # Also after a partial failure: the values are then not those of any clock of the old timeline.
-                begin_sync(self.c, model, max(0 if first else model.beyond, e.version - 1))
+                begin_sync(self.c, model, max(0 if first else model.next_phase_clock, e.version - 1))
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
     def restored(self, e: ModelRestored, now: float) -> None:
         model = self.c.model(e.model)
         if model.generation != e.generation:
-            raise problem("model_replaced", f"model '{model.name}' was created anew")
-        with looking():
+            raise problem("model_replaced", f"model '{model.name}' was deleted and created again")
+        with validating():
             states = check_states(e.workers)
         self._keep(model, states, now)
         if model.gate.sync and model.ready and model.timeline == e.timeline:
-            begin_sync(self.c, model, max(model.beyond, e.version - 1))
+            begin_sync(self.c, model, max(model.next_phase_clock, e.version - 1))
         self.c.answer(e.request, self.c.public(model))
 
     def _keep(self, model: Model, states: Mapping[str, Any], now: float) -> None:
         """Save these states; a worker that joins under one of the names starts with its state."""
         for name, state in states.items():
-            worker = model.roster.keep(name, state, now)
+            worker = model.roster.store_state(name, state, now)
             if worker is not None:
                 self.c.save_worker(model, worker)
 

@@ -73,11 +73,11 @@ class Model:
     cut_seen: set[int] = field(default_factory=set)
     """Partitions that have stored the pending cut."""
     cut_wanted: bool = False
-    resting: bool = False
+    cut_now: bool = False
     """Make the current clock a cut without waiting for a commit, because a shard is about to stop."""
     cut_moved: bool = False
     """A partition has moved since the newest cut, so its owner no longer holds that cut for a checkpoint."""
-    opening: bool = False
+    awaits_opening_commit: bool = False
     """sync: the phase has yet to begin with an empty commit on all partitions."""
     last_cut_s: float = float("-inf")
     last_commit_s: float = float("-inf")
@@ -85,7 +85,7 @@ class Model:
     """A restore is in progress, so no commits are made."""
     restored: bool = False
     """Created from a checkpoint."""
-    switched: bool = False
+    lacks_first_cut: bool = False
     """sync: the phase began with values other than the initial ones, and no cut has been stored since."""
     clock_stored: int = 0
     """Modes other than sync: the clock last stored, with which another leader would start."""
@@ -158,7 +158,7 @@ class Model:
     @property
     def movable(self) -> bool:
         """Whether its partitions may move now: nothing is in progress that only their present owners can finish."""
-        busy = self.restoring or self.opening or self.pending_cut is not None or self.checkpoints.writing
+        busy = self.restoring or self.awaits_opening_commit or self.pending_cut is not None or self.checkpoints.writing
         return self.ready and self.served and not busy
 
     @property
@@ -177,21 +177,21 @@ class Model:
             self.pending_cut, self.cut_wanted = None, True
             self.cut_seen.clear()
 
-    def rests(self, now: float) -> bool:
+    def needs_idle_cut(self, now: float) -> bool:
         """Whether to make the current clock a cut although no commit comes.
 
         Otherwise the commits since the last cut would be lost with a shard, however long ago they were made.
         """
-        wanted = self.resting or now - self.last_commit_s >= limits.SNAPSHOT_INTERVAL_S
-        if not wanted or self.durable or self.opening or self.gate.clock <= (self.cut or 0):
+        wanted = self.cut_now or now - self.last_commit_s >= limits.SNAPSHOT_INTERVAL_S
+        if not wanted or self.durable or self.awaits_opening_commit or self.gate.clock <= (self.cut or 0):
             return False
         return self.may_cut
 
     @property
     def version(self) -> int:
         """Lowest version the partitions reported; in sync at least the clock, which all have or are about to reach."""
-        heard = min((o.version for o in self.owners), default=0)
-        return max(self.gate.clock, heard) if self.gate.sync else heard
+        reported = min((o.version for o in self.owners), default=0)
+        return max(self.gate.clock, reported) if self.gate.sync else reported
 
     def partition(self, index: int) -> PartitionKey:
         return PartitionKey(self.key, index)
@@ -226,7 +226,7 @@ class Model:
         """Note that a long poll of its worker has ended; until now it kept the worker alive."""
         worker = self.worker_of(waiter)
         if worker is not None:
-            worker.parked -= 1
+            worker.open_polls -= 1
             worker.heard_s = now
 
     def worker_of(self, waiter: Waiter) -> Worker | None:
@@ -256,7 +256,7 @@ class Model:
         return old
 
     @property
-    def beyond(self) -> int:
+    def next_phase_clock(self) -> int:
         """A clock after all clocks so far, and not before any version that a partition has reported."""
         return max(self.gate.clock + 1, *(o.version for o in self.owners))
 
@@ -266,7 +266,7 @@ class Model:
         self.began = clock
         self.cut_moved = True
         for owner in self.owners:
-            owner.stay()  # What was captured for a move belongs to the old timeline.
+            owner.withdraw_move()  # What was captured for a move belongs to the old timeline.
             owner.durable_clock = min(owner.durable_clock, clock)
         self.gate.reset(self.roster, clock)
         self.commits.clear()
@@ -278,7 +278,7 @@ class Model:
         self.evaluated = min(self.evaluated, clock)
         self.evaluations = [e for e in self.evaluations if e.clock <= clock]
         self.checkpoints.last_clock = min(self.checkpoints.last_clock, clock)
-        self.checkpoints.went_back()
+        self.checkpoints.void_current()
 
     # --- documents ---
 
@@ -314,9 +314,9 @@ class Model:
             "began": self.began,
             "cut": self.cut,
             "pending_cut": self.pending_cut,
-            "switched": self.switched,
+            "switched": self.lacks_first_cut,
             "cut_wanted": self.cut_wanted,
-            "opening": self.opening,
+            "opening": self.awaits_opening_commit,
             "late": self.gate.late(self.roster),
             "evaluated": self.evaluated,
             "evaluations": [[e.clock, *(e.leased or ())] for e in self.evaluations],
@@ -338,8 +338,8 @@ class Model:
         m.gate.clock, m.gate.opened, m.timeline = clock["clock"], clock["opened"], clock["timeline"]
         m.began = clock.get("began", m.gate.clock)
         m.cut, m.pending_cut, m.evaluated = clock["cut"], clock["pending_cut"], clock["evaluated"]
-        m.switched, m.cut_wanted = clock["switched"], clock["cut_wanted"]
-        m.opening = clock.get("opening", m.switched and m.cut_wanted)
+        m.lacks_first_cut, m.cut_wanted = clock["switched"], clock["cut_wanted"]
+        m.awaits_opening_commit = clock.get("opening", m.lacks_first_cut and m.cut_wanted)
         m.cut_moved = True  # Owners may have changed since.
         m.evaluations = [Evaluation(c, (who[0], who[1]) if who else None) for c, *who in clock["evaluations"]]
         m.checkpoints.number, m.checkpoints.last_clock = clock["checkpoint_number"], clock["checkpoint_clock"]
@@ -362,7 +362,7 @@ class Model:
         """Feed document of type `model`."""
         live = self.roster.live()
         kept = [c for _, c in self.commits]
-        told = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
+        upload = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
         return {
             "type": "model",
             "name": self.name,
@@ -378,7 +378,7 @@ class Model:
             "source": self.source,
             "cut": self.cut,
             "cut_asked": self.pending_cut,
-            "upload": told if self.missing else None,
+            "upload": upload if self.missing else None,
             "workers": {w.name: [w.epoch, w.rank] for w in live},
             "commits": [
                 c.document(self.name, self.generation) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from paramserver import limits
-from paramserver.core.balance import Piece, Place, missing_bytes, plan
+from paramserver.core.balance import PartitionLoad, ShardLoad, missing_bytes, plan
 from paramserver.core.cluster import Cluster
 from paramserver.core.membership import Shard, current
 from paramserver.core.models import Model
@@ -48,15 +48,15 @@ class MoveDesk:
             self._withdraw(m for m in self._moves() if shard.name == (m[1].target if shard.draining else m[1].shard))
         targets = [n for n in self.c.live_shards() if n != e.name and not self.c.shards[n].draining]
         if e.epoch is not None and not targets:
-            self._rest(shard)
+            self._cut_before_stop(shard)
         self.c.answer(e.request, {**self.c.shard_line(shard, now), "targets": len(targets)})
 
-    def _rest(self, shard: Shard) -> None:
+    def _cut_before_stop(self, shard: Shard) -> None:
         """Request a cut of each sync model on this shard, which stops without a successor, so they resume from it."""
         for model in self.c.models.values():
             if model.gate.sync and any(o.shard == shard.name for o in model.owners):
-                model.resting = True
-                self.c.touch(model)
+                model.cut_now = True
+                self.c.mark_dirty(model)
 
     def storage(self, e: StorageChanged, now: float) -> None:
         """Withdraw all moves while Redis is away: nothing can be handed over, and held partitions should be served."""
@@ -66,7 +66,7 @@ class MoveDesk:
         self.c.unbalanced = True
 
     def _check_memory(self, shard: Shard) -> None:
-        short = missing_bytes(self._pieces(0.0), self._places(), shard.name)
+        short = missing_bytes(self._partition_loads(0.0), self._shard_loads(), shard.name)
         if short is not None:
             raise problem(
                 "not_enough_memory",
@@ -88,35 +88,35 @@ class MoveDesk:
         if len(self.c.live_shards()) < 2:
             self.c.unbalanced = False
             return
-        pieces = self._pieces(now)
-        moves = plan(pieces, self._places(), limits.MOVES_AT_ONCE, by_load=loads)
+        partitions = self._partition_loads(now)
+        moves = plan(partitions, self._shard_loads(), limits.MOVES_AT_ONCE, by_load=loads)
         for move in moves:
             model = self.c.models[move.key[0]]
             owner = model.owners[move.key[1]]
-            owner.target, owner.release, owner.asked_s = move.target, self.c.number(), now
+            owner.target, owner.release, owner.asked_s = move.target, self.c.next_token(), now
             self.c.model_changed(model)
-        self.c.unbalanced = bool(moves) or not all(p.movable for p in pieces)
+        self.c.unbalanced = bool(moves) or not all(p.movable for p in partitions)
 
     def expire(self, now: float) -> None:
         """Withdraw moves that take longer than `limits.MOVE_S`, and do not move those partitions for as long."""
         late = [m for m in self._moves() if now - m[1].asked_s >= limits.MOVE_S]
         for _, owner in late:
-            owner.rests_until_s = now + limits.MOVE_S
+            owner.no_move_before_s = now + limits.MOVE_S
         self._withdraw(late)
 
-    def _pieces(self, now: float) -> list[Piece]:
+    def _partition_loads(self, now: float) -> list[PartitionLoad]:
         """Every partition that has an owner, placed where it will be once its move is over."""
-        out: list[Piece] = []
+        out: list[PartitionLoad] = []
         for model in self.c.models.values():
             movable = model.movable
             for i, o in enumerate(model.owners):
                 if o.shard is not None:
-                    free = movable and not o.release and now >= o.rests_until_s
+                    free = movable and not o.release and now >= o.no_move_before_s
                     size = model.held_bytes_of(i)
-                    out.append(Piece((model.name, i), o.target or o.shard, size, o.load, free))
+                    out.append(PartitionLoad((model.name, i), o.target or o.shard, size, o.load, free))
         return out
 
-    def _places(self) -> list[Place]:
+    def _shard_loads(self) -> list[ShardLoad]:
         """The live shards; memory that a move in progress will need counts as used."""
         moves = dict.fromkeys(self.c.live_shards(), 0)
         coming = dict.fromkeys(moves, 0)
@@ -128,7 +128,9 @@ class MoveDesk:
                     coming[o.target] += model.held_bytes_of(i)
         shards = [self.c.shards[n] for n in moves]
         return [
-            Place(s.name, s.draining, None if s.free_bytes is None else s.free_bytes - coming[s.name], moves[s.name])
+            ShardLoad(
+                s.name, s.draining, None if s.free_bytes is None else s.free_bytes - coming[s.name], moves[s.name]
+            )
             for s in shards
         ]
 
@@ -138,13 +140,13 @@ class MoveDesk:
     def _withdraw(self, moves: Iterable[tuple[Model, Owner]]) -> None:
         """Withdraw these moves; owners see that the release request is gone from the model's document."""
         for model, owner in moves:
-            if owner.stay():
+            if owner.withdraw_move():
                 self.c.model_changed(model)
                 self.c.unbalanced = True
 
     # --- reports by shards ---
 
-    def gone(self, shard: str) -> None:
+    def withdraw_moves_to(self, shard: str) -> None:
         """Withdraw the moves to a dead shard."""
         self._withdraw(m for m in self._moves() if m[1].target == shard)
 
@@ -166,9 +168,9 @@ class MoveDesk:
 
     def loads(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Update the load, in bytes per second, of that shard's partitions; those not listed have none."""
-        told = {(name, generation, index): float(load) for name, generation, index, load in rows}
+        reported = {(name, generation, index): float(load) for name, generation, index, load in rows}
         for model in self.c.models.values():
             for i, owner in enumerate(model.owners):
                 if owner.shard == shard:
-                    new = told.get((model.name, model.generation, i), 0.0)
+                    new = reported.get((model.name, model.generation, i), 0.0)
                     owner.load = new if owner.load == 0.0 else owner.load + SMOOTHING * (new - owner.load)

@@ -1,7 +1,7 @@
 """Operations that change partitions: push, assignment, commit, flush, change of settings.
 
-An operation is queued in the line of each partition it touches and starts when it is first in all of them. So
-operations that share a partition run in order of arrival, and one that touches several partitions runs on all or none.
+An operation is in the queue of each partition it touches and starts when it is first in all of them. So operations that
+share a partition run in order of arrival, and one that touches several partitions runs on all or none.
 `start` decides on the state at that moment and returns the tasks to compute; `finish` makes the results visible.
 """
 
@@ -27,16 +27,16 @@ class Shard(Protocol):
 
     durability: Durability
 
-    def look(self, part: PushPart) -> PushPart:
+    def check_content(self, part: PushPart) -> PushPart:
         """Return the part with its checksum and whether its elements are finite."""
 
     def reply(self, request: Request, outcome: Outcome) -> None:
         """Answer a request."""
 
-    def flip(self, partition: Partition, state: PartitionState, now: float) -> None:
+    def publish_version(self, partition: Partition, state: PartitionState, now: float) -> None:
         """Make `state` the partition's current version, one higher than the last."""
 
-    def precede(self, partition: Partition, operation: "Operation") -> None:
+    def run_next(self, partition: Partition, operation: "Operation") -> None:
         """Run `operation` right after the current one, before everything that waits."""
 
     def flush_by(self, partition: Partition, at: float, now: float) -> None:
@@ -48,7 +48,7 @@ class Shard(Protocol):
     def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Go on after the partition applied a commit, skipped one of an older timeline, or entered a sync phase."""
 
-    def remembers(self, partition: Partition, now: float) -> None:
+    def snapshot_due(self, partition: Partition, now: float) -> None:
         """Schedule a snapshot after a change of the partition that made no new version."""
 
     def settings_changed(self, partition: Partition, now: float) -> None:
@@ -57,13 +57,13 @@ class Shard(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One entry in the lines of the partitions it touches."""
+    """One entry in the queues of the partitions it touches."""
 
     model: ServedModel
     partitions: list[Partition] = field(default_factory=list)
     """Partitions it touches on this shard; looked up again each time it is queued."""
     running: bool = False
-    over: bool = False
+    ended: bool = False
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         """Begin, and return the tasks to compute; none if the operation is already complete."""
@@ -77,10 +77,10 @@ class Operation:
         """Reject the operation; nothing has changed."""
 
 
-def configured(shard: Shard, p: Partition, now: float, *, fresh: bool, unstage: bool = False) -> None:
+def record_settings_change(shard: Shard, p: Partition, now: float, *, fresh: bool, unstage: bool = False) -> None:
     """Count a change of the partition's settings as a command, and journal it if the model has a journal."""
     p.lsn += 1
     if p.level:
         head = config_head(p.settings(), p.version, p.clock, fresh=fresh, unstage=unstage)
         shard.durability.executed(p, "config", head)
-        shard.remembers(p, now)
+        shard.snapshot_due(p, now)

@@ -31,7 +31,7 @@ class ScheduleSpec(Struct, frozen=True):
             if name in ("step_size", "t_max"):
                 values[name] = r.integer(name, 1, 1)
                 if name not in r.data:
-                    r.fail(name, "is needed")
+                    r.fail(name, "is required")
             else:
                 values[name] = r.number(name, 1.0 if name == "gamma" else 0.0, 0.0)
         r.done()
@@ -55,13 +55,13 @@ _OPTIMIZERS: Final[Mapping[str, Mapping[str, Any]]] = {
 """The server-side optimizers with their hyperparameters; names and defaults are torch's (ftrl: the paper's)."""
 
 
-_OF_ALL: Final = ("schedule", "clip_value", "clip_norm", "linear_scaling")
+_COMMON_FIELDS: Final = ("schedule", "clip_value", "clip_norm", "linear_scaling")
 
 
 def kept_fields(name: str) -> tuple[str, ...]:
     """Fields kept when a model switches to optimizer `name`: the common ones, lr and weight_decay, if it has them."""
     own = _OPTIMIZERS.get(name, {})
-    return (*_OF_ALL, *(k for k in ("lr", "weight_decay") if k in own))
+    return (*_COMMON_FIELDS, *(k for k in ("lr", "weight_decay") if k in own))
 
 
 class OptimizerSpec(Struct, frozen=True):
@@ -105,7 +105,7 @@ class OptimizerSpec(Struct, frozen=True):
                         and all(isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in v)
                     )
 
-                b = r.take("betas", default, betas_ok, "two numbers of at least 0 and below 1")
+                b = r.take("betas", default, betas_ok, "two numbers in [0, 1)")
                 values[key] = (float(b[0]), float(b[1]))
             elif key == "centered":
                 values[key] = r.flag(key, default)

@@ -21,7 +21,7 @@ class Owner:
     """The first version reported under this token; None until the owner serves it."""
     source: Any = None
     """Where to load the state from under this token, if not from `Model.source`."""
-    renewed: Token = 0
+    kept_from: Token = 0
     """A shard that holds it under this token or a higher one keeps its memory; 0: it is loaded from its source."""
     previous: tuple[str, int, Token] | None = None
     """(shard, its epoch, token) of the owner that handed it over, until the new owner serves it."""
@@ -31,14 +31,14 @@ class Owner:
     """Number of the request to release it for that move; 0: none."""
     asked_s: float = 0.0
     """When the move began."""
-    rests_until_s: float = 0.0
+    no_move_before_s: float = 0.0
     """Earliest time of its next move."""
     revision: int | None = None
     """Revision of the settings in force at the owner; None: not reported yet."""
     load: float = 0.0
     """Bytes per second in and out, smoothed."""
 
-    def stay(self) -> bool:
+    def withdraw_move(self) -> bool:
         """Withdraw its move; returns whether there was one."""
         moving, self.target, self.release = self.release != 0, None, 0
         return moving
@@ -48,8 +48,8 @@ class Owner:
         options: dict[str, Any] = {}
         if self.source is not None:
             options["source"] = self.source
-        if self.renewed:
-            options["from"] = self.renewed
+        if self.kept_from:
+            options["from"] = self.kept_from
         return [self.shard, self.token, *([options] if options else [])]
 
     def feed_row(self) -> list[Any]:
@@ -63,4 +63,4 @@ class Owner:
     def of(cls, row: Sequence[Any]) -> "Owner":
         """Rebuild an owner from its stored `row`."""
         options = row[2] if len(row) > 2 else {}
-        return cls(row[0], row[1], source=options.get("source"), renewed=options.get("from", 0))
+        return cls(row[0], row[1], source=options.get("source"), kept_from=options.get("from", 0))

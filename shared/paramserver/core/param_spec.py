@@ -59,7 +59,7 @@ class InitSpec(Struct, frozen=True):
                 ok = r.take("path", "", lambda v: isinstance(v, str) and bool(MODEL_NAME.fullmatch(v)), "a file name")
                 values[name] = ok
                 if not ok:
-                    r.fail("path", "is needed")
+                    r.fail("path", "is required")
             else:
                 low = 0.0 if name == "std" else float("-inf")
                 values[name] = r.number(name, float(_DEFAULTS[name]), low)
@@ -110,7 +110,7 @@ class ParamSpec(Struct, frozen=True):
             )
 
         if "shape" not in r.data:
-            r.fail("shape", "is needed", 'a list of positive integers; "shape": [] is a single number')
+            r.fail("shape", "is required", 'a list of positive integers; "shape": [] is a single number')
         shape = r.take(
             "shape", (), shape_ok, f"a list of at most {limits.RANK_MAX} integers from 1 to {limits.MODEL_ELEMENTS_MAX}"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paramserver.core.layout import Layout, Segment
 from paramserver.core.optimizer import ftrl_z, initial_slots, slot_names
 from paramserver.core.schedule import learning_rate
-from paramserver.core.settings import restored, settings_document
+from paramserver.core.settings import settings_document, spec_from_document
 from paramserver.core.shard_io import (
     AssignPart,
     Capture,
@@ -21,7 +21,7 @@ from paramserver.core.shard_io import (
 )
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timers import Timer
-from paramserver.core.update import Basis
+from paramserver.core.update import UpdateInput
 from paramserver.core.watermark import LEVELS, Watermark
 from paramserver.core.window import PushMemory
 from paramserver.errors import problem
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paramserver.core.operation import Operation
     from paramserver.core.pulls import WaitingPull
 
-Slot = tuple[str, int, int]
+ContributionKey = tuple[str, int, int]
 """(worker, epoch, clock): identifies one contribution to a synchronous clock."""
 
 
@@ -63,7 +63,7 @@ class Partition:
     """Number of the last command executed; counts on over all owners."""
     mark: Watermark = field(default_factory=Watermark)
     memory: PushMemory = field(default_factory=PushMemory)
-    staged: dict[Slot, list[HeldPart]] = field(default_factory=dict)
+    staged: dict[ContributionKey, list[HeldPart]] = field(default_factory=dict)
     buffered: list[HeldPart] = field(default_factory=list)
     arrivals: int = 0
     """Gradients ever buffered; numbers them in order of arrival."""
@@ -72,7 +72,7 @@ class Partition:
     flush_timer: Timer | None = None
     """The timer last set for `flush_at`."""
     operations: deque["Operation"] = field(default_factory=deque)
-    """Its line of operations, in order of arrival; only the first one may be running."""
+    """Its queue of operations, in order of arrival; only the first one may be running."""
     committing: bool = False
     """Whether a commit is among the operations."""
     pulls: list["WaitingPull"] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Partition:
     def load(self, loaded: LoadedState) -> None:
         """Start with the loaded state. Raises CorruptState, with nothing changed, if its settings cannot be read."""
         if loaded.settings is not None:
-            self.spec, self.revision = restored(self.spec, loaded.settings, self.segments)
+            self.spec, self.revision = spec_from_document(self.spec, loaded.settings, self.segments)
         self.state, self.version = loaded.state, loaded.version
         self.clock, self.lsn = loaded.clock, loaded.lsn
         self.durable_version, self.durable_clock = (loaded.version, loaded.clock) if loaded.stored else (0, 0)
@@ -141,10 +141,10 @@ class Partition:
         """The settings in force, as snapshots and journals carry them."""
         return settings_document(self.spec, self.revision, self.segments)
 
-    def basis(self) -> Basis:
+    def update_input(self) -> UpdateInput:
         """The state and settings from which the next update starts."""
         assert self.state is not None
-        return Basis(self.key, self.state, self.spec, self.segments)
+        return UpdateInput(self.key, self.state, self.spec, self.segments)
 
     def rate(self) -> float:
         """The learning rate of the next update: the schedule counts the partition's own versions."""
@@ -171,7 +171,7 @@ class Partition:
         """Each part with its weight in a sum applied now."""
         return [(h, h.scale * self.lag_factor(h.base)) for h in held]
 
-    def stand(self, version: int | None = None) -> PartVersion:
+    def part_version(self, version: int | None = None) -> PartVersion:
         """Its versions and incarnation for a reply; `version` replaces the current one if given."""
         return PartVersion(self.index, self.version if version is None else version, self.token, self.durable_version)
 
@@ -205,25 +205,25 @@ class Partition:
         A worker's clocks are listed in order, so parts for a clock before its newest listed one are never listed; with
         `late: drop` no part for a clock up to `t` is.
         """
-        gone = {(c.worker, c.epoch, c.clock) for c in contributions}
-        newest = {(worker, epoch): clock for worker, epoch, clock in sorted(gone)}
-        gone |= {slot for slot in self.staged if slot[2] < newest.get(slot[:2], 0)}
+        dropped = {(c.worker, c.epoch, c.clock) for c in contributions}
+        newest = {(worker, epoch): clock for worker, epoch, clock in sorted(dropped)}
+        dropped |= {key for key in self.staged if key[2] < newest.get(key[:2], 0)}
         if self.spec.consistency.late == "drop":
-            gone |= {slot for slot in self.staged if slot[2] <= t}
-        return self.drop(gone)
+            dropped |= {key for key in self.staged if key[2] <= t}
+        return self.drop(dropped)
 
-    def ended(self, live: dict[str, int], gone: Container[tuple[str, int]]) -> list[Slot]:
+    def ended(self, live: dict[str, int], departed: Container[tuple[str, int]]) -> list[ContributionKey]:
         """Staged contributions of epochs that have ended, which no undecided commit will list.
 
-        For clocks not yet committed here, only those whose epoch has certainly ended: it has left the roster (`gone`),
-        or a higher one is there in its place. A worker that was never in the roster may have joined a moment ago.
+        For clocks not yet committed here, only those whose epoch has certainly ended: it is among those that left the
+        roster (`departed`), or a higher one has replaced it. A worker never in the roster may have joined a moment ago.
         """
-        ended = [s for s in self.staged if live.get(s[0]) != s[1]]
-        return [s for s in ended if s[2] < self.clock or s[:2] in gone or live.get(s[0], 0) > s[1]]
+        ended = [k for k in self.staged if live.get(k[0]) != k[1]]
+        return [k for k in ended if k[2] < self.clock or k[:2] in departed or live.get(k[0], 0) > k[1]]
 
-    def drop(self, slots: Iterable[Slot]) -> int:
+    def drop(self, keys: Iterable[ContributionKey]) -> int:
         """Drop these contributions; returns the bytes released."""
-        return sum(h.data.nbytes for slot in slots for h in self.staged.pop(slot, ()))
+        return sum(h.data.nbytes for key in keys for h in self.staged.pop(key, ()))
 
     def drop_staged(self) -> int:
         """Drop every synchronous contribution; returns the bytes released."""
@@ -275,7 +275,7 @@ class Partition:
         """Push windows, idempotency keys, and the names of the optimizer's state arrays."""
         return self.memory.export() | {"slots": list(slot_names(self.spec.optimizer))}
 
-    def captured(self, cut: int | None) -> Capture:
+    def capture_at(self, cut: int | None) -> Capture:
         """Return a capture of the current state (None) or of that cut.
 
         Raises Unavailable (`loading`) if the partition is not loaded, ConflictError (`conflict`) if it lacks that cut.

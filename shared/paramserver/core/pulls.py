@@ -34,7 +34,7 @@ class WaitingPull:
 
     def attempt(self, map_epoch: int, now: float) -> PullDone | float:
         """Return the outcome, or the deadline for waiting at `at`. Raises PsError if the pull fails or is too late."""
-        found = _look(self.model, self.event, map_epoch)
+        found = _outcome_or_blocker(self.model, self.event, map_epoch)
         if isinstance(found, PullDone):
             return found
         until = self.version_until if self.model.ready and found.state is not None else self.load_until
@@ -54,7 +54,7 @@ class WaitingPull:
         return problem("version_not_reached", f"partition {p.index} is at {have}, not yet at {want}", version=p.version)
 
 
-def _look(model: ServedModel, event: PullReceived, map_epoch: int) -> PullDone | Partition:
+def _outcome_or_blocker(model: ServedModel, event: PullReceived, map_epoch: int) -> PullDone | Partition:
     """Return the outcome, or the last partition that cannot serve the pull yet. Raises PsError.
 
     The last one, because partitions are loaded in roughly this order: a pull that waits for all of them is then retried
@@ -111,7 +111,7 @@ class PullDesk:
         if model is None or not event.parts:
             return None
         try:
-            found = _look(model, event, self._shard.map_epoch)
+            found = _outcome_or_blocker(model, event, self._shard.map_epoch)
         except PsError:
             return None  # raised again when the event is handled
         return found if isinstance(found, PullDone) else None

@@ -13,7 +13,7 @@ from paramserver.core.operation import Operation, Shard
 from paramserver.core.partition import Partition
 from paramserver.core.shard_io import HeldPart, PushDone, PushPart, PushReceived, Task, TaskResult, WorkerAnswered
 from paramserver.core.update import single_task
-from paramserver.core.window import Seen
+from paramserver.core.window import EarlierAnswer
 from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import PushState
 
@@ -29,18 +29,18 @@ class PushOperation(Operation):
     """Deadline for its partitions to be loaded."""
     level: int = 0
     """Durability that its reply acknowledges and waits for (`watermark.LEVELS`)."""
-    _seen: list[Seen | None] = field(default_factory=list)
+    _seen: list[EarlierAnswer | None] = field(default_factory=list)
     _fresh: list[tuple[Partition, PushPart]] = field(default_factory=list)
     _numbers: list[tuple[float, float]] = field(default_factory=list)
     """(learning rate, factor of the gradient) for each fresh part."""
-    _holds: bool = False
+    _state_changed: bool = False
     """Whether `start` has begun to change state; from then on the push can no longer be rejected."""
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         try:
             return self._start(shard, now)
         except Exception as error:
-            if self._holds:
+            if self._state_changed:
                 raise
             self.refuse(shard, as_problem(error))
             return ()
@@ -52,16 +52,16 @@ class PushOperation(Operation):
         mode = spec.consistency.mode
         for p in self.partitions:
             if p.spec is not spec and p.spec.consistency.mode != mode:
-                raise problem("loading", "the model's settings are just changing")
+                raise problem("loading", "the model's settings are being changed")
         admission.check_worker(event, mode, self.model.workers, self.answer)
         if self.level:
             admission.check_level(self.level, self.partitions[0].level, mode)
             shard.durability.admit(self.level, sum([part.data.nbytes for part in event.parts]))
         immediate = spec.consistency.immediate
-        if not immediate or any([p.memory.holds(event.push_id, event.key) for p in self.partitions]):
-            event = self._looked_at(shard)
+        if not immediate or any([p.memory.remembers(event.push_id, event.key) for p in self.partitions]):
+            event = self._with_checksums(shard)
         pairs = list(zip(self.partitions, event.parts, strict=True))
-        self._seen = [p.memory.judge(event.push_id, event.key, part.crc or 0) for p, part in pairs]
+        self._seen = [p.memory.check(event.push_id, event.key, part.crc or 0) for p, part in pairs]
         self._fresh = [pair for pair, seen in zip(pairs, self._seen, strict=True) if seen is None]
         state: PushState = "applied" if immediate else "staged" if mode == "sync" else "buffered"
         if not self._fresh:
@@ -75,36 +75,36 @@ class PushOperation(Operation):
             self._numbers = [p.numbers(scale, part.base) for p, part in self._fresh]
             return [
                 single_task(
-                    p.basis(),
+                    p.update_input(),
                     part.data,
                     part.dtype,
                     part.ranges,
                     factor,
                     rate,
-                    spend=part.owned and p.spec.ack == "applied",  # else the journal still needs it
-                    look=part.crc is None,
+                    reuse_direct=part.exclusive_buffer and p.spec.ack == "applied",  # else the journal still needs it
+                    needs_check=part.crc is None,
                 )
                 for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
             ]
         if mode == "sync":
             if event.clock is None:
                 hint = "the iteration it belongs to, from 0"
-                raise problem("invalid_field", "clock: is needed in mode sync", hint=hint)
+                raise problem("invalid_field", "clock: is required in mode sync", hint=hint)
             _check_clock(event.clock, max([self.model.clock, *(p.clock for p in self.partitions)]))
         nbytes = sum(part.data.nbytes for _, part in self._fresh)
         if shard.held_bytes + nbytes > limits.STAGED_BYTES_MAX:
             raise problem("queue_full", f"{shard.held_bytes} bytes of gradients wait to be applied in this shard")
         kept = [(p, _kept(p, part)) for p, part in self._fresh]
-        self._holds = True
+        self._state_changed = True
         for partition, part in kept:
             self._hold(shard, partition, part, scale, now)
         self._reply(shard, state, now)
         return ()
 
-    def _looked_at(self, shard: Shard) -> PushReceived:
+    def _with_checksums(self, shard: Shard) -> PushReceived:
         """Return the push with every part's checksum known. Raises RequestError (`non_finite`) for NaN or infinity."""
         if any(part.crc is None for part in self.event.parts):
-            parts = tuple(part if part.crc is not None else shard.look(part) for part in self.event.parts)
+            parts = tuple(part if part.crc is not None else shard.check_content(part) for part in self.event.parts)
             admission.check_finite(parts)
             self.event = replace(self.event, parts=parts)
         return self.event
@@ -126,7 +126,7 @@ class PushOperation(Operation):
         if p.level:
             head = hold_head(event, part, p.version, held, late)
             shard.durability.executed(p, "hold", head, () if late else (part.data,))
-            shard.remembers(p, now)
+            shard.snapshot_due(p, now)
         if late:
             return
         shard.held_bytes += part.data.nbytes
@@ -136,7 +136,7 @@ class PushOperation(Operation):
         p.buffered.append(held)
         p.arrivals += 1
         if len(p.buffered) >= rule.count:
-            shard.precede(p, FlushOperation(self.model, [p]))
+            shard.run_next(p, FlushOperation(self.model, [p]))
         elif p.flush_at is None:
             p.flush_at = now + rule.interval_ms / 1000.0
             shard.flush_by(p, p.flush_at, now)
@@ -150,7 +150,7 @@ class PushOperation(Operation):
             crc = result.crc if part.crc is None else part.crc
             assert crc is not None
             p.memory.record(self.event.push_id, self.event.key, crc, p.version + 1)
-            shard.flip(p, result.state, now)
+            shard.publish_version(p, result.state, now)
             if p.level:
                 head = push_head(self.event, replace(part, crc=crc), p.version, *self._numbers[i])
                 shard.durability.executed(p, "push", head, (part.data,))
@@ -168,27 +168,27 @@ class PushOperation(Operation):
         shard.reply(self.event.request, error)
 
     def _reply(self, shard: Shard, state: PushState, now: float) -> None:
-        event, rule, stands = self.event, self.partitions[0].spec.consistency, []
+        event, rule, versions = self.event, self.partitions[0].spec.consistency, []
         drops = state == "staged" and rule.late == "drop" and event.clock is not None
         duplicate, late, unknown = True, False, False
         for p, part, seen in zip(self.partitions, event.parts, self._seen, strict=True):
             if seen is None:
                 duplicate = False
                 late = late or (drops and event.clock is not None and event.clock < p.clock)
-                stands.append(p.stand())
+                versions.append(p.part_version())
             else:
                 late = late or seen.late
-                stands.append(p.stand(seen.version))
+                versions.append(p.part_version(seen.version))
             unknown = unknown or (part.base is not None and part.base[1] != p.token)
         done = PushDone(
             self.model.key,
             self.model.timeline,
             state,
             duplicate,
-            min([s.version for s in stands]),
-            min([s.durable_version for s in stands]),
-            max([s.incarnation for s in stands]),
-            tuple(stands),
+            min([s.version for s in versions]),
+            min([s.durable_version for s in versions]),
+            max([s.incarnation for s in versions]),
+            tuple(versions),
             late,
             unknown,
         )
@@ -200,7 +200,7 @@ class PushOperation(Operation):
 
 def _kept(p: Partition, part: PushPart) -> PushPart:
     """The part as it is held: copied in journaled models, where a snapshot may outlive the sender's buffer."""
-    return replace(part, data=part.data.copy()) if p.level and not part.owned else part
+    return replace(part, data=part.data.copy()) if p.level and not part.exclusive_buffer else part
 
 
 def _check_clock(clock: int, reached: int) -> None:
@@ -214,8 +214,8 @@ def _check_lag(partition: Partition, base: tuple[int, int] | None) -> None:
     if lag > rule.lag_bound:
         raise problem(
             "too_stale",
-            f"the gradient's base lies {lag} versions back; at most {rule.lag_bound} are allowed",
-            hint="pull and compute it again",
+            f"the gradient is {lag} versions stale; at most {rule.lag_bound} are allowed",
+            hint="pull and recompute the gradient",
             lag=lag,
             version=partition.version,
         )

@@ -29,12 +29,13 @@ def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, u
     for name, doc in documents.items():
         kind, _, rest = name.partition(":")
         if kind not in groups:
-            raise problem("corrupt_state", f"field {name!r:.80} of the stored state is of no kind known here")
+            raise problem("corrupt_state", f"field {name!r:.80} of the stored state has an unknown kind")
         if doc.get("format", FORMAT) != FORMAT:
             raise problem(
-                "corrupt_state", f"field {name!r:.80} has format {doc.get('format')}, known is {FORMAT}",
+                "corrupt_state",
+                f"field {name!r:.80} has format {doc.get('format')}; this version reads format {FORMAT}",
                 hint="start the version that wrote it, or a newer one",
-            )  # fmt: skip
+            )
         groups[kind][rest] = doc
     c = Cluster(term, unix_s - now)
     try:
@@ -47,7 +48,7 @@ def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, u
 def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now: float) -> None:
     cluster = groups["cluster"].get("", {})
     c.map_epoch, c.generations = cluster.get("map_epoch", 0), cluster.get("generations", 0)
-    c.shard_floor = cluster.get("shard_floor", 0)
+    c.shard_floor, c.member_floor = cluster.get("shard_floor", 0), cluster.get("member_floor", 0)
     c.run_count, c.member_count = cluster.get("run_count", 0), cluster.get("member_count", 0)
     for name, doc in groups["shard"].items():
         shard = Shard(name, doc["epoch"], now, doc["alive"], tuple(doc["addresses"]), doc["version"])

@@ -10,7 +10,7 @@ from typing import Any
 from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
-from paramserver.core.settings import restored
+from paramserver.core.settings import spec_from_document
 from paramserver.core.shard_io import (
     AssignPart,
     AssignTask,
@@ -70,7 +70,7 @@ class Replay:
             raise self._broken(entry, f"entries {p.lsn + 1} to {entry.lsn - 1} are missing")
         step = self._steps.get(entry.kind)
         if step is None or (not self._known and entry.kind != "config"):
-            raise self._broken(entry, f"it is of kind '{entry.kind}', which cannot stand here")
+            raise self._broken(entry, f"unexpected kind '{entry.kind}'")
         try:
             step(entry)
         except CorruptState:
@@ -80,7 +80,8 @@ class Replay:
         p.lsn = entry.lsn
         self._bytes += entry.nbytes
         if p.version != entry.head.get("version"):
-            raise self._broken(entry, f"it leads to version {p.version}, not {entry.head.get('version')}")
+            recorded = entry.head.get("version")
+            raise self._broken(entry, f"replaying it gives version {p.version}, but it records {recorded}")
 
     def result(self) -> LoadedState:
         """The partition after the last entry."""
@@ -108,17 +109,17 @@ class Replay:
         push_id = None if head["id"] is None else PushId(*head["id"])
         self._p.memory.record(push_id, head["key"], head["crc"], version, late)
 
-    def _flip(self, state: PartitionState | None) -> None:
+    def _publish(self, state: PartitionState | None) -> None:
         if state is None:
-            raise problem("corrupt_state", f"a value of partition {self._p.key} is not finite any more")
+            raise problem("corrupt_state", f"replay gives a non-finite value in partition {self._p.key}")
         self._p.state = state
         self._p.version += 1
 
     def _push(self, entry: JournalEntry) -> None:
         head, (data,) = entry.head, entry.arrays
-        task = single_task(self._p.basis(), data, head["dtype"], _ranges(head), head["scale"], head["rate"])
+        task = single_task(self._p.update_input(), data, head["dtype"], _ranges(head), head["scale"], head["rate"])
         self._remember(head, self._p.version + 1)
-        self._flip(self._compute(task).state)
+        self._publish(self._compute(task).state)
 
     def _hold(self, entry: JournalEntry) -> None:
         head, p = entry.head, self._p
@@ -147,20 +148,20 @@ class Replay:
         p.settle(contributions, head["t"])
         p.clock = head["t"] + 1
         p.version = max(p.version, head["t"])
-        self._flip(state)
+        self._publish(state)
 
     def _flush(self, entry: JournalEntry) -> None:
         held = list(self._p.take_buffered())
         if entry.head["applied"]:
-            self._flip(self._mean(held, entry.head, float(len(held))))
+            self._publish(self._mean(held, entry.head, float(len(held))))
 
     def _mean(self, held: list[HeldPart], head: Mapping[str, Any], divisor: float) -> PartitionState | None:
         parts = list(zip(held, head["weights"], strict=True))
-        return self._compute(mean_task(self._p.basis(), parts, divisor, head["rate"])).state
+        return self._compute(mean_task(self._p.update_input(), parts, divisor, head["rate"])).state
 
     def _config(self, entry: JournalEntry) -> None:
         head, p = entry.head, self._p
-        spec, revision = restored(p.spec, head["settings"], p.segments)
+        spec, revision = spec_from_document(p.spec, head["settings"], p.segments)
         if head["unstage"]:
             p.drop_staged()
         if not p.adopt(spec, revision, p.live_workers) and head["fresh"]:
@@ -176,7 +177,7 @@ class Replay:
         part = AssignPart(p.index, data, head["dtype"], True, _ranges(head), tuple(slots) or None, steps)
         state = self._compute(AssignTask(p.key, p.state, part)).state
         if state is None:
-            raise problem("corrupt_state", f"a value of partition {p.key} is not finite any more")
+            raise problem("corrupt_state", f"replay gives a non-finite value in partition {p.key}")
         p.state = p.assigned(part, state)
         least = head.get("least", 0)
         initial = max(p.version, least)  # while the model lacked initial values

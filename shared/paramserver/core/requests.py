@@ -1,4 +1,4 @@
-"""Incoming requests: checked, their worker asked about if needed, then queued in the lines or parked."""
+"""Incoming requests: checked, their worker asked about if needed, then queued or parked."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,11 +6,11 @@ from typing import Protocol
 from paramserver import limits
 from paramserver.core import admission
 from paramserver.core import operation as running
-from paramserver.core.line import Lines
 from paramserver.core.operation import Operation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
 from paramserver.core.push_operation import PushOperation
+from paramserver.core.queues import OperationQueues
 from paramserver.core.served_model import Parked, ServedModel
 from paramserver.core.set_operation import SetOperation
 from paramserver.core.shard_io import (
@@ -44,11 +44,11 @@ class RequestDesk:
     """All requests that have no outcome yet."""
 
     def __init__(
-        self, shard: Shard, lines: Lines, timers: Timers, pulls: PullDesk, perform: Callable[[Effect], None]
+        self, shard: Shard, queues: OperationQueues, timers: Timers, pulls: PullDesk, perform: Callable[[Effect], None]
     ) -> None:
         self.open: set[Request] = set()
         self._shard = shard
-        self._lines = lines
+        self._queues = queues
         self._timers = timers
         self._pulls = pulls
         self._perform = perform
@@ -107,7 +107,7 @@ class RequestDesk:
         try:
             model = self._model(event.model, event.request)
             model.check(event.generation, None)
-            captured = model.owned(event.partition, self._shard.map_epoch).captured(event.cut)
+            captured = model.owned(event.partition, self._shard.map_epoch).capture_at(event.cut)
         except PsError as error:
             self._shard.reply(event.request, error)
         else:
@@ -118,28 +118,30 @@ class RequestDesk:
             self.open.discard(event.request)
 
     def failed(self, event: Event, error: Exception) -> None:
-        """Answer a request whose handling raised an unexpected exception; re-raise it for any other event.
+        """Answer a request whose handling raised an unexpected exception, unless it has been answered before.
 
-        A request changes nothing before it is in the lines, so the shard can go on.
+        A request changes nothing before it is queued, so the shard can go on.  For other events, raise it again.
         """
         if not isinstance(event, PushReceived | PullReceived | SetReceived | CaptureReceived):
             raise error
         self._pulls.withdraw(event.request)
-        self._shard.reply(event.request, as_problem(error))
+        if event.request in self.open:
+            self._shard.reply(event.request, as_problem(error))
 
     def _model(self, name: str, request: Request) -> ServedModel:
-        if len(self.open) >= limits.QUEUED_REQUESTS_MAX:
-            raise problem("queue_full", f"{len(self.open)} requests are waiting in this shard")
+        waiting = len(self.open)
+        self.open.add(request)
+        if waiting >= limits.QUEUED_REQUESTS_MAX:
+            raise problem("queue_full", f"{waiting} requests are waiting in this shard")
         model = self._shard.models.get(name)
         if model is None:
             raise problem("unknown_model", f"there is no model '{name}'")
-        self.open.add(request)
         return model
 
-    # --- into the lines
+    # --- queuing
 
     def submit(self, operation: Operation) -> None:
-        """Queue a push or an assignment in the lines, or park it until its partitions are loaded and not held."""
+        """Queue a push or an assignment, or park it until its partitions are loaded and not held."""
         assert isinstance(operation, PushOperation | SetOperation)
         model, shard = operation.model, self._shard
         try:
@@ -154,7 +156,7 @@ class RequestDesk:
         missing = next((p for p in reversed(operation.partitions) if not p.ready), None)
         if missing is None:
             self._leave(operation)
-            self._lines.add(operation)
+            self._queues.add(operation)
         elif operation in model.parked:
             model.parked[operation].at = missing
         else:

@@ -11,7 +11,7 @@ from paramserver.core.models import Model
 from paramserver.core.runs import RESTARTS_MAX, Place, Run, StopRule, check_run, how_to_start
 from paramserver.core.scheduler_io import CreateRun, JoinPool, LeavePool, PatchRun, PlaceDone, PoolHeartbeat
 from paramserver.core.series import check_metrics
-from paramserver.errors import looking, problem
+from paramserver.errors import problem, validating
 
 SAVE_TIME_S: Final = 15.0
 """Interval between stores of a run's running time: the most of it that a killed scheduler loses."""
@@ -34,7 +34,7 @@ class RunDesk:
         return found
 
     def create(self, e: CreateRun, now: float) -> None:
-        with looking():
+        with validating():
             check_run(e.entry, e.workers, e.args, e.evaluate_every, e.checkpoint_every)
             stop = StopRule.check(e.stop)
         if e.name is not None and (not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name)):
@@ -76,12 +76,12 @@ class RunDesk:
         run = self.find(e.run)
         if e.state is not None and e.state not in ("paused", "running", "stopped"):
             raise problem("invalid_field", "state: must be paused, running or stopped", where="state")
-        with looking():
+        with validating():
             if e.workers is not None:
                 check_run(run.entry, e.workers, {}, 0, 0)
             stop = StopRule.check(e.stop) if e.stop is not None else run.stop
         if run.ended and (e.state != run.state or e.workers is not None or e.stop is not None):
-            raise problem("conflict", f"run '{run.id}' is {run.state} already", hint="create a new run")
+            raise problem("conflict", f"run '{run.id}' has already ended ({run.state})", hint="create a new run")
         run.stop = stop
         if e.workers is not None:
             del run.places[e.workers :]
@@ -92,7 +92,7 @@ class RunDesk:
             run.change("waiting", now)
         elif e.state == "stopped" and not run.ended:
             self.end(run, "stopped", "stopped by request", now)
-        self._look(run, now)
+        self._finish_if_done(run, now)
         self.fill(now)
         self._changed(run, now)
         self.c.answer(e.request, run.document())
@@ -104,13 +104,13 @@ class RunDesk:
 
     def _changed(self, run: Run, now: float) -> None:
         self._settle(run, now, self._idle())
-        self._noted(run)
+        self._save(run)
 
-    def _noted(self, run: Run) -> None:
+    def _save(self, run: Run) -> None:
         self.c.save_run(run)
         model = self.c.models.get(run.model)
         if model is not None:
-            self.c.touch(model)
+            self.c.mark_dirty(model)
 
     def _settle(self, run: Run, now: float, idle: Iterable[Member]) -> None:
         barred = [m.allow for m in idle if not m.allows(run.entry)]
@@ -142,14 +142,14 @@ class RunDesk:
         run.count_time(now)
         clocks = model.gate.clock - run.from_clock
         if run.stop.clocks is not None and clocks >= run.stop.clocks:
-            self.end(run, "finished", f"{clocks} clocks are done", now)
+            self.end(run, "finished", f"the limit of clocks was reached ({clocks})", now)
         elif run.stop.minutes is not None and run.ran_s >= 60.0 * run.stop.minutes:
-            self.end(run, "finished", f"{run.stop.minutes:g} minutes are over", now)
+            self.end(run, "finished", f"the limit of {run.stop.minutes:g} minutes was reached", now)
         elif run.state == "running" and now - run.saved_s >= SAVE_TIME_S:
             run.saved_s = now
             self.c.save_run(run)
 
-    def saw_metrics(self, model: Model, metrics: Mapping[str, float], now: float) -> None:
+    def check_stop_rule(self, model: Model, metrics: Mapping[str, float], now: float) -> None:
         """End the model's run if one of these metrics reaches its bound."""
         run = self.of_model(model)
         if run is None or run.state not in ("running", "paused"):
@@ -180,10 +180,10 @@ class RunDesk:
             name = None if f"pool-{self.c.member_count}" in self.c.members else f"pool-{self.c.member_count}"
         old = self.c.members.get(name)
         if old is None and len(self.c.members) >= MEMBERS_MAX:
-            raise problem("too_many_requests", f"the pool has {MEMBERS_MAX} members, which is the bound")
+            raise problem("too_many_requests", f"the pool has {MEMBERS_MAX} members, which is the limit")
         if old is not None:
-            self.part(old, now)
-        member = Member(name, old.epoch + 1 if old else 1, now, allow=tuple(e.allow))
+            self.remove_member(old, now)
+        member = Member(name, 1 + (old.epoch if old else self.c.member_floor), now, allow=tuple(e.allow))
         self.c.members[name] = member
         self.c.save_member(member)
         self.fill(now)
@@ -191,7 +191,7 @@ class RunDesk:
 
     def heartbeat(self, e: PoolHeartbeat, now: float) -> None:
         member = current(self.c.members.get(e.member), e.epoch, f"pool member {e.member!r:.140}", "unknown_worker")
-        with looking():
+        with validating():
             metrics = check_metrics({} if e.metrics is None else e.metrics)
         member.heard_s = now
         member.metrics = metrics
@@ -227,23 +227,28 @@ class RunDesk:
     def leave(self, e: LeavePool, now: float) -> None:
         member = self.c.members.get(e.member)
         if member is not None and member.alive and e.epoch in (None, member.epoch):
-            self.part(member, now)
+            self.remove_member(member, now)
             self.fill(now)
         self.c.answer(e.request, None, 204)
 
-    def part(self, member: Member, now: float) -> None:
+    def remove_member(self, member: Member, now: float) -> None:
         """Mark this incarnation of a member as dead and free its place."""
         self._free(member, now)
         member.alive = False
         self.c.save_member(member)
 
     def expire(self, now: float) -> None:
-        """Mark members whose lease has expired as dead; forget all dead ones but the 256 heard from last."""
+        """Mark members whose lease has expired as dead; forget all dead ones but the 256 heard from last.
+
+        `member_floor` bars reuse of the epochs of forgotten ones.
+        """
         gone = expired(self.c.members.values(), now)
         for member in gone:
-            self.part(member, now)
+            self.remove_member(member, now)
         dead = sorted((m for m in self.c.members.values() if not m.alive), key=lambda m: m.heard_s)
         for member in dead[: max(0, len(dead) - 256)]:
+            self.c.member_floor = max(self.c.member_floor, member.epoch)
+            self.c.save_cluster()
             del self.c.members[member.name]
             self.c.drop(f"member:{member.name}")
         if gone:
@@ -280,15 +285,15 @@ class RunDesk:
         place = run.places[index]
         if error is None:
             place.done = True
-            self._look(run, now)
+            self._finish_if_done(run, now)
             return
         place.restarts += 1
         if place.restarts > RESTARTS_MAX:
             text = error[-16_384:].encode(errors="replace").decode()
-            reason = f"worker {index} raised {place.restarts} times; the last time:\n{text}"
+            reason = f"worker {index} raised an exception {place.restarts} times; the last one:\n{text}"
             self.end(run, "failed", reason, now)
 
-    def _look(self, run: Run, now: float) -> None:
+    def _finish_if_done(self, run: Run, now: float) -> None:
         if not run.ended and all(p.done for p in run.places):
             self.end(run, "finished", "every worker has finished", now)
 
@@ -298,7 +303,7 @@ class RunDesk:
         for run in self.c.runs.values():
             if not run.active:
                 continue
-            said, given = run.reason, False
+            reason_before, given = run.reason, False
             for i, place in enumerate(run.places):
                 if place.member is not None or place.done:
                     continue
@@ -310,5 +315,5 @@ class RunDesk:
                 member.place, given = (run.id, i), True
                 self.c.save_member(member)
             self._settle(run, now, idle)
-            if given or run.reason != said:
-                self._noted(run)
+            if given or run.reason != reason_before:
+                self._save(run)

@@ -7,6 +7,7 @@ stopped.  Nothing here starts a process: pool members ask for work.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Final
 
 from msgspec import Struct
@@ -59,7 +60,7 @@ class StopRule(Struct, frozen=True):
         if not isinstance(data, Mapping):
             raise problem("invalid_field", "stop: must be an object", where="stop")
         if len(data) > limits.FIELDS_MAX:
-            raise problem("too_large", f"stop: has {len(data)} fields; at most {limits.FIELDS_MAX} are looked at")
+            raise problem("too_large", f"stop: has {len(data)} fields; at most {limits.FIELDS_MAX} are allowed")
         for key in data:
             if key not in ("clocks", "minutes", "metric"):
                 fail(f"stop.{key!s:.40}", "is not a known field", "known fields: clocks, metric, minutes")
@@ -96,13 +97,13 @@ class StopRule(Struct, frozen=True):
         return out
 
     def met_by(self, name: str, value: float) -> str | None:
-        """Why this value of a metric ends the run; None if it does not."""
-        if name != self.metric:
+        """Why this value of a metric ends the run; None if it does not, as no value does that is not finite."""
+        if name != self.metric or not isfinite(value):
             return None
         if self.at_least is not None and value >= self.at_least:
-            return f"{name} reached {value:g}, at least {self.at_least:g} was asked for"
+            return f"{name} reached {value:g} (stop rule: at least {self.at_least:g})"
         if self.at_most is not None and value <= self.at_most:
-            return f"{name} reached {value:g}, at most {self.at_most:g} was asked for"
+            return f"{name} reached {value:g} (stop rule: at most {self.at_most:g})"
         return None
 
 
@@ -279,7 +280,7 @@ def check_run(entry: Any, workers: Any, args: Any, evaluate_every: Any, checkpoi
         return isinstance(value, int) and not isinstance(value, bool) and low <= value < 1 << 53
 
     if not isinstance(entry, str) or len(entry) > 256 or not ENTRY.fullmatch(entry):
-        fail("entry", f"{entry!r:.80} is no entry", "write 'package.module:function'")
+        fail("entry", f"{entry!r:.80} is not a valid entry point", "write 'package.module:function'")
     if not count(workers, 1) or workers > limits.WORKERS_PER_MODEL_MAX:
         fail("workers", f"must be an integer from 1 to {limits.WORKERS_PER_MODEL_MAX}")
     if not isinstance(args, Mapping) or not all(isinstance(k, str) for k in args):

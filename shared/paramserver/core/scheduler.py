@@ -1,7 +1,7 @@
 """The scheduler's decision logic: events in, effects out; see `scheduler_io`.
 
-`SchedulerCore` only dispatches each event to the desk that handles it, then advances every model that was touched: it
-makes the commits that are possible and answers the requests whose wait is over.
+`SchedulerCore` only dispatches each event to the desk that handles it, then advances every model that was marked dirty:
+it makes the commits that are possible and answers the requests whose wait is over.
 """
 
 from collections.abc import Callable, Mapping
@@ -91,11 +91,11 @@ class SchedulerCore:
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
         """Handle one event and return its effects, to be performed in order.
 
-        Refusals become replies, and so do unexpected exceptions while a request is only validated (`errors.looking`).
-        Any other exception leaves the state inconsistent, so this core must not be used any more.
+        Refusals become replies, and so do unexpected exceptions while a request is only validated
+        (`errors.validating`).  Any other exception leaves the state inconsistent: discard this core.
         """
         if now - self._now > PAUSE_S:
-            self._c.prolong(now - self._now)
+            self._c.extend_leases(now - self._now)
         self._now = now
         try:
             self._desk[type(event)](event, now)
@@ -112,7 +112,7 @@ class SchedulerCore:
     def _advance(self, now: float) -> None:
         c = self._c
         for _ in range(ROUNDS_MAX):
-            names, c.touched, c.unfinished = [*c.touched, *c.unfinished], {}, {}
+            names, c.dirty, c.requeued = [*c.dirty, *c.requeued], {}, {}
             if not names:
                 return
             for model in [c.models[n] for n in dict.fromkeys(names) if n in c.models]:
@@ -130,7 +130,7 @@ class SchedulerCore:
         self._workers.expire(now)
         self._runs.expire(now)
         for model in self._c.models.values():
-            self._c.touch(model)
+            self._c.mark_dirty(model)
             if self._moves.storage_away:
                 continue
             if model.series.due(now):
@@ -149,15 +149,15 @@ class SchedulerCore:
     def deadline(self) -> float:
         """Latest time for the next `Tick`: a lease or a wait ends, or `limits.HEARTBEAT_S` has passed.
 
-        It is due at once if the last event left models to be advanced.
+        It is due at once if the last event left dirty models.
         """
         c = self._c
-        if c.touched or c.unfinished:
+        if c.dirty or c.requeued:
             return self._now
         ends = [self._now + limits.HEARTBEAT_S]
         ends += [s.expires_s() for s in c.shards.values() if s.alive]
         ends += [m.expires_s() for m in c.members.values() if m.alive]
         for model in c.models.values():
-            ends += [w.expires_s() for w in model.roster if w.alive and w.parked <= 0]
+            ends += [w.expires_s() for w in model.roster if w.alive and w.open_polls <= 0]
             ends += [w.deadline_s for w in model.waiters()]
         return max(self._now, min(ends))

@@ -45,7 +45,7 @@ class ServedModel:
     ready: bool
     workers: dict[str, tuple[int, int]] = field(default_factory=dict)
     """worker -> (epoch, rank) of the live roster."""
-    gone: set[tuple[str, int]] = field(default_factory=set)
+    departed: set[tuple[str, int]] = field(default_factory=set)
     """(worker, epoch) that left the roster while a partition here had staged gradients of theirs."""
     specs: dict[int, ModelSpec] = field(default_factory=dict)
     """Settings of the newest revisions; a commit names the revision it was decided under."""
@@ -59,8 +59,8 @@ class ServedModel:
 
     They stay in memory until it does: the new token may be a renewal of theirs, after Redis was emptied.
     """
-    asks_at: int = -1
-    """sync: the newest commit that asks workers to report their clock themselves (`CommitDecided.asks`); -1: none."""
+    needs_report_at: int = -1
+    """sync: the newest commit after which workers must report their clock themselves (`needs_report`); -1: none."""
     began: int = 0
     """sync: the clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
     cut_asked: int | None = None
@@ -96,20 +96,20 @@ class ServedModel:
         """Raise `model_replaced` or `rolled_back` for an older generation or timeline, `loading` for a newer one."""
         if generation is not None and generation != self.key.generation:
             if generation > self.key.generation:
-                raise problem("loading", f"this shard has not heard of generation {generation} of the model yet")
+                raise problem("loading", f"this shard does not know generation {generation} of the model yet")
             raise problem(
                 "model_replaced",
-                f"model '{self.key.name}' was created anew",
+                f"model '{self.key.name}' was deleted and created again",
                 hint="fetch the model again",
                 generation=self.key.generation,
             )
         if timeline is not None and timeline != self.timeline:
             if timeline > self.timeline:
-                raise problem("loading", f"this shard has not heard of timeline {timeline} yet")
+                raise problem("loading", f"this shard does not know timeline {timeline} yet")
             raise problem(
                 "rolled_back",
                 f"the model went back to clock {self.clock}",
-                hint="drop pushes in doubt, take this clock and timeline, and pull",
+                hint="discard pushes in doubt, continue at this clock and timeline, and pull",
                 timeline=self.timeline,
                 clock=self.clock,
             )
@@ -121,13 +121,14 @@ class ServedModel:
         shard does not own it.
         """
         if not 0 <= index < self.spec.partitions:
-            raise problem("invalid_range", f"partition {index}: the model has {self.spec.partitions}")
+            detail = f"partition {index} does not exist: the model has {self.spec.partitions} partitions"
+            raise problem("invalid_range", detail)
         partition = self.partitions.get(index)
         if partition is None:
             raise wrong_owner(self.key, index, map_epoch)
         return partition
 
-    def learn(self, spec: ModelSpec, revision: int) -> None:
+    def set_spec(self, spec: ModelSpec, revision: int) -> None:
         """Adopt the settings of a revision as the newest ones."""
         self.specs[revision] = self.spec = spec
         self.revision = revision
@@ -139,11 +140,11 @@ class ServedModel:
         newer = [r for r in self.specs if r >= revision]
         return (min(newer), self.specs[min(newer)]) if newer else None
 
-    def keep(self, commit: CommitDecided) -> None:
+    def record_commit(self, commit: CommitDecided) -> None:
         """Record a commit, in any order of arrival, and forget those that every partition here has applied."""
         self.clock = max(self.clock, commit.t + 1)
-        if commit.asks:
-            self.asks_at = max(self.asks_at, commit.t)
+        if commit.needs_report:
+            self.needs_report_at = max(self.needs_report_at, commit.t)
         self.commits[commit.t] = commit
         clocks = [p.clock for p in self.partitions.values() if p.state is not None]
         if len(clocks) == len(self.partitions):
@@ -153,27 +154,27 @@ class ServedModel:
         while len(self.commits) > limits.QUEUED_REQUESTS_MAX:
             del self.commits[min(self.commits)]
 
-    def stages(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
+    def has_staged(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
         """Whether all these partitions are here, have that clock open, and hold the worker's staged push for it."""
         held = (worker, epoch, clock)
         return all((p := self.partitions.get(i)) is not None and p.clock == clock and held in p.staged for i in indices)
 
-    def over(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
+    def may_continue(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
         """Whether the worker may go on to the next clock without asking the scheduler.
 
         It may if all these partitions are here, have the next clock open and hold nothing it staged for `clock` any
-        more, and if no commit from `clock` on asks workers to report themselves.
+        more, and if no commit from `clock` on needs their report.
         """
         held = (worker, epoch, clock)
-        return self.asks_at < clock and all(
+        return self.needs_report_at < clock and all(
             (p := self.partitions.get(i)) is not None and p.clock == clock + 1 and held not in p.staged for i in indices
         )
 
-    def hear(self, workers: Mapping[str, tuple[int, int]], live_workers: int) -> None:
+    def set_roster(self, workers: Mapping[str, tuple[int, int]], live_workers: int) -> None:
         """Replace the live roster."""
         left = {(w, epoch) for w, (epoch, _) in self.workers.items() if workers.get(w, (None,))[0] != epoch}
-        staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.gone else set()
-        self.gone = (self.gone | left) & staged
+        staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.departed else set()
+        self.departed = (self.departed | left) & staged
         self.workers, self.live_workers = dict(workers), live_workers
 
     def live(self) -> dict[str, int]:
@@ -186,7 +187,7 @@ def wrong_owner(model: ModelKey, index: int, map_epoch: int) -> PsError:
     return problem(
         "wrong_owner",
         f"partition {index} of model '{model.name}' is owned by another shard",
-        hint="fetch the map and send it there",
+        hint="fetch the map again and send the request to the owner",
         map_epoch=map_epoch,
         partition=index,
     )

@@ -27,7 +27,7 @@ class SetOperation(Operation):
             for p, part in zip(self.partitions, self.event.parts, strict=True):
                 assert p.state is not None
                 if part.slots is not None and len(part.slots) != len(p.state.slots):
-                    raise problem("loading", "the model's optimizer is just changing")
+                    raise problem("loading", "the model's optimizer is being changed")
                 tasks.append(AssignTask(p.key, p.state, part))
         except Exception as error:
             self.refuse(shard, as_problem(error))
@@ -49,7 +49,7 @@ class SetOperation(Operation):
             state = p.assigned(part, result.state)
             if self.model.ready:
                 p.version = max(p.version, part.version - 1)
-                shard.flip(p, state, now)
+                shard.publish_version(p, state, now)
             else:
                 p.state = state  # no new version: the initial values are not complete yet
                 p.version = max(p.version, part.version)
@@ -59,7 +59,7 @@ class SetOperation(Operation):
             if p.level:
                 arrays = (part.data, *(part.slots or ()))
                 shard.durability.executed(p, "set", set_head(part, p.version, self.event.restore), arrays)
-        parts = tuple(p.stand() for p in self.partitions)
+        parts = tuple(p.part_version() for p in self.partitions)
         done = PushDone(
             self.model.key,
             self.model.timeline,
@@ -78,4 +78,4 @@ class SetOperation(Operation):
 
 def precondition_failed(detail: str) -> PsError:
     """The error for a conditional assignment whose expected value is not the current one."""
-    return problem("precondition_failed", detail, hint="get the value, and its ETag, anew")
+    return problem("precondition_failed", detail, hint="fetch the value and its ETag again")

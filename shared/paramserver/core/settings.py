@@ -26,7 +26,9 @@ def settings_document(spec: ModelSpec, revision: int, segments: Sequence[Segment
     }
 
 
-def restored(spec: ModelSpec, document: Mapping[str, Any], segments: Sequence[Segment]) -> tuple[ModelSpec, int]:
+def spec_from_document(
+    spec: ModelSpec, document: Mapping[str, Any], segments: Sequence[Segment]
+) -> tuple[ModelSpec, int]:
     """Return (spec with the settings of that document, their revision); raises CorruptState if it cannot be read."""
     errors: list[PsError] = []
     try:

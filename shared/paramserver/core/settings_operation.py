@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
-from paramserver.core.operation import Operation, Shard, configured
+from paramserver.core.operation import Operation, Shard, record_settings_change
 from paramserver.core.shard_io import Task
 from paramserver.core.spec import ModelSpec
 
@@ -26,14 +26,14 @@ class SettingsOperation(Operation):
             return ()  # within sync, settings take effect with the commit that names them
         if old.mode == "sync" and p.clock in self.model.commits and p.clock < self.clock:
             # Apply the commits decided before the change first.
-            shard.precede(p, self._again())
+            shard.run_next(p, self._again())
             p.committing = True
-            shard.precede(p, CommitOperation(self.model, [p], commit=self.model.commits[p.clock]))
+            shard.run_next(p, CommitOperation(self.model, [p], commit=self.model.commits[p.clock]))
             return ()
         full = new.mode != "buffered" or len(p.buffered) >= new.count
         if p.buffered and full:
-            shard.precede(p, self._again())
-            shard.precede(p, FlushOperation(self.model, [p], early=True))
+            shard.run_next(p, self._again())
+            shard.run_next(p, FlushOperation(self.model, [p], early=True))
             return ()
         leaves, enters = (x.mode == "sync" and y.mode != "sync" for x, y in ((old, new), (new, old)))
         if leaves:
@@ -41,7 +41,7 @@ class SettingsOperation(Operation):
         fresh = p.adopt(self.spec, self.revision, self.live_workers)
         if enters:
             p.clock = self.clock
-        configured(shard, p, now, fresh=fresh, unstage=leaves)
+        record_settings_change(shard, p, now, fresh=fresh, unstage=leaves)
         if enters:
             shard.cut(p)
             shard.committed(self.model, p, now)

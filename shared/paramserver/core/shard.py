@@ -11,13 +11,13 @@ from typing import Any
 from paramserver.core.durability import Durability
 from paramserver.core.handover import Handover, released
 from paramserver.core.journal import drop_head
-from paramserver.core.line import Lines
 from paramserver.core.loading import LoadDesk
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
-from paramserver.core.operation import Operation, configured
+from paramserver.core.operation import Operation, record_settings_change
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
 from paramserver.core.push_operation import PushOperation
+from paramserver.core.queues import OperationQueues
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel, wrong_owner
 from paramserver.core.set_operation import SetOperation
@@ -66,9 +66,9 @@ _RETRY_S = 1.0
 class ShardCore:
     """The models and partitions that one shard serves.  Only `handle` changes them."""
 
-    def __init__(self, look: Callable[[PushPart], PushPart] | None = None) -> None:
-        """`look` returns a part with `crc` and `finite` set; needed if parts arrive without them."""
-        self._look = look
+    def __init__(self, check_content: Callable[[PushPart], PushPart] | None = None) -> None:
+        """`check_content` returns a part with `crc` and `finite` set; needed if parts arrive without them."""
+        self._check_content = check_content
         self.models: dict[str, ServedModel] = {}
         self.map_epoch = 0
         self.held_bytes = 0
@@ -76,13 +76,13 @@ class ShardCore:
         self.superseded: list[PartitionState] = []
         """States superseded by the last event: no pull returns them any more."""
         self.plan = SnapshotPlan()
-        self._lines = Lines()
+        self._queues = OperationQueues()
         self._timers = Timers()
         self.durability = Durability(self, self._timers)
         self.pulls = PullDesk(self, self._timers)
-        self._requests = RequestDesk(self, self._lines, self._timers, self.pulls, self._perform)
+        self._requests = RequestDesk(self, self._queues, self._timers, self.pulls, self._perform)
         self._loading = LoadDesk(self, self._timers, self._requests, self._perform)
-        self._handover = Handover(self, self._lines)
+        self._handover = Handover(self, self._queues)
         self._woken: list[Partition] = []
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
@@ -119,7 +119,7 @@ class ShardCore:
         except Exception as error:
             self._requests.failed(event, error)
         self._run(now)
-        if self.durability.executes:
+        if self.durability.has_effects:
             self._effects += self.durability.effects()
         while (snapshot := self.plan.next(now)) is not None:
             self._effects.append(snapshot)
@@ -183,8 +183,8 @@ class ShardCore:
             return
         revision = model.revision
         model.clock = max(model.clock, view.clock)
-        model.hear(view.workers, view.live_workers)
-        model.learn(view.spec, view.revision)
+        model.set_roster(view.workers, view.live_workers)
+        model.set_spec(view.spec, view.revision)
         model.cut_asked, model.began = view.cut_asked, view.began
         begins, model.ready = view.ready and not model.ready, view.ready
         if not model.ready:
@@ -193,14 +193,14 @@ class ShardCore:
         self._own(model, view, now)
         for commit in view.commits:  # after `_own`: only commits that a partition here needs are kept
             if commit.timeline == model.timeline:
-                model.keep(commit)
+                model.record_commit(commit)
         for p in model.partitions.values():
             if view.revision > revision:
                 self._settle(model, p)
             elif p.spec.consistency.mode != "sync":
                 p.live_workers = view.live_workers
             if begins and p.state is not None:
-                self.plan.first(p)
+                self.plan.initialized(p)
             elif p.state is not None and p.by_cuts and p.clock == model.cut_asked and not self.plan.at_cut(p):
                 self.plan.cut(p)
             self._woken.append(p)
@@ -214,8 +214,8 @@ class ShardCore:
         requests: list[Operation] = []
         for p in list(model.partitions.values()):
             token = view.owned.get(p.index)
-            renewed = view.renewed.get(p.index, token)
-            if token is not None and renewed is not None and renewed <= p.token < token and p.state is not None:
+            kept_from = view.kept_from.get(p.index, token)
+            if token is not None and kept_from is not None and kept_from <= p.token < token and p.state is not None:
                 self._supersede(p)
                 self._handover.renew(p, token)
             elif token is None or token > p.token:
@@ -225,11 +225,11 @@ class ShardCore:
                 self._effects += self._handover.take_up(model, view, index, token, now)
         model.refused = {i: p for i, p in model.refused.items() if view.owned.get(i) == p.token}
         for p in model.partitions.values():
-            wish = view.release.get(p.index, 0)
-            if p.held and wish != p.held:
+            release_number = view.release.get(p.index, 0)
+            if p.held and release_number != p.held:
                 self._handover.unhold(model, p, now)
-            if wish and not p.held:
-                requests += self._handover.hold(p, wish)
+            if release_number and not p.held:
+                requests += self._handover.hold(p, release_number)
         for operation in requests:
             self._requests.submit(operation)
         if requests or model.parked:
@@ -244,7 +244,7 @@ class ShardCore:
         self.held_bytes -= p.held_bytes
         self._woken.append(p)
         self._supersede(p)
-        return [op for op in self._lines.withdraw(p) if isinstance(op, PushOperation | SetOperation)]
+        return [op for op in self._queues.withdraw(p) if isinstance(op, PushOperation | SetOperation)]
 
     def _lost(self, model: ServedModel, p: Partition) -> PsError:
         """The error for a request to a partition that is no longer here."""
@@ -255,7 +255,7 @@ class ShardCore:
     def _roll_back(self, model: ServedModel, view: ModelView) -> None:
         model.timeline, model.clock = view.timeline, view.clock
         model.commits.clear()
-        model.asks_at = -1
+        model.needs_report_at = -1
         for p in model.partitions.values():
             self.plan.forget(p)
             self._supersede(p)  # from now on, pulls of the old timeline are refused
@@ -269,33 +269,33 @@ class ShardCore:
             settings = SettingsOperation(
                 model, [p], spec=model.spec, revision=model.revision, live_workers=model.live_workers, clock=clock
             )
-            self._lines.add(settings)
+            self._queues.add(settings)
 
     def _roster(self, event: RosterChanged, now: float) -> None:
-        model = self.served(event.model)
+        model = self.find_model(event.model)
         if model is None:
             return
-        model.hear(event.workers, event.live_workers)
+        model.set_roster(event.workers, event.live_workers)
         for p in model.partitions.values():
             if p.spec.consistency.mode != "sync":
                 p.live_workers = event.live_workers
             self._drop_ended(model, p)
 
     def _commit(self, event: CommitDecided, now: float) -> None:
-        model = self.served(event.model)
+        model = self.find_model(event.model)
         if model is None or event.timeline != model.timeline:
             return
-        model.keep(event)
+        model.record_commit(event)
         for p in model.partitions.values():
             self._advance(model, p, now)
 
     def _gone(self, event: ModelGone, now: float) -> None:
-        model = self.served(event.model)
+        model = self.find_model(event.model)
         if model is not None:
             del self.models[event.model.name]
             self._drop(model)
 
-    def served(self, key: ModelKey) -> ServedModel | None:
+    def find_model(self, key: ModelKey) -> ServedModel | None:
         """The model of that name and generation, for reading; None if this shard does not know it."""
         model = self.models.get(key.name)
         return model if model is not None and model.key == key else None
@@ -311,7 +311,8 @@ class ShardCore:
         other = self.models.get(model.key.name, model)
         if other is model:
             return problem("unknown_model", f"model '{model.key.name}' was deleted")
-        return problem("model_replaced", f"model '{model.key.name}' was created anew", generation=other.key.generation)
+        detail = f"model '{model.key.name}' was deleted and created again"
+        return problem("model_replaced", detail, generation=other.key.generation)
 
     # --- synchronous clocks
 
@@ -323,11 +324,11 @@ class ShardCore:
             # It is still on an older timeline: the commits it lacks and the gradients it has staged no longer count.
             self.held_bytes -= p.drop_staged()
             p.clock = model.began
-            configured(self, p, now, fresh=False, unstage=True)
+            record_settings_change(self, p, now, fresh=False, unstage=True)
         commit = model.commits.get(p.clock)
         if commit is not None and model.spec_of(commit.revision) is not None:
             p.committing = True
-            self._lines.add(CommitOperation(model, [p], commit=commit))
+            self._queues.add(CommitOperation(model, [p], commit=commit))
         elif commit is None and model.clock > p.clock and now >= model.resync_at:
             model.resync_at = now + _RETRY_S
             self._effects.append(Resync(model.key))
@@ -341,7 +342,7 @@ class ShardCore:
         # A commit that is already decided may still list them, even one not received yet.
         if not p.staged or p.clock < model.clock or p.committing or p.held:
             return
-        slots = p.ended(model.live(), model.gone)
+        slots = p.ended(model.live(), model.departed)
         if slots:
             self.held_bytes -= p.drop(slots)
             p.lsn += 1
@@ -355,12 +356,12 @@ class ShardCore:
             self._settle(model, partition)  # before the requests, which were sent under these settings
         self._requests.unpark(model, partition)
         if partition.buffered:
-            self._lines.add(FlushOperation(model, [partition]))  # does nothing unless the flush is due
+            self._queues.add(FlushOperation(model, [partition]))  # does nothing unless the flush is due
         self._advance(model, partition, now)
         self._drop_ended(model, partition)
 
     def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
-        model = self.served(key.model)
+        model = self.find_model(key.model)
         p = None if model is None else model.partitions.get(key.index)
         return model, p if p is not None and p.token == token else None
 
@@ -371,7 +372,7 @@ class ShardCore:
 
     def _run(self, now: float) -> None:
         """Start every operation that can start, then retry the pulls that wait for changed partitions."""
-        due = self._lines.start(self, now)
+        due = self._queues.start(self, now)
         if due is not None:
             self._effects.append(due)
         if self._handover.waits:
@@ -383,14 +384,14 @@ class ShardCore:
             self.pulls.wake(partition, now)
 
     def _applied(self, event: Applied, now: float) -> None:
-        for operation, results in self._lines.computed(event):
+        for operation, results in self._queues.computed(event):
             model = operation.model
             lost = [p for p in operation.partitions if not self._owns(model, p)]
             if lost:
                 operation.refuse(self, self._lost(model, lost[0]))
             else:
                 operation.finish(self, results, now)
-            self._lines.release(operation)
+            self._queues.release(operation)
 
     def _snapshot_done(self, event: SnapshotStored | SnapshotFailed, now: float) -> None:
         _, p = self.find(event.key, event.token)
@@ -437,13 +438,13 @@ class ShardCore:
     def _perform(self, effect: Effect) -> None:
         self._effects.append(effect)
 
-    def look(self, part: PushPart) -> PushPart:
-        assert self._look is not None, "parts come with their checksums"
-        return self._look(part)
+    def check_content(self, part: PushPart) -> PushPart:
+        assert self._check_content is not None, "parts come with their checksums"
+        return self._check_content(part)
 
     def present(self, key: ModelKey, parts: Sequence[tuple[int, int]]) -> list[F32] | None:
         """Return the values of these (partition, version) if a pull now would return exactly those; else None."""
-        model = self.served(key)
+        model = self.find_model(key)
         held = [None if model is None else model.partitions.get(index) for index, _ in parts]
         out = [
             p.state.values
@@ -456,7 +457,7 @@ class ShardCore:
         if partition.state is not None:
             self.superseded.append(partition.state)
 
-    def flip(self, partition: Partition, state: PartitionState, now: float) -> None:
+    def publish_version(self, partition: Partition, state: PartitionState, now: float) -> None:
         self._supersede(partition)
         partition.state = state
         partition.version += 1
@@ -465,18 +466,18 @@ class ShardCore:
         if partition.pulls:
             self._woken.append(partition)
 
-    def precede(self, partition: Partition, operation: Operation) -> None:
-        self._lines.precede(partition, operation)
+    def run_next(self, partition: Partition, operation: Operation) -> None:
+        self._queues.insert_next(partition, operation)
 
     def flush_by(self, partition: Partition, at: float, now: float) -> None:
         self.plan.changed(partition, now)
         key = partition.key  # the timer must not keep a lost partition's memory alive
 
         def due(now: float) -> None:
-            model = self.served(key.model)
+            model = self.find_model(key.model)
             p = None if model is None else model.partitions.get(key.index)
             if model is not None and p is not None and p.flush_at == at and not p.held:
-                self._lines.add(FlushOperation(model, [p]))
+                self._queues.add(FlushOperation(model, [p]))
 
         if partition.flush_timer is not None:
             self._timers.cancel(partition.flush_timer)
@@ -485,7 +486,7 @@ class ShardCore:
     def cut(self, partition: Partition) -> None:
         self.plan.cut(partition)
 
-    def remembers(self, partition: Partition, now: float) -> None:
+    def snapshot_due(self, partition: Partition, now: float) -> None:
         self.plan.changed(partition, now)
 
     def settings_changed(self, partition: Partition, now: float) -> None:

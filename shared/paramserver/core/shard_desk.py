@@ -37,15 +37,15 @@ class ShardDesk:
             detail = f"addresses: must be like http://HOST:PORT, not {wrong or addresses[0]!r:.80}"
             raise problem("invalid_field", detail, where="addresses")
         if e.redis_term is not None and e.redis_term < self.c.term:  # a leader stores its term first
-            found = f"holds term {e.redis_term}" if e.redis_term else "holds none"
+            terms = f"their term is {self.c.term}, its Redis has {e.redis_term or 'none'}"
             raise problem(
                 "conflict",
-                f"the Redis of shard '{e.name}' is not the schedulers': they are in term {self.c.term}, it {found}",
+                f"shard '{e.name}' uses a different Redis than the schedulers: {terms}",
                 hint="give it the same PARAMSERVER_REDIS, down to the number of the database",
             )
         old = self.c.shards.get(e.name)
         if (old is None or not old.alive) and len(self.c.live_shards()) >= limits.SHARDS_MAX:
-            raise problem("too_many_requests", f"the cluster has {limits.SHARDS_MAX} shards, which is the bound")
+            raise problem("too_many_requests", f"the cluster has {limits.SHARDS_MAX} shards, which is the limit")
         epoch = 1 + (old.epoch if old else self.c.shard_floor)
         shard = Shard(e.name, epoch, now, addresses=addresses, version=str(e.version)[:64])
         self.c.shards[e.name] = shard
@@ -55,7 +55,7 @@ class ShardDesk:
         self.c.save_shard(shard)
         self.c.map_changed()
         # The older incarnation is dead: withdraw the moves to it and reassign its partitions.
-        self.moves.gone(e.name)
+        self.moves.withdraw_moves_to(e.name)
         self.replace(e.name)
         body = {"name": e.name, "epoch": shard.epoch, "lease_s": limits.LEASE_S, "term": self.c.term}
         self.c.answer(e.request, body, 201)
@@ -63,12 +63,12 @@ class ShardDesk:
     def leave(self, e: LeaveShard, now: float) -> None:
         shard = current(self.c.shards.get(e.name), e.epoch, f"shard {e.name!r:.80}", "unknown_node")
         shard.left = True
-        self.bury([shard], now)
+        self.mark_dead([shard], now)
         self.c.answer(e.request, None, 204)
 
     def expire(self, now: float) -> None:
         """Declare shards dead whose lease has expired, and stop listing those that have been gone for too long."""
-        self.bury(expired(self.c.shards.values(), now), now)
+        self.mark_dead(expired(self.c.shards.values(), now), now)
         for shard in self.c.shards.values():
             shown_s = limits.SHARD_LEFT_LISTED_S if shard.left else limits.SHARD_DEAD_LISTED_S
             if not shard.alive and shard.listed and now - shard.gone_s >= shown_s:
@@ -76,14 +76,14 @@ class ShardDesk:
                 self.c.save_shard(shard)
                 self.c.map_changed()
 
-    def bury(self, shards: Sequence[Shard], now: float) -> None:
+    def mark_dead(self, shards: Sequence[Shard], now: float) -> None:
         """Mark these incarnations as dead: fence them, withdraw moves to them, reassign their partitions."""
         for shard in shards:
             shard.alive, shard.gone_s = False, now
             self.c.save_shard(shard)
             self.c.fence(shard.name, shard.epoch)
             self.c.map_changed()
-            self.moves.gone(shard.name)
+            self.moves.withdraw_moves_to(shard.name)
         for shard in shards:
             self.replace(shard.name)
 
@@ -107,7 +107,7 @@ class ShardDesk:
             model.give_up_cut()  # nothing stored of it is left
             if model.gate.sync and not model.durable:
                 # No cut is left.  Until there is a new one, a lost partition is loaded from its newest snapshot.
-                model.cut, model.cut_wanted, model.switched = None, True, True
+                model.cut, model.cut_wanted, model.lacks_first_cut = None, True, True
             for i, owner in enumerate(model.owners):
                 if model.partition(i) in e.unseen:
                     self._take_back(owner)
@@ -122,7 +122,7 @@ class ShardDesk:
             name, epoch, token = owner.previous
             shard = self.c.shards.get(name)
             if shard is not None and shard.alive and shard.epoch == epoch:
-                owner.shard, owner.token, owner.renewed = name, token, 0
+                owner.shard, owner.token, owner.kept_from = name, token, 0
 
     def feed(self, e: OpenFeed, now: float) -> None:
         if e.shard is not None:
@@ -147,7 +147,7 @@ class ShardDesk:
         """Take these partitions from their dead owner, and decide what state the model continues from."""
         for i in lost:
             model.owners[i].shard = None
-            model.owners[i].stay()
+            model.owners[i].withdraw_move()
         stored = model.ready or RESTORED in model.missing or (bool(model.lost) and not model.gate.sync)
         if stored and (model.durable or not model.gate.sync):
             model.source = "snapshot"
@@ -156,9 +156,9 @@ class ShardDesk:
         elif model.ready and model.cut is not None:
             # sync at `applied`: every partition goes back to the newest clock that all have stored (semantics 4).
             self._new_timeline(model, {"cut": model.cut}, model.cut)
-        elif model.ready and model.switched:
-            self._new_timeline(model, "snapshot", model.beyond)
-            model.cut_wanted = model.opening = True
+        elif model.ready and model.lacks_first_cut:
+            self._new_timeline(model, "snapshot", model.next_phase_clock)
+            model.cut_wanted = model.awaits_opening_commit = True
         else:
             self._begin_anew(model)
         self.c.place_changed(model)
@@ -174,7 +174,7 @@ class ShardDesk:
         self.c.load_files(model)
         # Partitions of a journaled model still load what is stored of them, which must not be ahead of the new clock.
         committed = model.durable and model.gate.sync and model.gate.clock > 0
-        self._new_timeline(model, "init", model.beyond if committed else 0)
+        self._new_timeline(model, "init", model.next_phase_clock if committed else 0)
         self.c.save_model(model)
 
     def _new_timeline(self, model: Model, source: Any, clock: int) -> None:
@@ -187,7 +187,7 @@ class ShardDesk:
 
     def place(self, model: Model) -> None:
         """Assign partitions without an owner to live shards."""
-        live = self.c.takers()
+        live = self.c.eligible_shards()
         orphans = {i: model.bytes_of(i) for i, o in enumerate(model.owners) if o.shard is None}
         if not orphans or not live:
             return
@@ -222,17 +222,17 @@ class ShardDesk:
             model = self.c.owned(e.name, name, generation, index, token)
             if model is not None:
                 owner = model.owners[index]
-                owner.version, owner.durable_version, owner.renewed = version, durable, 0
+                owner.version, owner.durable_version, owner.kept_from = version, durable, 0
                 if owner.from_version is None:
                     owner.from_version, owner.previous = version, None
-                    self.c.touch(model)
+                    self.c.mark_dirty(model)
                     self._check_clock(model, version, durable, more[1] if len(more) > 1 else version)
                 if more and owner.revision != more[0]:
                     owner.revision = more[0]
-                    self.c.touch(model)
+                    self.c.mark_dirty(model)
                 if len(more) > 1:
                     if model.durable and more[1] > owner.durable_clock:
-                        self.c.touch(model)  # Its commits may have waited for this.
+                        self.c.mark_dirty(model)  # Its commits may have waited for this.
                     owner.durable_clock = more[1]
         for name, generation, index, token, clock in cuts:
             model = self.c.owned(e.name, name, generation, index, token)
@@ -241,7 +241,7 @@ class ShardDesk:
                 if len(model.cut_seen) == len(model.owners):
                     model.cut, model.pending_cut = clock, None
                     model.cut_seen.clear()
-                    model.switched = model.cut_moved = False
+                    model.lacks_first_cut = model.cut_moved = False
                     self.c.save_clock(model)
                     self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
         self.moves.released(e.name, released)
@@ -259,7 +259,7 @@ class ShardDesk:
         """
         first = model.commits[0][1].t if model.commits else model.gate.clock
         reached = max(clock, model.began) if clock or durable else version
-        if model.gate.sync and model.durable and model.ready and not model.opening and reached < first:
+        if model.gate.sync and model.durable and model.ready and not model.awaits_opening_commit and reached < first:
             begin_sync(self.c, model)
 
     def _lost(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -290,7 +290,9 @@ def _row(row: Any, lengths: tuple[int, ...], where: str) -> tuple[Any, ...]:
         or not isinstance(row[0], str)
         or not all([type(n) is int for n in row[1:]])
     ):
-        raise problem("invalid_field", f"{where}: each must be a list of {lengths[0]} values", where=where)
+        count = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"{lengths[0]}"
+        detail = f"{where}: each must be a list of {count} values: a model name, then integers"
+        raise problem("invalid_field", detail, where=where)
     return tuple(row)
 
 

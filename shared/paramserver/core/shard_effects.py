@@ -56,9 +56,9 @@ class UpdateTask(Struct, frozen=True):
     direct: tuple[AnyArray, Coding] | None
     pieces: tuple[Piece, ...] = ()
     divisor: float = 1.0
-    spend: bool = False
+    reuse_direct: bool = False
     """`direct` is not needed once this task is done: its memory may be reused for another task's result."""
-    look: bool = False
+    needs_check: bool = False
     """`direct` has not been checked yet: do so, and return its checksum with the result."""
 
 

@@ -43,7 +43,7 @@ class CommitDecided(Struct, frozen=True):
     live_workers: int
     cut: bool
     """Whether every partition must store a cut right after this commit."""
-    asks: bool = False
+    needs_report: bool = False
     """Whether workers must report this clock to the scheduler themselves, because it has something to tell them."""
 
     @classmethod
@@ -92,7 +92,7 @@ class ModelView(Struct, frozen=True):
     Such a partition is held, stored whole and reported by `ShardCore.released` with this number, which distinguishes
     the request from an earlier one that was withdrawn.
     """
-    renewed: Mapping[int, Token] = field(default_factory=dict)
+    kept_from: Mapping[int, Token] = field(default_factory=dict)
     """Partition -> token: a shard that holds it under this token or a higher one keeps its memory (emptied Redis)."""
     sources: Mapping[int, Source] = field(default_factory=dict)
     """Partition -> source, for those that have another one than `source`."""
@@ -185,7 +185,7 @@ class PushPart(Struct, frozen=True):
     """Relative to the partition, sorted and disjoint; None: the whole partition."""
     base: tuple[int, int] | None = None
     """(version, incarnation) the gradient was computed from."""
-    owned: bool = False
+    exclusive_buffer: bool = False
     """The memory of `data` holds nothing else and has no other user, so it may be reused once the push is applied."""
 
 
@@ -294,7 +294,7 @@ class TaskResult(Struct, frozen=True):
     state: PartitionState | None
     """None: a resulting value is not finite."""
     crc: int | None = None
-    """Checksum of the gradient, if the task has `look`."""
+    """Checksum of the gradient, if the task has `needs_check`."""
     bad_gradient: bool = False
     """The gradient itself is not finite."""
 

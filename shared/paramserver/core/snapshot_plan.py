@@ -41,7 +41,7 @@ class _Lane:
 
 
 @dataclass(slots=True)
-class _Late:
+class _Failed:
     """A partition whose last snapshot failed."""
 
     partition: Partition
@@ -60,22 +60,22 @@ class SnapshotPlan:
     def __init__(self) -> None:
         self._cuts: OrderedDict[PartitionKey, list[StoreSnapshot]] = OrderedDict()
         """Pending cuts of each partition, oldest first; the first partition is next."""
-        self._soon: dict[Partition, None] = {}  # due at once
+        self._due_now: dict[Partition, None] = {}  # due at once
         self._due: dict[Partition, float] = {}  # changed since their last snapshot, in order of due time
-        self._late: dict[PartitionKey, _Late] = {}  # in neither _soon nor _due; the oldest failure first
-        self._was_late = False  # whether the last snapshot of the usual lane was a retry
+        self._failed: dict[PartitionKey, _Failed] = {}  # in neither _due_now nor _due; the oldest failure first
+        self._was_retry = False  # whether the last snapshot of the normal lane was a retry
         self._urgent: dict[Partition, None] = {}
         self._fsync: set[Partition] = set()  # whose next snapshot must be on disk
         self._ahead_bytes = 0  # bytes of cuts minus bytes of others, while both are due
-        self._usual = _Lane()
-        self._rush = _Lane()
+        self._normal_lane = _Lane()
+        self._urgent_lane = _Lane()
 
     def changed(self, partition: Partition, now: float) -> None:
         """Note that the partition has a new version or remembers more pushes; ignored where only cuts are written."""
-        if partition.by_cuts or partition in self._soon:
+        if partition.by_cuts or partition in self._due_now:
             return
-        if (late := self._late.get(partition.key)) is not None:
-            late.whole = True
+        if (failed := self._failed.get(partition.key)) is not None:
+            failed.whole = True
         else:
             self._due.setdefault(partition, now + limits.SNAPSHOT_INTERVAL_S)
 
@@ -90,7 +90,7 @@ class SnapshotPlan:
             partition.cut = partition.cut_stored = None
             self._cuts.pop(partition.key, None)
 
-    def first(self, partition: Partition) -> None:
+    def initialized(self, partition: Partition) -> None:
         """Note that the partition has its initial values, which only memory holds.
 
         Assigned values cannot be drawn again, so they are due at once, as is every journaled partition.  Random values
@@ -100,15 +100,15 @@ class SnapshotPlan:
         if partition.by_cuts:
             self.cut(partition)
         elif partition.lsn or partition.level:
-            self.soon(partition)
+            self.due_now(partition)
 
-    def soon(self, partition: Partition, *, fsync: bool = False) -> None:
+    def due_now(self, partition: Partition, *, fsync: bool = False) -> None:
         """Make the partition due at once, before those that have only changed."""
         self._due.pop(partition, None)
-        if (late := self._late.get(partition.key)) is not None:
-            late.whole = True
+        if (failed := self._failed.get(partition.key)) is not None:
+            failed.whole = True
         else:
-            self._soon[partition] = None
+            self._due_now[partition] = None
         if fsync:
             self._fsync.add(partition)
 
@@ -116,16 +116,16 @@ class SnapshotPlan:
         """Have the partition written now, outside the budget."""
         self._urgent[partition] = None
 
-    def again(self, partition: Partition) -> None:
+    def restore_lost(self, partition: Partition) -> None:
         """Write the whole partition now, because Redis has lost what it held; a snapshot of it in flight is void.
 
         If it is journaled, a cut that is not stored yet is written first: the leader waits for it.
         """
-        for lane in (self._usual, self._rush):
+        for lane in (self._normal_lane, self._urgent_lane):
             if lane.storing is not None and lane.key == partition.key:
                 lane.void = True
                 if partition.level:
-                    self._put_back(partition, lane.storing)
+                    self._requeue_cut(partition, lane.storing)
         self.urgent(partition)
 
     def cut(self, partition: Partition) -> None:
@@ -134,7 +134,11 @@ class SnapshotPlan:
 
     def at_cut(self, partition: Partition) -> bool:
         """Whether a cut of the partition's current clock is stored, in flight or pending."""
-        written = [lane.storing for lane in (self._usual, self._rush) if lane.key == partition.key and not lane.void]
+        written = [
+            lane.storing
+            for lane in (self._normal_lane, self._urgent_lane)
+            if lane.key == partition.key and not lane.void
+        ]
         stores = [*self._cuts.get(partition.key, ()), *written]
         about = {s.capture.clock for s in stores if s is not None and s.cut and s.capture.token == partition.token}
         return partition.clock == partition.cut_stored or partition.clock in about
@@ -151,19 +155,19 @@ class SnapshotPlan:
     def next(self, now: float) -> StoreSnapshot | None:
         """Return a snapshot to write now, if one is due and its lane is free; call until it returns None."""
         if self._urgent and (store := self._urgent_next(now)) is not None:
-            self._rush.storing = store
+            self._urgent_lane.storing = store
             return store
-        if self._usual.storing is not None or now < self._usual.retry_at:
+        if self._normal_lane.storing is not None or now < self._normal_lane.retry_at:
             return None
-        store = self._usual_next(now)
+        store = self._normal_next(now)
         if store is not None:
-            self._usual.storing = store
+            self._normal_lane.storing = store
         return store
 
     def _urgent_next(self, now: float) -> StoreSnapshot | None:
-        if self._rush.storing is not None or now < self._rush.retry_at:
+        if self._urgent_lane.storing is not None or now < self._urgent_lane.retry_at:
             return None
-        while (partition := self._first(self._rushing(now), self._usual)) is not None:
+        while (partition := self._first(self._urgent_ready(now), self._normal_lane)) is not None:
             if partition.level and partition.key in self._cuts:
                 # The cut is older than the whole state.  Written after it, the cut would be the newest snapshot, and
                 # the journal from there on is lost.
@@ -174,9 +178,9 @@ class SnapshotPlan:
             # Its move was called off; a snapshot stored now would displace a cut.
         return None
 
-    def _rushing(self, now: float) -> Iterator[Partition]:
+    def _urgent_ready(self, now: float) -> Iterator[Partition]:
         """The urgent partitions, without those whose retry is not due yet."""
-        return (p for p in self._urgent if (late := self._late.get(p.key)) is None or late.at <= now)
+        return (p for p in self._urgent if (failed := self._failed.get(p.key)) is None or failed.at <= now)
 
     def _first(self, waiting: Iterable[Partition], other: _Lane) -> Partition | None:
         """The first waiting partition that the other lane is not writing."""
@@ -185,14 +189,14 @@ class SnapshotPlan:
                 return partition
         return None
 
-    def _usual_next(self, now: float) -> StoreSnapshot | None:
-        cut, whole, late = self._cut_next(), self._whole_next(now), self._late_next()
-        turn = (cut is None and whole is None) or (self._usual.failures == 0 and not self._was_late)
-        if late is not None and late.at <= now and turn:
-            self._was_late = True
-            key = late.partition.key
-            return self._waiting_cut(key) if key in self._cuts else self._captured(late.partition)
-        self._was_late = False
+    def _normal_next(self, now: float) -> StoreSnapshot | None:
+        cut, whole, failed = self._cut_next(), self._whole_next(now), self._retry_next()
+        turn = (cut is None and whole is None) or (self._normal_lane.failures == 0 and not self._was_retry)
+        if failed is not None and failed.at <= now and turn:
+            self._was_retry = True
+            key = failed.partition.key
+            return self._waiting_cut(key) if key in self._cuts else self._captured(failed.partition)
+        self._was_retry = False
         if cut is None or whole is None:
             self._ahead_bytes = 0
         if cut is not None and (whole is None or self._ahead_bytes <= 0):
@@ -209,21 +213,25 @@ class SnapshotPlan:
         """The next partition whose cut may be written; those of the urgent lane and failed ones are left out."""
         if not self._cuts:
             return None
-        rushed = {self._rush.key, *(p.key for p in self._urgent if p.level)}
-        return next((key for key in self._cuts if key not in rushed and key not in self._late), None)
+        excluded = {self._urgent_lane.key, *(p.key for p in self._urgent if p.level)}
+        return next((key for key in self._cuts if key not in excluded and key not in self._failed), None)
 
-    def _late_next(self) -> _Late | None:
+    def _retry_next(self) -> _Failed | None:
         """The oldest failure that has something to write and is not urgent."""
-        for key, late in self._late.items():
-            if (late.whole or key in self._cuts) and key != self._rush.key and late.partition not in self._urgent:
-                return late
+        for key, failed in self._failed.items():
+            if (
+                (failed.whole or key in self._cuts)
+                and key != self._urgent_lane.key
+                and failed.partition not in self._urgent
+            ):
+                return failed
         return None
 
     def _whole_next(self, now: float) -> Partition | None:
         """The partition whose current state is due."""
-        partition = self._first(self._soon, self._rush) if self._soon else None
+        partition = self._first(self._due_now, self._urgent_lane) if self._due_now else None
         if partition is None:
-            partition = self._first(self._due, self._rush)
+            partition = self._first(self._due, self._urgent_lane)
             if partition is None or now < self._due[partition]:
                 return None
         return partition
@@ -240,10 +248,10 @@ class SnapshotPlan:
 
     def _captured(self, partition: Partition, *, urgent: bool = False) -> StoreSnapshot:
         """Capture the partition as it is now; nothing of it is due any more."""
-        self._soon.pop(partition, None)
+        self._due_now.pop(partition, None)
         self._due.pop(partition, None)
-        if (late := self._late.get(partition.key)) is not None:
-            late.whole = False
+        if (failed := self._failed.get(partition.key)) is not None:
+            failed.whole = False
         partition.mark.since_snapshot_bytes = 0
         fsync = partition in self._fsync or partition.level == LEVELS["fsynced"]
         self._fsync.discard(partition)
@@ -254,7 +262,7 @@ class SnapshotPlan:
 
         `partition` is None if it is no longer owned.
         """
-        lane = self._rush if urgent else self._usual
+        lane = self._urgent_lane if urgent else self._normal_lane
         store, lane.storing = lane.storing, None
         void, lane.void = lane.void, False
         if store is None or partition is None or partition.token != store.capture.token:
@@ -263,28 +271,28 @@ class SnapshotPlan:
             self._fsync.add(partition)
         if void:
             return None
-        late = self._late.pop(partition.key, None)
+        failed = self._failed.pop(partition.key, None)
         if stored:
             lane.failures = 0
-            if late is not None and late.whole:
-                self.soon(partition)
+            if failed is not None and failed.whole:
+                self.due_now(partition)
             if store.cut and partition.cut is not None:  # else the model left sync meanwhile
                 partition.cut_stored = store.capture.clock
             return store
         lane.failures += 1
         if lane.failures > 1:
             lane.retry_at = now + _RETRY_S
-        due = partition in self._soon or partition in self._due or (late is not None and late.whole)
-        self._soon.pop(partition, None)
+        due = partition in self._due_now or partition in self._due or (failed is not None and failed.whole)
+        self._due_now.pop(partition, None)
         self._due.pop(partition, None)
         if urgent:  # behind the others
             self._urgent.pop(partition, None)
             self.urgent(partition)
-        whole = not self._put_back(partition, store) and not urgent and not partition.by_cuts
-        self._late[partition.key] = _Late(partition, now + _RETRY_S, whole or due)
+        whole = not self._requeue_cut(partition, store) and not urgent and not partition.by_cuts
+        self._failed[partition.key] = _Failed(partition, now + _RETRY_S, whole or due)
         return None
 
-    def _put_back(self, partition: Partition, store: StoreSnapshot) -> bool:
+    def _requeue_cut(self, partition: Partition, store: StoreSnapshot) -> bool:
         """Make an unstored cut its partition's next one again, if it still counts; return whether it does."""
         mine = store.capture.token == partition.token
         counts = store.cut and mine and partition.cut is not None and not partition.held
@@ -295,11 +303,11 @@ class SnapshotPlan:
     def forget(self, partition: Partition, *, cuts: bool = True) -> None:
         """Drop what is pending: the ownership has ended or is held, or (without `cuts`) the model is in sync now."""
         self._due.pop(partition, None)
-        self._soon.pop(partition, None)
-        if (late := self._late.get(partition.key)) is not None and late.partition is partition:
-            late.whole = False
+        self._due_now.pop(partition, None)
+        if (failed := self._failed.get(partition.key)) is not None and failed.partition is partition:
+            failed.whole = False
             if cuts:
-                del self._late[partition.key]
+                del self._failed[partition.key]
         if not partition.mark.waiting:
             self._fsync.discard(partition)
         if cuts:
@@ -309,26 +317,26 @@ class SnapshotPlan:
 
     def deadline(self) -> float | None:
         """When `next` may have something; None while all that is pending is in flight, or nothing has changed."""
-        usual = self._usual_deadline() if self._usual.storing is None else None
-        rush = self._rush_deadline() if self._urgent and self._rush.storing is None else None
-        return rush if usual is None else usual if rush is None else min(usual, rush)
+        normal = self._normal_deadline() if self._normal_lane.storing is None else None
+        urgent = self._urgent_deadline() if self._urgent and self._urgent_lane.storing is None else None
+        return urgent if normal is None else normal if urgent is None else min(normal, urgent)
 
-    def _rush_deadline(self) -> float | None:
+    def _urgent_deadline(self) -> float | None:
         soonest: float | None = None
         for p in self._urgent:
-            if self._usual.storing is not None and p.key == self._usual.key:
+            if self._normal_lane.storing is not None and p.key == self._normal_lane.key:
                 continue
-            late = self._late.get(p.key)
-            if late is None:
-                return self._rush.retry_at
-            soonest = late.at if soonest is None else min(soonest, late.at)
-        return None if soonest is None else max(soonest, self._rush.retry_at)
+            failed = self._failed.get(p.key)
+            if failed is None:
+                return self._urgent_lane.retry_at
+            soonest = failed.at if soonest is None else min(soonest, failed.at)
+        return None if soonest is None else max(soonest, self._urgent_lane.retry_at)
 
-    def _usual_deadline(self) -> float | None:
+    def _normal_deadline(self) -> float | None:
         if self._cut_next() is not None:
-            return self._usual.retry_at
-        if self._soon and self._first(self._soon, self._rush) is not None:
-            return self._usual.retry_at
-        first, late = self._first(self._due, self._rush), self._late_next()
-        times = [*(() if first is None else (self._due[first],)), *(() if late is None else (late.at,))]
-        return max(min(times), self._usual.retry_at) if times else None
+            return self._normal_lane.retry_at
+        if self._due_now and self._first(self._due_now, self._urgent_lane) is not None:
+            return self._normal_lane.retry_at
+        first, failed = self._first(self._due, self._urgent_lane), self._retry_next()
+        times = [*(() if first is None else (self._due[first],)), *(() if failed is None else (failed.at,))]
+        return max(min(times), self._normal_lane.retry_at) if times else None

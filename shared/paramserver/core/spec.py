@@ -150,7 +150,7 @@ class ModelSpec(Struct, frozen=True):
             "params", {}, lambda v: isinstance(v, Mapping) and len(v) > 0, "an object of at least one parameter"
         )
         if "params" not in r.data:
-            r.fail("params", "is needed")
+            r.fail("params", "is required")
         if len(raw) > limits.PARAMS_PER_MODEL_MAX:
             r.fail("params", f"holds {len(raw)} parameters; at most {limits.PARAMS_PER_MODEL_MAX} are allowed")
             raw = {}

@@ -12,9 +12,9 @@ from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import LeaseTask, RegisterDataset, RequestEvaluation, TaskDone
 from paramserver.core.series import check_metrics
 from paramserver.core.tasks import EVALUATE, Dataset, DatasetSpec, Evaluation, parse_task
-from paramserver.core.waiter import Waiter, no_member
+from paramserver.core.waiter import Waiter, not_a_member
 from paramserver.core.worker_desk import WorkerDesk
-from paramserver.errors import looking, problem
+from paramserver.errors import problem, validating
 
 DATASETS_MAX: Final = 256
 EVALUATIONS_MAX: Final = 8
@@ -30,27 +30,27 @@ class TaskDesk:
 
     def register(self, e: RegisterDataset, now: float) -> None:
         model = self.c.model(e.model)
-        with looking():
+        with validating():
             spec = DatasetSpec.check(e.dataset, e.size, e.task_size, e.ranges, e.uri, e.assignment, e.passes)
         old = model.datasets.get(spec.name)
         if old is not None and old.spec != spec:
             others = " and ".join(f for f in DatasetSpec.__struct_fields__ if getattr(old.spec, f) != getattr(spec, f))
-            detail = f"dataset '{spec.name}' is registered with other {others}"
+            detail = f"dataset '{spec.name}' is already registered with different {others}"
             raise problem("conflict", detail, hint="choose another name")
         if old is None and len(model.datasets) >= DATASETS_MAX:
-            raise problem("too_many_requests", f"the model has {DATASETS_MAX} datasets, which is the bound")
+            raise problem("too_many_requests", f"the model has {DATASETS_MAX} datasets, which is the limit")
         if old is None:
-            there = sum(len(d.spec.ranges) for m in self.c.models.values() for d in m.datasets.values())
-            if there + len(spec.ranges) > limits.TASKS_MAX:
+            existing = sum(len(d.spec.ranges) for m in self.c.models.values() for d in m.datasets.values())
+            if existing + len(spec.ranges) > limits.TASKS_MAX:
                 raise problem(
                     "too_many_requests",
-                    f"the datasets of all models have {there} ranges, {limits.TASKS_MAX} is the bound",
+                    f"the datasets of all models have {existing} ranges; the limit is {limits.TASKS_MAX}",
                     hint="choose a larger task_size, or delete models that are not needed",
                 )
             model.datasets[spec.name] = Dataset(spec)
             self.c.save(f"dataset:{model.name}:{spec.name}", spec.document)
             self.c.save_dataset(model, spec.name)
-            self.c.touch(model)
+            self.c.mark_dirty(model)
         self.c.answer(e.request, model.datasets[spec.name].document(), 200 if old else 201)
 
     def lease(self, e: LeaseTask, now: float) -> None:
@@ -60,14 +60,14 @@ class TaskDesk:
             raise problem(
                 "unknown_task", f"model '{model.name}' has no dataset {e.dataset!r:.80}", hint="register it first"
             )
-        worker = self.workers.heard(model, e.worker, e.epoch, now)
+        worker = self.workers.renew_lease(model, e.worker, e.epoch, now)
         if len(model.task_waiters) >= limits.WAITERS_MAX:
-            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests wait already")
+            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
         if e.holding is not None:
             self._free(model, worker, e.dataset, e.holding)
         model.task_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, dataset=e.dataset))
-        worker.parked += 1
-        self.c.touch(model)
+        worker.open_polls += 1
+        self.c.mark_dirty(model)
 
     def _free(self, model: Model, worker: Worker, dataset: str, holding: Sequence[str]) -> None:
         """Free what the worker has leased but does not hold: it gave the task up, or never got the reply."""
@@ -97,10 +97,10 @@ class TaskDesk:
 
     def task_done(self, e: TaskDone, now: float) -> None:
         model = self.c.model(e.model)
-        with looking():
+        with validating():
             metrics = check_metrics(e.metrics)
             name, numbers = parse_task(e.task)
-        worker = self.workers.heard(model, e.worker, e.epoch, now)
+        worker = self.workers.renew_lease(model, e.worker, e.epoch, now)
         clock: int | None = worker.done
         if name == EVALUATE and len(numbers) == 1:
             clock = numbers[0]
@@ -113,7 +113,7 @@ class TaskDesk:
         else:
             raise problem("unknown_task", f"no task {e.task!r:.80}")
         self.workers.note(model, worker.name, clock, metrics, now)
-        self.c.touch(model)
+        self.c.mark_dirty(model)
         self.c.answer(e.request, {"id": e.task, "done": True})
 
     def ask_evaluation(self, e: RequestEvaluation, now: float) -> None:
@@ -128,11 +128,11 @@ class TaskDesk:
         known = next((v for v in model.evaluations if v.clock == clock), None)
         if known is not None:
             return known
-        # The new one supersedes those that nobody has leased yet.
-        model.evaluations = [v for v in model.evaluations if v.leased is not None][-EVALUATIONS_MAX:]
+        # The new one supersedes those that nobody has leased yet, and the oldest if there would be too many.
+        model.evaluations = [v for v in model.evaluations if v.leased is not None][-(EVALUATIONS_MAX - 1) :]
         model.evaluations.append(Evaluation(clock))
         self.c.save_clock(model)
-        self.c.touch(model)
+        self.c.mark_dirty(model)
         return model.evaluations[-1]
 
     # --- after each event ---
@@ -150,7 +150,7 @@ class TaskDesk:
         for w in list(model.task_waiters):
             worker = model.worker_of(w)
             if worker is None or not worker.alive:
-                self.c.answer_waiter(model, w, no_member(w), now)
+                self.c.answer_waiter(model, w, not_a_member(w), now)
                 continue
             asked = self.workers.state(model, worker)
             task = self._next_task(model, worker, w.dataset) if asked == "active" else None
@@ -171,4 +171,4 @@ class TaskDesk:
             self.c.answer_waiter(model, w, body, now)
         if rested:
             # Barriers do not wait for resting workers, so others may be released now.
-            self.c.again(model)
+            self.c.requeue(model)

@@ -20,5 +20,5 @@ def begin_sync(cluster: Cluster, model: Model, clock: int | None = None) -> None
     the clock is beyond all earlier ones, so each partition can tell that its own clock is of an older timeline.
     """
     model.cut = None
-    model.switched = model.cut_wanted = model.opening = True
-    restart(cluster, model, model.beyond if clock is None else clock)
+    model.lacks_first_cut = model.cut_wanted = model.awaits_opening_commit = True
+    restart(cluster, model, model.next_phase_clock if clock is None else clock)

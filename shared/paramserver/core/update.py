@@ -17,7 +17,7 @@ from paramserver.types import ITEMSIZE, AnyArray, Coding, PartitionKey
 
 
 @dataclass(slots=True)
-class Basis:
+class UpdateInput:
     """The state and settings that an update starts from."""
 
     key: PartitionKey
@@ -60,46 +60,53 @@ class Basis:
 
 
 def single_task(
-    basis: Basis,
+    inputs: UpdateInput,
     data: AnyArray,
     dtype: Coding,
     ranges: tuple[Range, ...] | None,
     scale: float,
     rate: float,
     *,
-    spend: bool = False,
-    look: bool = False,
+    reuse_direct: bool = False,
+    needs_check: bool = False,
 ) -> UpdateTask:
     """Return the task that applies one push on its own, at learning rate `rate`.
 
-    For `data` of a whole partition: with `spend` its memory may be reused once the task is done, and with `look` its
-    checksum is part of the result.
+    For `data` of a whole partition: with `reuse_direct` its memory may be reused once the task is done, and with
+    `needs_check` its checksum is part of the result.
     """
-    touched = ranges or ((0, basis.size),)
-    steps, counts = basis.steps(touched, scale, rate)
-    optimizer = basis.spec.optimizer
-    if ranges is None or ranges == ((0, basis.size),):
+    touched = ranges or ((0, inputs.size),)
+    steps, counts = inputs.steps(touched, scale, rate)
+    optimizer = inputs.spec.optimizer
+    if ranges is None or ranges == ((0, inputs.size),):
         direct = (data, dtype)
         return UpdateTask(
-            basis.key, basis.state, optimizer, tuple(steps), tuple(counts), direct, spend=spend, look=look
+            inputs.key,
+            inputs.state,
+            optimizer,
+            tuple(steps),
+            tuple(counts),
+            direct,
+            reuse_direct=reuse_direct,
+            needs_check=needs_check,
         )
     pieces, at = [], 0
     for start, stop in ranges:
         pieces.append(Piece(start, stop, ((data[at : at + stop - start], dtype, 1.0),)))
         at += stop - start
-    return UpdateTask(basis.key, basis.state, optimizer, tuple(steps), tuple(counts), None, tuple(pieces))
+    return UpdateTask(inputs.key, inputs.state, optimizer, tuple(steps), tuple(counts), None, tuple(pieces))
 
 
-def mean_task(basis: Basis, parts: Sequence[tuple[HeldPart, float]], divisor: float, rate: float) -> UpdateTask:
+def mean_task(inputs: UpdateInput, parts: Sequence[tuple[HeldPart, float]], divisor: float, rate: float) -> UpdateTask:
     """Return the task of one update, at `rate`, by the weighted sum of the parts, in order, over `divisor`."""
-    pieces = summed([(h.ranges or ((0, basis.size),), h.data, h.dtype, weight) for h, weight in parts])
-    steps, counts = basis.steps(_joined((p.start, p.stop) for p in pieces), 1.0, rate)
+    pieces = split_at_edges([(h.ranges or ((0, inputs.size),), h.data, h.dtype, weight) for h, weight in parts])
+    steps, counts = inputs.steps(_joined((p.start, p.stop) for p in pieces), 1.0, rate)
     return UpdateTask(
-        basis.key, basis.state, basis.spec.optimizer, tuple(steps), tuple(counts), None, tuple(pieces), divisor
+        inputs.key, inputs.state, inputs.spec.optimizer, tuple(steps), tuple(counts), None, tuple(pieces), divisor
     )
 
 
-def summed(parts: Sequence[tuple[tuple[Range, ...], AnyArray, Coding, float]]) -> list[Piece]:
+def split_at_edges(parts: Sequence[tuple[tuple[Range, ...], AnyArray, Coding, float]]) -> list[Piece]:
     """Cut the parts at every boundary of any of them; each piece lists the parts that cover it, in their order.
 
     Encoded parts hold a whole partition and are not cut: the kernels decode the piece's share of them.

@@ -19,7 +19,7 @@ class Waiter:
     token: str | None = None
 
 
-def no_member(waiter: Waiter) -> PsError:
+def not_a_member(waiter: Waiter) -> PsError:
     """Return the error for a parked worker whose lease has expired, or whose name a newer incarnation has taken."""
     what = f"worker '{waiter.worker}' of epoch {waiter.epoch}"
-    return problem("fenced", f"{what} is no member any more", hint="join again")
+    return problem("fenced", f"{what} is no longer a member", hint="join again")

@@ -24,8 +24,7 @@ class Waiting:
     until: float
     left: int = 0
     """Partitions that are not durable enough yet."""
-    over: bool = False
-    """It has been answered."""
+    answered: bool = False
 
 
 @dataclass(slots=True, eq=False)

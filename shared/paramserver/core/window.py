@@ -22,7 +22,7 @@ _EMPTY = -1
 _START = 4  # slots of a fresh window; doubles up to limits.WINDOW, a power of two
 
 
-class Seen(Struct, frozen=True):
+class EarlierAnswer(Struct, frozen=True):
     """The answer that the push got when it first arrived."""
 
     version: int
@@ -45,30 +45,30 @@ class Window:
         self._crcs = array("Q", [0]) * slots
         self._versions = array("q", [0]) * slots
 
-    def judge(self, seq: int, crc: int) -> Seen | None:
+    def check(self, seq: int, crc: int) -> EarlierAnswer | None:
         """Return None for a new seq, else the original answer; raises `id_reused` or `outside_window`."""
         if seq > self.highest:
             return None
         if seq <= self.highest - limits.WINDOW:
             raise problem(
                 "outside_window",
-                f"push {seq} lies {self.highest - seq} behind the highest one, {self.highest}",
+                f"push {seq} is {self.highest - seq} behind the highest seq, {self.highest}",
                 hint=f"keep at most {limits.WINDOW} pushes in doubt",
             )
         slot = seq & (len(self._seqs) - 1)
         if self._seqs[slot] != seq:
             return None
         if self._crcs[slot] != crc:
-            raise problem("id_reused", f"push {seq} was accepted with other content", hint="take a new seq")
+            raise problem("id_reused", f"push {seq} was already accepted with different content", hint="take a new seq")
         version = self._versions[slot]
-        return Seen(version, False) if version >= 0 else Seen(~version, True)
+        return EarlierAnswer(version, False) if version >= 0 else EarlierAnswer(~version, True)
 
-    def holds(self, seq: int) -> bool:
+    def remembers(self, seq: int) -> bool:
         """Whether the seq is remembered, so that its content must be compared."""
         return self._seqs[seq & (len(self._seqs) - 1)] == seq > self.highest - limits.WINDOW
 
     def record(self, seq: int, crc: int, version: int, late: bool) -> None:
-        """Remember an accepted push that `judge` found to be new."""
+        """Remember an accepted push that `check` found to be new."""
         self.highest = max(self.highest, seq)
         slot = seq & (len(self._seqs) - 1)
         while self._seqs[slot] not in (_EMPTY, seq) and self._seqs[slot] > self.highest - limits.WINDOW:
@@ -113,7 +113,7 @@ class PushMemory:
     def _among(self, worker: str) -> dict[str, Window]:
         return self._issued if "/" in worker else self._plain
 
-    def judge(self, push_id: PushId | None, key: str | None, crc: int) -> Seen | None:
+    def check(self, push_id: PushId | None, key: str | None, crc: int) -> EarlierAnswer | None:
         """Return None for a push that is new here, else its original answer.
 
         Raises ConflictError `fenced` (lower epoch) or `outside_window`, RequestError `id_reused`.
@@ -124,18 +124,18 @@ class PushMemory:
                 return None
             if push_id.epoch < window.epoch:
                 raise fenced(push_id.worker, push_id.epoch, window.epoch)
-            return window.judge(push_id.seq, crc)
+            return window.check(push_id.seq, crc)
         if key is not None and (seen := self._keys.get(_digest(key))) is not None:
             if seen[0] != crc:
-                raise problem("id_reused", "that Idempotency-Key was accepted with other content")
-            return Seen(seen[1], False)
+                raise problem("id_reused", "this Idempotency-Key was already used with different content")
+            return EarlierAnswer(seen[1], False)
         return None
 
-    def holds(self, push_id: PushId | None, key: str | None) -> bool:
-        """Whether `judge` would compare the content of this push with that of an earlier one."""
+    def remembers(self, push_id: PushId | None, key: str | None) -> bool:
+        """Whether `check` would compare the content of this push with that of an earlier one."""
         if push_id is not None:
             window = self._among(push_id.worker).get(push_id.worker)
-            return window is not None and window.epoch == push_id.epoch and window.holds(push_id.seq)
+            return window is not None and window.epoch == push_id.epoch and window.remembers(push_id.seq)
         return key is not None and _digest(key) in self._keys
 
     def record(self, push_id: PushId | None, key: str | None, crc: int, version: int, late: bool = False) -> None:

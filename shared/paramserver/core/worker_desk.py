@@ -19,8 +19,8 @@ from paramserver.core.scheduler_io import (
     WorkerHeartbeat,
 )
 from paramserver.core.series import check_metrics
-from paramserver.core.waiter import Waiter, no_member
-from paramserver.errors import PsError, looking, problem
+from paramserver.core.waiter import Waiter, not_a_member
+from paramserver.errors import PsError, problem, validating
 
 COMMITS_PER_EVENT: Final = 64
 RANK_MAX: Final = 1 << 31
@@ -66,7 +66,7 @@ class WorkerDesk:
         rank = model.roster.choose_rank(name, e.rank)
         old = model.roster.workers.get(name)
         if old is not None and old.alive:
-            self._part(model, old)
+            self._remove(model, old)
         clock = model.gate.join_clock(model.roster)
         worker, forgotten = model.roster.join(name, rank, e.above or 0, clock, model.timeline, now)
         model.worker_count = count
@@ -93,7 +93,7 @@ class WorkerDesk:
         """Remove the rank's present holder if its run is over: the next run may start before it has been told."""
         for worker in model.roster.live():
             if worker.rank == rank and worker.name != name and self.runs.worker_state(model, worker.name) == "stop":
-                self._part(model, worker)
+                self._remove(model, worker)
                 break
 
     def _name(self, model: Model, name: Any, attempt: str | None) -> tuple[str, int]:
@@ -127,7 +127,7 @@ class WorkerDesk:
         if worker is None:
             raise problem("unknown_worker", f"worker {e.worker!r:.140} has not joined")
         if worker.alive and e.epoch in (None, worker.epoch):
-            self._part(model, worker)
+            self._remove(model, worker)
         self.c.answer(e.request, None, 204)
 
     def drain(self, e: DrainWorker, now: float) -> None:
@@ -144,13 +144,13 @@ class WorkerDesk:
         """Remove workers whose lease has expired; one with a parked request counts as alive."""
         for model in self.c.models.values():
             for worker in expired(model.roster, now):
-                if worker.parked <= 0:
-                    self._part(model, worker)
+                if worker.open_polls <= 0:
+                    self._remove(model, worker)
 
-    def _part(self, model: Model, worker: Worker) -> None:
+    def _remove(self, model: Model, worker: Worker) -> None:
         """Remove this incarnation: barriers stop waiting for it, and its data ranges and evaluations are freed."""
         model.gate.open(model.roster)  # Before it goes, because it counts towards `min_workers`.
-        model.roster.bury(worker)
+        model.roster.mark_dead(worker)
         for name, dataset in model.datasets.items():
             if dataset.release(worker.name, worker.epoch):
                 self.c.save_dataset(model, name)
@@ -161,7 +161,7 @@ class WorkerDesk:
         self.c.save_clock(model)
         self.c.roster_changed(model)
 
-    def heard(self, model: Model, name: str, epoch: int, now: float) -> Worker:
+    def renew_lease(self, model: Model, name: str, epoch: int, now: float) -> Worker:
         """Return the live worker of that epoch and renew its lease; raises like `Roster.find`."""
         worker = model.roster.find(name, epoch)
         worker.heard_s = now
@@ -176,8 +176,10 @@ class WorkerDesk:
 
     def heartbeat(self, e: WorkerHeartbeat, now: float) -> None:
         model = self.c.model(e.model)
-        worker = self.heard(model, e.worker, e.epoch, now)  # It is alive, even if the rest of the event is invalid.
-        with looking():
+        worker = self.renew_lease(
+            model, e.worker, e.epoch, now
+        )  # It is alive, even if the rest of the event is invalid.
+        with validating():
             metrics = check_metrics(e.metrics)
             check_document(e.state, "state")
         if e.clock is not None:
@@ -205,7 +207,7 @@ class WorkerDesk:
         model.gate.report(worker, clock, since)
         if worker.done > before and model.gate.may_fold(worker):
             self.c.save_clock(model)
-        self.c.touch(model)
+        self.c.mark_dirty(model)
 
     def _check_timeline(self, model: Model, worker: Worker, timeline: int | None) -> None:
         if timeline is None:
@@ -221,15 +223,15 @@ class WorkerDesk:
         clock = self._grant(model, worker)
         return problem(
             "rolled_back",
-            f"model '{model.name}' went on from clock {clock}",
-            hint="drop what is in doubt, go on at this clock, and pull",
+            f"model '{model.name}' was rolled back; it continues at clock {clock}",
+            hint="discard pushes in doubt, continue at this clock, and pull",
             timeline=model.timeline,
             clock=clock,
         )
 
     def metrics(self, e: ReportMetrics, now: float) -> None:
         model = self.c.model(e.model)
-        with looking():
+        with validating():
             metrics = check_metrics(e.metrics)
         if e.clock is not None:
             _count(e.clock, "clock")
@@ -245,20 +247,20 @@ class WorkerDesk:
         if not metrics:
             return 0
         added = model.series.add(now, now + self.c.wall_offset_s, clock, worker, metrics)
-        self.runs.saw_metrics(model, metrics, now)
+        self.runs.check_stop_rule(model, metrics, now)
         return added
 
     def clock(self, e: ReportClock, now: float) -> None:
         model = self.c.model(e.model)
         wait_s = wait_seconds(e.wait_s)
         _count(e.clock, "clock")
-        worker = self.heard(model, e.worker, e.epoch, now)
+        worker = self.renew_lease(model, e.worker, e.epoch, now)
         self._check_timeline(model, worker, e.timeline)
         if len(model.clock_waiters) >= limits.WAITERS_MAX:
-            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests wait already")
+            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
         self._report(model, worker, e.clock, e.since)
         model.clock_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock))
-        worker.parked += 1
+        worker.open_polls += 1
 
     def staged(self, e: ClockStaged, now: float) -> None:
         model, shard = self.c.models.get(e.model), self.c.shards.get(e.shard)
@@ -271,11 +273,11 @@ class WorkerDesk:
             return
         if e.clock != model.gate.next_clock(worker) + 1 or e.clock > model.gate.clock + limits.CLOCKS_AHEAD_MAX:
             return  # reported already; or the others have gone on without it and it must ask; or too far ahead
-        if worker.ending != (e.clock, e.seq):
-            worker.ending = (e.clock, e.seq)
-            worker.ended_on.clear()
-        worker.ended_on.add(e.shard)
-        if len(worker.ended_on) >= e.shards:
+        if worker.final_push != (e.clock, e.seq):
+            worker.final_push = (e.clock, e.seq)
+            worker.final_push_shards.clear()
+        worker.final_push_shards.add(e.shard)
+        if len(worker.final_push_shards) >= e.shards:
             worker.timeline = e.timeline
             self._report(model, worker, e.clock, e.clock - 1)  # it has just done its next clock, so it skipped none
 
@@ -289,7 +291,7 @@ class WorkerDesk:
 
     def _commit(self, model: Model, now: float) -> None:
         gate = model.gate
-        if not gate.sync or not model.ready or model.restoring or model.checkpoints.reading_still:
+        if not gate.sync or not model.ready or model.restoring or model.checkpoints.reading_current:
             return
         made = False
         if model.durable and len(model.commits) >= COMMITS_KEPT:
@@ -297,11 +299,11 @@ class WorkerDesk:
         for _ in range(COMMITS_PER_EVENT):
             if model.durable and len(model.commits) >= COMMITS_KEPT:
                 break  # Some partition has not stored the oldest one, and would lack it after a failure.
-            if model.opening:
+            if model.awaits_opening_commit:
                 # Partitions apply nothing of this phase before this commit, so all of them must be served and in place.
                 if not model.may_cut:
                     break
-                model.opening = False
+                model.awaits_opening_commit = False
                 commit = gate.empty_commit(model.roster, model.timeline, model.revision)
             else:
                 due = not model.durable and now - model.last_cut_s >= limits.SNAPSHOT_INTERVAL_S
@@ -316,15 +318,15 @@ class WorkerDesk:
             model.last_commit_s = now
             model.commits.append((now, commit))
             self.c.save_commit(model, commit)
-            self.c.publish(commit.document(model.name, model.generation) | {"asks": self._asks(model)})
+            self.c.publish(commit.document(model.name, model.generation) | {"asks": self._must_tell_workers(model)})
         else:
-            self.c.again(model)
+            self.c.requeue(model)
         if made:
             self._prune(model, now)
             self.c.save_clock(model)
-        elif model.rests(now):
+        elif model.needs_idle_cut(now):
             model.begin_cut(now)
-            model.resting = False
+            model.cut_now = False
             self.c.save_clock(model)
             self.c.model_changed(model)
 
@@ -332,7 +334,7 @@ class WorkerDesk:
         for old in model.prune_commits(now):
             self.c.drop(f"commit:{model.name}:{old.t}")
 
-    def _asks(self, model: Model) -> bool:
+    def _must_tell_workers(self, model: Model) -> bool:
         """Whether the workers must be told something, which only the reply to their own clock report carries."""
         return model.awaits_evaluation or any(self.state(model, w) != "active" for w in model.roster.live())
 
@@ -342,7 +344,7 @@ class WorkerDesk:
         for w in list(model.clock_waiters):
             worker = model.worker_of(w)
             if worker is None or not worker.alive:
-                self.c.answer_waiter(model, w, no_member(w), now)
+                self.c.answer_waiter(model, w, not_a_member(w), now)
             elif worker.timeline != model.timeline:
                 worker.timeline = model.timeline
                 self.c.answer_waiter(model, w, self._rolled_back(model, worker), now)

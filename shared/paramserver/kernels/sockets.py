@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.kernels import prebuilt
-from paramserver.limits import WAITED_BYTES
+from paramserver.limits import RECEIVE_LOW_WATER_BYTES
 
 PAUSE_MS: Final = 50
 """A call ends after this time without progress."""
@@ -75,7 +75,16 @@ def receive(
     state = np.array([stream, due, flags, 0], np.int64)
     head, scratch = np.zeros(9, np.uint8), np.zeros((len(rows) + 1, 2), np.int64)
     size = warm_up().read_data_frames(
-        fd, rows, scratch, state, head, WAITED_BYTES, payload_bytes_max, PAUSE_MS, WAITS_MAX, np.zeros(2, np.int32)
+        fd,
+        rows,
+        scratch,
+        state,
+        head,
+        RECEIVE_LOW_WATER_BYTES,
+        payload_bytes_max,
+        PAUSE_MS,
+        WAITS_MAX,
+        np.zeros(2, np.int32),
     )
     return Received(int(size), int(state[1]), int(state[2]), head[: state[3]].tobytes())
 

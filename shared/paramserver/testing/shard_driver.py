@@ -156,9 +156,9 @@ def perform(task: Task) -> TaskResult:
     for piece in task.pieces:
         kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
     new = tuple(np.empty_like(s) for s in state.slots)
-    crc = slice_crc(dtype, ((0, values.size),), gradient) if task.look else None
+    crc = slice_crc(dtype, ((0, values.size),), gradient) if task.needs_check else None
     if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, new):
-        return TaskResult(None, bad_gradient=task.look and not kernels.all_finite(gradient, dtype))
+        return TaskResult(None, bad_gradient=task.needs_check and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, new, task.counts), crc)
 
 

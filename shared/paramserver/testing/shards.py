@@ -403,11 +403,11 @@ class SimShard(Node):
         return self.call(what, source, take)
 
     def _report_clock(self, push: sio.PushReceived, done: sio.PushDone, shards: int) -> None:
-        served, indices = self.core.served(done.model), [p.partition for p in push.parts]
+        served, indices = self.core.find_model(done.model), [p.partition for p in push.parts]
         assert push.push_id is not None
         assert push.clock is not None
         i = push.push_id
-        if done.state != "staged" or served is None or not served.stages(indices, i.worker, i.epoch, push.clock):
+        if done.state != "staged" or served is None or not served.has_staged(indices, i.worker, i.epoch, push.clock):
             return
         name = done.model
         fields = (name.name, name.generation, i.worker, i.epoch, i.seq, push.clock + 1, done.timeline, shards)
@@ -422,10 +422,10 @@ class SimShard(Node):
 
         def take(answer: Answer) -> None:
             def pulled(outcome: Any) -> None:
-                served = self.core.served(outcome.model) if isinstance(outcome, sio.PullDone) else None
+                served = self.core.find_model(outcome.model) if isinstance(outcome, sio.PullDone) else None
                 if isinstance(outcome, PsError) and outcome.code == "version_not_reached":
                     answer(None)
-                elif served is not None and not served.over(indices, i.worker, i.epoch, clock):
+                elif served is not None and not served.may_continue(indices, i.worker, i.epoch, clock):
                     answer(None)
                 else:
                     answer(outcome)

@@ -38,7 +38,7 @@ def _measure(buf: memoryview, container_max: int, depth_max: int) -> None:
             continue
         open_items[-1] -= 1
         if at >= end:
-            raise problem("malformed", "the msgpack body is cut short")
+            raise problem("malformed", "the msgpack body is truncated")
         b = buf[at]
         at += 1
         items, per = 0, 1
@@ -62,7 +62,7 @@ def _measure(buf: memoryview, container_max: int, depth_max: int) -> None:
         else:
             raise problem("malformed", "msgpack extension types are not understood")
         if at > end:
-            raise problem("malformed", "the msgpack body is cut short")
+            raise problem("malformed", "the msgpack body is truncated")
         if items:
             total += items
             if items > container_max * per:
@@ -79,7 +79,7 @@ def _measure(buf: memoryview, container_max: int, depth_max: int) -> None:
 def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        raise problem("malformed", "a key comes twice in one object")
+        raise problem("malformed", "an object has a duplicate key")
     if not all([type(k) is str for k in out]):
         raise problem("malformed", "the keys of an object must be strings")
     return out
@@ -126,20 +126,20 @@ def _check_depth(text: bytes) -> None:
 
 
 def _no_constant(name: str) -> float:
-    raise problem("non_finite", f"{name} is not a number that JSON or paramserver knows")
+    raise problem("non_finite", f"{name} is not valid JSON")
 
 
-def _settled(value: Any) -> Any:
+def _normalized(value: Any) -> Any:
     """Return the value with integers beyond 64 bits as floats; raises RequestError (`malformed`, `non_finite`)."""
     if isinstance(value, dict):
-        return {_settled(k): _settled(v) for k, v in value.items()}
+        return {_normalized(k): _normalized(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_settled(v) for v in value]
+        return [_normalized(v) for v in value]
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise problem("malformed", "a string holds half of a surrogate pair") from None
+            raise problem("malformed", "a string contains a lone surrogate") from None
     elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         try:
             return float(value)
@@ -167,4 +167,4 @@ def parse_json(buf: Buffer) -> Any:
         raise problem("malformed", f"the JSON body cannot be read: {e}") from None
     odd = b"\\u" in text and _HALF_PAIR.search(text)
     odd = odd or (len(text) <= limits.CONTROL_BODY_BYTES_MAX and _ODD_NUMBER.search(text))
-    return _settled(value) if odd else value
+    return _normalized(value) if odd else value

@@ -97,7 +97,7 @@ def decode_header(buf: Buffer, of: type[H]) -> tuple[H, int]:
     offset = header_end(buf)
     end = PREFIX_BYTES + int.from_bytes(buf[4:8], "little")
     if len(buf) < end:
-        raise problem("malformed", "the frame is cut short")
+        raise problem("malformed", "the frame is truncated")
     try:
         header = _decoder(of).decode(memoryview(buf)[PREFIX_BYTES:end])
     except msgspec.ValidationError as e:
@@ -119,7 +119,7 @@ def _check_parts(parts: Iterable[tuple[int, Sequence[Range] | None]]) -> None:
     total = 0
     for partition, ranges in parts:
         if partition in seen:
-            raise problem("malformed", f"partition {partition} comes twice in one frame")
+            raise problem("malformed", f"partition {partition} appears twice in one frame")
         seen.add(partition)
         if ranges is None:
             continue

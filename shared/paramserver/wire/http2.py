@@ -93,34 +93,34 @@ def settings(values: dict[int, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(key, value) for key, value in values.items()))
 
 
-def settings_in(payload: memoryview) -> dict[int, int]:
+def parse_settings(payload: memoryview) -> dict[int, int]:
     """Return the values in the payload of a SETTINGS frame; raises Http2Error."""
     if len(payload) % _SETTING.size:
-        raise Http2Error(FRAME_SIZE_ERROR, "a setting that is not six bytes")
+        raise Http2Error(FRAME_SIZE_ERROR, "SETTINGS length is not a multiple of 6")
     values = dict(_SETTING.iter_unpack(payload))
     if values.get(INITIAL_WINDOW_SIZE, 0) > WINDOW_MAX:
-        raise Http2Error(FLOW_CONTROL_ERROR, "a window that is too large")
+        raise Http2Error(FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE is too large")
     if not PAYLOAD_BYTES_MAX <= values.get(MAX_FRAME_SIZE, PAYLOAD_BYTES_MAX) < 1 << 24:
-        raise Http2Error(PROTOCOL_ERROR, "a size of frames that cannot be")
+        raise Http2Error(PROTOCOL_ERROR, "invalid SETTINGS_MAX_FRAME_SIZE")
     return values
 
 
-def word(stream: int, kind: int, value: int) -> bytes:
+def u32_frame(stream: int, kind: int, value: int) -> bytes:
     """Return a frame whose payload is one 32-bit number: WINDOW_UPDATE or RST_STREAM."""
     return frame(kind, 0, stream, _WORD.pack(value))
 
 
-def word_in(payload: memoryview) -> int:
+def parse_u32(payload: memoryview) -> int:
     """Return the number in the payload of such a frame; raises Http2Error."""
     if len(payload) != _WORD.size:
-        raise Http2Error(FRAME_SIZE_ERROR, "a number that is not four bytes")
+        raise Http2Error(FRAME_SIZE_ERROR, "the payload must be 4 bytes long")
     (value,) = _WORD.unpack(payload)
     return int(value)
 
 
-def word31_in(payload: memoryview) -> int:
-    """Like `word_in`, without the reserved top bit, which a receiver must ignore (RFC 9113, 6.8 and 6.9)."""
-    return word_in(payload) & WINDOW_MAX
+def parse_u31(payload: memoryview) -> int:
+    """Like `parse_u32`, without the reserved top bit, which a receiver must ignore (RFC 9113, 6.8 and 6.9)."""
+    return parse_u32(payload) & WINDOW_MAX
 
 
 def goaway(last_stream: int, code: int) -> bytes:
@@ -128,7 +128,7 @@ def goaway(last_stream: int, code: int) -> bytes:
     return frame(GOAWAY, 0, 0, _WORD.pack(last_stream) + _WORD.pack(code))
 
 
-def block_in(flags: int, payload: memoryview) -> bytes:
+def header_fragment(flags: int, payload: memoryview) -> bytes:
     """Return the header block fragment of a HEADERS frame, without padding and priority; raises Http2Error."""
     begin, end = 0, len(payload)
     if flags & PADDED:
@@ -136,7 +136,7 @@ def block_in(flags: int, payload: memoryview) -> bytes:
     if flags & WITH_PRIORITY:
         begin += 5
     if begin > end:
-        raise Http2Error(PROTOCOL_ERROR, "padding that is longer than its frame")
+        raise Http2Error(PROTOCOL_ERROR, "padding exceeds the frame")
     return bytes(payload[begin:end])
 
 
@@ -158,12 +158,12 @@ class Scanner:
         """Whether the bytes due are the last of that stream."""
         return self.due > 0 and self.due_stream == stream and bool(self._flags & END_STREAM)
 
-    def passed(self, size: int) -> int:
+    def consumed(self, size: int) -> int:
         """Note that `size` of the bytes due were read without this scanner; return the flags of that piece."""
         self.due -= size
         return 0 if self.due else self._flags
 
-    def between(self, stream: int) -> tuple[int, int] | None:
+    def position(self, stream: int) -> tuple[int, int] | None:
         """Return (bytes due, flags) within a DATA frame of that stream, (0, 0) between frames, else None.
 
         None: within another stream's DATA frame, within padding, or after a part of another frame.
@@ -172,7 +172,7 @@ class Scanner:
             return None
         return (self.due, self._flags) if self.due else (0, 0)
 
-    def skipped(self, stream: int, due: int, flags: int, rest: bytes) -> None:
+    def resume_after(self, stream: int, due: int, flags: int, rest: bytes) -> None:
         """Go on after DATA of that stream was read without this scanner.
 
         `due` and `flags` are those of the last frame read; `rest` is the beginning of the next one.
@@ -205,7 +205,7 @@ class Scanner:
             high, low, kind, flags, stream = _HEAD.unpack_from(data, at)
             size, stream = high << 8 | low, stream & _STREAM_MASK
             if size > (self._data_bytes_max if kind == DATA else self._other_bytes_max):
-                raise Http2Error(FRAME_SIZE_ERROR, "a frame that is too long")
+                raise Http2Error(FRAME_SIZE_ERROR, "the frame is too long")
             if kind != DATA:
                 if end - at < HEAD_BYTES + size:
                     break
@@ -216,11 +216,11 @@ class Scanner:
             if flags & PADDED:
                 if size == 0 or end - at == HEAD_BYTES:
                     if size == 0:
-                        raise Http2Error(FRAME_SIZE_ERROR, "padding that is longer than its frame")
+                        raise Http2Error(FRAME_SIZE_ERROR, "padding exceeds the frame")
                     break  # the length of the padding has not arrived yet
                 padding = data[at + HEAD_BYTES] + 1
                 if padding > size:
-                    raise Http2Error(PROTOCOL_ERROR, "padding that is longer than its frame")
+                    raise Http2Error(PROTOCOL_ERROR, "padding exceeds the frame")
             at += HEAD_BYTES + (padding > 0)
             self.due_stream, self._flags = stream, flags & END_STREAM
             self.due, self._padding = size - padding, max(0, padding - 1)
@@ -254,7 +254,7 @@ def _text(data: bytes) -> bytes:
     return bytes(length) + data
 
 
-def plain(block: bytes, bytes_max: int) -> list[Header] | None:
+def decode_static(block: bytes, bytes_max: int) -> list[Header] | None:
     """Decode a block of the kind that `encoded` writes; None for others, and for long strings or blocks."""
     out: list[Header] = []
     at = size = 0
@@ -303,26 +303,26 @@ class HeaderDecoder(Generic[T]):
         """Return what `read` makes of the headers, an object that may be shared; raises Http2Error."""
         if block in self._known:
             return self._known[block]
-        if (own := plain(block, self._bytes_max)) is not None:
+        if (own := decode_static(block, self._bytes_max)) is not None:
             return self._remembered(block, own, self._read(own))
         table = self._hpack.header_table
         size, newest = table.maxsize, _newest(table)
         try:
             headers: list[Header] = [(bytes(n), bytes(v)) for n, v in self._hpack.decode(block, raw=True)]
         except hpack.HPACKError as e:
-            raise Http2Error(COMPRESSION_ERROR, f"headers that cannot be read: {e}") from None
-        said = self._read(headers)
+            raise Http2Error(COMPRESSION_ERROR, f"the header block cannot be decoded: {e}") from None
+        result = self._read(headers)
         if table.maxsize == size and _newest(table) is newest:
-            return self._remembered(block, headers, said)
+            return self._remembered(block, headers, result)
         self._known.clear()
-        return said
+        return result
 
-    def _remembered(self, block: bytes, headers: Sequence[Header], said: T) -> T:
+    def _remembered(self, block: bytes, headers: Sequence[Header], result: T) -> T:
         if max(len(block), sum(len(n) + len(v) + 32 for n, v in headers)) <= _KNOWN_BYTES_MAX:
             if len(self._known) == _KNOWN_MAX:
                 self._known.clear()
-            self._known[block] = said
-        return said
+            self._known[block] = result
+        return result
 
 
 def _newest(table: Any) -> object:

@@ -9,7 +9,7 @@ from paramserver.core.partition import Partition
 from paramserver.core.shard_io import Applied, Apply, Task, TaskResult
 
 
-class Lines:
+class OperationQueues:
     """The queues of all partitions.  An operation enters all of its queues at once, so no two wait for each other."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Lines:
             partition.operations.append(operation)
         self._candidates.append(operation)
 
-    def precede(self, partition: Partition, operation: Operation) -> None:
+    def insert_next(self, partition: Partition, operation: Operation) -> None:
         """Insert an operation on this partition alone right behind the first one in its queue."""
         partition.operations.insert(1, operation)
 
@@ -56,7 +56,7 @@ class Lines:
         """The next operation that is first in all its queues and not running."""
         while self._candidates:
             operation = self._candidates.popleft()
-            if operation.running or operation.over:
+            if operation.running or operation.ended:
                 continue
             if all([p.operations and p.operations[0] is operation for p in operation.partitions]):
                 return operation
@@ -64,7 +64,7 @@ class Lines:
 
     def release(self, operation: Operation) -> None:
         """End an operation: those behind it move up."""
-        operation.over = True
+        operation.ended = True
         for partition in operation.partitions:
             if partition.operations and partition.operations[0] is operation:
                 partition.operations.popleft()

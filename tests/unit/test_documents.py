@@ -1,0 +1,16 @@
+"""JSON values that clients have stored."""
+
+from typing import Any
+
+import pytest
+
+from paramserver.core.documents import TEXT_MAX, check_document
+from paramserver.errors import RequestError
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: [s], lambda s: {"k": [1, s]}, lambda s: {s: 1}])
+def test_text_is_bounded_wherever_it_stands(wrap: Any) -> None:
+    """In the last string of all, too, and in a key."""
+    assert check_document([1, "x" * (TEXT_MAX - 1), "y"], "state")
+    with pytest.raises(RequestError, match="state: is too large"):
+        check_document(wrap("x" * (TEXT_MAX + 1)), "state")
