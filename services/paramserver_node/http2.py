@@ -276,7 +276,7 @@ class Connection(asyncio.BufferedProtocol):
         if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:
             raise Http2Error(wire.PROTOCOL_ERROR, "a frame for the connection on a stream")
         if kind == wire.WINDOW_UPDATE:
-            self._widen(number, wire.parse_u32(payload))
+            self._widen(number, wire.parse_u31(payload))
         elif kind == wire.CONTINUATION:
             assert self._block is not None
             opened, first_flags, block = self._block

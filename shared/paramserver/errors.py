@@ -144,7 +144,7 @@ def _later(title: str, after_s: float = 1.0, status: int = 503, cls: type[PsErro
 
 
 CODES: Final[Mapping[str, CodeInfo]] = {
-    "malformed": CodeInfo(400, RequestError, "The body or a query value cannot be read"),
+    "malformed": CodeInfo(400, RequestError, "The body or a query parameter cannot be read"),
     "unauthorized": CodeInfo(401, AuthError, "A valid token is required"),
     "forbidden": CodeInfo(403, AuthError, "The token's role does not allow this"),
     "not_found": CodeInfo(404, NotFoundError, "No such route"),

@@ -88,5 +88,5 @@ def test_a_changing_optimizer_is_noticed() -> None:
     layout = _layout([[2]], 2)
     one = np.ones(1, np.float32)
 
-    with pytest.raises(PsError, match="ask again"):
+    with pytest.raises(PsError, match="try again"):
         gather(layout, [PartitionState(one, (one,), (1,)), PartitionState(one, (), (1,))])

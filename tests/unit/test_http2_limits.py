@@ -81,6 +81,17 @@ async def test_windows_that_the_client_widens_as_it_reads_are_no_folly() -> None
 
 
 @pytest.mark.asyncio
+async def test_the_reserved_bit_of_a_window_update_is_ignored() -> None:
+    """RFC 9113, 6.9: so the window is what the other 31 bits say."""
+    async with connected(nothing) as (theirs, connection):
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 31 | 4096))
+        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        await heard(theirs, wire.HEADERS, 1)
+        assert connection.send_window == wire.WINDOW_BYTES + 4096
+
+
+@pytest.mark.asyncio
 async def test_a_client_may_widen_both_windows_after_each_short_answer() -> None:
     """So simple ones do; it is no folly, however many answers there are."""
     async with connected(nothing) as (theirs, _):
