@@ -32,7 +32,7 @@ def task_elements(task: Task) -> int:
     return size
 
 
-def beyond_cache(tasks: Sequence[Task]) -> bool:
+def exceeds_cache(tasks: Sequence[Task]) -> bool:
     """Whether the tasks touch more memory than the caches hold, so that nontemporal stores pay off."""
     updates = [task for task in tasks if isinstance(task, UpdateTask)]
     elements = sum([task.state.values.size for task in updates])

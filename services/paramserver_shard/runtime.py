@@ -55,7 +55,7 @@ from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_node.redis import trouble
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.computing import INLINE_ELEMENTS_MAX, beyond_cache, compute, shares, take_outputs, task_elements
+from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, exceeds_cache, shares, take_outputs, task_elements
 from paramserver_shard.directory import Directory
 from paramserver_shard.journal import Journal as JournalStore
 from paramserver_shard.journal_writer import JournalWriter
@@ -260,7 +260,7 @@ class Runtime:
             return
         chunks = shares(due.tasks, self.threads)
         outputs = take_outputs(chunks, self.pool)
-        run = partial(compute, pool=self.pool, nontemporal=beyond_cache(due.tasks))
+        run = partial(compute, pool=self.pool, nontemporal=exceeds_cache(due.tasks))
         work = [self.submit(partial(run, chunk, outputs=out)) for chunk, out in zip(chunks, outputs, strict=True)]
         self._spawn(self._applied(due.job, work))
 
