@@ -1,8 +1,8 @@
-"""What holds for every test.
+"""Configuration of all tests.
 
-Generated examples have no time limit, and on CI they are the same in every run.  Ctrl-C is heard, also where whoever
-started the tests ignores it, as a shell does for what it puts in the background: processes inherit that, and some
-tests interrupt theirs.
+Hypothesis examples have no deadline, and on CI they are the same in every run. SIGINT raises KeyboardInterrupt even
+where the parent process ignores it, as a shell does for background jobs: child processes inherit an ignored signal,
+and some tests interrupt theirs.
 """
 
 import os
@@ -19,11 +19,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ALONE: Final = ("chaos", "test_browser", "test_scheduler_leader", "test_shard_overload", "test_shard_pace")
-"""Tests of how soon something happens between real processes: folders and modules beside which nothing runs."""
+"""Folders and modules whose tests measure how soon real processes react: no other test runs beside them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them `alone`."""
+    """Mark the process tests of `ALONE` with `alone`."""
     for item in items:
         if item.get_closest_marker("process") and {item.path.parent.name, item.path.stem} & set(ALONE):
             item.add_marker(pytest.mark.alone)

@@ -1,4 +1,4 @@
-"""The shape of the code: who may import whom, how long a module may be, what the core must not touch."""
+"""The structure of the code: allowed imports, module length, and what the core must not use."""
 
 import ast
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "shared" / "paramserver"
 SERVICES = ROOT / "services"
 
-# What each layer of the library may import of it: types, errors, limits <- kernels, core <- wire <- client.
+# Layers of the library that each layer may import: types, errors, limits <- kernels, core <- wire <- client.
 BASE = {"types", "errors", "limits"}
 LAYERS: dict[str, set[str]] = {
     "types": set(),
@@ -40,7 +40,7 @@ def modules(root: Path) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Full dotted names a module imports, `from a import b` as both `a` and `a.b`."""
+    """Yield the full dotted names that a module imports; `from a import b` yields both `a` and `a.b`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names)
@@ -57,7 +57,7 @@ def layer(dotted: str) -> str | None:
 
 @pytest.mark.parametrize("name", sorted(LAYERS))
 def test_each_library_layer_imports_only_the_layers_below_it(name: str) -> None:
-    """A layer of the library never imports one above it."""
+    """A layer of the library imports only the layers below it, and no service."""
     own = [p for p in modules(LIBRARY) if p.relative_to(LIBRARY).parts[0] in (name, f"{name}.py")]
     assert own, f"the layer {name} has no modules"
     known = set(LAYERS)
@@ -70,7 +70,7 @@ def test_each_library_layer_imports_only_the_layers_below_it(name: str) -> None:
 
 
 def test_services_never_import_each_other() -> None:
-    """A service imports the library and paramserver_node, and no other service."""
+    """A service imports no other service except paramserver_node."""
     packages = {p.name for p in SERVICES.iterdir() if p.is_dir() and p.name.startswith("paramserver_")}
     assert len(packages) >= 5
     for path in modules(SERVICES):
@@ -82,7 +82,7 @@ def test_services_never_import_each_other() -> None:
 
 
 def test_the_core_has_no_clock_no_randomness_and_no_io() -> None:
-    """Modules of the core import nothing that reads a clock, a file, a socket or the operating system."""
+    """The core imports nothing with a clock, randomness or I/O, does not await, and calls none of `PURE_CALLS`."""
     for path in modules(LIBRARY / "core"):
         tree = ast.parse(path.read_text())
         bad = {d for d in imports(path) if d.split(".")[0] in PURE_FORBIDDEN}
@@ -98,7 +98,7 @@ def test_the_core_has_no_clock_no_randomness_and_no_io() -> None:
 
 
 def test_modules_stay_readable() -> None:
-    """No module is longer than 500 lines, and each says in its first statement what it is."""
+    """No module is longer than 500 lines, and each has a docstring unless it is empty."""
     for path in modules(LIBRARY) + modules(SERVICES):
         text = path.read_text()
         assert text.count("\n") <= 500, f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines"
@@ -107,7 +107,7 @@ def test_modules_stay_readable() -> None:
 
 
 def test_nothing_from_the_network_can_run_code() -> None:
-    """No module unpickles, evaluates or loads objects from bytes."""
+    """No module imports pickle or the like, calls eval or exec, or sets `allow_pickle` to anything but False."""
     for path in modules(LIBRARY) + modules(SERVICES):
         bad = {d.split(".")[0] for d in imports(path)} & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
         assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
@@ -120,7 +120,7 @@ def test_nothing_from_the_network_can_run_code() -> None:
 
 
 def test_source_roots_are_not_packages() -> None:
-    """`shared` and `services` cannot be imported; only what lies in them can."""
+    """The source roots `shared` and `services` cannot be imported as packages."""
     code = "import importlib.util as u; assert u.find_spec('shared') is None and u.find_spec('services') is None"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=ROOT)
 
@@ -137,7 +137,7 @@ def test_importing_the_client_is_light() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_holds_both_source_roots_and_nothing_else(tmp_path: Path) -> None:
-    """The built wheel's top-level names are the packages of shared/ and services/, with their data files."""
+    """The wheel contains exactly the packages of shared/ and services/, with py.typed and an HTML page."""
     import zipfile
 
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
@@ -152,7 +152,7 @@ def test_the_wheel_holds_both_source_roots_and_nothing_else(tmp_path: Path) -> N
 
 
 def test_version_is_the_installed_one() -> None:
-    """The version in the source is the one pip installed."""
+    """`paramserver.__version__` is the version of the installed distribution."""
     from importlib.metadata import version
 
     import paramserver

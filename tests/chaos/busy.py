@@ -1,4 +1,4 @@
-"""A cluster at work: models of several modes and levels, two workers on each, and the verdict at the end."""
+"""A cluster under load: models of several modes and levels with two workers each, and the final verdict."""
 
 import signal
 import time
@@ -17,14 +17,14 @@ WORKERS: Final = 2
 
 @dataclass(frozen=True)
 class Kind:
-    """Mode and level of one model."""
+    """Mode and acknowledgement level of one model."""
 
     mode: Literal["async", "sync"]
     ack: Literal["applied", "journaled", "fsynced"]
 
     @property
     def name(self) -> str:
-        """The model's name."""
+        """Name of the model."""
         return f"{self.mode}-{self.ack}"
 
 
@@ -34,14 +34,14 @@ KINDS: Final = (*APPLIED, *JOURNALED)
 
 
 class Busy:
-    """A cluster under load."""
+    """A cluster with models of several kinds under load."""
 
     def __init__(self, cluster: ChaosCluster, kinds: Sequence[Kind] = KINDS, *, pause_s: float = 0.08) -> None:
         self.cluster, self.kinds = cluster, tuple(kinds)
         for kind in kinds:
             load.create(cluster.client, kind.name, workers=WORKERS, mode=kind.mode, ack=kind.ack)
         self.jobs = [
-            # One of the asynchronous pushers never joins: its pushes are numbered by itself.
+            # The second pusher of each asynchronous model never joins; its client numbers the pushes.
             [Job(k.name, i, WORKERS, k.mode, joined=k.mode == "sync" or i == 0, pause_s=pause_s) for k in kinds]
             for i in range(WORKERS)
         ]
@@ -50,17 +50,17 @@ class Busy:
         cluster.until_progress()
 
     def look(self, epoch: int = 0) -> None:
-        """Put what the models hold now on record, as somebody sees it who takes no part."""
+        """Record a pull of every model by a client that is not a worker."""
         for kind in self.kinds:
             self.cluster.look(Job(kind.name, -1, WORKERS, kind.mode), epoch)
 
     def finish(self) -> None:
-        """End the load, and put what the models hold then on record."""
+        """Stop the load, then record a final pull of every model."""
         self.cluster.stop_load()
         self.look(AFTER_ALL)
 
     def verdicts(self, *, shards_died: bool) -> dict[Kind, Verdict]:
-        """What the checkers say of each model; without the death of a shard every level loses nothing."""
+        """Return the verdict on each model; if no shard died, no level may lose anything."""
         history = self.cluster.history()
         assert history.errors == []
         return {
@@ -68,9 +68,9 @@ class Busy:
         }
 
     def assert_kept(self, *, shards_died: bool, acknowledged: int = 20, in_doubt: int = 0) -> None:
-        """Fail unless every promise was kept until now, under enough load to tell.
+        """Fail unless every promise was kept until now, with at least `acknowledged` pushes of each model to judge by.
 
-        `in_doubt` bounds the pushes of each model that may have got no answer, and the pulls of all.
+        `in_doubt` bounds the pushes in doubt of each model, and the failed pulls and clocks of all models together.
         """
         history = self.cluster.history()
         for kind, verdict in self.verdicts(shards_died=shards_died).items():
@@ -81,7 +81,7 @@ class Busy:
         assert len(history.failed_pulls) <= in_doubt, history.failed_pulls[:5]
 
     def pause(self, who: str, seconds: float) -> None:
-        """Stop a process for a while."""
+        """Suspend a process for `seconds` with SIGSTOP."""
         self.cluster.signal(who, signal.SIGSTOP)
         time.sleep(seconds)
         self.cluster.signal(who, signal.SIGCONT)

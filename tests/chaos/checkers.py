@@ -1,8 +1,8 @@
-"""What a history must not show: pure functions from records to the list of what is wrong with them, empty when right.
+"""Checkers: pure functions from a history to the list of its violations, which is empty if there are none.
 
-Each push adds 1.0 to all shared cells of every partition and to its sender's own cell there, so a cell counts the
-pushes of one worker, the shared cells count all pushes, and in one version they agree.  A push without an answer may
-have been applied or not, at any time after it began.
+Each push adds 1.0 to all shared cells of every partition and to its sender's own cell there.  A worker's cell therefore
+counts its pushes, a shared cell counts all pushes, and within one version both agree.  A push without an answer may
+have been applied at any time after it began, or not at all.
 """
 
 import itertools
@@ -18,7 +18,7 @@ K = TypeVar("K")
 
 
 class _Counts:
-    """How many of one worker's pushes had begun, could have been applied, or were acknowledged by a time."""
+    """Counts one worker's pushes that had begun, may have been applied, or were acknowledged by a given time."""
 
     def __init__(self, pushes: Iterable[Push]) -> None:
         possible = [p for p in pushes if p.result != "fail"]
@@ -35,7 +35,7 @@ class _Counts:
         return bisect_right(self._acked, t)
 
     def open_between(self, a: float, b: float) -> int:
-        """Pushes that may have been applied at some time between `a` and `b`."""
+        """Pushes that may have been applied between `a` and `b`."""
         return bisect_left(self._begun, b) - bisect_left(self._over, a)
 
     def wholly_between(self, a: float, b: float) -> int:
@@ -61,7 +61,7 @@ def _where(s: Seen) -> str:
 
 
 def lost(history: History) -> list[str]:
-    """Acknowledged pushes that a later pull does not have.  For levels that survive a shard, and shards that lived."""
+    """Acknowledged pushes missing from a later pull.  Applies to levels that survive a shard, or if no shard died."""
     counts, out = _counts(history), []
     for s in history.seen:
         for w, c in counts.items():
@@ -72,7 +72,7 @@ def lost(history: History) -> list[str]:
 
 
 def lost_within_incarnations(history: History) -> list[str]:
-    """Acknowledged pushes lost though the owner stayed the same, which no level allows."""
+    """Acknowledged pushes lost within one incarnation, which no level allows."""
     counts, out = _counts(history), []
     for seen in _by(history.seen, lambda s: (s.partition, s.incarnation)).values():
         for a, b in itertools.pairwise(seen):
@@ -84,7 +84,7 @@ def lost_within_incarnations(history: History) -> list[str]:
 
 
 def doubled(history: History) -> list[str]:
-    """Cells that count more pushes than were sent, in all or while one owner served."""
+    """Cells that count more pushes than were sent, in total or within one incarnation."""
     counts, out = _counts(history), []
     for s in history.seen:
         for w, c in counts.items():
@@ -101,7 +101,7 @@ def doubled(history: History) -> list[str]:
 
 
 def torn(history: History) -> list[str]:
-    """Pulls that show part of an update, or two different states under one version."""
+    """Pulls that show part of an update, and versions seen with two different states."""
     out = []
     for s in history.seen:
         if s.low != s.high:
@@ -117,7 +117,7 @@ def torn(history: History) -> list[str]:
 
 
 def went_back(history: History) -> list[str]:
-    """Versions that a later pull shows lower, of one and the same incarnation."""
+    """Pulls that show a lower version than an earlier pull of the same incarnation."""
     out = []
     for seen in _by(history.seen, lambda s: (s.partition, s.incarnation)).values():
         ended = sorted(seen, key=lambda s: s.end)
@@ -132,7 +132,10 @@ def went_back(history: History) -> list[str]:
 
 
 def stale(history: History) -> list[str]:
-    """Pulls answered by an incarnation that had been seen replaced: bounded, not excluded, where a shard is cut off."""
+    """Pulls answered by an incarnation after its successor had been seen.
+
+    Not part of the verdict: a shard that is cut off may do so for a bounded time.
+    """
     out = []
     for seen in _by(history.seen, lambda s: s.partition).values():
         ended = sorted(seen, key=lambda s: s.end)
@@ -147,7 +150,7 @@ def stale(history: History) -> list[str]:
 
 
 def apart(history: History) -> list[str]:
-    """Members' pulls whose partitions are of different commits, and commits that differ between partitions."""
+    """Members' pulls whose partitions show different commits, and commits that differ between partitions."""
     out = []
     for seen in _by((s for s in history.seen if s.epoch), lambda s: s.pull).values():
         if len({s.version for s in seen}) > 1:
@@ -159,9 +162,9 @@ def apart(history: History) -> list[str]:
 
 
 def uncommitted(history: History, *, durable: bool) -> list[str]:
-    """Commits that a worker had been told of, and that a later pull does not have.
+    """Pulls that show an older commit than a worker had already been told of.
 
-    Where the level does not survive a shard, a model may go back to an earlier clock, under a higher timeline.
+    If the level does not survive a shard, the model may go back to an earlier clock under a higher timeline.
     """
     out = []
     told = sorted(history.clocks, key=lambda c: c.end)
@@ -182,7 +185,7 @@ def uncommitted(history: History, *, durable: bool) -> list[str]:
 
 
 def overcommitted(history: History) -> list[str]:
-    """Commits beyond the clock of a worker that belongs to the roster and has not pushed for them yet."""
+    """Pulls of a member that show a commit beyond its own clock, for which it has not pushed yet."""
     out = []
     last: dict[int, Clock] = {}
     events: list[Clock | Seen] = sorted([*history.clocks, *history.seen], key=lambda e: e.start)
@@ -196,7 +199,7 @@ def overcommitted(history: History) -> list[str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the checkers of one model found, and how much there was to find it in."""
+    """The violations found in the history of one model, and how many operations were checked."""
 
     acknowledged: int
     in_doubt: int
@@ -209,7 +212,7 @@ class Verdict:
 
     @property
     def wrong(self) -> list[str]:
-        """Everything that is wrong, the first few of each kind."""
+        """The first five violations of each kind."""
         kinds = ("lost", "doubled", "torn", "went_back", "apart")
         return [f"{kind}: {line}" for kind in kinds for line in getattr(self, kind)[:5]]
 
@@ -219,7 +222,7 @@ class Verdict:
 
 
 def judge(history: History, *, mode: str, durable: bool) -> Verdict:
-    """The verdict on the records of one model; `durable`: its level survives the death of a shard."""
+    """Return the verdict on the records of one model; `durable`: nothing acknowledged may be lost."""
     sync = mode == "sync"
     if sync:
         gone, more = uncommitted(history, durable=durable), overcommitted(history)

@@ -1,4 +1,4 @@
-"""A cluster to be hurt, from the test's side: its keeper, its load and its nemesis, and when it counts as healthy."""
+"""A cluster under test, as a test uses it: its keeper, load, fault injection and health checks."""
 
 import json
 import signal
@@ -26,21 +26,21 @@ T = TypeVar("T")
 
 
 def eventually(probe: Callable[[], T], *, within_s: float = 30.0, what: str = "") -> T:
-    """The first true value of `probe`; fails with its last value or error when none came in time."""
+    """Return the first true value of `probe`; fail with its last value or error if there is none in time."""
     deadline, pause, last = time.monotonic() + within_s, threading.Event(), ""
     while time.monotonic() < deadline:
         try:
             if value := probe():
                 return value
             last = repr(value)
-        except (httpx.HTTPError, ps.PsError, KeyError) as e:  # what is probed may be away; shown if it stays so
+        except (httpx.HTTPError, ps.PsError, KeyError) as e:  # the target may be down for now; shown if it stays so
             last = repr(e)
         pause.wait(0.05)
     raise AssertionError(f"{what or probe} did not happen within {within_s} s; last: {last}")
 
 
 class ChaosCluster:
-    """Redis, schedulers and shards under a keeper, and all that a test does to them; every fault is on record."""
+    """Redis, schedulers and shards under a keeper, with the faults that a test injects; every fault is recorded."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder, self.plan = folder, plan
@@ -52,7 +52,7 @@ class ChaosCluster:
         self._begun = 0
         self._jobs: list[Job] = []
         self._read: dict[Path, int] = {}
-        """How far each file of records has been read for `progress`."""
+        """Bytes of each history file that `progress` has read."""
         self._acknowledged: Counter[tuple[str, int]] = Counter()
         self.recorder = Recorder(self.records / "nemesis.jsonl")
         first = self._answer()
@@ -62,7 +62,7 @@ class ChaosCluster:
         self.shard_urls: list[str] = first["shards"]
         self.http = httpx.Client(timeout=3.0, trust_env=False)
         self.client: ps.Client
-        """Of the test itself; there once the cluster has started."""
+        """The test's own client; set once the cluster has started."""
 
     # --- the keeper
 
@@ -73,7 +73,7 @@ class ChaosCluster:
         return json.loads(line)
 
     def order(self, do: str, **what: Any) -> Any:
-        """What the keeper answers to an order; fails if it refuses it."""
+        """Send an order to the keeper and return its answer; fail if it is refused."""
         assert self._keeper.stdin is not None
         self._keeper.stdin.write(json.dumps({"do": do, **what}) + "\n")
         self._keeper.stdin.flush()
@@ -82,25 +82,29 @@ class ChaosCluster:
         return answer["ok"]
 
     def process(self, name: str) -> Mapping[str, Any]:
-        """pid, starts and deaths of one process."""
+        """Return pid, start count and deaths of one process."""
         found: Mapping[str, Any] = self.order("status")["processes"][name]
         return found
 
     # --- faults
 
     def signal(self, who: str, number: signal.Signals, **how: Any) -> None:
-        """Send a signal; `hold`: not to be restarted until `start`; `env`: of its next starts, `bug`: of the next."""
+        """Send a signal to a process.
+
+        `hold` prevents its restart until `start`.  `env` lists environment variables for each of its next starts, and
+        `bug` names a bug planted in its next start.
+        """
         self.recorder.fault(f"{number.name} {who} {how or ''}")
         self.order("signal", who=who, signal=int(number), **how)
 
     def kill(self, who: str, **how: Any) -> None:
-        """SIGKILL, and wait until the process is gone; it is restarted unless `hold`."""
+        """Send SIGKILL and wait until the process is dead; it is restarted unless `hold`."""
         before = len(self.process(who)["deaths"])
         self.signal(who, signal.SIGKILL, **how)
         self.end_of(who, before, within_s=10.0)
 
     def end_of(self, who: str, after: int, within_s: float) -> int:
-        """The exit status of a process, once it has died more often than `after` times."""
+        """Wait until a process has died more than `after` times and return the exit status of that death."""
 
         def codes() -> list[int]:
             return [code for _, code in self.process(who)["deaths"]][after:]
@@ -108,7 +112,7 @@ class ChaosCluster:
         return eventually(codes, within_s=within_s, what=f"the end of {who}")[0]
 
     def start(self, who: str) -> None:
-        """Let a process that was held run again."""
+        """Start a process whose restart was held back."""
         self.recorder.fault(f"start {who}")
         self.order("start", who=who)
 
@@ -118,23 +122,23 @@ class ChaosCluster:
         self.order("cut", link=link, way=way)
 
     def delay(self, link: str, seconds: float) -> None:
-        """Make every chunk on a link arrive later."""
+        """Delay every chunk on a link by `seconds`."""
         self.recorder.fault(f"delay {link} {seconds}")
         self.order("delay", link=link, seconds=seconds)
 
     def heal(self, link: str | None = None) -> None:
-        """Let a link, or all, pass everything again."""
+        """Let one link, or all, forward everything again."""
         self.recorder.fault(f"heal {link or 'all'}")
         self.order("heal", link=link)
 
     def links(self, of: str) -> list[str]:
-        """Every link at one of whose ends that node is."""
+        """Return the names of all links that start or end at that node."""
         return [name for name in self.order("status")["links"] if of in name.split(">")]
 
     # --- health
 
     def leader(self) -> str:
-        """The name of the scheduler that leads."""
+        """Return the name of the leading scheduler."""
         if len(self.urls) == 1:
             return "scheduler-0"
 
@@ -142,7 +146,7 @@ class ChaosCluster:
             with redis.Redis(port=self.redis_port, socket_timeout=2.0) as connection:
                 try:
                     found: bytes | None = connection.get("ps:leader")
-                except redis.RedisError:  # it may be starting
+                except redis.RedisError:  # Redis may be restarting
                     return None
                 return found
 
@@ -150,7 +154,7 @@ class ChaosCluster:
         return f"scheduler-{self.urls.index(json.loads(document or '')['url'])}"
 
     def get(self, path: str) -> Any:
-        """The JSON answer of the first scheduler that gives one."""
+        """Return the JSON answer of the first scheduler that answers with success."""
         last: Exception = AssertionError("no scheduler")
         for url in self.urls:
             try:
@@ -162,14 +166,14 @@ class ChaosCluster:
         raise last
 
     def owned(self, shard: str) -> list[tuple[str, int]]:
-        """The partitions that the scheduler says a shard has."""
+        """Return the (model, partition) pairs that the scheduler assigns to a shard."""
         out = []
         for name in self.client.models(timeout=10.0):
             out += [(name, p["index"]) for p in self.get(f"/models/{name}")["partitions"] if p["shard"] == shard]
         return out
 
     def healthy(self) -> bool:
-        """Whether every node is ready, every shard alive, and every partition of every model served by its owner."""
+        """Whether every node is ready, every shard alive, and every model can be pulled."""
         for url in (*self.urls, *self.shard_urls):
             if self.http.get(url + "/readyz").status_code != 200:
                 return False
@@ -181,12 +185,12 @@ class ChaosCluster:
         return True
 
     def until_healthy(self, within_s: float = 60.0) -> None:
-        """Wait for `healthy`, and for every load to have got on since."""
+        """Wait for `healthy`, and then for progress of every worker."""
         eventually(self.healthy, within_s=within_s, what="the cluster's recovery")
         self.until_progress(within_s=within_s)
 
     def until_progress(self, more: int = 3, within_s: float = 60.0) -> None:
-        """Wait until every worker of every model has had `more` pushes acknowledged."""
+        """Wait until each worker of each model has `more` further pushes acknowledged."""
         before = self.progress()
         eventually(
             lambda: all(n >= before[k] + more for k, n in self.progress().items()),
@@ -195,7 +199,7 @@ class ChaosCluster:
         )
 
     def progress(self) -> dict[tuple[str, int], int]:
-        """Acknowledged pushes of each worker of each model."""
+        """Return the acknowledged pushes of each (model, worker)."""
         for path in self.records.glob("load-*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -210,13 +214,13 @@ class ChaosCluster:
     # --- load
 
     def load(self, jobs: Sequence[Job], name: str = "load") -> None:
-        """Start a process that works on these jobs."""
+        """Start a load process with these jobs."""
         self._jobs += jobs
         self._begun += 1
         self._loads.append(load.begin(self.records / f"{name}-{self._begun}.jsonl", self.url, jobs))
 
     def kill_load(self, index: int) -> None:
-        """SIGKILL a load process in the middle of its work; its jobs are nobody's then."""
+        """SIGKILL a load process in the middle of its work; no other process takes over its jobs."""
         self.recorder.fault(f"SIGKILL load {index}")
         process = self._loads.pop(index)
         process.kill()
@@ -225,7 +229,7 @@ class ChaosCluster:
         process.stdin.close()
 
     def stop_load(self, within_s: float = 120.0) -> None:
-        """End the load; fails if one hangs or has died."""
+        """Stop all load processes; fail if one hangs or has died."""
         for process in self._loads:
             assert process.stdin is not None
             process.stdin.close()
@@ -235,11 +239,11 @@ class ChaosCluster:
         self._jobs.clear()
 
     def history(self) -> History:
-        """Everything on record until now."""
+        """Return everything recorded until now."""
         return read(self.records)
 
     def look(self, job: Job, epoch: int = 0) -> None:
-        """Put a pull of a model on record, by nobody of its workers."""
+        """Record a pull of a model by a client that is not one of its workers."""
         start, model = time.monotonic(), self.client.model(job.model)
         values = model.pull(timeout=60.0)
         outsider = Job(job.model, -1, job.workers, job.mode)
@@ -248,7 +252,7 @@ class ChaosCluster:
     # --- the end
 
     def close(self) -> None:
-        """End the load and the keeper, and with it everything."""
+        """Stop the load and the keeper, and thereby all nodes."""
         for process in self._loads:
             process.kill()
             process.wait()
@@ -264,14 +268,14 @@ class ChaosCluster:
         self._keeper.wait(30)
 
     def logs(self, last: int = 3000) -> str:
-        """The end of what every process has printed."""
+        """Return the end of each process's log."""
         files = sorted([*(self.folder / "nodes").glob("*.log"), *self.records.glob("*.log")])
         return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-last:]}" for f in files)
 
 
 @contextmanager
 def chaos_cluster(folder: Path, plan: Plan | None = None) -> Iterator[ChaosCluster]:
-    """A healthy cluster, gone with the block; its logs are printed if that failed."""
+    """Yield a healthy cluster, which is stopped at the end of the block; its logs are printed if the block fails."""
     running = ChaosCluster(folder, plan or Plan())
     try:
         eventually(lambda: running.get("/livez"), within_s=60.0, what="the scheduler's start")

@@ -15,7 +15,7 @@ Start = Callable[[Plan, Sequence[Kind]], Busy]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Busy]]:
-    """Starts a cluster with models under load; gone with the test, its logs shown if that failed."""
+    """Return a function that starts a cluster with models under load, which is stopped after the test."""
     with ExitStack() as stack:
         started: list[Busy] = []
 
@@ -26,4 +26,4 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Busy]]:
 
         yield begin
         for busy in started:
-            print(busy.cluster.logs())  # shown if the test has failed
+            print(busy.cluster.logs())  # pytest shows them if the test fails

@@ -1,9 +1,14 @@
-"""What happened in a chaos run, as its clients and the nemesis saw it: JSON lines, written as they happen.
+"""The history of a chaos run as seen by its clients and the nemesis (fault injector): JSON lines, written as it runs.
 
-Times are seconds of the monotonic clock, which all processes of one machine share.  A push is written when it begins
-and again when it ends.  Its result is `ok`, `fail` (sure to have done nothing), `doubt` (given up without an answer:
-done or not, now or later), `open` (it has not ended, or its process was killed), or `dropped`: the worker was told that
-its epoch or timeline is over, which some partition may have learnt after it had taken the push.
+Times are seconds of the monotonic clock, which all processes of one machine share.  A push is recorded when it begins
+and again when it ends.  Its result is one of
+
+    ok          acknowledged
+    fail        certainly not applied
+    doubt       given up without an answer: may have been applied, or may be applied later
+    open        not ended yet, or its process was killed
+    dropped     the worker was told that its epoch or timeline is over, but a partition that learned of it later may
+                have applied the push
 """
 
 import json
@@ -16,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 RECORDS_MAX = 400_000
-"""Records of one file; a run that makes more is too long to be judged by reading it back."""
+"""Most records in one file; a longer run is too big to be read back and judged."""
 
 AFTER_ALL = -1
 
@@ -29,27 +34,27 @@ class Push:
 
     model: str
     by: int
-    """Which worker, which is also the number of its cell."""
+    """Number of the worker and of its own cell."""
     start: float
     end: float = inf
-    """`inf` for a push in doubt: what is under way may arrive at any later time."""
+    """`inf` unless the result is `ok` or `fail`: the push may still be applied at any later time."""
     result: Result = "open"
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One partition as one pull showed it."""
+    """One partition as returned by one pull."""
 
     model: str
     by: int
     start: float
     end: float
     pull: int
-    """Number of the pull; the partitions of one pull have the same."""
+    """Number of the pull, shared by all partitions that it returned."""
     timeline: int
     epoch: int
-    """The worker's epoch; 0 for who is no worker, `AFTER_ALL` when nobody works any more."""
+    """Epoch of the worker; 0 for a client that is no worker, `AFTER_ALL` after the load has ended."""
     partition: int
     version: int
     incarnation: int
@@ -63,7 +68,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """One `clock()` of a synchronous worker that returned: iteration `clock` may begin."""
+    """One successful `clock()` of a synchronous worker: iteration `clock` may begin."""
 
     model: str
     by: int
@@ -76,7 +81,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something the nemesis did."""
+    """One action of the nemesis."""
 
     what: str
     at: float
@@ -84,19 +89,19 @@ class Fault:
 
 @dataclass
 class History:
-    """All records of a run, each kind in order of its begin."""
+    """All records of a run, each kind ordered by start time."""
 
     pushes: list[Push] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    """Failures of the load itself, such as an exception that no client should raise."""
+    """Failures of the load itself, such as an exception that a client must never raise."""
     failed_pulls: list[str] = field(default_factory=list)
-    """Error codes of pulls and clocks that gave up."""
+    """Operation, model and error code of pulls and clocks that failed."""
 
     def of(self, model: str) -> "History":
-        """The records of one model, and all faults and errors."""
+        """Return the records of one model, with all faults, errors and failed pulls."""
         return History(
             [p for p in self.pushes if p.model == model],
             [s for s in self.seen if s.model == model],
@@ -107,16 +112,16 @@ class History:
         )
 
     def acknowledged(self) -> int:
-        """How many pushes were answered."""
+        """Return the number of acknowledged pushes."""
         return sum(p.result == "ok" for p in self.pushes)
 
     def in_doubt(self) -> int:
-        """How many pushes were given up without an answer."""
+        """Return the number of pushes given up without an answer."""
         return sum(p.result == "doubt" for p in self.pushes)
 
 
 class Recorder:
-    """Writes one file of records; safe between threads."""
+    """Writes one file of records; thread-safe."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +130,7 @@ class Recorder:
         self._records = 0
 
     def write(self, **record: Any) -> None:
-        """Add a record; raises OverflowError beyond `RECORDS_MAX`."""
+        """Add a record; raises OverflowError beyond `RECORDS_MAX` records."""
         line = json.dumps(record, separators=(",", ":"))
         with self._lock:
             self._records += 1
@@ -134,7 +139,7 @@ class Recorder:
             self._file.write(line + "\n")
 
     def fault(self, what: str) -> None:
-        """Note something that the nemesis does now."""
+        """Record an action of the nemesis."""
         self.write(op="fault", what=what, at=time.monotonic())
 
     def close(self) -> None:
@@ -143,14 +148,14 @@ class Recorder:
 
 
 def read(folder: Path) -> History:
-    """The history that the files of a folder hold together, up to now if they are still being written."""
+    """Return the history merged from all files of a folder, up to now if they are still being written."""
     history, now = History(), time.monotonic()
     for number, path in enumerate(sorted(folder.glob("*.jsonl"))):
         lines = path.read_text().split("\n")
-        # The last line of a killed process may be half a line.
+        # The last line of a killed process may be incomplete.
         _add(history, (json.loads(line) for line in lines[:-1] if line), number)
     history.pushes.sort(key=lambda p: p.start)
-    # What one file shows of later times, another that was read before it cannot explain.
+    # Drop pulls that ended after `now`: the pushes they show may be missing from a file that was read earlier.
     history.seen = sorted((s for s in history.seen if s.end <= now), key=lambda s: s.start)
     history.clocks.sort(key=lambda c: c.start)
     history.faults.sort(key=lambda f: f.at)

@@ -1,9 +1,10 @@
 """The process that owns a cluster under test: real nodes with fault proxies between them, restarted when they die.
 
-`python -m tests.chaos.keeper FOLDER PLAN` where PLAN is the JSON of a `Plan`.  It takes one JSON order a line on stdin
-and answers each with one line; when stdin closes, because the test ended or was killed, everything goes down with it.
-Everything a node says to Redis, to a scheduler or to a shard goes through a link of this process (`proxy.py`), named
-`FROM>TO`: `shard-0>redis`, `scheduler-1>redis`, `shard-2>scheduler-0`, and `any>shard-1` for all who ask that shard.
+`python -m tests.chaos.keeper FOLDER PLAN`, where PLAN is the JSON of a `Plan`.  It reads one JSON order per line from
+stdin and answers each with one line.  When stdin closes, because the test ended or was killed, it stops everything.
+With `Plan.proxied`, all traffic of a node to Redis, a scheduler or a shard passes a link of this process (`proxy.py`)
+named `FROM>TO`: `shard-0>redis`, `scheduler-1>redis`, `shard-2>scheduler-0`, and `any>shard-1` for all clients of that
+shard.
 """
 
 import asyncio
@@ -30,30 +31,30 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a cluster consists of."""
+    """The composition of a cluster."""
 
     shards: int = 3
     schedulers: int = 1
     proxied: bool = False
-    """Whether links lie between the nodes; without them they talk to each other directly."""
+    """Whether links lie between the nodes; otherwise they connect to each other directly."""
     redis_options: tuple[str, ...] = ()
-    """Further words of the Redis command line."""
+    """Additional Redis command-line options."""
 
 
 @dataclass
 class Kept:
-    """One process that is to run, and what became of its incarnations."""
+    """A process to keep running, and the record of its starts and deaths."""
 
     spec: ChildSpec
     child: subprocess.Popen[bytes] | None = None
     starts: int = 0
     deaths: list[tuple[float, int]] = field(default_factory=list)
-    """When, on the monotonic clock, and the exit status."""
+    """(time on the monotonic clock, exit status) of each death."""
     held: bool = False
-    """Not to be started again for now."""
+    """Whether its restart is held back."""
     next_argv: list[str] | None = None
     next_env: list[dict[str, str]] = field(default_factory=list)
-    """Added to the environment: of the next start, of the one after it, and so on."""
+    """Environment variables to add: to the next start, to the one after it, and so on."""
 
 
 class Keeper:
@@ -69,7 +70,7 @@ class Keeper:
         self.shard_ports = [redis_server.free_port() for _ in range(plan.shards)]
 
     async def up(self) -> None:
-        """Lay the links and describe the processes."""
+        """Start the links and define the processes, which are not started yet."""
         folder = self.folder / "redis"
         folder.mkdir(parents=True, exist_ok=True)
         argv = redis_server.command(redis_server.find_binary(), self.redis_port, folder)
@@ -83,7 +84,7 @@ class Keeper:
             await self.add_shard(i)
 
     async def add_shard(self, index: int) -> str:
-        """The plan of one shard; not started yet."""
+        """Define the process of one shard, without starting it, and return its name."""
         name, port = f"shard-{index}", self.shard_ports[index]
         ways = [await self._way(name, f"scheduler-{j}", p) for j, p in enumerate(self.scheduler_ports)]
         schedulers = ",".join(f"http://127.0.0.1:{p}" for p in ways)
@@ -94,7 +95,7 @@ class Keeper:
         return name
 
     async def _way(self, source: str, target: str, port: int) -> int:
-        """The port by which `source` reaches `target`."""
+        """Return the port by which `source` reaches `target`, which listens on `port`."""
         if not self.plan.proxied:
             return port
         link = self.links[f"{source}>{target}"] = Link(f"{source}>{target}", port)
@@ -112,7 +113,7 @@ class Keeper:
                 continue
             env, argv = kept.next_env.pop(0) if kept.next_env else {}, kept.next_argv or list(kept.spec.argv)
             kept.next_argv = None
-            if self.plan.proxied:  # no way past the links: a folder that cannot be made
+            if self.plan.proxied:  # a folder that cannot be created: shared memory would bypass the links
                 env["PARAMSERVER_SHARED_MEMORY"] = "/dev/null/none"
             spec = ChildSpec(name, kept.spec.kind, argv, env)
             kept.child = start(spec, self.folder / f"{name}.log", self.guard)
@@ -120,15 +121,15 @@ class Keeper:
             while (code := kept.child.poll()) is None:
                 await asyncio.sleep(PROBE_S)
             kept.deaths.append((time.monotonic(), code))
-            signal_group(kept.child.pid, signal.SIGKILL)  # what it may have started itself
+            signal_group(kept.child.pid, signal.SIGKILL)  # its own children
             self.guard.remove(kept.child.pid)
             kept.child = None
-            await asyncio.sleep(0.1)  # as the supervisor of `psctl up` waits before the first restart
+            await asyncio.sleep(0.1)  # the delay of the `psctl up` supervisor before its first restart
 
     # --- orders
 
     def obey(self, order: Mapping[str, Any]) -> Any:
-        """Carry out one order; the answer to it."""
+        """Carry out one order and return its answer."""
         match order["do"]:
             case "status":
                 return self.status()
@@ -136,11 +137,11 @@ class Keeper:
                 kept = self.kept[order["who"]]
                 kept.held = bool(order.get("hold", kept.held))
                 kept.next_env, kept.next_argv = list(order.get("env") or ()), None
-                if bug := order.get("bug"):  # the same node with a bug planted in it
+                if bug := order.get("bug"):  # start the same node with a planted bug
                     kept.next_env = [{"PYTHONPATH": str(ROOT)}]
                     kept.next_argv = [sys.executable, "-m", "tests.chaos.planted", bug, *kept.spec.argv[4:]]
                 if kept.child is not None:
-                    # SIGKILL ends a stopped process too; to the whole group only what must leave nothing behind.
+                    # Only to the process itself, not its group.  SIGKILL ends a stopped process, too.
                     os.kill(kept.child.pid, order["signal"])
                 return kept.child.pid if kept.child is not None else None
             case "start":
@@ -161,7 +162,7 @@ class Keeper:
         return None
 
     def status(self) -> dict[str, Any]:
-        """What runs, where, and what has died."""
+        """Return addresses, processes with their deaths, and links."""
         return {
             "redis_port": self.redis_port,
             "schedulers": [f"http://127.0.0.1:{p}" for p in self.scheduler_ports],
@@ -174,7 +175,7 @@ class Keeper:
         }
 
     async def serve(self, orders: asyncio.StreamReader) -> None:
-        """Carry out orders until there are no more; then take everything down."""
+        """Carry out orders until stdin closes, then stop everything."""
         await self.up()
         async with asyncio.TaskGroup() as group:
             for name in self.kept:
@@ -191,7 +192,7 @@ class Keeper:
                 await self.down()
 
     async def down(self) -> None:
-        """End every process, the shards first, and every link."""
+        """Kill every process, the shards first, and stop every link."""
         self.stop.set()
         for kind in ("shard", "scheduler", "redis"):
             children = [k.child for k in self.kept.values() if k.spec.kind == kind and k.child is not None]
@@ -215,7 +216,7 @@ async def _main(folder: Path, plan: Plan, guard: Guard) -> None:
 
 
 def main(folder: Path, plan: Plan) -> None:
-    """Keep a cluster until stdin closes."""
+    """Run a cluster until stdin closes."""
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
     guard = Guard()
@@ -225,7 +226,7 @@ def main(folder: Path, plan: Plan) -> None:
 
 
 def words(folder: Path, plan: Plan) -> list[str]:
-    """The command line of a keeper, to be run in the repository's root."""
+    """Return the command line of a keeper, to be run in the repository root."""
     return [sys.executable, "-m", "tests.chaos.keeper", str(folder), json.dumps(asdict(plan))]
 
 

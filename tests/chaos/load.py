@@ -1,7 +1,7 @@
-"""Load on models whose values count it: one process, a thread for each worker, every operation on record.
+"""Load on models whose values count the pushes: one process, a thread for each worker, every operation recorded.
 
-`python -m tests.chaos.load FILE URL JOBS` until its stdin closes; JOBS is a JSON list of `Job`s.  FILE gets the records
-(`history.py`).
+`python -m tests.chaos.load FILE URL JOBS` runs until its stdin closes.  JOBS is a JSON list of `Job`s; the records
+(`history.py`) are written to FILE.
 """
 
 import json
@@ -37,23 +37,23 @@ class Job:
 
     model: str
     worker: int
-    """Its number, which is also that of its cell."""
+    """Number of the worker and of its own cell."""
     workers: int
-    """How many cells there are."""
+    """Number of workers' cells in each partition."""
     mode: Literal["async", "sync"] = "async"
     joined: bool = True
-    """Whether it is a worker of the model, or somebody who just pushes."""
+    """Whether it joins the model as a worker; otherwise it only pushes and pulls."""
     pause_s: float = 0.02
-    """Between two operations."""
+    """Pause between two operations (sync: between two iterations)."""
     timeout_s: float = 60.0
     deliveries: int = 1
-    """How often each push of one who has not joined is sent, whole and under the same id."""
+    """How often each push is sent under the same id; more than 1 only if not `joined`."""
 
 
 def create(
     client: Client, model: str, *, workers: int, mode: str, ack: str, partitions: int = 6, size: int = 64
 ) -> None:
-    """A model of `partitions` times `size` cells, all 0, to which gradients are added as they are."""
+    """Create a model of `partitions` times `size` cells, all 0, to which gradients are added unscaled."""
     consistency = ps.Sync(min_workers=workers) if mode == "sync" else ps.Async()
     client.create_model(
         model,
@@ -67,12 +67,12 @@ def create(
 
 
 def bounds_of(client: Client, model: str) -> list[int]:
-    """Where the partitions of a model begin, and the end."""
+    """Return the first element of each partition of a model, and the total size."""
     return [int(b) for b in client.model(model).info(timeout=60.0)["bounds"]]
 
 
 def ones(bounds: Sequence[int], worker: int, workers: int) -> AnyArray:
-    """The gradient of one worker: of each partition 1.0 in its own of the first `workers` cells and in all others."""
+    """Return a worker's gradient: 1.0 in its own of the first `workers` cells of each partition, and in all others."""
     out = np.ones(bounds[-1], np.float32)
     for begin in bounds[:-1]:
         out[begin : begin + workers] = 0.0
@@ -81,7 +81,7 @@ def ones(bounds: Sequence[int], worker: int, workers: int) -> AnyArray:
 
 
 def parts_of(values: ps.Params, bounds: Sequence[int], workers: int) -> list[list[Any]]:
-    """[partition, version, incarnation, lowest and highest shared cell, workers' cells] of each partition pulled."""
+    """Return [partition, version, incarnation, min and max shared cell, workers' cells] of each pulled partition."""
     flat, out = values["w"], []
     for index, (version, incarnation) in sorted(values.origin.versions.items()):
         part = flat[bounds[index] : bounds[index + 1]]
@@ -92,7 +92,7 @@ def parts_of(values: ps.Params, bounds: Sequence[int], workers: int) -> list[lis
 
 
 class Load(threading.Thread):
-    """One job at work."""
+    """The thread of one job."""
 
     def __init__(self, job: Job, url: str, recorder: Recorder, stop: threading.Event) -> None:
         super().__init__(name=f"{job.model}/{job.worker}", daemon=True)
@@ -113,23 +113,23 @@ class Load(threading.Thread):
                             self.work(worker)
                     else:
                         self.work(client.model(job.model))
-        except BaseException as e:  # a test looks for it in the history
+        except BaseException as e:  # tests look for it in the history
             self.recorder.write(op="error", error=f"{self.name}: {e!r}")
 
     def prepare(self, client: Client) -> None:
-        """Learn how the model is cut."""
+        """Read the bounds of the model's partitions and make the gradient."""
         self.bounds = bounds_of(client, self.job.model)
         self.gradient = ones(self.bounds, self.job.worker, self.job.workers)
 
     def work(self, target: Any) -> None:
-        """Push and sometimes pull, until told to stop."""
+        """Push until told to stop, with a pull after every third push."""
         while not self.stopped.wait(self.job.pause_s):
             self.push(target)
             if self.pushes % PULL_EVERY == 0:
                 self.pull(target)
 
     def work_in_step(self, worker: Worker) -> None:
-        """Pull, push, clock, until told to stop or a push is in doubt: only a new epoch is sure to be without it."""
+        """Pull, push and clock until told to stop or a push is in doubt: only a new epoch rules it out."""
         while not self.stopped.wait(self.job.pause_s):
             self.pull(worker)
             match self.push(worker):
@@ -140,7 +140,7 @@ class Load(threading.Thread):
                         pass
 
     def push(self, target: Any) -> str:
-        """Push once: `ok`, `doubt`, or `dropped` when the worker has to take the push as not done."""
+        """Push once and return `ok`, `doubt`, or `dropped` if the worker must assume that the push was not applied."""
         self.pushes += 1
         number = (self.job.worker << 32) + self.pushes
         who = {"model": self.job.model, "by": self.job.worker}
@@ -157,7 +157,7 @@ class Load(threading.Thread):
         return result
 
     def deliver(self, target: Any) -> ps.Pushed:
-        """Send the push; once more if it was sent already."""
+        """Send the current push; with several deliveries, under an id that is the same each time."""
         if self.job.deliveries == 1:
             done: ps.Pushed = target.push({"w": self.gradient})
             return done
@@ -176,7 +176,7 @@ class Load(threading.Thread):
         write_pull(self.recorder, self.job, start, values, self.bounds, epoch_of(target))
 
     def clock(self, target: Worker) -> bool:
-        """Report the iteration done and wait for the next; whether that came about."""
+        """Report the iteration as done and wait for the next; return whether it may begin."""
         start = time.monotonic()
         try:
             clock = target.clock()
@@ -192,14 +192,14 @@ class Load(threading.Thread):
 
 
 def epoch_of(target: Any) -> int:
-    """The epoch of a worker, 0 for a model that is used without joining."""
+    """Return the epoch of a worker; 0 for a model used without joining."""
     return int(target._session.numbers.epoch) if isinstance(target, Worker) else 0
 
 
 def write_pull(
     recorder: Recorder, job: Job, start: float, values: ps.Params, bounds: Sequence[int], epoch: int
 ) -> None:
-    """Put one pull on record."""
+    """Record one pull."""
     recorder.write(
         op="pull", model=job.model, by=job.worker, start=start, end=time.monotonic(), epoch=epoch,
         timeline=values.origin.timeline, parts=parts_of(values, bounds, job.workers),
@@ -207,7 +207,7 @@ def write_pull(
 
 
 def begin(file: Path, url: str, jobs: Sequence[Job]) -> subprocess.Popen[bytes]:
-    """A load process; it ends when its stdin is closed."""
+    """Start a load process, which ends when its stdin is closed."""
     argv = [sys.executable, "-m", "tests.chaos.load", str(file), url, json.dumps([asdict(j) for j in jobs])]
     log = file.with_suffix(".log").open("ab")
     with log:
@@ -215,7 +215,7 @@ def begin(file: Path, url: str, jobs: Sequence[Job]) -> subprocess.Popen[bytes]:
 
 
 def main(file: Path, url: str, jobs: Sequence[Job]) -> None:
-    """Work until stdin closes."""
+    """Run the jobs until stdin closes."""
     recorder, stop = Recorder(file), threading.Event()
     threads = [Load(job, url, recorder, stop) for job in jobs]
     for thread in threads:

@@ -1,11 +1,11 @@
 """The long chaos runs, `make chaos-long`: `python -m tests.chaos.long WHAT [--write]`.
 
     kills       100 kills of shards, schedulers and Redis at random times
-    cuts        20 partitions of the network: one node cut off from one other or from all, both ways or one
-    goodput     ten minutes in which a process is killed every 30 s, against as long without
+    cuts        20 network partitions: one node is cut off from one other or from all, in one direction or both
+    goodput     ten minutes with a kill every 30 s, compared with ten minutes without
 
-Each ends with the verdict of the checkers, which must find nothing, and prints its figures as a table; with `--write`
-it replaces the one of that name in docs/promises.md.  `PARAMSERVER_CHAOS_SCALE=0.1` makes each a tenth as long.
+Each fails if the checkers find a violation, and prints its figures as a table; `--write` replaces the table of that
+name in docs/promises.md.  `PARAMSERVER_CHAOS_SCALE=0.1` makes each a tenth as long.
 """
 
 import os
@@ -32,14 +32,14 @@ GOODPUT_S = 600.0
 
 
 def judged(run: Busy, *, in_doubt: int) -> dict[str, Verdict]:
-    """End a run; fails if the checkers find anything."""
+    """Finish a run and return the verdict on each model; fail if the checkers find a violation."""
     run.finish()
     run.assert_kept(shards_died=True, in_doubt=in_doubt)
     return {kind.name: verdict for kind, verdict in run.verdicts(shards_died=True).items()}
 
 
 def summary(verdicts: dict[str, Verdict]) -> list[list[object]]:
-    """One row for each model: what was acknowledged, in doubt, lost and doubled."""
+    """Return a table row for each model, with the columns of `COLUMNS`."""
     return [
         [name, v.acknowledged, v.in_doubt, v.pulls, len(v.lost), len(v.doubled), len(v.torn) + len(v.went_back)]
         for name, v in verdicts.items()
@@ -50,7 +50,7 @@ COLUMNS = ["model", "acknowledged", "in doubt", "pulls", "lost", "doubled", "tor
 
 
 def kills(folder: Path) -> str:
-    """Kill something, now and then the next before the first is back, until there were 100."""
+    """Kill processes at random, sometimes a second before the first has recovered, 100 times in all."""
     rng, count = random.Random(SEED), max(3, round(100 * SCALE))
     with chaos_cluster(folder / "kills", Plan(shards=3, schedulers=2)) as c:
         run = Busy(c, KINDS)
@@ -71,14 +71,14 @@ def kills(folder: Path) -> str:
 
 
 def cuts(folder: Path) -> str:
-    """Cut links for ten seconds at a time."""
+    """Cut random links for ten seconds at a time."""
     rng, count = random.Random(SEED), max(2, round(20 * SCALE))
     with chaos_cluster(folder / "cuts", Plan(shards=3, schedulers=2, proxied=True)) as c:
         run = Busy(c, KINDS)
         times = []
         for i in range(count):
             node = rng.choice(("shard-0", "shard-1", "shard-2", run.cluster.leader()))
-            # Every third time the node is cut off from everybody, else from one other.
+            # Every third time the node is cut off from all others, else from one.
             links = c.links(node) if i % 3 == 0 else [rng.choice(c.links(node))]
             way: Way = rng.choice(get_args(Way))
             for link in links:
@@ -95,7 +95,7 @@ def cuts(folder: Path) -> str:
 
 
 def goodput(folder: Path) -> str:
-    """The same load twice: undisturbed, and with a kill every 30 s."""
+    """Measure the throughput of the same load without kills and with a kill every 30 s."""
     seconds = GOODPUT_S * SCALE
     rates: dict[bool, dict[str, float]] = {}
     for disturbed in (False, True):
@@ -126,7 +126,7 @@ RUNS: dict[str, Callable[[Path], str]] = {f.__name__: f for f in (kills, cuts, g
 
 
 def main() -> None:
-    """Run what the command line names."""
+    """Run the runs named on the command line."""
     for name, into_docs in arguments(list(RUNS)):
         shown(name, RUNS, f"python -m tests.chaos.long {name}", into_docs=into_docs)
 

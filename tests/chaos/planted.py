@@ -1,6 +1,6 @@
-"""A shard with a bug planted in it: `python -m tests.chaos.planted BUG [words of paramserver-shard]`.
+"""A shard with a bug planted in it: `python -m tests.chaos.planted BUG [options of paramserver-shard]`.
 
-The chaos tests must notice each of them; one that they did not notice would be a promise that nobody checks.
+The chaos tests must detect each bug; an undetected one would mean that a promise is not checked.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from paramserver_shard.main import app
 from paramserver_shard.membership import Membership
 
 EVERY = 7
-"""A bug strikes each so many times only, as bugs do."""
+"""`apply_twice` and `tear` strike only on every seventh pass, because real bugs are intermittent, too."""
 
 
 def skip_the_window() -> None:
-    """What was delivered before is taken for new."""
+    """Treat every delivery of a push as new."""
     PushMemory.check = lambda *_: None  # type: ignore[method-assign]
 
 
 def apply_twice() -> None:
-    """Some updates are added twice."""
+    """Apply some updates twice."""
     passes = 0
 
     def twice(
@@ -49,7 +49,7 @@ def apply_twice() -> None:
 
 
 def tear() -> None:
-    """Of some updates only the first half is there."""
+    """Apply only the first half of some updates."""
     passes = 0
 
     def half(
@@ -68,7 +68,7 @@ def tear() -> None:
 
 
 def acknowledge_early() -> None:
-    """What is not in the journal yet is taken for durable."""
+    """Report entries as journaled 2 s before they are written."""
     write = JournalWriter.add
 
     def add(self: JournalWriter, entries: Iterable[JournalEntry], fsync: bool) -> None:
@@ -82,7 +82,7 @@ def acknowledge_early() -> None:
 
 
 def skip_the_token() -> None:
-    """Whoever once owned a partition writes and answers for it, whatever Redis and the schedulers say."""
+    """A former owner of a partition keeps writing and serving it, whatever Redis and the schedulers say."""
     for module, name, at in ((journal, "_APPEND", "at"), (store, "_SWITCH", "1")):
         script = str(vars(module)[name])
         assert f"owner > ARGV[{at}]" in script
@@ -93,7 +93,7 @@ def skip_the_token() -> None:
 
     async def join_once(self: Membership) -> None:
         if self.epoch:
-            await asyncio.Event().wait()  # it was fenced, and does not care
+            await asyncio.Event().wait()  # it was fenced, but does not rejoin and keeps its partitions
         await join(self)
 
     Membership._join = join_once  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
-"""A TCP fault proxy: each link passes the bytes between one node and one address, until it is told to hold them.
+"""A TCP fault proxy: each link forwards bytes between one node and one address until it is told to hold them.
 
-A link that is cut keeps its connections and holds what they send, as a network does while TCP tries again; healed, it
-delivers what it held.  New connections through a cut link are accepted and stay silent.  `reset` ends the connections
-there are, as a network device does that has forgotten them.
+A cut link keeps its connections open and holds their bytes, as a network does while TCP retransmits; `heal` delivers
+what was held.  New connections through a cut link are accepted and stay silent.  `reset` aborts the existing
+connections, as a network device does that has lost its connection state.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ CHUNK_BYTES = 1 << 16
 
 
 class Link:
-    """One way into the cluster that can be hurt."""
+    """A proxied route from one node to one address."""
 
     def __init__(self, name: str, target_port: int) -> None:
         self.name, self.target_port = name, target_port
         self.port = 0
-        """Where it listens, on 127.0.0.1."""
+        """Port on 127.0.0.1 that the link listens on."""
         self.delay_s = 0.0
-        """How much later each chunk arrives."""
+        """Delay of each chunk in each direction."""
         self.passed_bytes = 0
         self._open = {"there": asyncio.Event(), "back": asyncio.Event()}
         self._server: asyncio.Server | None = None
@@ -31,12 +31,12 @@ class Link:
         self.heal()
 
     async def start(self, port: int = 0) -> None:
-        """Listen, on a free port unless one is given."""
+        """Listen on `port`; 0: on a free port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", port, limit=CHUNK_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """End everything."""
+        """Stop listening and end all connections."""
         if self._server is not None:
             self._server.close()
         self.reset()
@@ -45,13 +45,13 @@ class Link:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def cut(self, way: Way = "both") -> None:
-        """Hold all bytes from now on, or those of one direction: `there` is towards the target."""
+        """Hold all bytes from now on, or those of one direction; `there` is towards the target."""
         for name, passes in self._open.items():
             if way in (name, "both"):
                 passes.clear()
 
     def heal(self) -> None:
-        """Let everything pass again, at once."""
+        """Forward everything again, without delay."""
         self.delay_s = 0.0
         for passes in self._open.values():
             passes.set()
@@ -67,7 +67,7 @@ class Link:
         self._connections.add(task)
         self._writers.add(writer)
         try:
-            await self._open["there"].wait()  # a cut network does not carry the handshake either
+            await self._open["there"].wait()  # a cut network does not carry a handshake either
             to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self.target_port, limit=CHUNK_BYTES)
             self._writers.add(to_writer)
             try:
@@ -76,9 +76,9 @@ class Link:
                 self._writers.discard(to_writer)
                 to_writer.close()
         except OSError:
-            writer.transport.abort()  # nobody listens there
+            writer.transport.abort()  # nothing listens on the target port
         except asyncio.CancelledError:
-            pass  # the link is taken down
+            pass  # the link is being stopped
         finally:
             self._connections.discard(task)
             self._writers.discard(writer)
@@ -94,7 +94,7 @@ class Link:
         there = asyncio.ensure_future(self._pass("there", reader, to_writer))
         back = asyncio.ensure_future(self._pass("back", to_reader, writer))
         try:
-            # One side's end is passed on as such; a broken connection ends both.
+            # EOF is forwarded and the other direction goes on; an error aborts both connections.
             done, _ = await asyncio.wait((there, back), return_when=asyncio.FIRST_EXCEPTION)
             if any(task.exception() for task in done):
                 writer.transport.abort()

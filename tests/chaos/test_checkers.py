@@ -1,4 +1,4 @@
-"""The checkers say nothing about a right history and turn red at each kind of wrong one."""
+"""The checkers report nothing for a correct history, and each kind of violation in an incorrect one."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ WORKERS = 2
 
 
 class Shop:
-    """One partition that applies pushes as told, and writes down the history that its clients would have seen."""
+    """A simulated partition that applies pushes as told and records the history its clients would have seen."""
 
     def __init__(self) -> None:
         self.history = History()
@@ -27,7 +27,7 @@ class Shop:
         return self.now
 
     def push(self, by: int, *, times: int = 1, versions: int | None = None, answered: bool = True) -> None:
-        """One push, applied `times` times."""
+        """Record one push, applied `times` times and raising the version by `versions` (default: `times`)."""
         start = self.tick()
         self.cells[by] += times
         self.version += times if versions is None else versions
@@ -37,14 +37,14 @@ class Shop:
             self.history.pushes.append(Push("m", by, start, result="doubt"))
 
     def pull(self, by: int = -1, **changes: Any) -> None:
-        """One pull of what is there, with what a bug would change in it."""
+        """Record one pull of the current state, with fields changed as by a bug."""
         start, total = self.tick(), sum(self.cells)
         seen = Seen("m", by, start, self.tick(), len(self.history.seen), 0, 0, 0, self.version, self.incarnation,
                     total, total, tuple(self.cells))  # fmt: skip
         self.history.seen.append(replace(seen, **changes))
 
     def crash(self, *, lose: tuple[int, ...] = ()) -> None:
-        """A new owner, without the last push of these workers."""
+        """Start a new incarnation without the last push of these workers."""
         self.incarnation += 1
         for w in lose:
             self.cells[w] -= 1
@@ -52,7 +52,7 @@ class Shop:
 
 
 def served() -> Shop:
-    """Some pushes of both workers, with pulls between them."""
+    """Return a partition with three pushes of each worker and a pull after each."""
     shop = Shop()
     for i in range(6):
         shop.push(i % 2)
@@ -65,7 +65,7 @@ def durable(shop: Shop) -> list[str]:
 
 
 def test_a_right_history_passes() -> None:
-    """Pushes, pulls, a crash that loses nothing and a push in doubt that was applied are all fine."""
+    """Pushes, pulls, a crash that loses nothing and an applied push in doubt are no violations."""
     shop = served()
     shop.push(0, answered=False)
     shop.pull()
@@ -79,7 +79,7 @@ def test_a_right_history_passes() -> None:
 
 
 def test_a_push_in_doubt_counts_as_either() -> None:
-    """A push without an answer may be there, may not be there, and may come late."""
+    """A push without an answer may have been applied or not, or be applied late, without a violation."""
     for times in (0, 1):
         shop = served()
         shop.push(0, times=times, answered=False)
@@ -90,19 +90,19 @@ def test_a_push_in_doubt_counts_as_either() -> None:
     late.push(0, times=0, answered=False)
     late.pull()
     late.push(0, times=1, versions=1, answered=False)
-    late.history.pushes.pop()  # it was the first one that arrived only now
+    late.history.pushes.pop()  # this was the late arrival of the first push, not a second one
     late.pull()
     assert durable(late) == []
 
 
 def test_a_lost_acknowledged_push_turns_red() -> None:
-    """A durable level must have each acknowledged push after the death of a shard."""
+    """A lost acknowledged push is reported at a durable level; at `applied` only if its incarnation still lives."""
     shop = served()
     shop.crash(lose=(1,))
     shop.pull()
 
     assert any(line.startswith("lost") for line in durable(shop))
-    # `applied` may lose it with its shard, but not while the shard lives
+    # `applied` may lose it with its shard, but not while the shard lives.
     assert checkers.judge(shop.history, mode="async", durable=False).wrong == []
     shop.push(1, times=0)
     shop.pull()
@@ -110,7 +110,7 @@ def test_a_lost_acknowledged_push_turns_red() -> None:
 
 
 def test_a_doubled_push_turns_red() -> None:
-    """A retried push that was applied again shows, with or without a version of its own."""
+    """A push applied twice is reported, whether or not the second time raised the version."""
     for versions in (1, 2):
         shop = served()
         shop.push(1, times=2, versions=versions)
@@ -119,7 +119,7 @@ def test_a_doubled_push_turns_red() -> None:
 
 
 def test_a_doubled_push_shows_behind_a_loss() -> None:
-    """At `applied` a loss cannot hide a doubled push: within one incarnation no cell rises by more than was sent."""
+    """A push applied twice at `applied` is reported even if an earlier loss keeps the total below the number sent."""
     shop = served()
     shop.crash(lose=(0, 1))
     shop.pull()
@@ -134,7 +134,7 @@ def test_a_doubled_push_shows_behind_a_loss() -> None:
     "bug", [{"low": 5.0}, {"cells": (3.0, 2.0)}, {"version": 5}], ids=["half a vector", "half a push", "no version"]
 )
 def test_a_torn_read_turns_red(bug: dict[str, Any]) -> None:
-    """A pull with part of an update, or with an update that its version does not count."""
+    """A pull is reported if it shows part of an update, or an update that its version does not count."""
     shop = served()
     shop.pull(**bug)
 
@@ -142,7 +142,7 @@ def test_a_torn_read_turns_red(bug: dict[str, Any]) -> None:
 
 
 def test_two_states_under_one_version_turn_red() -> None:
-    """Owner and zombie that both count up from one version are told apart by what they hold."""
+    """One version with two different states, as from an owner and a zombie, is reported."""
     shop = served()
     shop.pull()
     shop.pull(cells=(4.0, 2.0))
@@ -151,7 +151,7 @@ def test_two_states_under_one_version_turn_red() -> None:
 
 
 def test_a_version_that_goes_back_turns_red() -> None:
-    """Within an incarnation a later pull never shows an earlier version; a new incarnation may."""
+    """A lower version is reported within an incarnation but not in a new one; an answer of the old one is stale."""
     shop = served()
     shop.cells, shop.version = [2.0, 2.0], 4
     shop.pull()
@@ -169,7 +169,7 @@ def test_a_version_that_goes_back_turns_red() -> None:
 
 
 def commits(clocks: int = 4) -> History:
-    """Two workers and two partitions through some clocks."""
+    """Return a correct history of two workers and two partitions over `clocks` commits."""
     history, now = History(), 0.0
     for clock in range(1, clocks + 1):
         for by in range(WORKERS):
@@ -197,24 +197,24 @@ def changed(history: History, at: int, **fields: Any) -> History:
 
 
 def test_a_right_synchronous_history_passes() -> None:
-    """Commits that all partitions have alike."""
+    """Commits that are the same on all partitions are no violation."""
     assert wrong(commits()) == []
 
 
 def test_partitions_of_different_commits_turn_red() -> None:
-    """One pull of a member shows one commit."""
+    """A member's pull whose partitions show different commits is reported."""
     found = wrong(changed(commits(), -1, version=3, low=3.0, high=3.0, cells=(1.5, 1.5)))
     assert any(line.startswith("apart") for line in found)
 
 
 def test_a_commit_with_other_contributions_on_one_partition_turns_red() -> None:
-    """Each commit has the same contributions everywhere."""
+    """A commit whose contributions differ between partitions is reported."""
     found = wrong(changed(commits(), -1, cells=(1.0, 3.0)))
     assert any("differs" in line for line in found)
 
 
 def test_a_lost_commit_turns_red() -> None:
-    """A commit that was told is never gone at a durable level, and elsewhere only under a higher timeline."""
+    """A pull without a commit that workers were told of is reported, except at `applied` under a higher timeline."""
     history = commits()
     for i in (-1, -2, -3, -4):
         changed(history, i, version=3, low=3.0, high=3.0, cells=(1.5, 1.5))
@@ -227,7 +227,7 @@ def test_a_lost_commit_turns_red() -> None:
 
 
 def test_a_doubled_commit_turns_red() -> None:
-    """No commit comes before the members have worked for it."""
+    """A commit beyond the clocks of all members is reported."""
     history = commits()
     for i in (-1, -2, -3, -4):
         changed(history, i, version=5, low=5.0, high=5.0, cells=(2.5, 2.5))
@@ -238,7 +238,7 @@ def test_a_doubled_commit_turns_red() -> None:
 
 
 def test_a_history_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    """What several processes wrote comes back in order; a push whose process was killed is in doubt for ever."""
+    """Records of several processes are merged in time order; a killed process's push stays open with no end."""
     one, two = Recorder(tmp_path / "a.jsonl"), Recorder(tmp_path / "b.jsonl")
     two.write(op="invoke", id="m:1", model="m", by=1, start=2.0)
     one.write(op="invoke", id="m:1", model="m", by=0, start=1.0)

@@ -1,7 +1,7 @@
-"""Real processes are killed at each named step of shard and scheduler, under load; every promise holds.
+"""Real processes are killed at each crash point of shard and scheduler, under load; every promise holds.
 
-One shard and the scheduler die again and again, each time at the next point of their list, while the other shard and
-the load go on: what one crash leaves behind is there for the next.
+One shard and the scheduler die repeatedly, each time at the next point of their list, while the other shard and the
+load continue.  Each crash starts from the state that the previous one left behind.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from .keeper import Plan
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(280)]
 
 DRAINED = "shard.release_stored"
-"""The point that a shard comes by only when it hands its partitions over."""
+"""The crash point that a shard reaches only when it hands over partitions."""
 CRASH_S = 30.0
-"""Longest time until a process comes by its next point."""
+"""Longest time until a process reaches its next crash point."""
 
 
 def hits(cluster: ChaosCluster, victim: str) -> list[str]:
-    """The points at which a process has died, in order."""
+    """Return the crash points at which a process has died, in order."""
     log = (cluster.folder / "nodes" / f"{victim}.log").read_text()
     return [line.split("crash point ")[1].split(":")[0] for line in log.splitlines() if "crash point " in line]
 
 
 def crash(cluster: ChaosCluster, points: dict[str, list[str]]) -> None:
-    """Let processes die at these points, one after the other, and wait until they have."""
+    """Make each process die at its points, one after the other, and wait until all have been hit."""
     for victim, names in points.items():
         cluster.kill(victim, env=[{VARIABLE: name} for name in names])
     within_s = CRASH_S * max(map(len, points.values()))
@@ -42,13 +42,13 @@ def crash(cluster: ChaosCluster, points: dict[str, list[str]]) -> None:
 
 
 def drain(cluster: ChaosCluster, state: str) -> bool:
-    """Make the first shard give up what it has, or take its share again; False while it is not there."""
+    """Set the first shard's state (`draining` or `active`); return whether the scheduler accepted it."""
     return cluster.http.put(cluster.url + "/shards/shard-0", json={"state": state}, timeout=10.0).is_success
 
 
 @pytest.fixture(scope="module")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
-    """A cluster after a crash at every point, healthy again."""
+    """Yield a cluster that has recovered from a crash at every point, with its load stopped."""
     with chaos_cluster(tmp_path_factory.mktemp("crashes"), Plan(shards=2)) as cluster:
         run = Busy(cluster, KINDS)
         ordinary = sorted(POINTS - {DRAINED})
@@ -66,7 +66,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
         cluster.kill("shard-0", env=[{VARIABLE: DRAINED}])
         cluster.until_healthy()
         eventually(
-            # Taking its share after the restart may have led it there already.
+            # Moves after the restart may have reached the point already.
             lambda: DRAINED in hits(cluster, "shard-0") or (drain(cluster, "draining") and False),
             within_s=CRASH_S,
             what=f"the crash at {DRAINED}",
@@ -80,11 +80,11 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
 
 @pytest.mark.parametrize("point", sorted(POINTS))
 def test_a_process_has_died_at(crashed: Busy, point: str) -> None:
-    """A kill -9 of itself at that very step, once."""
+    """The process has killed itself exactly once at this crash point."""
     victim = "shard-0" if point.startswith("shard.") else "scheduler-0"
     assert hits(crashed.cluster, victim).count(point) == 1
 
 
 def test_nothing_was_lost_or_doubled(crashed: Busy) -> None:
-    """After all these crashes the values count each acknowledged push once, at the levels that promise it."""
+    """After a crash at every point, each acknowledged push counts once at the levels that promise it."""
     crashed.assert_kept(shards_died=True)

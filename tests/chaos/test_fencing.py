@@ -1,4 +1,4 @@
-"""A shard that was given up for dead, or is cut off, changes nothing behind its successor's back."""
+"""A shard or leader that is cut off, or was replaced, loses nothing and does not interfere with its successor."""
 
 import time
 from collections.abc import Callable
@@ -16,18 +16,18 @@ Start = Callable[..., Busy]
 
 
 def test_one_way_cuts(start: Start) -> None:
-    """Without Redis a shard waits; unheard by the scheduler it is replaced, untold it serves on; nothing is lost."""
+    """A shard without Redis waits, one whose heartbeats are cut is replaced, one whose replies are cut serves on."""
     run = start(Plan(shards=2, proxied=True), JOURNALED)
     c = run.cluster
     ways: tuple[Way, ...] = ("there", "back")
     for way in ways:
         c.cut("shard-0>redis", way)
-        time.sleep(0.5)  # what was under way
+        time.sleep(0.5)  # lets operations in flight finish
         before = c.progress()
         time.sleep(5.5)
         after = c.progress()
         assert c.owned("shard-0"), "a shard that the scheduler hears of keeps what it has"
-        # What needs the journal stands still, without an error and without an acknowledgement.
+        # Pushes that need the journal wait, without an error; at most one per worker was still in flight.
         assert all(after[k] - before[k] <= 1 for k in after), (before, after)
         c.heal()
         c.until_healthy()
@@ -46,7 +46,7 @@ def test_one_way_cuts(start: Start) -> None:
 
 
 def test_a_leader_cut_off_from_redis(start: Start) -> None:
-    """It stands back, another leads, and healed there is still one."""
+    """A leader that is cut off from Redis is succeeded by another, which still leads after the link has healed."""
     run = start(Plan(shards=2, schedulers=2, proxied=True), JOURNALED)
     c = run.cluster
     leader = c.leader()

@@ -1,7 +1,7 @@
-"""Processes are killed, paused and restarted under load: nothing acknowledged is lost, nothing counts twice.
+"""Processes are killed, paused and restarted under load: nothing acknowledged is lost, and no push counts twice.
 
-At `journaled` no acknowledged push is lost whatever dies; at `applied` none while no shard dies.  Nothing is doubled at
-any level, and no client sees an error.
+At `journaled` no acknowledged push is lost whatever dies; at `applied` none as long as no shard dies.  Nothing is
+doubled at any level, and no client sees an error.
 """
 
 import signal
@@ -20,7 +20,7 @@ Start = Callable[..., Busy]
 
 
 def test_ten_shard_kills(start: Start) -> None:
-    """Each shard is killed in turn; some die while another comes back, one twice in a row."""
+    """Ten shard kills, some while another shard recovers and one shard twice in a row, break no promise."""
     run = start(Plan(shards=3))
     for victim, wait in zip((0, 1, 2, 0, 0, 1, 2, 1, 0, 2), (1, 1, 0, 1, 0, 1, 0, 1, 0, 1), strict=True):
         run.cluster.kill(f"shard-{victim}")
@@ -31,7 +31,7 @@ def test_ten_shard_kills(start: Start) -> None:
 
 
 def test_five_scheduler_kills_and_five_redis_restarts(start: Start) -> None:
-    """The leader is killed, Redis is killed or stopped, and both at once."""
+    """Kills of the leader and kills or stops of Redis, singly and both at once, lose nothing at any level."""
     run = start(Plan(shards=2, schedulers=2))
     c = run.cluster
     for i in range(5):
@@ -45,7 +45,7 @@ def test_five_scheduler_kills_and_five_redis_restarts(start: Start) -> None:
 
 
 def test_ten_pauses(start: Start) -> None:
-    """Shards, the leader and Redis stand still, shorter than their lease and longer; no zombie changes anything."""
+    """Pauses of shards, leader and Redis, short or beyond the lease, lose nothing; replaced shards answer no pull."""
     run = start(Plan(shards=3, schedulers=2))
     c = run.cluster
     for shard in ("shard-1", "shard-2"):
@@ -64,12 +64,12 @@ def test_ten_pauses(start: Start) -> None:
     run.finish()
     run.assert_kept(shards_died=True)
     for kind in KINDS:
-        # Once a successor had answered, no pull was answered by the one that had stood still.
+        # Once a successor had answered, the paused shard answered no pull.
         assert stale(c.history().of(kind.name)) == []
 
 
 def test_a_rolling_restart(start: Start) -> None:
-    """Every process is told to stop in its turn, and ends by itself in time; no level loses anything."""
+    """Each process that is told to stop exits with status 0 within 25 s, and no level loses anything."""
     run = start(Plan(shards=2, schedulers=2))
     c = run.cluster
     for who in ("shard-0", "shard-1", "scheduler-0", "scheduler-1", "redis"):
@@ -83,7 +83,7 @@ def test_a_rolling_restart(start: Start) -> None:
 
 
 def test_anything_killed_twice_in_a_row(start: Start) -> None:
-    """Whatever is killed again as soon as it runs again only makes the training slower."""
+    """Killing a scheduler, Redis, a worker or a shard again as soon as it has restarted breaks no promise."""
     run = start(Plan(shards=2))
     c = run.cluster
     for name in ("scheduler-0", "redis", "worker", "shard-0"):

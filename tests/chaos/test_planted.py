@@ -1,4 +1,4 @@
-"""Bugs planted in a real shard: the load and the checkers of this folder notice each of them."""
+"""The chaos load and checkers detect each bug planted in a real shard."""
 
 import signal
 import threading
@@ -19,25 +19,25 @@ from .planted import BUGS
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
 
 WORKERS = 3
-"""The last one is kept for who comes late."""
+"""Two workers push all the time; the third number belongs to the stale client in `provoke`."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
-    """Two shards, the first of which gets the bugs."""
+    """A cluster of two shards; the bugs are planted in the first."""
     with chaos_cluster(tmp_path_factory.mktemp("planted"), Plan(shards=2)) as running:
         yield running
 
 
 def verdict(cluster: ChaosCluster, model: str) -> Verdict:
-    """What the checkers say once the load has ended."""
+    """Stop the load and return the checkers' verdict."""
     cluster.stop_load()
     cluster.look(Job(model, -1, WORKERS), AFTER_ALL)
     return judge(cluster.history().of(model), mode="async", durable=True)
 
 
 def begin(cluster: ChaosCluster, model: str, bug: str | None) -> None:
-    """Load on a new model of a cluster whose first shard has the bug; each push comes twice."""
+    """Restart the first shard with the bug and put a new model under load, with each push delivered twice."""
     cluster.kill("shard-0", bug=bug)
     eventually(cluster.healthy, within_s=60.0, what="the restart")
     load.create(cluster.client, model, workers=WORKERS, mode="async", ack="journaled")
@@ -47,13 +47,13 @@ def begin(cluster: ChaosCluster, model: str, bug: str | None) -> None:
 
 
 def provoke(cluster: ChaosCluster, model: str, bug: str) -> None:
-    """The fault at which the bug does its harm, if it needs one."""
+    """Inject the fault that exposes the bug, if it needs one."""
     if bug == "acknowledge_early":
         cluster.kill("shard-0")
         eventually(cluster.healthy, within_s=60.0, what="the recovery")
     elif bug == "skip_the_token":
         with ps.connect(cluster.url, timeout=30.0) as client:
-            # Somebody who has not heard of the new owner, and asks the old one.
+            # A client with a stale map, which keeps pushing to the old owner.
             late = load.Load(Job(model, WORKERS - 1, WORKERS), cluster.url, cluster.recorder, threading.Event())
             late.prepare(client)
             assert late.push(client.model(model)) == "ok"
@@ -67,7 +67,7 @@ def provoke(cluster: ChaosCluster, model: str, bug: str) -> None:
 
 
 def owners(cluster: ChaosCluster, model: str) -> set[str]:
-    """The shards that serve a model's partitions."""
+    """Return the shards that serve a model's partitions; `nobody` for a partition that is not served."""
     return {p["shard"] if p["served"] else "nobody" for p in cluster.get(f"/models/{model}")["partitions"]}
 
 
@@ -82,7 +82,7 @@ SHOWS = {
 
 @pytest.mark.parametrize("bug", sorted(BUGS))
 def test_a_planted_bug_turns_the_checkers_red(cluster: ChaosCluster, bug: str) -> None:
-    """Each bug shows as what it does to the clients."""
+    """Each planted bug is reported by the checkers as the violation it causes."""
     begin(cluster, bug, bug)
     provoke(cluster, bug, bug)
 
@@ -93,7 +93,7 @@ def test_a_planted_bug_turns_the_checkers_red(cluster: ChaosCluster, bug: str) -
 
 
 def test_without_a_bug_the_same_stays_green(cluster: ChaosCluster) -> None:
-    """What the bugs were noticed by says nothing of a shard that has none."""
+    """A shard without a bug passes the checkers under the same load and faults."""
     begin(cluster, "fine", None)
     for bug in sorted(BUGS):
         provoke(cluster, "fine", bug)

@@ -1,4 +1,4 @@
-"""The fault proxy passes bytes, holds them in either direction, and delivers them when healed."""
+"""The fault proxy forwards bytes, holds them in either direction, and delivers them when healed."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ async def answer(reader: asyncio.StreamReader, within_s: float) -> bytes | None:
 
 
 async def test_a_link_passes_holds_and_delivers() -> None:
-    """Bytes pass; cut, nothing arrives in that direction; healed, what was held arrives in order."""
+    """A link forwards bytes, holds those of a cut direction, delivers them when healed, and can delay each chunk."""
     RECEIVED.clear()
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
     link = Link("a>b", server.sockets[0].getsockname()[1])
@@ -64,7 +64,7 @@ async def test_a_link_passes_holds_and_delivers() -> None:
 
 
 async def test_a_link_reports_that_nobody_listens() -> None:
-    """A connection through a link to a dead node breaks, and so does one that is reset."""
+    """Connections through a link break if the link is reset or if nothing listens on the target port."""
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
     link = Link("a>b", server.sockets[0].getsockname()[1])
     await link.start()

@@ -1,4 +1,4 @@
-"""Redis is emptied, loses its newest writes, or everything is lost but a checkpoint."""
+"""Redis is emptied, Redis loses its newest writes, and everything except a checkpoint is lost."""
 
 import shutil
 import time
@@ -23,7 +23,7 @@ TAIL_BYTES = 20_000
 
 
 def test_an_emptied_redis_is_seeded_from_memory(start: Start) -> None:
-    """FLUSHALL in the middle of a training loses nothing, though a shard dies soon after it."""
+    """FLUSHALL during training loses nothing, nor does a shard's death once Redis has snapshots again."""
     run = start(Plan(shards=2))
     c = run.cluster
     with redis.Redis(port=c.redis_port) as connection:
@@ -55,7 +55,7 @@ def seeded(run: Busy) -> bool:
 
 
 def test_a_redis_that_comes_back_without_its_last_writes(start: Start) -> None:
-    """The end of the append-only file is gone, as after a power cut.  Shards that live on store it again."""
+    """If Redis restarts without the end of its append-only file, the living shards store the lost writes again."""
     run = start(Plan(shards=2), JOURNALED)
     c = run.cluster
     c.kill("redis", hold=True)
@@ -71,7 +71,7 @@ def test_a_redis_that_comes_back_without_its_last_writes(start: Start) -> None:
     run.assert_kept(shards_died=False, acknowledged=1)
 
     eventually(lambda: seeded(run), what="snapshots of every partition")
-    time.sleep(6.0)  # an interval of snapshots: what Redis has lost is there again
+    time.sleep(6.0)  # one snapshot interval, after which the lost writes are stored again
     c.kill("shard-0")
     c.until_healthy()
     run.finish()
@@ -88,8 +88,8 @@ SCHEDULES: dict[str, Any] = {
 @pytest.mark.parametrize("keeper", ["client", "cluster"])
 @pytest.mark.parametrize("mode", [ps.Async(), ps.Sync()], ids=["async", "sync"])
 def test_a_checkpoint_is_restored_where_nothing_else_is_left(tmp_path: Path, mode: Any, keeper: str) -> None:
-    """All nodes and volumes are gone; an empty cluster goes on from the checkpoint with the same values, in the middle
-    of warm-ups and schedules."""
+    """After the loss of all nodes and volumes, training continues from a checkpoint with bit-identical values, also in
+    the middle of warm-ups and schedules."""
     rng = np.random.default_rng(3)
     gradients = [{"w": rng.normal(size=(40, 25)).astype(np.float32)} for _ in range(8)]
     before, after = {}, {}
@@ -122,7 +122,7 @@ def test_a_checkpoint_is_restored_where_nothing_else_is_left(tmp_path: Path, mod
 
 
 def train(model: ps.Model, gradients: list[Any]) -> Any:
-    """The values after these gradients."""
+    """Push these gradients one after the other and return the resulting values."""
     if model.info()["spec"]["consistency"]["mode"] == "async":
         for g in gradients:
             model.push(g)

@@ -1,10 +1,10 @@
-"""`make compose-test`: the compose file on a real engine, from nothing to nothing.
+"""`make compose-test`: check the compose file on a real Docker engine, from the build to the removal.
 
-    python -m tests.compose.check [--write]        with --write the table in docs/operations.md is replaced
+    python -m tests.compose.check [--write]        --write replaces the table in docs/operations.md
 
-It comes up, trains, takes a client of this machine, survives the death of a shard, both schedulers and Redis, scales to
-four shards, goes on after `down`, and leaves nothing.  The project has a name and ports of its own, so that a stack
-that runs already is not touched.
+The stack starts, trains, serves a client on this machine, survives the death of a shard, both schedulers, Redis and a
+worker, scales to four shards, continues after `down`, and leaves nothing behind.  The project has its own name and
+ports, so a stack that is already running is not touched.
 """
 
 import argparse
@@ -31,7 +31,7 @@ IMAGES = ("paramserver-server", "paramserver-worker-cpu")
 
 
 class Check:
-    """Does one step after the other and keeps their figures."""
+    """The steps of the check and the figures they measured."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
@@ -40,31 +40,34 @@ class Check:
         self.up_s = 0.0
 
     def note(self, what: str, value: str) -> None:
-        """A figure for the table."""
+        """Add a figure to the table and print it."""
         self.rows.append((what, value))
         print(f"{time.strftime('%H:%M:%S')}  {what}: {value}", flush=True)
 
     @property
     def client(self) -> ps.Client:
-        """A client on this machine, by the one address that is published."""
+        """A client on this machine, connected to the one published address."""
         if self._client is None:
             token = self.stack.compose("exec", "-T", "scheduler-1", "psctl", "token").strip()
             self._client = ps.connect(f"http://127.0.0.1:{self.stack.port}", timeout=60.0, token=token)
         return self._client
 
     def live(self) -> dict[str, Any]:
-        """The model of the run that is under way, as the status has it."""
+        """Return the status of the model whose run is in progress."""
         run = next(r for r in self.client.runs(timeout=2.0) if r["state"] == "running")
         found = {m["name"]: m for m in self.client.status(timeout=2.0)["models"]}
         return dict(found[run["model"]])
 
     def progress(self) -> tuple[str, int]:
-        """(model, version) that training has come to."""
+        """Return (model, version) of the run in progress."""
         model = self.live()
         return str(model["name"]), int(model["version"])
 
     def trains_within(self, what: str, within_s: float = 60.0, updates: int = 20) -> float:
-        """Seconds until the model in training has had that many more updates than what is seen first."""
+        """Wait until training has made `updates` more updates and return the seconds that took.
+
+        If a new run has begun meanwhile, its updates count from zero.
+        """
         seen: list[tuple[str, int]] = []
 
         def grown() -> bool:
@@ -76,7 +79,7 @@ class Check:
     # --- the steps ---
 
     def comes_up(self) -> None:
-        """Build, and start from nothing: `up --wait` succeeds, one-shots included."""
+        """The images build, and `up --wait` from nothing succeeds, including the one-shot services."""
         began = time.monotonic()
         self.stack.compose("build", timeout_s=3600.0)
         self.note("build", f"{time.monotonic() - began:.0f} s")
@@ -96,7 +99,7 @@ class Check:
         )
 
     def serves_this_machine(self) -> None:
-        """A client beside the containers creates, pushes and pulls, though it reaches one address only."""
+        """A client on the host creates a model, pushes and pulls, although it reaches only one address."""
         model = self.client.create_model("mine", {"w": (1000,)}, optimizer=ps.SGD(lr=1.0), partitions=8)
         with model.worker() as worker:
             began = time.monotonic()
@@ -109,7 +112,7 @@ class Check:
         self.note("pull and push of a client on the host, through 8700", f"{each_ms:.0f} ms")
 
     def learns(self) -> None:
-        """The page's curve climbs."""
+        """The accuracy that the status page plots reaches 90 %."""
 
         def accuracy() -> float:
             return max((s["last"] or 0.0 for s in self.live()["series"] if s["name"] == "accuracy"), default=0.0)
@@ -118,7 +121,7 @@ class Check:
         self.note("until 90 % of the test images are recognised", f"{time.monotonic() - self.up_s:.0f} s after `up`")
 
     def shares_memory(self) -> None:
-        """Workers reach the shards through memory: their sockets are where the workers look, and have been used."""
+        """Workers see the sockets of both shards in shared memory, and a shard has mapped memory there."""
         out = self.stack.compose("exec", "-T", "worker", "sh", "-c", "ls /run/shared/*/*/requests | wc -l")
         if int(out) != 2:
             raise Failed(f"workers see {out.strip()} shards in shared memory")
@@ -127,7 +130,7 @@ class Check:
             raise Failed("no shard keeps values in the shared memory")
 
     def survives(self, service: str, index: int = 1) -> None:
-        """SIGKILL of its main process: training goes on, and the engine brings it back."""
+        """After SIGKILL of a container's main process, training continues and the engine restarts the container."""
         before = int(self.stack.container(service, index)["RestartCount"])
         at = self.progress()
         began = time.monotonic()
@@ -141,18 +144,18 @@ class Check:
         until(self.is_whole, "everybody alive again", 60.0)
 
     def is_whole(self) -> bool:
-        """Whether every container is well and every shard that runs is alive."""
+        """Whether every container is running and healthy, and there are as many live shards as shard containers."""
         rows = [r for r in self.stack.containers() if r["Service"] != "secrets"]
         alive = sum(bool(s["alive"]) for s in self.shards())
         well = [r for r in rows if r["State"] == "running" and r.get("Health") in ("", "healthy")]
         return len(well) == len(rows) and alive == len([r for r in rows if r["Service"] == "shard"])
 
     def shards(self) -> list[dict[str, Any]]:
-        """What the schedulers know of them."""
+        """Return the shards as the scheduler lists them."""
         return list(self.client.request("GET", "/shards", timeout=2.0)["items"])
 
     def scales(self, count: int) -> None:
-        """More shards take their parts while training goes on; fewer give them back."""
+        """After scaling to `count` shards during training, each has partitions and training continues."""
         began = time.monotonic()
         self.stack.compose("up", "--detach", "--wait", "--no-recreate", "--scale", f"shard={count}", timeout_s=120.0)
 
@@ -165,7 +168,7 @@ class Check:
         self.trains_within(f"training on {count} shards")
 
     def is_watched(self) -> None:
-        """Prometheus scrapes every node with its token, Grafana has its dashboard."""
+        """Prometheus scrapes every node with its token, and Grafana has the dashboard."""
         query = ("promtool", "query", "instant", "--format", "json", "http://127.0.0.1:9090", "sum(up)")
 
         def scraped() -> bool:
@@ -178,7 +181,7 @@ class Check:
         until(lambda: b"paramserver" in urllib.request.urlopen(url, timeout=2).read().lower(), "the dashboard", 60.0)
 
     def goes_on(self) -> None:
-        """The next run has another mode and parameters of its own, and so has the one after `down` and `up`."""
+        """A run in another mode follows; all services stop cleanly, and `down` and `up` keep the runs and training."""
         until(lambda: len(self.modes()) > 1, "a run in another mode", 200.0)
         before = {r["id"] for r in self.client.runs()}
         began = time.monotonic()
@@ -200,7 +203,7 @@ class Check:
         self.trains_within("training after `down` and `up`")
 
     def starts_alone(self) -> None:
-        """How long a node takes to start where nobody trains and no other starts."""
+        """Measure how long a node takes to start while nothing trains and no other node starts."""
         self.stack.compose("stop", "series", "worker")
         took: list[str] = []
         for service, said in (("scheduler-2", "scheduler."), ("shard", "joined as")):
@@ -210,18 +213,18 @@ class Check:
         self.note("start of a container until it is ready, by itself (scheduler, shard)", ", ".join(took))
 
     def modes(self) -> set[str]:
-        """The modes of the models that are kept."""
+        """Return the consistency modes of the existing models."""
         models = [self.client.model(name).info() for name in self.client.models()]
         return {str(m["spec"]["consistency"]["mode"]) for m in models}
 
     def goes(self) -> None:
-        """`down -v` leaves nothing."""
+        """`down -v` leaves no container, volume or network."""
         self.stack.remove()
         if left := self.stack.left():
             raise Failed(f"down -v left {left}")
 
     def measures_images(self) -> None:
-        """How large they are; the base may be another than the published one, so what is ours is told apart."""
+        """Measure the image sizes, and our share of them, since the base may differ from the published one."""
         version = ps.__version__
         for image in IMAGES:
             whole, ours = sizes_mb(f"{image}:{version}", BASES[0])
@@ -229,7 +232,7 @@ class Check:
 
 
 def steps(check: Check) -> list[Callable[[], None]]:
-    """What is done, in order."""
+    """Return the steps in order."""
     return [
         check.comes_up,
         check.shares_memory,
@@ -252,7 +255,7 @@ def steps(check: Check) -> list[Callable[[], None]]:
 
 @contextmanager
 def stack() -> Any:
-    """The project, gone at the end; what it logged last is printed when a step failed."""
+    """Yield the compose project, removed at the end; if a step fails, its containers and last logs are printed."""
     found = Stack()
     if found.left():
         raise Failed(f"a project {PROJECT} is there already: docker compose -p {PROJECT} down -v")
@@ -266,7 +269,7 @@ def stack() -> Any:
 
 
 def main() -> int:
-    """Check, print the table."""
+    """Run all steps and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="replace the table in docs/operations.md")
     into_docs: bool = parser.parse_args().write
@@ -289,7 +292,7 @@ def main() -> int:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace what stands between the marks."""
+    """Replace the text between the marks; raises Failed if there are none."""
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

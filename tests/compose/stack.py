@@ -1,4 +1,4 @@
-"""One compose project of its own, driven by the real `docker compose`, and the means to hurt it."""
+"""A separate compose project, driven by the real `docker compose`, and the means to kill its containers."""
 
 import json
 import os
@@ -17,18 +17,18 @@ BASES = ("python:3.12-slim",)
 
 
 class Failed(Exception):
-    """Something that the stack promises did not happen."""
+    """A docker command failed, or something the stack promises did not happen."""
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
+    """Return a free port on 127.0.0.1."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
 def docker(*words: str, env: dict[str, str] | None = None, timeout_s: float = 900.0) -> str:
-    """Output of a docker command; raises Failed with what it said when it fails."""
+    """Return the output of a docker command; raises Failed with its error text if it fails."""
     done = subprocess.run(
         ["docker", *words], capture_output=True, text=True, cwd=ROOT, env=os.environ | (env or {}), timeout=timeout_s
     )
@@ -38,7 +38,7 @@ def docker(*words: str, env: dict[str, str] | None = None, timeout_s: float = 90
 
 
 def until(probe: Callable[[], Any], what: str, within_s: float) -> float:
-    """Seconds until `probe` is true; what it raises meanwhile is as good as false.  Raises Failed."""
+    """Return the seconds until `probe` is true; its exceptions count as false.  Raises Failed after `within_s`."""
     began, last = time.monotonic(), None
     while (took := time.monotonic() - began) < within_s:
         try:
@@ -52,49 +52,49 @@ def until(probe: Callable[[], Any], what: str, within_s: float) -> float:
 
 
 def seconds_of(text: str) -> float:
-    """Unix time of an RFC 3339 timestamp, whose fraction may have nine digits."""
+    """Return the Unix time of an RFC 3339 timestamp in UTC, whose fraction may have nine digits."""
     whole, _, fraction = text.rstrip("Z").partition(".")
     return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
 
 
 class Stack:
-    """The services of `docker-compose.yml` under a project name and ports that nobody else uses."""
+    """The services of `docker-compose.yml` under their own project name and free ports."""
 
     def __init__(self) -> None:
         self.port, self.grafana_port = free_port(), free_port()
         self.env = {"PUBLISHED_PORT": str(self.port), "GRAFANA_PORT": str(self.grafana_port)}
 
     def compose(self, *words: str, timeout_s: float = 900.0) -> str:
-        """Output of a compose command of this project."""
+        """Return the output of a compose command for this project."""
         return docker("compose", "-p", PROJECT, *words, env=self.env, timeout_s=timeout_s)
 
     def container(self, service: str, index: int = 1) -> dict[str, Any]:
-        """What the engine knows of a container."""
+        """Return the `docker inspect` document of a container."""
         (found,) = json.loads(docker("inspect", f"{PROJECT}-{service}-{index}"))
         return dict(found)
 
     def containers(self) -> list[dict[str, Any]]:
-        """Every container of the project, stopped ones too."""
+        """Return all containers of the project, including stopped ones."""
         lines = self.compose("ps", "--all", "--format", "json").strip().splitlines()
         rows = [json.loads(line) for line in lines]
         return [row for found in rows for row in (found if isinstance(found, list) else [found])]
 
     def kill(self, service: str, index: int = 1) -> None:
-        """SIGKILL the main process; by the engine's own command it would count as a wish, and nothing would restart."""
+        """SIGKILL the main process directly: after `docker kill` the engine would not restart the container."""
         pid = int(self.container(service, index)["State"]["Pid"])
         try:
             os.kill(pid, signal.SIGKILL)
-        except (PermissionError, ProcessLookupError):  # not root, or the engine runs in a machine of its own
+        except (PermissionError, ProcessLookupError):  # not root, or the engine runs in a virtual machine
             docker("run", "--rm", "--privileged", "--pid", "host", BASES[0], "kill", "-9", str(pid))
 
     def restarted(self, service: str, index: int, before: int) -> bool:
-        """Whether the engine has started that container again and it is well."""
+        """Whether the engine has restarted that container and it is healthy."""
         found = self.container(service, index)
         health = found["State"].get("Health", {}).get("Status", "healthy")
         return int(found["RestartCount"]) > before and found["State"]["Running"] and health == "healthy"
 
     def logged_after_s(self, service: str, text: str, index: int = 1) -> float:
-        """Seconds from the last start of a container to the first line with that text."""
+        """Return the seconds from a container's last start to its first log line with that text; raises Failed."""
         started = seconds_of(self.container(service, index)["State"]["StartedAt"])
         done = subprocess.run(
             ["docker", "logs", "--timestamps", f"{PROJECT}-{service}-{index}"], capture_output=True, text=True
@@ -106,17 +106,17 @@ class Stack:
         raise Failed(f"{service}-{index} never logged {text!r}")
 
     def remove(self) -> None:
-        """Containers, networks and volumes of this project go."""
+        """Remove all containers, networks and volumes of this project."""
         self.compose("--profile", "gpu", "down", "--volumes", "--remove-orphans", "--timeout", "5")
 
     def left(self) -> list[str]:
-        """What is still there of the project."""
+        """Return the ids of the containers, volumes and networks that are left of the project."""
         mine = f"label=com.docker.compose.project={PROJECT}"
         kinds = (("ps", "--all", "--quiet"), ("volume", "ls", "--quiet"), ("network", "ls", "--quiet"))
         return [line for words in kinds for line in docker(*words, "--filter", mine).split()]
 
 
 def sizes_mb(image: str, base: str) -> tuple[float, float]:
-    """(the image, what it adds to its base) in MB, uncompressed."""
+    """Return (size of the image, size that it adds to its base) in MB, uncompressed."""
     whole, below = (int(docker("image", "inspect", "--format", "{{.Size}}", name)) for name in (image, base))
     return whole / 1e6, (whole - below) / 1e6

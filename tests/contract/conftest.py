@@ -1,4 +1,4 @@
-"""One real cluster for all the tests of the REST contract, and its four faces: scheduler or shard, JSON or msgpack."""
+"""One real cluster for all tests of the REST contract, reached through a scheduler or a shard, in JSON or msgpack."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,14 @@ from .rest import Face
 
 @pytest.fixture(scope="session")
 def rest_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler and two shards that no test hurts."""
+    """A scheduler and two shards, shared by many tests: no test may stop or kill them."""
     with nodes(tmp_path_factory.mktemp("rest"), shards=2) as running:
         yield running
 
 
 @pytest.fixture(params=["scheduler-json", "scheduler-msgpack", "shard-json", "shard-msgpack"])
 def face(request: pytest.FixtureRequest, rest_cluster: Nodes) -> Face:
-    """Each way to talk to the cluster."""
+    """A client of the scheduler or of a shard, in JSON or in msgpack."""
     node, kind = request.param.split("-")
     url = rest_cluster.url if node == "scheduler" else f"http://127.0.0.1:{rest_cluster.shard_ports['shard-1']}"
     return Face(rest_cluster, url, kind)

@@ -1,4 +1,4 @@
-"""What the tests of clients on the shards' own machine share: a model, and a look at what its client does."""
+"""Helpers for tests of clients on the shards' own machine: a model, and the requests that its client makes."""
 
 import sys
 import time
@@ -21,9 +21,9 @@ _numbers = count()
 
 
 def made(client: ps.Client, **options: Any) -> Model:
-    """A model of two parameters that span its partitions, at a learning rate of 1.
+    """Create a model of two parameters that span its partitions, with a learning rate of 1.
 
-    Of two shards each gets half of its four partitions, so none is moved for the balance.
+    Each of two shards owns half of its four partitions, so none is moved to balance the load.
     """
     shapes: dict[str, tuple[int, ...]] = {"a": (SIZE // 3,), "b": (2, SIZE // 3)}
     options = {"optimizer": ps.SGD(lr=1.0), "partitions": 4, **options}
@@ -31,7 +31,7 @@ def made(client: ps.Client, **options: Any) -> Model:
 
 
 def lose_sockets(model: Model) -> None:
-    """Its client believes for a while that nothing answers on this machine's sockets."""
+    """Make the model's client treat the shards' Unix sockets as unreachable for a while."""
     cluster = model._client.cluster
     for addresses in cluster._maps[model.name].addresses.values():
         for address in addresses:
@@ -40,7 +40,7 @@ def lose_sockets(model: Model) -> None:
 
 
 def requests_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths that this model's client asks for from now on."""
+    """Return a list that collects the path of each further request of this model's client."""
     transport, paths = model._client.transport, list[str]()
     perform = transport.perform
 

@@ -1,4 +1,4 @@
-"""Real schedulers with real shards and a real Redis on free ports, started without psctl."""
+"""Real schedulers and shards with a real Redis on free ports, started without psctl."""
 
 import json
 import os
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def eventually(probe: Callable[[], T], *, within_s: float = 20.0, what: str = "") -> T:
-    """The first true value of `probe`; fails with its last value or error when none came in time."""
+    """Return the first true value of `probe`; fail with its last value or error after `within_s`."""
     deadline = time.monotonic() + within_s
     pause, last = threading.Event(), None
     while time.monotonic() < deadline:
@@ -38,7 +38,7 @@ def eventually(probe: Callable[[], T], *, within_s: float = 20.0, what: str = ""
 
 
 class Nodes:
-    """Some schedulers and some shards, each a process of its own."""
+    """Schedulers and shards, each in its own process."""
 
     def __init__(self, folder: Path, redis_url: str, shards: int, schedulers: int = 1) -> None:
         self.folder = folder
@@ -47,16 +47,16 @@ class Nodes:
         self.port = self.ports[0]
         self.urls = [f"http://127.0.0.1:{p}" for p in self.ports]
         self.url = self.urls[0]
-        """That of the first scheduler."""
+        """The first scheduler's URL."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.shard_ports = {f"shard-{i}": redis_server.free_port() for i in range(shards)}
-        # With PARAMSERVER_TOKEN in the environment the tests show it, as any client does.
+        # With PARAMSERVER_TOKEN in the environment the tests send it, as any client does.
         self.http = httpx.Client(
             base_url=self.url, headers=Credentials.found(None, None, os.environ).headers, timeout=30.0
         )
 
     def start(self, name: str, *args: str) -> None:
-        """Start one process; its output goes to a file of its name."""
+        """Start a process whose output goes to a log file of its name."""
         log = (self.folder / f"{name}.log").open("ab")
         with log:
             self.processes[name] = subprocess.Popen(
@@ -64,7 +64,10 @@ class Nodes:
             )
 
     def start_scheduler(self, index: int = 0, *args: str) -> None:
-        """A scheduler, at the same address and state directory each time; the first is called `scheduler`."""
+        """Start a scheduler and wait until it is ready; index 0 is called `scheduler`.
+
+        Its port and state directory are the same each time.
+        """
         name = f"scheduler-{index}" if index else "scheduler"
         state = str(self.folder / "state")
         port, redis = str(self.ports[index]), self.redis_url
@@ -74,18 +77,18 @@ class Nodes:
         eventually(lambda: self.http.get(ready).status_code == 200, what="the scheduler's start")
 
     def start_shard(self, name: str) -> None:
-        """A shard of that name, at the same port each time."""
+        """Start the shard of that name, on the same port each time."""
         port, urls = str(self.shard_ports[name]), ",".join(self.urls)
         own = ("--name", name, "--port", port, "--scheduler", urls, "--redis", self.redis_url)
         self.start(name, "paramserver_shard", *own)
 
     def kill(self, name: str) -> None:
-        """SIGKILL that process and wait for its end."""
+        """Kill a process with SIGKILL and wait until it has ended."""
         self.processes[name].kill()
         self.processes[name].wait(10)
 
     def stop(self) -> None:
-        """End every process, the shards first."""
+        """Stop every process, shards before schedulers."""
         self.http.close()
         for process in reversed(self.processes.values()):
             process.send_signal(signal.SIGTERM)
@@ -97,13 +100,13 @@ class Nodes:
                 process.wait()
 
     def logs(self) -> str:
-        """The end of everything the processes printed."""
+        """The last 3000 characters of each process's log."""
         return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in self.folder.glob("*.log"))
 
     # --- requests ---
 
     def call(self, method: str, path: str, body: Any = None, *, status: int | None = None) -> Any:
-        """The JSON answer to a JSON request; fails unless the status is `status` (default: below 300)."""
+        """Return the decoded answer to a JSON request; fail unless its status is `status` (default: below 300)."""
         answer = self.http.request(method, path, json=body) if body is not None else self.http.request(method, path)
         good = answer.status_code < 300 if status is None else answer.status_code == status
         assert good, f"{method} {path}: {answer.status_code} {answer.text[:500]}"
@@ -120,7 +123,7 @@ class Nodes:
 
 @contextmanager
 def nodes(folder: Path, *, shards: int = 1, schedulers: int = 1) -> Iterator[Nodes]:
-    """Redis, schedulers and shards, all of them serving; gone with the block, their logs printed if it failed."""
+    """Run Redis, schedulers and shards, all serving, for the block; print their logs if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     with redis_server.running(folder / "redis") as url:
         cluster = Nodes(folder, url, shards, schedulers)

@@ -1,4 +1,4 @@
-"""A plain HTTP client of one node in one encoding: what any language could do."""
+"""A plain HTTP client of one node in one encoding: what a client in any language could do."""
 
 import json
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from .processes import Nodes, unique
 
 
 def tensor(value: Any, dtype: str = "float32") -> dict[str, Any]:
-    """A msgpack tensor; bfloat16 is the upper half of each float32."""
+    """Encode a msgpack tensor; bfloat16 is the upper half of each float32."""
     array = np.asarray(value, "<f4")
     raw = (array.view("<u4") >> 16).astype("<u2") if dtype == "bfloat16" else array.astype(np.dtype(dtype))
     return {"dtype": dtype, "shape": list(array.shape), "data": raw.tobytes()}
 
 
 def plain(value: Mapping[str, Any]) -> Any:
-    """Nested lists of a msgpack tensor, or the number that it is."""
+    """Decode a msgpack tensor to nested lists, or to a number if its shape is []."""
     if value["dtype"] == "bfloat16":
         array = (np.frombuffer(value["data"], "<u2").astype("<u4") << 16).view("<f4")
     else:
@@ -36,7 +36,7 @@ class Face:
         self.kind = f"application/{kind}"
 
     def call(self, method: str, path: str, body: Any = None, status: int = 200, **headers: str) -> Any:
-        """The decoded answer, which must have that status; see `raw`."""
+        """Return the decoded answer, which must have that status; see `raw`."""
         answer = self.raw(method, path, body, **headers)
         assert answer.status_code == status, f"{method} {path}: {answer.status_code} {answer.content[:500]!r}"
         if not answer.content:
@@ -46,7 +46,7 @@ class Face:
         return json.loads(answer.content)
 
     def raw(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
-        """One request; a keyword `idempotency_key` is the header Idempotency-Key."""
+        """Send one request; a keyword such as `idempotency_key` becomes the header Idempotency-Key."""
         sent = {k.replace("_", "-"): v for k, v in headers.items()} | {"accept": self.kind}
         if body is None:
             return self.http.request(method, self.url + path, headers=sent)
@@ -54,7 +54,7 @@ class Face:
         return self.http.request(method, self.url + path, content=content, headers=sent | {"content-type": self.kind})
 
     def refused(self, method: str, path: str, body: Any, status: int, code: str, **headers: str) -> dict[str, Any]:
-        """The problem document of a request that must be refused so."""
+        """Return the problem document of a request that must fail with this status and code."""
         document: dict[str, Any] = self.call(method, path, body, status, **headers)
         assert document["code"] == code, document
         assert document["request_id"]
@@ -62,11 +62,11 @@ class Face:
         return document
 
     def value(self, value: Any) -> Any:
-        """A tensor in this face's encoding."""
+        """Encode a value for this face: as it is in JSON, as a tensor in msgpack."""
         return value if self.kind == "application/json" else tensor(value)
 
     def make(self, **spec: Any) -> str:
-        """A new model of a 2x3 matrix `w` and a number `b`, on both shards; its name."""
+        """Create a model of a 2x3 matrix `w` and a number `b`, on both shards; return its name."""
         name = unique("m")
         params = {"w": {"shape": [2, 3]}, "b": {"shape": []}}
         base = {"name": name, "params": params, "partitions": 2, "optimizer": {"name": "sum"}}
@@ -79,17 +79,17 @@ class Face:
         return self.call("POST", "/push", body | fields, status)
 
     def pull(self, model: str, **fields: Any) -> dict[str, Any]:
-        """Plain values by name."""
+        """Pull values by name, decoded to numbers and nested lists."""
         params = self.call("POST", "/pull", {"model": model, **fields})["params"]
         return {n: plain(v) if isinstance(v, dict) else v for n, v in params.items()}
 
     def join(self, model: str, name: str) -> str:
-        """A worker's id, joined with epoch 1."""
+        """Join a worker, which must get epoch 1, and return its id."""
         joined = self.call("POST", f"/models/{model}/workers", {"name": name}, 201)
         assert joined["epoch"] == 1
         return str(joined["worker"])
 
     def clock(self, model: str, worker: str, clock: int, status: int = 200, **fields: Any) -> Any:
-        """Report iterations finished."""
+        """Report finished iterations."""
         body = {"worker": worker, "epoch": 1, "clock": clock, "wait_s": 10, **fields}
         return self.call("POST", f"/models/{model}/clock", body, status)

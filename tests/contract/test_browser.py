@@ -1,4 +1,4 @@
-"""The status page in a real browser: headless Chromium, a live cluster that trains, a shard that is killed."""
+"""The status page in a real browser: headless Chromium against a live cluster that trains and loses a shard."""
 
 import os
 import shutil
@@ -34,10 +34,10 @@ pytestmark = [
 
 @contextmanager
 def training(folder: Path, *, shards: int, workers: int, minutes: float) -> Iterator[tuple[Nodes, str]]:
-    """A cluster whose pool works on a run; the cluster and the model's name."""
+    """Run a cluster whose worker pool trains a model; yield the cluster and the model's name."""
     with nodes(folder, shards=shards) as cluster:
         with pytest.MonkeyPatch.context() as patch:
-            # Several workers on few processors: threads of their own would only wait for each other.
+            # Several workers share few processors, so BLAS threads would only wait for each other.
             for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
                 patch.setenv(name, "1")
             for i in range(workers):
@@ -53,7 +53,7 @@ def training(folder: Path, *, shards: int, workers: int, minutes: float) -> Iter
 
 
 class Browser:
-    """One page with everything that went wrong on it."""
+    """One page, with the errors that it logged and the URLs that it requested."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
@@ -67,21 +67,21 @@ class Browser:
         page.on("request", lambda r: self.asked.add(r.url))
 
     def _failed(self, request: Any) -> None:
-        if "ERR_ABORTED" not in request.failure:  # it was, by going to another page
+        if "ERR_ABORTED" not in request.failure:  # pending requests are aborted by leaving the page
             self.errors.append(f"{request.url}: {request.failure}")
 
     def text(self, selector: str) -> str:
-        """What is to be read there."""
+        """The text of the first element that matches."""
         return str(self.page.locator(selector).first.inner_text())
 
     def drawn(self) -> list[str]:
-        """What each chart looks like now."""
+        """The current picture of each chart, as a data URL."""
         return [str(c.evaluate("canvas => canvas.toDataURL()")) for c in self.page.locator("canvas").all()]
 
 
 @contextmanager
 def browser(**options: Any) -> Iterator[Browser]:
-    """A fresh browser window, closed at the end."""
+    """A fresh browser page, closed with the block."""
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         try:
@@ -91,7 +91,7 @@ def browser(**options: Any) -> Iterator[Browser]:
 
 
 def test_the_page_shows_a_training_and_the_death_of_a_shard(tmp_path: Path) -> None:
-    """Numbers and curves move, a killed shard shows within 6 s, no error is logged, and all of it fits a phone."""
+    """The page follows a training, shows a killed shard within 6 s, fits on a phone and logs no error."""
     with training(tmp_path, shards=3, workers=2, minutes=20) as (cluster, model), browser() as seen:
         page = seen.page
         page.goto(cluster.url)
@@ -130,7 +130,7 @@ def test_the_page_shows_a_training_and_the_death_of_a_shard(tmp_path: Path) -> N
 
 
 def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -> None:
-    """Without a scheduler it says so and finds it again; span, theme and model are those that were chosen."""
+    """The page shows that the scheduler is gone and back, and keeps the chosen span, theme and model."""
     with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
         page = seen.page
         page.goto(cluster.url)
@@ -156,7 +156,7 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -
 
 
 def test_the_page_of_the_api_comes_from_the_node_alone(tmp_path: Path) -> None:
-    """Scheduler and shard show their operations; a request that is tried from there is answered."""
+    """A node's API page loads everything from that node, and a request tried from it is answered."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
         page = seen.page
         for url, tried in ((cluster.url, "/models"), (f"http://127.0.0.1:{cluster.shard_ports['shard-0']}", "/livez")):
@@ -172,7 +172,7 @@ def test_the_page_of_the_api_comes_from_the_node_alone(tmp_path: Path) -> None:
 
 
 def test_names_are_never_read_as_markup(tmp_path: Path) -> None:
-    """A metric that calls itself a tag is shown as the text it is."""
+    """A metric whose name is an HTML tag is shown as plain text."""
     evil = "<img src=x onerror=alert(1)>"
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
         cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
@@ -188,7 +188,7 @@ def test_names_are_never_read_as_markup(tmp_path: Path) -> None:
 
 
 def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a closed cluster any node's page leads to the form; a token typed there opens it, at the other nodes too."""
+    """In a cluster with a secret each page leads to the login form, and one valid token opens them all."""
     key = tokens.new_key()
     (tmp_path / "secret").write_text(key)
     monkeypatch.setenv("PARAMSERVER_SECRET_FILE", str(tmp_path / "secret"))
@@ -209,7 +209,7 @@ def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             states = page.locator("#nodes tbody tr .pill").all_inner_texts()
             assert sorted(states) == ["active", "active", "standby"]
 
-        assert any("401" in e for e in seen.errors)  # the status without a token, and the form with nonsense
+        assert any("401" in e for e in seen.errors)  # for the status without a token and the form with an invalid one
         assert [e for e in seen.errors if "401" not in e] == []
 
 
@@ -218,14 +218,14 @@ def _version(seen: Browser) -> int:
 
 
 def _fits(seen: Browser) -> None:
-    """No part of the page is wider than the window."""
+    """Assert that no part of the page is wider than the window."""
     wide, window = seen.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert wide <= window
 
 
 @pytest.mark.skipif(not os.environ.get("PARAMSERVER_SCREENSHOT"), reason="only for `make screenshot`")
 def test_take_the_screenshot(tmp_path: Path) -> None:
-    """The picture in the README: a training of a minute and a half, as the page shows it."""
+    """Take the picture for the README: the page after 90 s of training."""
     with training(tmp_path, shards=3, workers=4, minutes=3) as (cluster, _):
         with browser(viewport={"width": 1440, "height": 960}, color_scheme="dark", device_scale_factor=1) as seen:
             seen.page.goto(cluster.url)

@@ -1,4 +1,4 @@
-"""A synchronous round as one request to each shard, which tell the scheduler: the same values, also through deaths."""
+"""Synchronous rounds in one request to each shard, which reports the clocks: same values, also through failures."""
 
 import re
 import threading
@@ -21,7 +21,7 @@ WORKERS = 2
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two schedulers, of which tests may kill and start again either, and two shards."""
+    """Two schedulers, either of which tests may kill and restart, and two shards."""
     with nodes(tmp_path_factory.mktemp("nodes"), shards=2, schedulers=2) as running:
         yield running
 
@@ -31,14 +31,14 @@ def gradient(rank: int, clock: int) -> F32:
 
 
 def clock_requests(cluster: Nodes) -> int:
-    """How often workers have reported a clock to a scheduler, over both of them."""
+    """How many clock reports both schedulers have received from workers."""
     texts = [cluster.http.get(f"{url}/metrics").text for url in cluster.urls]
     pattern = rf'paramserver_http_requests_total{{method="POST",route="{re.escape(CLOCK)}"[^}}]*}} ([0-9.e+]+)'
     return sum(int(float(n)) for text in texts for n in re.findall(pattern, text))
 
 
 def train(cluster: Nodes, rounds: int, round_of: Callable[[ps.Worker, ps.Params, F32], ps.Params], name: str) -> F32:
-    """Both workers train that long; the values at the end, which both see."""
+    """Train with both workers for so many rounds; return the final values, which are the same for both."""
     ends: list[F32] = []
 
     def work(rank: int) -> None:
@@ -85,14 +85,17 @@ def in_two(w: ps.Worker, values: ps.Params, gradient: F32) -> ps.Params:
 
 
 def test_one_request_makes_the_same_bits_as_three(cluster: Nodes) -> None:
-    """Push, clock and pull one by one, a step and a pull, or an exchange: not a bit of difference after 20 rounds."""
+    """Push, clock and pull, a step and a pull, and `exchange` give bit-identical values after 20 rounds."""
     ends = {train(cluster, 20, way, made(cluster)).tobytes() for way in (in_one, in_two, in_three)}
 
     assert len(ends) == 1
 
 
 def test_a_round_asks_the_scheduler_nothing(cluster: Nodes) -> None:
-    """Of 60 rounds of two workers a few report their clocks themselves at most, as where a shard has just connected."""
+    """In 60 rounds of `exchange` two workers report fewer than 12 clocks themselves.
+
+    They do report a few, for instance while a shard is still connecting.
+    """
     name = made(cluster)
     before = clock_requests(cluster)
 
@@ -102,7 +105,7 @@ def test_a_round_asks_the_scheduler_nothing(cluster: Nodes) -> None:
 
 
 def test_the_training_outlives_the_leader(cluster: Nodes) -> None:
-    """kill -9 of whoever leads, in the middle of the rounds: every clock is the mean of both gradients all the same."""
+    """With the leader killed during training, every commit still is the mean of both gradients."""
     calm = train(cluster, 60, in_one, made(cluster))
     started = threading.Event()
 
@@ -134,7 +137,10 @@ def test_the_training_outlives_the_leader(cluster: Nodes) -> None:
 
 
 def test_what_the_scheduler_asks_of_a_worker_is_heard_in_the_next_round(cluster: Nodes) -> None:
-    """A commit says that there is something to hear; then clocks are reported to the scheduler, which tells it."""
+    """A worker that trains by `exchange` learns in the next round that it should drain.
+
+    The commit tells that the scheduler has a request, and the client then reports its clock to the scheduler.
+    """
     name = unique("m")
     with ps.connect(cluster.url) as client:
         model = client.create_model(name, {"w": (SIZE,)}, consistency=ps.Sync(), partitions=8)
@@ -147,7 +153,7 @@ def test_what_the_scheduler_asks_of_a_worker_is_heard_in_the_next_round(cluster:
 
 
 def test_reports_are_checked(cluster: Nodes) -> None:
-    """Lines that are none, a shard without an epoch, and a scheduler that does not lead."""
+    """A shard's clock reports are refused if malformed, without an epoch, or sent to a standby scheduler."""
     path = "/internal/shards/shard-0/clocks"
 
     def refused(url: str, body: bytes) -> tuple[int, str]:

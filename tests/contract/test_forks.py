@@ -1,4 +1,4 @@
-"""A process that forks while it has a client: parent and child share no slots, no leases and no locks."""
+"""Processes that fork while they have a client: parent and child share no slots, leases or locks."""
 
 import asyncio
 import os
@@ -29,13 +29,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest.fixture
 def model(cluster: Nodes) -> Iterator[Model]:
-    """A model at a learning rate of 1, of a client of its own."""
+    """A model with a learning rate of 1 and a client of its own."""
     with ps.connect(cluster.url) as client:
         yield made(client)
 
 
 def forked(body: Callable[[], bool]) -> int:
-    """The process id of a child that ends well where `body` is true there, and is killed where it takes very long."""
+    """Fork a child that exits with 0 if `body` returns true there, and is killed after 30 s; return its id."""
     pid = os.fork()
     if not pid:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -49,17 +49,17 @@ def forked(body: Callable[[], bool]) -> int:
 
 
 def ended(pid: int) -> int:
-    """The exit code of that child; below zero it is the signal that killed it."""
+    """Wait for a child and return its exit code; below zero it is the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def slots(model: Model) -> set[str]:
-    """The files of its client's idle slots."""
+    """The files of the client's idle slots."""
     return {slot.path for shard in model._client.cluster.same_host._shards.values() for slot in shard.slots}
 
 
 def test_a_forked_child_writes_into_slots_of_its_own(model: Model) -> None:
-    """Its gradients never lie where its parent, which may be writing at that moment, writes its own."""
+    """A forked child's gradients use other slots than those of its parent, which may be writing."""
     model.push(np.full(SIZE, -1.0, np.float32))
     parents = slots(model)
 
@@ -74,7 +74,7 @@ def test_a_forked_child_writes_into_slots_of_its_own(model: Model) -> None:
 
 
 def test_what_a_forked_child_has_pulled_stays_as_it_was(model: Model) -> None:
-    """Read-only values of the child are lent to the child: its parent, which had the same ones, cannot give them up."""
+    """Read-only values pulled in a forked child do not change when its parent releases the same values."""
     model.push(np.full(SIZE, -1.0, np.float32))
     model.pull()
     pulled, pushed = os.pipe(), os.pipe()
@@ -98,7 +98,7 @@ def test_what_a_forked_child_has_pulled_stays_as_it_was(model: Model) -> None:
 
 
 def test_what_a_forked_child_shares_between_its_threads_is_its_own(model: Model) -> None:
-    """Arrays that are new enough are not handed out where they are the parent's, which may give them up."""
+    """A forked child pulls arrays of its own instead of sharing the parent's, which the parent may release."""
     model.push(np.full(SIZE, -1.0, np.float32))
     parents = model.pull(copy=False, min_version=1)
 
@@ -123,7 +123,7 @@ def test_what_a_forked_child_shares_between_its_threads_is_its_own(model: Model)
     ],
 )
 def test_a_forked_child_does_not_wait_for_its_parents_threads(model: Model, lock: str) -> None:
-    """What one of them was in the middle of, and holds for ever in the child, is free there."""
+    """A lock that a thread of the parent held during the fork is free in the child."""
     model.push(np.full(SIZE, -1.0, np.float32))
     model.pull(copy=False, min_version=1)
 
@@ -131,13 +131,13 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(model: Model, lock
         model.push(np.full(SIZE, -1.0, np.float32))
         return bool((model.pull(copy=False, min_version=2).flat == 2.0).all())
 
-    with attrgetter(lock)(model._client):  # a lock does not know who holds it: for the child it is somebody else
+    with attrgetter(lock)(model._client):  # held as if by another thread: locks do not know their holder
         child = forked(go_on)
     assert ended(child) == 0
 
 
 def test_a_worker_on_asyncio_belongs_to_the_process_that_opened_it(cluster: Nodes, model: Model) -> None:
-    """A forked child neither pushes under its numbers nor has it leave, as with a worker in threads."""
+    """A forked child can neither push as its parent's asyncio worker nor make it leave."""
 
     async def main() -> None:
         async with ps.AsyncClient(cluster.url) as client:
@@ -158,7 +158,7 @@ def test_a_worker_on_asyncio_belongs_to_the_process_that_opened_it(cluster: Node
 
 
 def test_a_client_that_a_forked_child_closes_is_closed_there_alone(model: Model) -> None:
-    """Before its first call in the child too; the parent's goes on."""
+    """A forked child that closes the client, even before any other call, leaves the parent's open."""
 
     def child() -> bool:
         model._client.close()
@@ -171,7 +171,10 @@ def test_a_client_that_a_forked_child_closes_is_closed_there_alone(model: Model)
 
 
 def test_a_process_with_a_client_ends_without_a_word(cluster: Nodes) -> None:
-    """At its exit modules go before what is in them."""
+    """A process that exits with an open client prints nothing.
+
+    At exit a module is cleared before the client that it keeps alive.
+    """
     program = f"""
 import paramserver as ps
 client = ps.connect({cluster.url!r})

@@ -1,4 +1,4 @@
-"""Arrays to compute gradients in: they become what the shards of this machine read, and stay what they are."""
+"""Gradient arrays: a client's arrays that become memory which the shards of this machine read, without changing."""
 
 import asyncio
 import errno
@@ -32,26 +32,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest.fixture
 def client(cluster: Nodes) -> Iterator[ps.Client]:
-    """A client of its own for each test."""
+    """A new client for each test."""
     with ps.connect(cluster.url) as connected:
         yield connected
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.Client]:
-    """A client of one shard."""
+    """A client of a cluster with one shard."""
     with nodes(tmp_path_factory.mktemp("alone"), shards=1) as running, ps.connect(running.url) as connected:
         yield connected
 
 
 @pytest.fixture(params=["one shard", "two shards"])
 def either(request: pytest.FixtureRequest, alone: ps.Client, client: ps.Client) -> ps.Client:
-    """The client of one shard, or of two."""
+    """A client of one shard, or of two shards."""
     return alone if request.param == "one shard" else client
 
 
 def shared(grads: ps.GradientArrays, access: str = "rw-s") -> float:
-    """How much of the arrays is memory that shards have lent, and can be accessed in that way."""
+    """The fraction of the arrays that is mapped from shards' memory with that access."""
     start, size = grads.flat.ctypes.data, grads.flat.nbytes
     found = 0
     with open("/proc/self/maps", encoding="utf-8") as maps:
@@ -63,7 +63,7 @@ def shared(grads: ps.GradientArrays, access: str = "rw-s") -> float:
 
 
 def test_from_the_second_push_on_gradients_lie_where_shards_read_them(either: ps.Client) -> None:
-    """The arrays are writable throughout, each push takes what is in them then, and every one is applied exactly."""
+    """After the first push the arrays lie in slots and stay writable, and each push applies their current contents."""
     model = made(either)
     grads = model.gradients()
     assert {name: a.shape for name, a in grads.items()} == {"a": (SIZE // 3,), "b": (2, SIZE // 3)}
@@ -81,7 +81,7 @@ def test_from_the_second_push_on_gradients_lie_where_shards_read_them(either: ps
 
 
 def test_a_gradient_of_the_wrong_kind_is_copied(client: ps.Client) -> None:
-    """Two bytes for an element, a codec, ranges: everything that does not travel as it lies works all the same."""
+    """Gradients pushed as float16, with a codec or as ranges are copied and leave the arrays private."""
     model = made(client)
     grads = model.gradients()
     grads.flat[:] = -1.0
@@ -96,7 +96,7 @@ def test_a_gradient_of_the_wrong_kind_is_copied(client: ps.Client) -> None:
 
 
 def test_partitions_that_end_within_a_page_are_copied(alone: ps.Client) -> None:
-    """A small model in many pieces: each push is written into its slot as ever."""
+    """Arrays whose partitions do not end at page boundaries are copied into a slot at each push."""
     model = alone.create_model("pages", {"w": (20_001,)}, optimizer=ps.SGD(lr=1.0), partitions=8)
     grads = model.gradients()
     for i in range(1, 4):
@@ -107,7 +107,7 @@ def test_partitions_that_end_within_a_page_are_copied(alone: ps.Client) -> None:
 
 
 def test_what_is_staged_stays_as_it_was_pushed(client: ps.Client) -> None:
-    """A shard that keeps a gradient keeps its slot: the arrays are private again, with the same contents."""
+    """After a push that is staged the arrays are private, and writing to them does not change the staged gradient."""
     model = made(client, consistency=ps.Sync(min_workers=1))
     with model.worker() as worker:
         grads = worker.gradients()
@@ -122,7 +122,7 @@ def test_what_is_staged_stays_as_it_was_pushed(client: ps.Client) -> None:
 
 
 def test_rounds_in_one_request_share_their_gradients(client: ps.Client) -> None:
-    """`exchange` waits for the commit, so the slot is the worker's again when it returns; `pushpull` is applied."""
+    """After `exchange` or `pushpull` the arrays lie in slots, because the shards no longer need the gradient."""
     model = made(client, consistency=ps.Sync(min_workers=1))
     with model.worker() as worker:
         grads = worker.gradients()
@@ -141,11 +141,11 @@ def test_rounds_in_one_request_share_their_gradients(client: ps.Client) -> None:
 
 
 def test_nan_is_refused_whole_and_named(either: ps.Client) -> None:
-    """Nothing changes, the arrays keep their contents, and what is mended in them is pushed."""
+    """A push with NaN changes nothing and names the parameter, and the corrected arrays can be pushed."""
     model = made(either)
     grads = model.gradients()
     grads.flat[:] = -1.0
-    for _ in range(2):  # copied into slots, then lying there
+    for _ in range(2):  # first copied into slots, then already there
         grads["b"][1, 7] = np.nan
         with pytest.raises(ps.RequestError, match="'b' holds NaN"):
             model.push(grads)
@@ -156,7 +156,7 @@ def test_nan_is_refused_whole_and_named(either: ps.Client) -> None:
 
 
 def test_a_norm_is_clipped_as_ever(client: ps.Client) -> None:
-    """An optimizer that clips gets the norm of what lies in the slots."""
+    """Clipping by norm gives the same values for gradient arrays in slots as for a plain array."""
     model = made(client, optimizer=ps.SGD(lr=1.0, clip_norm=1.0))
     plain = made(client, optimizer=ps.SGD(lr=1.0, clip_norm=1.0))
     grads = model.gradients()
@@ -170,7 +170,7 @@ def test_a_norm_is_clipped_as_ever(client: ps.Client) -> None:
 
 
 def test_a_slot_taken_back_is_replaced(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays that nobody has pushed for long are copied once more, whoever finds that first: client or shard."""
+    """A slot that its shard has taken back is replaced, whether the client or the shard notices first."""
     model = made(client)
     grads = model.gradients()
     grads.flat[:] = -1.0
@@ -189,7 +189,7 @@ def test_a_slot_taken_back_is_replaced(client: ps.Client, monkeypatch: pytest.Mo
 def test_a_push_interrupted_while_it_is_written_changes_nothing(
     client: ps.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot that holds half of a gradient does not take the arrays' place."""
+    """A push interrupted while it is written to its slot leaves the arrays private and unchanged."""
     model = made(client)
     grads = model.gradients()
     grads.flat[:] = -1.0
@@ -209,7 +209,7 @@ def test_a_push_interrupted_while_it_is_written_changes_nothing(
 
 
 def test_an_interrupted_push_leaves_its_slots(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who knows what a shard still reads: the arrays are private before anybody can write to them."""
+    """A push interrupted while it is sent makes the arrays private, because a shard may still read the slots."""
     model = made(client)
     grads = model.gradients()
     grads.flat[:] = -1.0
@@ -232,7 +232,7 @@ def test_an_interrupted_push_leaves_its_slots(client: ps.Client, monkeypatch: py
 def test_a_push_interrupted_while_it_asks_for_a_slot_is_over(
     client: ps.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lay in the slot of another shard lies there still, and the next push uses it."""
+    """A push interrupted while it asks for a slot leaves the other shard's slot in place for the next push."""
     model = made(client)
     grads = model.gradients()
     grads.flat[:] = -1.0
@@ -256,7 +256,7 @@ def test_a_push_interrupted_while_it_asks_for_a_slot_is_over(
 
 @pytest.mark.parametrize("clients", [1, 2])
 def test_pushes_of_the_same_arrays_at_once_are_exact(cluster: Nodes, client: ps.Client, clients: int) -> None:
-    """None of them sees pages that are being changed for another, and the arrays keep their contents."""
+    """Concurrent pushes of the same arrays, by one or two clients, are exact and do not change the arrays."""
     model = made(client)
     grads = model.gradients()
     grads.flat[:] = -1.0
@@ -279,7 +279,7 @@ def test_pushes_of_the_same_arrays_at_once_are_exact(cluster: Nodes, client: ps.
 
 
 def no_memory(patch: pytest.MonkeyPatch, after: int) -> None:
-    """So many more mappings can be had by this process."""
+    """Make `mmap` fail with ENOMEM after so many calls."""
     mmap, left = windows._mmap, [after]
 
     def scarce(*how: Any) -> int:
@@ -294,7 +294,7 @@ def no_memory(patch: pytest.MonkeyPatch, after: int) -> None:
 def test_a_push_is_applied_though_its_slot_cannot_take_the_arrays_place(
     client: ps.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no memory can be mapped for the arrays, what a push did is told, and they keep what is in them."""
+    """A push is applied and its arrays keep their contents even if memory for them cannot be mapped."""
     model = made(client)
     pushes = 0
     for after in range(5):
@@ -316,7 +316,7 @@ def test_a_push_is_applied_though_its_slot_cannot_take_the_arrays_place(
 def test_arrays_that_cannot_leave_a_slot_do_not_change_what_is_in_it(
     client: ps.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shard has staged it: they can be read, and are written to again once memory can be had."""
+    """Arrays that cannot leave a slot with a staged gradient are read-only until memory can be mapped again."""
     model = made(client)
     grads = model.gradients()
     grads.flat[:] = -1.0
@@ -338,7 +338,7 @@ def test_arrays_that_cannot_leave_a_slot_do_not_change_what_is_in_it(
 
 
 def test_a_closed_client_leaves_the_arrays_to_their_owner(cluster: Nodes, client: ps.Client) -> None:
-    """Their contents stay, their slots go to the next client."""
+    """When its client is closed, arrays become private and unchanged, and their slots serve the next client."""
     model = made(client)
     with ps.connect(cluster.url) as other:
         grads = other.model(model.name).gradients()
@@ -353,7 +353,7 @@ def test_a_closed_client_leaves_the_arrays_to_their_owner(cluster: Nodes, client
 
 
 def test_a_forked_child_cannot_touch_its_parents_gradients(client: ps.Client) -> None:
-    """There the arrays are zeros of its own."""
+    """In a forked child gradient arrays are private and zero, and writing to them does not affect the parent's."""
     model = made(client)
     grads = model.gradients()
     grads.flat[:] = -1.0
@@ -370,7 +370,7 @@ def test_a_forked_child_cannot_touch_its_parents_gradients(client: ps.Client) ->
 
 
 def test_arrays_for_each_step_write_into_the_same_slots(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the last array of a set its slots serve the next set."""
+    """Gradient arrays created for each step reuse the slots of the previous step's arrays."""
     model = made(client)
     model.push(model.gradients())
     asked = requests_of(model, monkeypatch)
@@ -384,7 +384,7 @@ def test_arrays_for_each_step_write_into_the_same_slots(client: ps.Client, monke
 
 
 def test_a_view_keeps_the_slots_of_its_arrays(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as somebody can write to it, no other push has its memory; a forked child does not see it."""
+    """While a view of gradient arrays exists, no other push uses their slots; a forked child sees zeros in it."""
     model = made(client)
     grads = model.gradients()
     grads.flat[:] = -1.0
@@ -413,7 +413,7 @@ def test_a_view_keeps_the_slots_of_its_arrays(client: ps.Client, monkeypatch: py
 
 
 def test_two_sets_of_arrays_take_turns(client: ps.Client) -> None:
-    """One is filled while the other is on its way: neither sees the other's slots."""
+    """Two sets of arrays that are pushed in turn lie in slots of their own."""
     model = made(client)
     sets = [model.gradients(), model.gradients()]
     for i in range(6):
@@ -424,7 +424,7 @@ def test_two_sets_of_arrays_take_turns(client: ps.Client) -> None:
 
 
 def test_the_asyncio_client_has_them_too(cluster: Nodes, client: ps.Client) -> None:
-    """Of a model and of its workers."""
+    """Models and workers of the asyncio client have gradient arrays, too."""
     model = made(client)
 
     async def train() -> list[float]:
@@ -444,7 +444,7 @@ def test_the_asyncio_client_has_them_too(cluster: Nodes, client: ps.Client) -> N
 
 
 def test_without_shared_memory_they_are_plain_arrays(cluster: Nodes, client: ps.Client) -> None:
-    """Over HTTP, and where a gradient is not worth a slot."""
+    """Over HTTP, or too small for a slot, gradient arrays are plain arrays."""
     model = made(client)
     small = client.create_model("small", params={"w": (10,)}, optimizer=ps.SGD(lr=1.0))
     grads, few = model.gradients(), small.gradients()
@@ -461,7 +461,7 @@ def test_without_shared_memory_they_are_plain_arrays(cluster: Nodes, client: ps.
 
 
 def test_partitions_that_move_take_their_gradients_along(cluster: Nodes, client: ps.Client) -> None:
-    """While one shard gives all it has to the other and takes it back, no push is lost or applied twice."""
+    """While one shard's partitions move to the other and back, each push of gradient arrays is applied once."""
     for m in client.models():
         client.model(m).delete()
     model = made(client)

@@ -1,4 +1,4 @@
-"""Ctrl-C while a shard is silent: what the caller writes to its arrays afterwards is in no push."""
+"""Ctrl-C while a shard is silent: what the caller then writes to its arrays is never pushed."""
 
 import os
 import signal
@@ -21,16 +21,16 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="processes are stopped by a signal"),
 ]
 LARGE = 4_000_000
-"""Elements: more than the buffers between two sockets hold."""
+"""Elements of a gradient that exceeds the socket buffers."""
 
 
 def stream_thread() -> threading.Thread | None:
-    """The thread that sends what is put into a stream."""
+    """The thread that sends a stream's gradients, if it is running."""
     return next((t for t in threading.enumerate() if t.name == "push stream"), None)
 
 
 def within(thread: threading.Thread | None, name: str) -> bool:
-    """Whether that thread is in a function of that name."""
+    """Whether the thread is inside a function of that name."""
     frame: FrameType | None = None if thread is None else sys._current_frames().get(thread.ident or 0)
     while frame is not None and frame.f_code.co_name != name:
         frame = frame.f_back
@@ -38,13 +38,13 @@ def within(thread: threading.Thread | None, name: str) -> bool:
 
 
 def ctrl_c() -> None:
-    """As a terminal sends it, when the main thread has come to the end of its block."""
+    """Send SIGINT, as a terminal does, once the main thread waits at the end of the stream's block."""
     eventually(lambda: within(threading.main_thread(), "join"))
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def leave(w: ps.Worker, gradient: npt.NDArray[np.float32], own: type[BaseException]) -> None:
-    """A stream whose gradient is on its way, by that error."""
+    """Leave a stream with that error while its gradient is being sent."""
     with w.stream() as push:
         push.put("w", gradient)
         eventually(lambda: within(stream_thread(), "_attempt"))
@@ -55,7 +55,10 @@ def leave(w: ps.Worker, gradient: npt.NDArray[np.float32], own: type[BaseExcepti
 
 @pytest.mark.parametrize("own", [KeyboardInterrupt, ZeroDivisionError])
 def test_what_is_written_after_a_stream_that_was_left_is_never_pushed(tmp_path: Path, own: type[BaseException]) -> None:
-    """Neither where Ctrl-C comes at the end of its block, nor where the block raises; it waits for no silent shard."""
+    """After Ctrl-C or an error ends a stream, later writes to its array are never pushed.
+
+    Leaving the stream does not wait for a shard that is silent.
+    """
     with nodes(tmp_path) as cluster, ps.connect(cluster.url) as client:
         model = client.create_model("m", {"w": (LARGE,)}, optimizer=ps.Sum(), partitions=1)
         gradient = np.ones(LARGE, np.float32)

@@ -1,4 +1,4 @@
-"""docs/metrics.md against a live cluster; the deployed Prometheus and Grafana files against that page."""
+"""docs/metrics.md against a live cluster, and the deployed Prometheus and Grafana files against that page."""
 
 import json
 import os
@@ -28,7 +28,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def listed(heading: str) -> dict[str, tuple[str, frozenset[str]]]:
-    """name -> (type or unit, labels) of the table under that heading of the page."""
+    """Parse the table under a heading of the page: name -> (type or unit, labels)."""
     section = PAGE.split(f"\n{heading}\n")[1].split("\n#")[0]
     rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|([^|]*)\|", section, re.M)
     assert rows, heading
@@ -36,7 +36,7 @@ def listed(heading: str) -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def told(url: str) -> dict[str, tuple[str, frozenset[str]]]:
-    """The same of what a process tells, without the client's own."""
+    """Return what `listed` does for the metrics that a process exports, without the Prometheus client's own."""
     found: dict[str, tuple[str, frozenset[str]]] = {}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
         if family.name.startswith("paramserver_"):
@@ -47,7 +47,7 @@ def told(url: str) -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def test_the_page_lists_what_each_process_tells(rest_cluster: Nodes) -> None:
-    """Names, types and labels: none is missing, none is more, on the scheduler and on a shard that has worked."""
+    """docs/metrics.md lists exactly the names, types and labels that a scheduler and a busy shard export."""
     name = unique("metrics")
     spec = {"name": name, "params": {"w": {"shape": [8]}}, "partitions": 2}
     rest_cluster.post("/models", spec, status=201)
@@ -68,12 +68,12 @@ def test_the_page_lists_what_each_process_tells(rest_cluster: Nodes) -> None:
 
 
 def _filled(page: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
-    """The page's rows; of a metric that has no value now the labels cannot be seen."""
+    """The page's rows, without the labels of metrics that have no samples now."""
     return {n: (kind, labels if live.get(n, ("", {}))[1] else frozenset()) for n, (kind, labels) in page.items()}
 
 
 def test_the_series_of_a_deleted_model_end(rest_cluster: Nodes) -> None:
-    """Neither a shard nor the scheduler tells of it any more."""
+    """Scheduler and shards no longer export series of a model that was deleted."""
     name = unique("ended")
     rest_cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
     rest_cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 8}})
@@ -88,7 +88,7 @@ def test_the_series_of_a_deleted_model_end(rest_cluster: Nodes) -> None:
 
 
 def test_the_page_lists_every_series_of_the_status() -> None:
-    """Names and units are those that `/status/series` knows."""
+    """docs/metrics.md lists the name and unit of every series of `/status/series`."""
     assert {name: unit for name, (unit, _) in listed("## The status page: `/status/series`").items()} == UNITS
 
 
@@ -98,7 +98,10 @@ def _asked(text: str) -> set[str]:
 
 
 def test_dashboard_and_alerts_ask_for_listed_metrics() -> None:
-    """Every query of the dashboard and of an alert names metrics of the page, and each alert says what to do."""
+    """Dashboard and alerts query listed metrics only, and each alert says what to do.
+
+    All listed metrics but those in `UNDRAWN` are on the dashboard.
+    """
     known = {**listed("### Every process"), **listed("### Shard"), **listed("### Scheduler")}
     board = json.loads((ROOT / "deploy/grafana/dashboards/paramserver.json").read_text(encoding="utf-8"))
     queries = [t["expr"] for p in board["panels"] for t in p.get("targets", [])]
@@ -125,7 +128,7 @@ UNDRAWN = {
     "paramserver_partitions",
     "paramserver_model_partitions",
 }
-"""Metrics that no panel shows."""
+"""Metrics without a dashboard panel."""
 
 
 @needs_promtool
@@ -138,7 +141,7 @@ UNDRAWN = {
     ],
 )
 def test_promtool_accepts(line: list[str]) -> None:
-    """Prometheus' own tool takes the configuration and the rules, and each alert fires when it should and only then."""
+    """promtool accepts the configuration and the rules, and the alerts pass their unit tests."""
     assert PROMTOOL is not None
     done = subprocess.run([PROMTOOL, *line], cwd=ROOT / "deploy", capture_output=True, text=True)
 
@@ -147,7 +150,7 @@ def test_promtool_accepts(line: list[str]) -> None:
 
 
 def test_every_alert_has_a_test() -> None:
-    """The unit tests of the rules name each alert at a time when it fires and at one when it does not."""
+    """The rules' unit tests contain, for each alert, a time when it fires and one when it does not."""
     groups = yaml.safe_load((ROOT / "deploy/alerts.yml").read_text(encoding="utf-8"))["groups"]
     cases = yaml.safe_load((ROOT / "deploy/alerts_test.yml").read_text(encoding="utf-8"))["tests"]
     tests = [t for case in cases for t in case["alert_rule_test"]]

@@ -1,4 +1,4 @@
-"""Whether a Redis can say that a write is on its disk: the ways in which it can, and a clear no where it cannot."""
+"""Whether a Redis can confirm that a write is on disk: by WAITAOF, by `appendfsync always`, or not at all."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from paramserver_node import redis_server
 pytestmark = [pytest.mark.process, pytest.mark.asyncio]
 
 NO_WAITAOF = ("--rename-command", "WAITAOF", "without-it")
-"""As servers before Redis 7.2 have it."""
+"""Options that hide WAITAOF, as on servers before Redis 7.2."""
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ NO_WAITAOF = ("--rename-command", "WAITAOF", "without-it")
     ],
 )
 async def test_the_way_to_the_disk(tmp_path: Path, more: tuple[str, ...], want: str | None) -> None:
-    """WAITAOF with an append-only file, else `appendfsync always`, else a refusal that says what to set."""
+    """Fsync uses WAITAOF with an append-only file, else `appendfsync always`, else is refused with a hint."""
     with redis_server.running(tmp_path, more=more) as url:
         redis = node_redis.connect(url)
         try:
@@ -42,7 +42,7 @@ async def test_the_way_to_the_disk(tmp_path: Path, more: tuple[str, ...], want: 
 
 
 async def test_a_redis_that_is_away_is_no_refusal() -> None:
-    """It cannot be asked, so the answer is to come back later."""
+    """An unreachable Redis raises `Unavailable`, not a refusal of fsync."""
     redis = node_redis.connect(redis_server.url(redis_server.free_port()))
     with pytest.raises(Unavailable):
         await node_redis.fsync_way(redis)

@@ -1,4 +1,4 @@
-"""What the REST contract promises of workers, modes, tasks, checkpoints and runs, on each face of a real cluster."""
+"""The REST contract of workers, modes, tasks, checkpoints and runs, against each face of a real cluster."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ STATE = {"async": "applied", "ssp": "applied", "sync": "staged", "buffered": "bu
 
 @pytest.mark.parametrize("mode", ["sync", "ssp"])
 def test_a_mode_with_clocks_wants_joined_workers(face: Face, mode: str) -> None:
-    """Pushes of strangers are 409 with a hint; a member's clock is repeatable; another epoch is fenced."""
+    """In a mode with clocks only joined workers may push, clock reports are repeatable, and old epochs are fenced."""
     model = face.make(consistency={"mode": mode})
     assert "workers" in face.push(model, {"b": 1.0}, 409)["hint"]
     assert face.push(model, {"b": 1.0}, 409, worker="w", epoch=1, seq=1, clock=0)["code"] == "worker_required"
@@ -49,7 +49,10 @@ def test_a_mode_with_clocks_wants_joined_workers(face: Face, mode: str) -> None:
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(range(4), 2)))
 def test_a_mode_changes_into_every_other_while_it_runs(rest_cluster: Nodes, before: int, after: int) -> None:
-    """What was accepted and not open is kept; a worker that follows the answers trains on."""
+    """A model can change from each mode to each other one while it runs.
+
+    Accepted pushes of finished clocks are kept, and a worker that follows the answers trains on.
+    """
     face = Face(rest_cluster, rest_cluster.url, "json")
     model = face.make(consistency=MODES[before])
     worker = face.join(model, "a")
@@ -77,13 +80,13 @@ def test_a_mode_changes_into_every_other_while_it_runs(rest_cluster: Nodes, befo
     last = {"clock": clock, "seq": next(seqs), "timeline": timeline}
     face.call("POST", "/push", {"model": model, "grads": {"b": 1.0}} | ident | last, 202 if after > 1 else 200)
     assert face.clock(model, worker, clock + 1, timeline=timeline)["released"]
-    # A buffer may take the last push in one mean with one of zeros.
+    # A buffer may average the last push with one of zeros.
     least = 1.25 if MODES[after]["mode"] == "buffered" else 2.0
     eventually(lambda: face.pull(model, names=["b"])["b"] >= least, within_s=5.0, what="both pushes")
 
 
 def test_an_older_timeline_is_told_the_new_one(face: Face) -> None:
-    """A push by name carries the timeline as frames do: an older one is 409 with the clock to go on from."""
+    """A push by name with an older timeline gets 409 with the new timeline and the clock to continue from."""
     model = face.make()
     worker = face.join(model, "a")
     face.call("PATCH", f"/models/{model}", {"consistency": {"mode": "sync"}})
@@ -103,7 +106,7 @@ def test_an_older_timeline_is_told_the_new_one(face: Face) -> None:
 
 
 def test_ranges_of_data_are_shared_out(face: Face) -> None:
-    """Static ranges have their owners, a leaver's come back, evaluations are tasks whose result is a series."""
+    """Static ranges have owners, a task of a worker that left is leased again, and evaluations yield metrics."""
     model = face.make()
     workers = [face.join(model, n) for n in ("a", "b")]
     base = f"/models/{model}"
@@ -133,7 +136,7 @@ def test_ranges_of_data_are_shared_out(face: Face) -> None:
 
 
 def test_a_checkpoint_comes_back_into_any_model(face: Face) -> None:
-    """Values return into the model itself (a version on) and into a new one of other partitions."""
+    """A checkpoint can be restored into its own model and into a new one with other partitions."""
     model = face.make()
     face.push(model, {"b": 3.0})
     base = f"/models/{model}"
@@ -150,7 +153,7 @@ def test_a_checkpoint_comes_back_into_any_model(face: Face) -> None:
 
 
 def test_a_run_that_keeps_raising_fails_with_its_traceback(face: Face) -> None:
-    """Three restarts, then `failed` with the last traceback; before it had workers it said how to start some."""
+    """A run without workers says how to start some; after three restarts it fails with the last traceback."""
     model = face.make()
     entry = f"{unique('pkg').replace('-', '_')}.mod:train"
     run = face.call("POST", "/runs", {"model": model, "entry": entry, "stop": {"clocks": 9}}, 201)
@@ -172,7 +175,7 @@ def test_a_run_that_keeps_raising_fails_with_its_traceback(face: Face) -> None:
 
 
 def test_a_model_made_anew_is_another(face: Face, rest_cluster: Nodes) -> None:
-    """Nodes that knew a model that is gone serve the new one of its name, and nothing in between."""
+    """After a model is deleted every node answers 404, and after it is created again, with the new values."""
     model = face.make()
     spec = {"name": model, "params": {"b": {"shape": []}}, "optimizer": {"name": "sum"}}
     other = Face(rest_cluster, f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}", "json")
@@ -189,7 +192,7 @@ def test_a_model_made_anew_is_another(face: Face, rest_cluster: Nodes) -> None:
 
 @pytest.mark.parametrize("shard", ["shard-0", "shard-1"])
 def test_a_map_epoch_is_answered_with_the_newer_one(rest_cluster: Nodes, shard: str) -> None:
-    """A frame that names a map epoch and comes to the wrong owner is 421 with the epoch to wait for."""
+    """A frame with a map epoch that reaches the wrong owner gets 421 with the epoch to wait for."""
     face = Face(rest_cluster, f"http://127.0.0.1:{rest_cluster.shard_ports[shard]}", "json")
     model = face.make()
     document = face.call("GET", f"/models/{model}")
@@ -203,7 +206,7 @@ def test_a_map_epoch_is_answered_with_the_newer_one(rest_cluster: Nodes, shard: 
 
 
 def test_every_node_answers_for_itself_and_the_cluster(face: Face) -> None:
-    """Probes, metrics, status and lists on every node; OpenAPI has an example for every body, in both encodings."""
+    """Every node serves probes, metrics, status and OpenAPI with an example for each request body."""
     for path in ("/livez", "/readyz", "/version", "/metrics", "/", "/docs", "/docs/swagger-ui-bundle.js"):
         assert face.http.get(face.url + path).status_code == 200, path
     assert face.http.get(face.url + "/docs/__init__.py").status_code == 404
@@ -222,7 +225,7 @@ def test_every_node_answers_for_itself_and_the_cluster(face: Face) -> None:
 
 
 def test_the_example_of_pushpull_looks_like_an_answer(rest_cluster: Nodes) -> None:
-    """The scheduler documents the values, and what the push alone would have got, as the shard sends them."""
+    """The scheduler's OpenAPI example of /pushpull has the fields that the shard sends."""
     face = Face(rest_cluster, rest_cluster.url, "json")
     model = face.make()
     answer = face.call("POST", "/pushpull", {"model": model, "grads": {"b": 1.0}, "names": ["b"]})
@@ -234,7 +237,7 @@ def test_the_example_of_pushpull_looks_like_an_answer(rest_cluster: Nodes) -> No
 
 
 def test_no_route_of_the_scheduler_is_unmarked() -> None:
-    """Every route carries the role that may use it, as the shard's do."""
+    """Every route of the scheduler has a role."""
     app = make_app()
     assert roles.unmarked(app) == []
     assert sum(1 for _ in roles.routes(app)) > 40

@@ -1,4 +1,4 @@
-"""What the REST contract promises of values, asked of a scheduler and of a shard, in JSON and in msgpack."""
+"""The REST contract of values, against a scheduler and a shard, in JSON and in msgpack."""
 
 import io
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ ONES = [[1.0] * 3] * 2
 
 
 def test_a_push_is_known_by_its_id(face: Face) -> None:
-    """New, duplicate, hole, too old, fenced and other content, with the statuses and versions of the contract."""
+    """A push id that is new, repeated, skipped, too old, fenced or reused gets the status of the contract."""
     model = face.make()
     ident: dict[str, Any] = {"worker": "w0", "epoch": 1}
 
@@ -39,7 +39,7 @@ def test_a_push_is_known_by_its_id(face: Face) -> None:
 
 
 def test_a_key_is_bounded_and_holds_its_content(face: Face) -> None:
-    """An Idempotency-Key counts once, refuses other content, and must be of a sane length."""
+    """An Idempotency-Key is applied once, refuses other content, and is limited in length."""
     body = {"model": face.make(), "grads": {"b": face.value(1.0)}}
 
     answers = [face.call("POST", "/push", body, idempotency_key="k") for _ in range(2)]
@@ -51,7 +51,7 @@ def test_a_key_is_bounded_and_holds_its_content(face: Face) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_number_is_a_number_in_every_dtype(face: Face, dtype: str) -> None:
-    """A parameter of shape [] is pushed and pulled as a plain number, and as a tensor of that very shape."""
+    """A parameter of shape [] is pushed and pulled as a number or as a tensor of shape [], in every dtype."""
     model = face.make()
     face.push(model, {"b": 1.5, "w": ONES})
 
@@ -65,7 +65,7 @@ def test_a_number_is_a_number_in_every_dtype(face: Face, dtype: str) -> None:
 
 
 def test_ranges_are_flat_in_push_and_pull(face: Face) -> None:
-    """Ranges name flat elements of a parameter; wrong ones are refused and change nothing."""
+    """Ranges address flat elements of a parameter in push and pull, and invalid ones are refused."""
     model = face.make()
     face.push(model, {"w": [1.0, 2.0]}, ranges={"w": [[1, 3]]})
 
@@ -83,7 +83,7 @@ def test_ranges_are_flat_in_push_and_pull(face: Face) -> None:
     ("lag", "value", "code"), [("ignore", 5.0, None), ("scale", 4.2, None), ("reject", 4.0, "too_stale")]
 )
 def test_version_lag_is_ignored_scaled_or_rejected(face: Face, lag: str, value: float, code: str | None) -> None:
-    """A gradient four versions old takes a whole step, a fifth of one, or none."""
+    """A gradient four versions old is applied in full, by a fifth, or not at all, as `lag` says."""
     model = face.make(consistency={"mode": "async", "lag": lag, "lag_bound": 2}, optimizer={"name": "sgd", "lr": 1.0})
     for _ in range(4):
         face.push(model, {"b": -1.0}, base_version=99)
@@ -94,7 +94,7 @@ def test_version_lag_is_ignored_scaled_or_rejected(face: Face, lag: str, value: 
 
 
 def test_settings_of_clipping_weight_and_single_parameters(face: Face) -> None:
-    """Clipping sees the whole push, weight scales it, and a parameter may have its own rate or none."""
+    """Clipping sees the whole push, `weight` scales it, and settings of single parameters apply to them alone."""
     model = face.make(optimizer={"name": "sgd", "lr": 1.0, "clip_norm": 5.0})
     face.push(model, {"w": [[-6.0, 0.0, 0.0], [0.0] * 3], "b": -8.0})
     assert face.pull(model) == {"w": [[3.0, 0.0, 0.0], [0.0] * 3], "b": 4.0}
@@ -119,7 +119,7 @@ NAMES = ["layers.0/w é[x]*", "a/b", "日本", "a b%20?#"]
 
 
 def test_of_two_who_change_the_same_value_one_is_refused(face: Face) -> None:
-    """A PUT goes by If-Match and If-None-Match (RFC 9110, 13.1): what it is not meant for stays as it is."""
+    """A PUT whose If-Match or If-None-Match fails (RFC 9110, 13.1) gets 412 and changes nothing."""
     model = face.make()
     path, held = f"/models/{model}/params/w", f"/pull/{model}/w"
     new, newer = face.value(ONES), face.value([[2.0] * 3] * 2)
@@ -137,7 +137,7 @@ def test_of_two_who_change_the_same_value_one_is_refused(face: Face) -> None:
 
 
 def test_a_number_that_many_raise_by_its_etag_loses_nothing(face: Face) -> None:
-    """Whoever gets a value, changes it and puts it back with If-Match is not overtaken unawares."""
+    """Concurrent read-modify-write cycles with ETag and If-Match lose no update."""
     model = face.make()
     path, held = f"/models/{model}/params/b", f"/pull/{model}/b"
 
@@ -155,7 +155,10 @@ def test_a_number_that_many_raise_by_its_etag_loses_nothing(face: Face) -> None:
 
 
 def test_a_refusal_names_the_partitions_that_have_taken_their_part(face: Face) -> None:
-    """By name each of two shards refuses for itself; whoever pushed all of it again would count twice at the other."""
+    """If only one shard refuses a push by name, the refusal names the partitions that have applied it.
+
+    A client that pushed everything again would count twice there.
+    """
     model = face.make(consistency={"mode": "async", "lag": "reject", "lag_bound": 2})
     for _ in range(4):
         face.push(model, {"b": 1.0})
@@ -167,7 +170,7 @@ def test_a_refusal_names_the_partitions_that_have_taken_their_part(face: Face) -
 
 
 def test_a_first_value_is_none_that_could_match(face: Face) -> None:
-    """Before its upload a parameter has no value: only If-None-Match is met."""
+    """Before its upload a parameter has no value: If-Match fails and If-None-Match succeeds."""
     params = {"w": {"shape": [2], "init": {"kind": "upload"}}}
     model = unique("m")
     token = face.call("POST", "/models", {"name": model, "params": params, "partitions": 2}, 201)["upload_token"]
@@ -182,7 +185,7 @@ def test_a_first_value_is_none_that_could_match(face: Face) -> None:
 
 
 def test_names_of_any_letters_are_reached_by_path(face: Face) -> None:
-    """A name with slashes, spaces, patterns or other scripts is the rest of a path, its slashes plain or escaped."""
+    """A name with slashes, spaces, patterns or other scripts works in a path, its slashes plain or escaped."""
     model = face.make(params={n: {"shape": [2]} for n in NAMES})
     for number, name in enumerate(NAMES):
         for safe in ("/", ""):
@@ -195,7 +198,7 @@ def test_names_of_any_letters_are_reached_by_path(face: Face) -> None:
 
 
 def test_refused_requests_say_why_and_change_nothing(face: Face) -> None:
-    """404, 406, 412, 413, 415 and 422 with their codes; the model stays at version 0."""
+    """Invalid requests get the status and code of the contract, and the model stays at version 0."""
     model = face.make()
     grads = {"b": face.value(1.0)}
 
@@ -227,7 +230,7 @@ def test_refused_requests_say_why_and_change_nothing(face: Face) -> None:
 
 @pytest.mark.parametrize("kind", ["zeros", "constant", "uniform", "normal", "xavier_normal", "kaiming_uniform"])
 def test_first_values_are_drawn_as_asked(face: Face, kind: str) -> None:
-    """Each kind gives the mean and spread that it names, whatever the partitions."""
+    """Each kind of initial values has the mean and standard deviation that it names, over all partitions."""
     asked: dict[str, dict[str, Any]] = {
         "constant": {"value": 3},
         "uniform": {"low": 2, "high": 3, "seed": 1},
@@ -246,7 +249,7 @@ def test_first_values_are_drawn_as_asked(face: Face, kind: str) -> None:
 
 
 def test_an_upload_belongs_to_who_holds_the_token(face: Face) -> None:
-    """Until all is uploaded nothing is served; a wrong shape or no token is refused; then the model is at version 0."""
+    """Nothing is served until all values are uploaded with the token; wrong shapes or no token are refused."""
     upload: dict[str, Any] = {"init": {"kind": "upload"}}
     model = unique("m")
     params = {"w": {"shape": [2]} | upload, "b": {"shape": []} | upload}

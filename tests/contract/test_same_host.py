@@ -1,4 +1,4 @@
-"""A client on the shard's machine: gradients in slots, values by lease, and the same answers as over HTTP."""
+"""Clients on the shards' machine: gradients in slots, values by lease, and the same results as over HTTP."""
 
 import asyncio
 import os
@@ -35,20 +35,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest.fixture
 def model(cluster: Nodes) -> Iterator[Model]:
-    """A model of two parameters that span the partitions of both shards, at a learning rate of 1."""
+    """A model of two parameters that span the partitions of both shards, with a learning rate of 1."""
     with ps.connect(cluster.url) as client:
         yield made(client)
 
 
 def ways(model: Model) -> set[str]:
-    """How its partitions are reached: `unix`, `http` or, through another node, None."""
+    """How the client reaches the partitions: `unix`, `http` or, through another node, `None`."""
     cluster = model._client.cluster
     model_map = cluster._maps[model.name]
     return {str(cluster.route(model_map, i)).partition(":")[0] for i in range(model_map.spec.partitions)}
 
 
 def test_values_are_the_shards_own_memory(model: Model) -> None:
-    """A read-only pull maps the versions of both shards side by side, and later pushes do not change it."""
+    """A read-only pull maps the memory of both shards, and later pushes do not change its values."""
     before = model.pull(copy=False)
     assert ways(model) == {"unix"}
     assert not before.flat.flags.owndata
@@ -64,7 +64,7 @@ def test_values_are_the_shards_own_memory(model: Model) -> None:
 
 
 def test_what_was_lent_for_a_pull_that_fails_is_given_back(model: Model) -> None:
-    """One shard has the version that is waited for and lends it, the other one has not."""
+    """If one shard has the version that a pull waits for and the other has not, the lease is given back."""
     client = model._client
     model_map = client.run(client.cluster.map_of(model.name, client.deadline(None)))
     there = frozenset(i for i, owner in enumerate(model_map.owners) if owner == model_map.owners[0])
@@ -77,7 +77,7 @@ def test_what_was_lent_for_a_pull_that_fails_is_given_back(model: Model) -> None
 
 
 def test_a_copy_is_the_callers_own(model: Model) -> None:
-    """Without `copy=False` the arrays are writable, whether new or the caller's own."""
+    """Without `copy=False` a pull returns writable arrays, new ones or those given as `out`."""
     mine = model.pull()
     mine["a"][:] = 5.0
     model.push({"a": np.full(SIZE // 3, -1.0)})
@@ -87,14 +87,14 @@ def test_a_copy_is_the_callers_own(model: Model) -> None:
 
 
 def test_pushpull_answers_with_what_the_push_made(model: Model) -> None:
-    """One round trip through a slot and a lease gives the values after the push."""
+    """A `pushpull` through a slot and a lease returns the values after its push."""
     flat = np.full(SIZE, -2.0, np.float32)
     assert (model.pushpull(flat).flat == 2.0).all()
     assert (model.pushpull(flat, out=model.pull()).flat == 4.0).all()
 
 
 def test_a_synchronous_gradient_keeps_its_slot(model: Model) -> None:
-    """What is staged stays as it was written, though the same client writes its next gradient at once."""
+    """A staged gradient does not change when the same client writes its next gradient at once."""
     model.set(consistency=ps.Sync(min_workers=1))
     with model.worker() as worker:
         for i in range(4):
@@ -104,7 +104,7 @@ def test_a_synchronous_gradient_keeps_its_slot(model: Model) -> None:
 
 
 def test_a_buffered_gradient_keeps_its_slot_after_a_pushpull(model: Model) -> None:
-    """What waits in a buffer stays as it was written, though its answer brought values as well."""
+    """A buffered gradient does not change although the answer to its `pushpull` brought values as well."""
     model.set(consistency=ps.Buffered(count=4, interval_ms=60_000))
     for i in range(4):
         model.pushpull(np.full(SIZE, -1.0 - i, np.float32))
@@ -112,7 +112,7 @@ def test_a_buffered_gradient_keeps_its_slot_after_a_pushpull(model: Model) -> No
 
 
 def test_a_gradient_whose_commit_does_not_come_keeps_its_slot(model: Model) -> None:
-    """An exchange that is not released in time leaves its gradient at the shard; the next one is written elsewhere."""
+    """The gradient of an `exchange` that times out stays in its slot, and the next one uses another slot."""
     model.set(consistency=ps.Sync(min_workers=2))
     with model.worker() as first, model.worker() as second:
         with pytest.raises(ps.Unavailable, match=second.name):
@@ -123,17 +123,17 @@ def test_a_gradient_whose_commit_does_not_come_keeps_its_slot(model: Model) -> N
 
 
 def test_partitions_that_move_while_a_commit_is_awaited_keep_their_gradients(cluster: Nodes, model: Model) -> None:
-    """Six rounds, each with a move between the two workers' pushes: every commit is the mean of both."""
+    """If partitions move between two workers' pushes, each of six commits is still the mean of both."""
     model.set(consistency=ps.Sync(min_workers=2))
     rounds, ends = 6, []
 
     def train(rank: int) -> None:
         with ps.connect(cluster.url) as client, client.model(model.name).worker(rank=rank) as worker:
             for i in range(rounds):
-                if rank:  # the other one waits at the shards by now
+                if rank:  # the other worker waits at the shards by now
                     state = "draining" if i % 2 == 0 else "active"
                     cluster.call("PUT", "/shards/shard-1", {"state": state}, status=200)
-                    if state == "draining":  # what it takes back, and when, goes by what else there is
+                    if state == "draining":  # what it takes back, and when, depends on other models
                         eventually(drained, what="the move")
                 values = worker.exchange(np.full(SIZE, -1.0 - i - 2.0 * rank, np.float32), timeout=60.0)
             ends.append(values.flat.copy())
@@ -151,7 +151,7 @@ def test_partitions_that_move_while_a_commit_is_awaited_keep_their_gradients(clu
 
 
 def test_a_gradient_with_nan_is_refused_and_its_slot_serves_on(model: Model) -> None:
-    """Bad values are found before anything is sent; the next push is exact."""
+    """A gradient with NaN is refused, and the next push from the same slots is exact."""
     bad = np.zeros(SIZE, np.float32)
     bad[SIZE // 2] = np.nan
     with pytest.raises(ps.RequestError, match="NaN"):
@@ -163,7 +163,10 @@ def test_a_gradient_with_nan_is_refused_and_its_slot_serves_on(model: Model) -> 
 @pytest.mark.parametrize("way", ["unix", "http"])
 @pytest.mark.parametrize("consistency", [ps.Async(), ps.SSP(staleness=2), ps.Sync()], ids=["async", "ssp", "sync"])
 def test_one_shard_alone_finds_the_nan(cluster: Nodes, way: str, consistency: ps.Consistency) -> None:
-    """Nobody looks for it before it is sent: nothing changes, the parameter is named, the worker goes on."""
+    """If a single shard finds the NaN, nothing changes, the parameter is named, and the worker can go on.
+
+    With one shard the client does not look for NaN before it sends.
+    """
     with ps.connect(cluster.url) as client:
         model = made(client, partitions=1, consistency=consistency)
         with model.worker() as worker:
@@ -183,7 +186,7 @@ def test_one_shard_alone_finds_the_nan(cluster: Nodes, way: str, consistency: ps
 
 
 def test_a_slot_taken_back_is_replaced(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client whose idle slot is gone asks for another, under the same push id, without an error."""
+    """A client whose slots were taken back gets others and applies its push once, without an error."""
     grads = np.full(SIZE, -1.0, np.float32)
     model.push(grads)
     held = model._client.cluster.same_host
@@ -197,7 +200,7 @@ def test_a_slot_taken_back_is_replaced(model: Model, monkeypatch: pytest.MonkeyP
 
 
 def test_a_closed_client_answers_no_pull_by_itself(cluster: Nodes) -> None:
-    """Though the values at hand are the present ones still."""
+    """A closed client refuses a pull although it holds the current values."""
     with ps.connect(cluster.url) as client:
         model = made(client)
         model.pull()
@@ -207,7 +210,7 @@ def test_a_closed_client_answers_no_pull_by_itself(cluster: Nodes) -> None:
 
 
 def test_a_closed_client_leaves_its_slots_to_the_next(cluster: Nodes, model: Model) -> None:
-    """Clients that come and go, one after the other, write into the same memory."""
+    """Clients that are opened and closed one after the other write into the same slots."""
 
     def slots_after_a_push() -> set[str]:
         with ps.connect(cluster.url) as client:
@@ -217,7 +220,7 @@ def test_a_closed_client_leaves_its_slots_to_the_next(cluster: Nodes, model: Mod
         assert not held.take_idle()
         return found
 
-    # What a killed client of another test held may come back in between, and be lent first.
+    # Slots of a client that another test killed may become free in between, and be lent first.
     found = [slots_after_a_push() for _ in range(4)]
     assert all(found)
     assert any(later == earlier for earlier, later in pairwise(found))
@@ -225,7 +228,7 @@ def test_a_closed_client_leaves_its_slots_to_the_next(cluster: Nodes, model: Mod
 
 
 def test_a_closed_client_gives_back_what_nobody_reads(cluster: Nodes, model: Model) -> None:
-    """Leases of values that it kept are over at once, not 15 s later; those of arrays that are still there are not."""
+    """Closing a client ends the leases of values that it kept at once, but not of arrays still in use."""
 
     async def pulls() -> ps.AsyncClient:
         async with ps.AsyncClient(cluster.url) as other:
@@ -256,7 +259,7 @@ def test_a_closed_client_gives_back_what_nobody_reads(cluster: Nodes, model: Mod
 
 
 def test_the_asyncio_client_shares_memory_too(cluster: Nodes, model: Model) -> None:
-    """`AsyncClient` pushes and pulls in the same way."""
+    """`AsyncClient` pushes and pulls through shared memory, too."""
 
     async def train() -> ps.Params:
         async with ps.AsyncClient(cluster.url) as client:
@@ -271,7 +274,7 @@ def test_the_asyncio_client_shares_memory_too(cluster: Nodes, model: Model) -> N
 
 
 def test_a_client_killed_with_memory_in_hand_costs_nobody_anything(cluster: Nodes, model: Model) -> None:
-    """After a SIGKILL in the middle of a loop, others train on exactly, and the same model serves them."""
+    """After a client with slots and leases gets SIGKILL, others train on the same model exactly."""
     code = (
         "import sys, numpy as np, paramserver as ps\n"
         f"m = ps.connect({cluster.url!r}).model({model.name!r}); g = np.full({SIZE}, -1.0, np.float32)\n"
@@ -285,14 +288,14 @@ def test_a_client_killed_with_memory_in_hand_costs_nobody_anything(cluster: Node
             process.stdout.readline()
         process.send_signal(signal.SIGKILL)
     before = model.pull()
-    assert (before.flat >= 3.0).all()  # its last push may have reached one shard and not the other
+    assert (before.flat >= 3.0).all()  # its last push may have reached only one shard
     for _ in range(20):
         model.push(np.full(SIZE, -1.0, np.float32))
     assert (model.pull().flat == before.flat + 20.0).all()
 
 
 def test_without_a_folder_bytes_travel(cluster: Nodes, model: Model) -> None:
-    """When the shards' sockets are gone, the same client goes on over HTTP by itself."""
+    """A client that finds the shards' sockets gone works over HTTP without being told to."""
     model.push(np.full(SIZE, -1.0, np.float32))
     assert ways(model) == {"unix"}
     model_map = model._client.cluster._maps[model.name]
@@ -311,7 +314,7 @@ def test_without_a_folder_bytes_travel(cluster: Nodes, model: Model) -> None:
 
 
 def test_a_shard_that_starts_anew_is_found_by_its_new_socket(tmp_path: Path) -> None:
-    """After `kill -9` the client goes on with the next process of that shard, whose folder replaces the old one."""
+    """After `kill -9` the client uses the socket of the shard's next process and forgets the old one."""
     with nodes(tmp_path, shards=1) as running, ps.connect(running.url) as client:
         model = client.create_model("m", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
         model.push(np.full(SIZE, -1.0, np.float32))
@@ -328,7 +331,7 @@ def test_a_shard_that_starts_anew_is_found_by_its_new_socket(tmp_path: Path) -> 
 
 
 def test_a_shard_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
-    """A push to a stopped shard goes to its successor within a lease and two pings, far below the deadline."""
+    """A push to a stopped shard goes to its successor within 30 s, far below the deadline."""
     with nodes(tmp_path / "nodes", shards=2) as cluster, ps.connect(cluster.url, timeout=60.0) as client:
         model = client.create_model("still", {"w": (64,)}, optimizer=ps.Sum(), partitions=2)
         model.push({"w": np.ones(64, np.float32)})
@@ -345,7 +348,7 @@ def test_a_shard_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_what_has_not_changed_is_pulled_without_a_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second pull finds on the shards' boards that the first one's values are the present, copied or not."""
+    """A pull, copied or not, makes no request if the shards' boards show that the values held are current."""
     model.push(np.full(SIZE, -1.0, np.float32))
     first = model.pull(copy=False)
     asked = requests_of(model, monkeypatch)
@@ -358,7 +361,7 @@ def test_what_has_not_changed_is_pulled_without_a_request(model: Model, monkeypa
 
 
 def test_a_push_brings_what_the_next_pull_wants(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who pulls and pushes in turn makes one request to each shard a round, and still sees every version."""
+    """A client that pulls and pushes in turn only sends pushes, and still sees every version."""
     grads = np.full(SIZE, -1.0, np.float32)
     model.pull(copy=False)
     model.push(grads)
@@ -372,7 +375,7 @@ def test_a_push_brings_what_the_next_pull_wants(model: Model, monkeypatch: pytes
 
 
 def test_a_push_of_another_client_is_seen_by_the_next_pull(cluster: Nodes, model: Model) -> None:
-    """Whatever is acknowledged to anybody is in every pull that begins afterwards."""
+    """A push that any client had acknowledged is seen by every pull that begins afterwards."""
     with ps.connect(cluster.url) as other:
         there, grads = other.model(model.name), np.full(SIZE, -1.0, np.float32)
         for i in range(12):
@@ -383,7 +386,7 @@ def test_a_push_of_another_client_is_seen_by_the_next_pull(cluster: Nodes, model
 
 
 def test_values_that_a_dead_shard_has_lent_are_not_the_present(tmp_path: Path) -> None:
-    """After `kill -9` a pull asks whoever owns the model then, though the dead shard's board still shows its lease."""
+    """After `kill -9` a pull asks the new owner although the dead shard's board still shows the lease."""
     with nodes(tmp_path, shards=1) as running, ps.connect(running.url) as client:
         model = client.create_model("m", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
         model.push(np.full(SIZE, -1.0, np.float32))
@@ -400,7 +403,7 @@ def test_values_that_a_dead_shard_has_lent_are_not_the_present(tmp_path: Path) -
 
 
 def test_a_forked_child_leaves_its_parents_leases_alone(model: Model) -> None:
-    """What a child drops was lent to the parent, and is not given back in the parent's name."""
+    """A forked child that drops values leased to its parent does not give the leases back."""
     model.push(np.full(SIZE, -1.0, np.float32))
     values = [model.pull(copy=False)]
     held = model._client.cluster.same_host

@@ -1,4 +1,4 @@
-"""First values that came from a file or a client and are needed again, because nothing was ever stored of them."""
+"""Initial values from a file or a client that are needed again because no snapshot of them was ever stored."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 @pytest.mark.parametrize("way", ["the file", "its values"])
 def test_a_trained_model_waits_for_its_file(tmp_path: Path, way: str) -> None:
-    """Redis is emptied and a shard dies: the model says what it lacks; the file, or somebody's PUT, sets only that."""
+    """After Redis is emptied and a shard dies, a model waits for its file; it or a PUT sets only what was lost."""
     with nodes(tmp_path, shards=2) as cluster:
         file = tmp_path / "state" / "first.safetensors"
         file.parent.mkdir(exist_ok=True)
@@ -43,7 +43,7 @@ def test_a_trained_model_waits_for_its_file(tmp_path: Path, way: str) -> None:
 
 
 def test_values_that_are_uploaded_again_set_only_what_was_lost(tmp_path: Path) -> None:
-    """Redis is emptied and a shard dies: a client uploads everything anew, and what was trained elsewhere stays."""
+    """After Redis is emptied and a shard dies, a full upload sets only the values that were lost."""
     with nodes(tmp_path, shards=2) as cluster:
         params = {name: {"shape": [size], "init": {"kind": "upload"}} for name, size in (("w", 6), ("b", 2))}
         spec = {"name": "m", "params": params, "optimizer": {"name": "sum"}, "partitions": 2}

@@ -1,4 +1,4 @@
-"""Several schedulers: one leads, the others hand on; whatever happens to the leader, the training goes on."""
+"""Several schedulers: one leads, the others forward to it, and training continues whatever happens to the leader."""
 
 import os
 import shutil
@@ -24,18 +24,18 @@ from .processes import Nodes, eventually, nodes, unique
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 TAKE_OVER_S = 5.0
-"""The promise: after kill -9 of the leader another leads within this time."""
+"""The promised bound: after `kill -9` of the leader another one leads within this time."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two schedulers, of which tests may kill and start again either, and two shards."""
+    """Two schedulers, either of which tests may kill and restart, and two shards."""
     with nodes(tmp_path_factory.mktemp("nodes"), shards=2, schedulers=2) as running:
         yield running
 
 
 def leader(cluster: Nodes) -> int:
-    """The index of the scheduler that leads, as any of them says."""
+    """The index of the scheduler that leads, according to the first one that answers."""
     for url in cluster.urls:
         try:
             found = cluster.http.get(f"{url}/status", timeout=2.0)
@@ -49,7 +49,7 @@ def leader(cluster: Nodes) -> int:
 
 
 def term_of(cluster: Nodes, index: int) -> int:
-    """The term that the scheduler of that index speaks of, once it can."""
+    """The term that the scheduler of that index reports, as soon as it reports one."""
 
     def asked() -> int:
         found = cluster.http.get(f"{cluster.urls[index]}/status", timeout=1.0)
@@ -59,17 +59,17 @@ def term_of(cluster: Nodes, index: int) -> int:
 
 
 def process_name(index: int) -> str:
-    """What `Nodes` calls the scheduler of that index."""
+    """The name that `Nodes` gives the scheduler of that index."""
     return f"scheduler-{index}" if index else "scheduler"
 
 
 def signal_to(cluster: Nodes, index: int, number: signal.Signals) -> None:
-    """Send a signal to that scheduler."""
+    """Send a signal to the scheduler of that index."""
     os.kill(cluster.processes[process_name(index)].pid, number)
 
 
 def model(cluster: Nodes, mode: str = "sync") -> str:
-    """A fresh model of five cells whose optimizer adds."""
+    """Create a model of five elements that adds up what is pushed; return its name."""
     name = unique("m")
     spec = {
         "name": name,
@@ -83,11 +83,11 @@ def model(cluster: Nodes, mode: str = "sync") -> str:
 
 
 class Training:
-    """Workers of the SDK, each adding one to every cell in every iteration, until told to stop."""
+    """Workers of the SDK that push ones in every iteration until they are stopped."""
 
     def __init__(self, urls: str, model: str, workers: int) -> None:
         self.done = [0] * workers
-        """Iterations finished, of each worker."""
+        """Finished iterations of each worker."""
         self.errors: list[BaseException] = []
         self._stop = threading.Event()
         self._urls, self._model = urls, model
@@ -100,11 +100,11 @@ class Training:
                     worker.push({"w": np.ones(5, np.float32)})
                     worker.clock()
                     self.done[index] += 1
-        except BaseException as e:  # shown by the test
+        except BaseException as e:  # reported by the test
             self.errors.append(e)
 
     def goes_on(self, within_s: float = 20.0) -> None:
-        """Every worker finishes another two iterations."""
+        """Wait until every worker has finished two more iterations."""
         goal = [n + 2 for n in self.done]
 
         def reached() -> bool:
@@ -115,7 +115,7 @@ class Training:
 
     @contextmanager
     def running(self) -> Iterator["Training"]:
-        """Train for as long as the block runs; no worker may have seen an error."""
+        """Train while the block runs; fail if a worker saw an error."""
         for thread in self._threads:
             thread.start()
         try:
@@ -129,7 +129,7 @@ class Training:
 
 
 def test_one_leads_and_the_other_hands_on(cluster: Nodes) -> None:
-    """Either scheduler answers everything alike: reads, decisions, pushes, long polls, feeds and server-sent events."""
+    """Both schedulers answer alike: reads, decisions, pushes, long polls, feeds and server-sent events."""
     assert {cluster.http.get(f"{u}/readyz").status_code for u in cluster.urls} == {200}
     first = leader(cluster)
     nodes_seen = {(n["name"], n["state"]) for n in cluster.get("/status")["nodes"] if n["role"] == "scheduler"}
@@ -154,7 +154,7 @@ def test_one_leads_and_the_other_hands_on(cluster: Nodes) -> None:
 
 
 def test_kill_of_the_leader_twice_in_a_row(cluster: Nodes) -> None:
-    """The leader is killed, then who took over: each time another leads within 5 s, and no worker sees an error."""
+    """Each time a leader is killed the other scheduler leads within 5 s, and no worker sees an error."""
     name = model(cluster)
     with Training(",".join(cluster.urls), name, 2).running() as training:
         for _ in range(2):
@@ -173,7 +173,7 @@ def test_kill_of_the_leader_twice_in_a_row(cluster: Nodes) -> None:
 
 
 def test_a_leader_that_is_told_to_stop_hands_over_at_once(cluster: Nodes) -> None:
-    """After SIGTERM another leads well before a lease could have run out."""
+    """After SIGTERM of the leader another one leads within 2 s, well before the lease would expire."""
     old = leader(cluster)
     term = term_of(cluster, old)
     signal_to(cluster, old, signal.SIGTERM)
@@ -185,7 +185,7 @@ def test_a_leader_that_is_told_to_stop_hands_over_at_once(cluster: Nodes) -> Non
 
 
 def test_a_paused_leader_says_nothing_before_it_asked(cluster: Nodes) -> None:
-    """Stopped past its lease and replaced, it answers only as one that stands by, in the same process."""
+    """A leader that was paused past its lease and replaced answers as a standby when it resumes."""
     name = model(cluster)
     old = leader(cluster)
     process = cluster.processes[process_name(old)]
@@ -197,7 +197,7 @@ def test_a_paused_leader_says_nothing_before_it_asked(cluster: Nodes) -> None:
         finally:
             signal_to(cluster, old, signal.SIGCONT)
         found = cluster.http.get(f"{cluster.urls[old]}/status")
-        # Its first word after the pause is the new leader's, or that there is none to ask.
+        # Its first answer after the pause is the new leader's, or 503 if it could not ask one.
         assert found.status_code == 503 or found.json()["cluster"]["term"] == term
         assert term_of(cluster, old) == term
         training.goes_on()
@@ -206,7 +206,7 @@ def test_a_paused_leader_says_nothing_before_it_asked(cluster: Nodes) -> None:
 
 
 def test_redis_away_keeps_the_leader(cluster: Nodes) -> None:
-    """While Redis is stopped for longer than a lease the leader answers heartbeats, and leads when Redis is back."""
+    """While Redis is stopped longer than a lease the leader answers heartbeats, and its term continues afterwards."""
     name = model(cluster, "async")
     before = leader(cluster)
     term = cluster.get("/status")["cluster"]["term"]
@@ -230,7 +230,7 @@ def test_redis_away_keeps_the_leader(cluster: Nodes) -> None:
 
 
 def test_an_emptied_redis_is_written_anew_by_the_leader(cluster: Nodes) -> None:
-    """After FLUSHALL the leader leads on in a new term, and Redis holds its models again within seconds."""
+    """After FLUSHALL the leader starts a new term and writes its models to Redis again within 5 s."""
     name = model(cluster, "async")
     before, term = leader(cluster), cluster.get("/status")["cluster"]["term"]
     with Redis.from_url(cluster.redis_url) as plain:
@@ -243,8 +243,10 @@ def test_an_emptied_redis_is_written_anew_by_the_leader(cluster: Nodes) -> None:
 
 @contextmanager
 def apart(folder: Path) -> Iterator[tuple[Nodes, list[Path]]]:
-    """Two schedulers that see each other's folders of checkpoints as little as on two machines, of which the first one
-    leads, and a shard; with these folders."""
+    """Two schedulers with separate state directories, as on two machines, and a shard.
+
+    Yields them and the two folders of checkpoints. The first scheduler leads.
+    """
     with redis_server.running(folder / "redis") as url:
         cluster = Nodes(folder, url, 1, schedulers=2)
         try:
@@ -260,7 +262,7 @@ def apart(folder: Path) -> Iterator[tuple[Nodes, list[Path]]]:
 
 
 def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedulers with folders of their own: either hands readers files and restores; what the rule drops is gone."""
+    """Schedulers with separate folders both serve and restore a checkpoint, and expired ones are removed from both."""
     secret = tokens.new_key()
     (tmp_path / "secret").write_text(secret)
     monkeypatch.setenv("PARAMSERVER_SECRET_FILE", str(tmp_path / "secret"))
@@ -282,7 +284,7 @@ def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path, mo
         eventually(lambda: cluster.http.get(other + path).json()["code"] == "unavailable", within_s=30.0)
         cluster.start_scheduler()
         assert leader(cluster) == 1
-        # The leader hears with its next renewal that the other one runs again.
+        # The leader learns from its next lease renewal that the other scheduler is back.
         eventually(lambda: cluster.http.get(other + path).status_code == 200, within_s=10.0)
         files = [cluster.http.get(u + path, headers=reader) for u in cluster.urls]
         assert [f.status_code for f in files] == [200, 200]
@@ -300,7 +302,7 @@ def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path, mo
 
 
 def test_files_of_a_checkpoint_are_those_of_the_model_that_lists_it(tmp_path: Path) -> None:
-    """A folder of the same name that an earlier model has left at any scheduler is handed out for no later one."""
+    """A checkpoint folder that an earlier model of the same name left at a scheduler is not served for a later one."""
     with apart(tmp_path) as (cluster, folders):
         name = model(cluster, "async")
         path = f"/models/{name}/checkpoints/final/model.safetensors"
@@ -313,7 +315,7 @@ def test_files_of_a_checkpoint_are_those_of_the_model_that_lists_it(tmp_path: Pa
         assert cluster.get(path, status=404)["code"] == "unknown_checkpoint"
 
         earlier[1].parent.mkdir(parents=True)
-        earlier[0].rename(earlier[1])  # as if the other one had led then
+        earlier[0].rename(earlier[1])  # as if the other scheduler had led then
         cluster.post("/push", {"model": name, "grads": {"w": [2.0] * 5}}, status=200)
         cluster.post(f"/models/{name}/checkpoints", {"name": "final"}, status=201)
         signal_to(cluster, 0, signal.SIGTERM)
@@ -322,7 +324,7 @@ def test_files_of_a_checkpoint_are_those_of_the_model_that_lists_it(tmp_path: Pa
         eventually(lambda: leader(cluster) == 1)
 
         for url in cluster.urls:
-            # The leader hears with its next renewal that the other one runs again.
+            # The leader learns from its next lease renewal that the other scheduler is back.
             eventually(lambda url=url: cluster.http.get(url + path).is_success)  # type: ignore[misc]
             assert load(cluster.http.get(url + path).content)["w"].tolist() == [2.0] * 5
         shutil.rmtree(earlier[0])
@@ -333,7 +335,7 @@ def test_files_of_a_checkpoint_are_those_of_the_model_that_lists_it(tmp_path: Pa
 
 
 def test_an_empty_redis_is_refused_where_a_state_is_expected(tmp_path: Path) -> None:
-    """With --expect-state a scheduler ends with a word about it, and writes nothing."""
+    """With --expect-state and an empty Redis a scheduler exits, names the option and writes nothing."""
     with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
         lone = Nodes(tmp_path, url, 0)
         own = ("--port", str(lone.port), "--redis", url, "--state-dir", str(tmp_path / "state"), "--expect-state")

@@ -1,4 +1,4 @@
-"""Every control route of a real scheduler over real sockets: what it takes, answers and refuses."""
+"""Every control route of a real scheduler over real sockets: what it accepts, answers and refuses."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def make(cluster: Nodes, **more: Any) -> str:
-    """A new model of two numbers; its name."""
+    """Create a model of two numbers; return its name."""
     name = unique("m")
     spec = {"name": name, "params": {"a": {"shape": []}, "b": {"shape": []}}, "optimizer": {"name": "sgd", "lr": 0.5}}
     cluster.post("/models", spec | more, status=201)
@@ -30,7 +30,7 @@ def make(cluster: Nodes, **more: Any) -> str:
 
 
 def test_a_model_is_made_once(cluster: Nodes) -> None:
-    """201 with Location, the same again 200, another spec 409, a wrong one 422 with a suggestion."""
+    """Creating a model is 201 with Location, again 200, with another spec 409, with a wrong one 422 and a hint."""
     spec = {"name": unique("m"), "params": {"w": {"shape": [3]}}, "partitions": 2}
     made = cluster.http.post("/models", json=spec)
 
@@ -47,7 +47,7 @@ def test_a_model_is_made_once(cluster: Nodes) -> None:
 
 
 def test_lists_come_in_pages(cluster: Nodes) -> None:
-    """`limit` and `after` walk through a list; a wrong one is 400."""
+    """Lists are paged by `limit` and `after`, and invalid values of these are 400."""
     names = {make(cluster) for _ in range(3)}
     seen: list[str] = []
     path = "/models?limit=2"
@@ -66,7 +66,7 @@ def test_lists_come_in_pages(cluster: Nodes) -> None:
 
 
 def test_settings_change_and_a_model_goes(cluster: Nodes) -> None:
-    """PATCH raises the revision, cannot change what is fixed; DELETE is 204, then 404."""
+    """PATCH raises the revision and cannot change what is fixed; DELETE is 204, then 404."""
     name = make(cluster)
 
     assert cluster.call("PATCH", f"/models/{name}", {"optimizer": {"lr": 0.25}})["revision"] == 1
@@ -78,7 +78,7 @@ def test_settings_change_and_a_model_goes(cluster: Nodes) -> None:
 
 
 def test_two_workers_train_in_step(cluster: Nodes) -> None:
-    """Two numbers are trained in sync mode with nothing but JSON: one commit is the mean of both gradients."""
+    """Two workers train in sync mode in plain JSON: one commit applies the mean of both gradients."""
     name = make(cluster, consistency=SYNC)
     joined = [cluster.post(f"/models/{name}/workers", {"name": n}, status=201) for n in ("anna", "ben")]
     assert [(j["worker"], j["epoch"], j["rank"]) for j in joined] == [(f"{name}/anna", 1, 0), (f"{name}/ben", 1, 1)]
@@ -98,7 +98,7 @@ def test_two_workers_train_in_step(cluster: Nodes) -> None:
 
 @pytest.mark.parametrize("slash", ["/", "%2F"])
 def test_worker_ids_hold_a_slash(cluster: Nodes, slash: str) -> None:
-    """Ids are the rest of the path or stand before a fixed suffix, with the slash plain or escaped."""
+    """A worker id in a path is accepted with its slash plain or escaped, also before a suffix."""
     name = make(cluster)
     worker = cluster.post(f"/models/{name}/workers", {"name": "w", "above": 6}, status=201)
     assert worker["epoch"] == 7
@@ -115,7 +115,7 @@ def test_worker_ids_hold_a_slash(cluster: Nodes, slash: str) -> None:
 
 
 def test_data_is_leased_and_done(cluster: Nodes) -> None:
-    """Ranges go to workers once each; when all are done the dataset is finished."""
+    """Each range of a dataset is leased to a worker once; when all are done the dataset is finished."""
     name = make(cluster)
     worker = cluster.post(f"/models/{name}/workers", {}, status=201)["worker"]
     dataset = {"dataset": "train", "size": 25, "task_size": 10}
@@ -137,7 +137,7 @@ def test_data_is_leased_and_done(cluster: Nodes) -> None:
 
 
 def test_metrics_are_kept_as_series(cluster: Nodes) -> None:
-    """Reported values come back by name, in order; what is no number is refused."""
+    """Reported metrics come back by name and in order; values that are no numbers are refused."""
     name = make(cluster)
     for i in range(3):
         report = {"metrics": {"loss": 1.0 / (i + 1)}, "clock": i}
@@ -153,7 +153,7 @@ def test_metrics_are_kept_as_series(cluster: Nodes) -> None:
 
 
 def test_a_run_finds_its_worker(cluster: Nodes) -> None:
-    """A member of the pool is given a place in a run whose entry it allows; the run ends when the entry returns."""
+    """A pool member gets a place in a run whose entry it allows, and the run ends when the entry returns."""
     name = make(cluster)
     run = cluster.post("/runs", {"model": name, "entry": "paramserver.examples.x:train", "workers": 1}, status=201)
     assert run["state"] == "waiting"
@@ -173,7 +173,7 @@ def test_a_run_finds_its_worker(cluster: Nodes) -> None:
 
 
 def test_a_run_is_paused_and_stopped(cluster: Nodes) -> None:
-    """PATCH pauses, resumes and stops; what is no state is 422."""
+    """PATCH pauses, resumes and stops a run; an unknown state is 422."""
     run = cluster.post("/runs", {"model": make(cluster), "entry": "a.b:c"}, status=201)
     path = f"/runs/{run['id']}"
 
@@ -184,7 +184,7 @@ def test_a_run_is_paused_and_stopped(cluster: Nodes) -> None:
 
 
 def test_the_map_is_waited_for(cluster: Nodes) -> None:
-    """`/map?since=` returns when the map is newer, and after `wait_s` at the latest."""
+    """`/map?since=` answers when the map is newer, and after `wait_s` at the latest."""
     epoch = cluster.get("/map")["map_epoch"]
 
     assert cluster.get(f"/map?since={epoch}&wait_s=0")["map_epoch"] == epoch
@@ -194,7 +194,7 @@ def test_the_map_is_waited_for(cluster: Nodes) -> None:
 
 
 def test_events_tell_everything_then_changes(cluster: Nodes) -> None:
-    """Server-sent events begin with the map and go on with what happens, without upload tokens."""
+    """Server-sent events begin with the map, continue with changes, and contain no upload tokens."""
     name = unique("m")
     with cluster.http.stream("GET", "/events") as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
@@ -210,7 +210,7 @@ def test_events_tell_everything_then_changes(cluster: Nodes) -> None:
 
 
 def test_upload_makes_a_model_ready(cluster: Nodes) -> None:
-    """First values sent to the scheduler's address reach the shard, and the model is ready; a wrong token is 409."""
+    """Initial values uploaded through the scheduler make the model ready; a wrong token is 409."""
     name = unique("m")
     spec = {"name": name, "params": {"w": {"shape": [2], "init": {"kind": "upload"}}}}
     token = cluster.post("/models", spec, status=201)["upload_token"]
@@ -230,7 +230,7 @@ def test_upload_makes_a_model_ready(cluster: Nodes) -> None:
 
 
 def test_msgpack_both_ways(cluster: Nodes) -> None:
-    """A control route takes and gives msgpack; bytes and other media types are refused."""
+    """A control route accepts and returns msgpack; byte strings and other media types are refused."""
     name = unique("m")
     kind = {"content-type": "application/msgpack"}
     spec = {"name": name, "params": {"w": {"shape": [2]}}}
@@ -268,7 +268,7 @@ STRANGE: list[Any] = [None, True, -1, 1 << 63, 1e308, "", "\x00", "../x", [], {}
 
 @pytest.mark.parametrize(("method", "path", "body"), BODIES, ids=[b[1] for b in BODIES])
 def test_bad_bodies_are_the_callers_fault(cluster: Nodes, method: str, path: str, body: Any) -> None:
-    """Each field of each body replaced by each strange value, and an unknown field: never a 5xx."""
+    """A body with any field replaced by a strange value, or with an unknown field, never causes a 5xx."""
     name = make(cluster)
     cluster.post(f"/models/{name}/workers", {"name": "w"}, status=201)
     path = path.replace("{m}", name)
@@ -288,7 +288,7 @@ def test_bad_bodies_are_the_callers_fault(cluster: Nodes, method: str, path: str
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "x" * 200, "\x00"])
 def test_checkpoint_names_stay_in_their_folder(cluster: Nodes, name: str) -> None:
-    """A name that is no single path component is refused before anything is done."""
+    """A checkpoint name that is not a single path component is refused."""
     model = make(cluster)
 
     assert cluster.post(f"/models/{model}/checkpoints", {"name": name}, status=422)["code"] == "invalid_field"
@@ -298,7 +298,7 @@ def test_checkpoint_names_stay_in_their_folder(cluster: Nodes, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["latest", "best"])
 def test_a_checkpoint_is_not_called_latest_or_best(cluster: Nodes, name: str) -> None:
-    """These stand for the newest and the best one, so no other may take them."""
+    """The names `latest` and `best`, which stand for other checkpoints, are refused for a new one."""
     model = make(cluster)
 
     refused = cluster.post(f"/models/{model}/checkpoints", {"name": name}, status=422)
@@ -307,7 +307,7 @@ def test_a_checkpoint_is_not_called_latest_or_best(cluster: Nodes, name: str) ->
 
 
 def test_a_part_of_a_checkpoints_file_is_had_by_its_range(cluster: Nodes) -> None:
-    """Whatever of a range is there comes; one that cannot be read is ignored, and one beyond the end is a problem."""
+    """A range of a checkpoint file is 206; an unreadable one is ignored, one beyond the end is 416."""
     name = make(cluster)
     cluster.post(f"/models/{name}/checkpoints", {"name": "c"}, status=201)
     url = f"/models/{name}/checkpoints/c/model.safetensors"
@@ -351,7 +351,7 @@ def test_a_part_of_a_checkpoints_file_is_had_by_its_range(cluster: Nodes) -> Non
     ],
 )
 def test_query_values_that_nobody_knows_are_refused(cluster: Nodes, method: str, path: str, unknown: str) -> None:
-    """Whoever is asked, the refusal names the first of them, and nothing is done."""
+    """An unknown query parameter is refused by scheduler and shard with its name, and nothing is done."""
     name = make(cluster)
     for url in (cluster.url, f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"):
         answer = cluster.http.request(method, url + path.format(m=name), json={} if method in ("POST", "PUT") else None)
@@ -365,7 +365,7 @@ def test_query_values_that_nobody_knows_are_refused(cluster: Nodes, method: str,
 
 
 def test_unknown_routes_and_methods(cluster: Nodes) -> None:
-    """404 and 405 are problem documents too."""
+    """Unknown routes are 404 and unknown methods 405 with Allow, as problem documents."""
     assert cluster.get("/nothing", status=404)["code"] == "not_found"
     assert cluster.call("PUT", "/models", {}, status=405)["code"] == "method_not_allowed"
     allowed = {"/models/x": "DELETE, GET, PATCH", "/runs/x": "GET, PATCH", "/shards/x": "GET, PUT", "/map": "GET"}
@@ -374,7 +374,7 @@ def test_unknown_routes_and_methods(cluster: Nodes) -> None:
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/version", "/"])
 def test_head_asks_for_a_probe_or_the_page_without_its_body(cluster: Nodes, path: str) -> None:
-    """Scheduler and shard answer it with the status and headers of a GET."""
+    """HEAD on a probe or on the page has the status and headers of GET, at scheduler and shard."""
     for url in (cluster.url, f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"):
         got, asked = cluster.http.get(url + path), cluster.http.head(url + path)
         assert (asked.status_code, asked.content) == (got.status_code, b"") == (200, b"")
@@ -383,7 +383,7 @@ def test_head_asks_for_a_probe_or_the_page_without_its_body(cluster: Nodes, path
 
 
 def test_status_describes_the_cluster(cluster: Nodes) -> None:
-    """Nodes, models and what happened."""
+    """/status describes nodes, models and recent events."""
     name = make(cluster)
     status = cluster.get("/status")
 
@@ -397,7 +397,7 @@ def test_status_describes_the_cluster(cluster: Nodes) -> None:
 
 
 def test_every_route_has_examples(cluster: Nodes) -> None:
-    """OpenAPI shows an example for each body and each route's answer."""
+    """OpenAPI has a summary and a success response for each route, and an example for each body."""
     paths = cluster.get("/openapi.json")["paths"]
     assert len(paths) > 25
     for path, methods in paths.items():
@@ -410,7 +410,7 @@ def test_every_route_has_examples(cluster: Nodes) -> None:
 
 
 def test_a_lost_client_frees_its_place(cluster: Nodes) -> None:
-    """A long poll whose client has gone ends at once: the worker is not kept alive by it."""
+    """A long poll whose client has disconnected does not keep the worker alive."""
     name = make(cluster, consistency=SYNC)
     for worker in ("a", "b"):
         cluster.post(f"/models/{name}/workers", {"name": worker}, status=201)

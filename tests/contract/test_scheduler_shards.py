@@ -1,4 +1,4 @@
-"""/shards: a shard is emptied while pushes go on, takes its part again, and is refused what cannot be."""
+"""/shards: a shard is drained while pushes continue, takes its share again, and invalid requests are refused."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def made(cluster: Nodes) -> str:
-    """A fresh model of four partitions, to which pushes are added."""
+    """Create a model of four partitions that adds up what is pushed; return its name."""
     name = unique("m")
     spec = {"name": name, "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 4}
     cluster.post("/models", spec, status=201)
@@ -33,12 +33,12 @@ def made(cluster: Nodes) -> str:
 
 
 def lines(cluster: Nodes) -> dict[str, Any]:
-    """The lines of GET /shards by name."""
+    """The items of GET /shards by name."""
     return {s["name"]: s for s in cluster.get("/shards")["items"]}
 
 
 def test_a_shard_is_drained_and_taken_back(cluster: Nodes) -> None:
-    """Drained, it owns nothing and has lost nothing; active again, it gets its part back; pushes go on throughout."""
+    """A drained shard gives up all partitions, an active one gets its share back, and no push is lost meanwhile."""
     name = made(cluster)
     pushes = 0
 
@@ -65,7 +65,7 @@ def test_a_shard_is_drained_and_taken_back(cluster: Nodes) -> None:
 
 
 def test_what_cannot_be_is_refused(cluster: Nodes) -> None:
-    """A shard that is not there, a state that there is none of, an epoch that is over."""
+    """Requests with an unknown shard, an unknown state, a missing epoch or an expired one are refused."""
     assert cluster.call("PUT", "/shards/none", {"state": "draining"}, status=404)["code"] == "unknown_node"
     assert cluster.get("/shards/none", status=404)["code"] == "unknown_node"
     assert cluster.call("PUT", "/shards/shard-0", {"state": "resting"}, status=422)["code"] == "invalid_field"
@@ -76,7 +76,7 @@ def test_what_cannot_be_is_refused(cluster: Nodes) -> None:
 
 @pytest.mark.asyncio
 async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
-    """A worker that a shard has not heard of yet is asked for by name: its epoch, its rank, and whether it lives."""
+    """A shard that asks the scheduler about a worker learns its epoch, its rank and whether it is live."""
     name = made(cluster)
     worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "rank": 3}, status=201)["worker"]
     link = SchedulerLink([cluster.url], NO_CREDENTIALS)
@@ -93,7 +93,7 @@ async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
 
 
 def test_what_a_shard_is_told_names_the_term(cluster: Nodes) -> None:
-    """A yes, that it is no member any more, and that nobody knows it: all say who said it."""
+    """Every answer of the scheduler to a shard, including refusals, names its term."""
     path, term = "/internal/shards/shard-0", cluster.get("/map")["term"]
     epoch = next(s["epoch"] for s in cluster.get("/shards")["items"] if s["name"] == "shard-0")
 

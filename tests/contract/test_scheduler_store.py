@@ -1,4 +1,4 @@
-"""The scheduler's state in a real Redis: whole writes, in order, by the newest scheduler only."""
+"""The scheduler's state in a real Redis: written atomically, in order, by the newest leader only."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 
 async def leading(redis: AsyncRedis) -> StateStore:
-    """The store of a scheduler that has just taken the lease over."""
+    """The store of a scheduler that has just acquired the lease."""
     lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
     assert await lease.try_acquire()
     return StateStore(redis, lease)
@@ -37,7 +37,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def plain(redis_url: str) -> Iterator[Redis]:
-    """A plain client of an empty Redis."""
+    """A synchronous client of an empty Redis."""
     with Redis.from_url(redis_url) as client:
         client.flushall()
         yield client
@@ -45,7 +45,7 @@ def plain(redis_url: str) -> Iterator[Redis]:
 
 @pytest.mark.asyncio
 async def test_what_was_written_is_read_by_the_next(redis_url: str, plain: Redis) -> None:
-    """Fields set, changed and deleted are what the next scheduler finds, under a higher term."""
+    """The next leader reads the fields that were set, changed and deleted, under a higher term."""
     async with connect(redis_url) as redis:
         first = await leading(redis)
         assert await first.open() == {}
@@ -60,7 +60,7 @@ async def test_what_was_written_is_read_by_the_next(redis_url: str, plain: Redis
 
 @pytest.mark.asyncio
 async def test_an_older_scheduler_cannot_write(redis_url: str, plain: Redis) -> None:
-    """Once a newer one has started, nothing of the older one's is stored any more."""
+    """Once a newer scheduler leads, a write of the older one raises `Deposed` and stores nothing."""
     async with connect(redis_url) as redis:
         first = await leading(redis)
         await first.open()
@@ -77,7 +77,7 @@ async def test_an_older_scheduler_cannot_write(redis_url: str, plain: Redis) -> 
 
 @pytest.mark.asyncio
 async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redis) -> None:
-    """What Redis has lost is not written in half: all of it comes in one write, under a new term."""
+    """An emptied Redis refuses partial writes; the whole state is written at once, in a new term."""
     async with connect(redis_url) as redis:
         store = await leading(redis)
         await store.open()
@@ -101,7 +101,7 @@ async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redi
 
 @pytest.mark.asyncio
 async def test_a_redis_that_went_back_gets_everything_back(redis_url: str, plain: Redis) -> None:
-    """One that has lost the last writes of a term, but not the term, is noticed by the next write and by the lease."""
+    """A Redis that lost a term's last writes is noticed by the next write and by the lease renewal."""
     async with connect(redis_url) as redis:
         lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
         assert await lease.try_acquire()
@@ -129,7 +129,7 @@ async def test_a_redis_that_went_back_gets_everything_back(redis_url: str, plain
 
 @pytest.mark.asyncio
 async def test_fences_only_rise(redis_url: str, plain: Redis) -> None:
-    """A fence is written with the fields and tokens of the same decision, and never goes back."""
+    """A fence never decreases, except that 0 removes it."""
     async with connect(redis_url) as redis:
         store = await leading(redis)
         await store.open()
@@ -141,7 +141,7 @@ async def test_fences_only_rise(redis_url: str, plain: Redis) -> None:
 
 @pytest.mark.asyncio
 async def test_a_late_write_changes_nothing(redis_url: str, plain: Redis) -> None:
-    """A write that Redis gets to only after a newer one of the same scheduler is ignored."""
+    """A write that reaches Redis after a newer one of the same scheduler is ignored."""
     async with connect(redis_url) as redis:
         store = await leading(redis)
         await store.open()
@@ -156,7 +156,7 @@ async def test_a_late_write_changes_nothing(redis_url: str, plain: Redis) -> Non
 
 @pytest.mark.asyncio
 async def test_a_redis_that_is_away_is_unavailable(redis_url: str) -> None:
-    """No answer is `storage_unavailable`, which may be retried."""
+    """An unreachable Redis is `storage_unavailable`, which is retryable."""
     async with connect(f"redis://127.0.0.1:{redis_server.free_port()}") as redis:
         lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
         for ask in (lease.try_acquire, StateStore(redis, lease, timeout_s=0.2).open):
@@ -168,7 +168,7 @@ async def test_a_redis_that_is_away_is_unavailable(redis_url: str) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("text", ["{", "[]", '{"x": 1}', '{"format": 2}', "null"])
 async def test_documents_of_another_format_are_refused(redis_url: str, plain: Redis, text: str) -> None:
-    """What cannot be understood is corrupt state; nothing is guessed."""
+    """A stored document that is invalid or of another format is `corrupt_state`."""
     plain.hset("ps:state", "a", text)
     async with connect(redis_url) as redis:
         with pytest.raises(PsError) as caught:
@@ -178,7 +178,7 @@ async def test_documents_of_another_format_are_refused(redis_url: str, plain: Re
 
 @pytest.mark.asyncio
 async def test_a_request_in_doubt_is_let_go_when_the_reign_ends() -> None:
-    """A request that waits for a renewal hears that the leadership is over when it is, and is not cut short by it."""
+    """A request that waits for a lease renewal gets False, and no cancellation, when the leadership ends."""
     asked = asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler keeps: over its own death, while Redis is away, and in checkpoints."""
+"""What the scheduler keeps: across its own death, while Redis is away, and in checkpoints."""
 
 import os
 import signal
@@ -21,13 +21,13 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler, which tests may kill and start again, and two shards."""
+    """A scheduler, which tests may kill and restart, and two shards."""
     with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
         yield running
 
 
 def train(cluster: Nodes, model: str, worker: str, epoch: int, first: int, last: int) -> None:
-    """One worker's synchronous iterations [first, last); gradient t is t + 1 everywhere."""
+    """Run one worker's synchronous iterations [first, last); gradient t is t + 1 everywhere."""
     for t in range(first, last):
         push = {"model": model, "grads": {"w": [t + 1.0] * 5}, "worker": worker, "epoch": epoch, "seq": t, "clock": t}
         cluster.post("/push", push, status=202)
@@ -42,7 +42,7 @@ def pull(cluster: Nodes, model: str, version: int) -> list[float]:
 
 
 def test_a_restart_keeps_everything(cluster: Nodes) -> None:
-    """After a SIGKILL the scheduler knows models, epochs, clocks, tasks and runs, and the training goes on."""
+    """After SIGKILL and a restart the scheduler has models, epochs, clocks, tasks and runs, and training continues."""
     name = unique("m")
     spec = {
         "name": name,
@@ -81,7 +81,7 @@ def test_a_restart_keeps_everything(cluster: Nodes) -> None:
 
 
 def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
-    """While Redis is stopped, deciding is 503 with Retry-After; reads, heartbeats, feeds and async pushes go on."""
+    """While Redis is stopped, decisions are 503 with Retry-After; reads, heartbeats, feeds and async pushes go on."""
     name = unique("m")
     spec = {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "partitions": 2}
     cluster.post("/models", spec, status=201)
@@ -112,7 +112,7 @@ def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
 
 
 def test_a_restore_that_redis_interrupts_is_over(cluster: Nodes) -> None:
-    """Redis falls silent over a restore: that is 503, and with Redis back it is asked for again and done."""
+    """A restore during which Redis stops is 503, and succeeds when it is repeated with Redis back."""
     name = unique("m")
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}}, status=201)
     cluster.post(f"/models/{name}/checkpoints", {"name": "mine"}, status=201)
@@ -136,7 +136,7 @@ def redis_pid(cluster: Nodes) -> int:
 
 @pytest.mark.parametrize("partitions", [1, 4])
 def test_a_checkpoint_continues_anywhere(cluster: Nodes, partitions: int) -> None:
-    """Restored into another model with other partitions, Adam goes on exactly as the original does."""
+    """Adam restored into a model with other partitions continues exactly as the original does."""
     name, copy = unique("m"), unique("copy")
     params = {"dense/w": {"shape": [2, 3]}, "b": {"shape": [], "dtype": "float16"}}
     spec = {"name": name, "params": params, "optimizer": {"name": "adam", "lr": 0.1}, "partitions": 3}
@@ -176,7 +176,7 @@ def test_a_checkpoint_continues_anywhere(cluster: Nodes, partitions: int) -> Non
 
 
 def test_a_damaged_checkpoint_is_not_restored(cluster: Nodes) -> None:
-    """A checkpoint whose bytes changed is refused with the file's name, and the model keeps its values."""
+    """Restoring a damaged checkpoint is refused with the file's name, and the model keeps its values."""
     name = unique("m")
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}}, status=201)
     made = cluster.post(f"/models/{name}/checkpoints", {"name": "mine"}, status=201)
@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_not_restored(cluster: Nodes) -> None:
 
 
 def test_checkpoints_are_kept_by_rule(cluster: Nodes) -> None:
-    """Written every clock, the last two stay, and the one at which the metric was best."""
+    """With a checkpoint at each clock and `keep: 2`, the last two stay, and the one with the best metric."""
     name = unique("m")
     spec: dict[str, Any] = {
         "name": name,
@@ -221,7 +221,7 @@ def test_checkpoints_are_kept_by_rule(cluster: Nodes) -> None:
 
 
 def test_checkpoints_outlive_their_model(cluster: Nodes) -> None:
-    """A model created again under its name neither replaces nor removes what the one before it has written."""
+    """A model created again under its name neither replaces nor removes its predecessor's checkpoints."""
     name = unique("m")
     spec = {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "checkpoint": {"keep": 1}}
     folder = cluster.folder / "state" / "checkpoints" / name
@@ -243,7 +243,7 @@ def test_checkpoints_outlive_their_model(cluster: Nodes) -> None:
 
 
 def test_fsynced_needs_a_redis_that_can(cluster: Nodes) -> None:
-    """A model whose pushes are to be on disk is refused while Redis keeps no such file, and made once it does."""
+    """A model with `ack: fsynced` is refused while Redis has no append-only file, and created once it has."""
     spec = {"name": unique("m"), "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "ack": "fsynced"}
     with Redis.from_url(cluster.redis_url) as plain:
         plain.config_set("appendonly", "no")
@@ -257,7 +257,7 @@ def test_fsynced_needs_a_redis_that_can(cluster: Nodes) -> None:
 
 
 def test_values_come_from_a_file(cluster: Nodes) -> None:
-    """`init.kind: file` reads a safetensors file below the state directory; a missing one fails the creation."""
+    """`init.kind: file` reads a safetensors file in the state directory; a missing one fails the creation."""
     (cluster.folder / "state").mkdir(exist_ok=True)
     save_file({"w": np.arange(5, dtype=np.float32)}, cluster.folder / "state" / "first.safetensors")
     param = {"shape": [5], "init": {"kind": "file", "path": "first.safetensors"}}

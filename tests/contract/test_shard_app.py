@@ -1,4 +1,4 @@
-"""The shard's app put together without a cluster: what its routes are and what it says before it has joined."""
+"""The shard's app without a cluster: its routes, and its answers before it has joined."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio
 
 @pytest_asyncio.fixture
 async def app() -> AsyncIterator[FastAPI]:
-    """A real shard whose scheduler and Redis nobody started."""
+    """The app of a real shard whose scheduler and Redis are not running."""
     async with asyncio.TaskGroup() as group:
         shard = assemble(ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9"), group)
         yield make_app(shard.services)
@@ -27,7 +27,7 @@ async def app() -> AsyncIterator[FastAPI]:
 
 
 async def test_every_route_carries_a_role(app: FastAPI) -> None:
-    """No route is without a mark, the plain ASGI endpoints included."""
+    """Every route has a role, including the plain ASGI endpoints."""
     marks = {getattr(route, "path", ""): roles.role_of(route) for route in roles.routes(app)}
     assert {"/push", "/pull", "/pushpull", "/livez", "/internal/set/{model}", "/{path:path}"} <= set(marks)
     assert None not in marks.values(), marks
@@ -35,7 +35,7 @@ async def test_every_route_carries_a_role(app: FastAPI) -> None:
 
 
 async def test_before_it_has_joined_a_shard_serves_nothing(app: FastAPI) -> None:
-    """Values are 503 with Retry-After, readiness says why, and the process still counts as alive."""
+    """Before it has joined, a shard answers 503 with Retry-After to values, is live, and says why not ready."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shard") as client:
         for answer in (await client.post("/pull", json={"model": "m"}), await client.get("/pull/m/w")):
             assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")

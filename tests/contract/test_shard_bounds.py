@@ -1,4 +1,4 @@
-"""What the value routes of real shards take and give, by its size, its kind and its weight."""
+"""Limits of the shards' value routes: sizes, media types and weights of requests and answers."""
 
 from collections.abc import Iterator
 
@@ -17,19 +17,19 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards that no test hurts."""
+    """Two shards that no test stops or kills."""
     with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
         yield running
 
 
 @pytest.fixture
 def model(cluster: Nodes) -> Model:
-    """A model of two parameters over four partitions and both shards; pushes are added to it."""
+    """A model of two parameters, over four partitions and both shards, that adds up what is pushed."""
     return Model(cluster)
 
 
 def test_the_name_of_a_frame_is_read_as_any_media_type(model: Model) -> None:
-    """In any case, and with parameters."""
+    """The media type of a frame is accepted in any case and with parameters."""
     frame, body = model.everywhere(1.0)
     for kind in ("Application/Vnd.Paramserver.Frame", f"{MEDIA_TYPE}; v=1"):
         url, content = f"{model.url(0)}/push", encode_header(frame) + body
@@ -42,7 +42,7 @@ def test_the_name_of_a_frame_is_read_as_any_media_type(model: Model) -> None:
     [(-1.0, 422, "invalid_field"), (float("nan"), 400, "malformed"), (float("inf"), 400, "malformed")],
 )
 def test_no_push_has_a_negative_weight(model: Model, weight: float, status: int, code: str) -> None:
-    """Nor one that is no number, which the header of a frame has no place for."""
+    """A push with a weight that is negative, NaN or infinite is refused and changes nothing."""
     body = {"model": model.name, "grads": {"b": {"dtype": "float32", "shape": [], "data": bytes(4)}}, "weight": weight}
     packed = model.http.post(f"{model.url(0)}/push", content=msgpack.packb(body), headers=MSGPACK)
     frame = model.frame("/push", *model.everywhere(1.0, weight=weight))
@@ -52,7 +52,7 @@ def test_no_push_has_a_negative_weight(model: Model, weight: float, status: int,
 
 
 def test_json_is_for_few_numbers(cluster: Nodes) -> None:
-    """As many as an answer holds can be pushed; more are refused before they are parsed, which takes long."""
+    """As many numbers as a JSON answer can hold can be pushed in JSON; more are refused with 413."""
     size = JSON_ELEMENTS_MAX
     model = Model(cluster, params={"w": {"shape": [size]}})
     assert model.push({"w": [1.0] * size}).status_code == 200
@@ -67,7 +67,7 @@ def test_json_is_for_few_numbers(cluster: Nodes) -> None:
 
 
 def test_what_no_answer_can_hold_is_refused_before_anything_is_done(cluster: Nodes) -> None:
-    """Before values are fetched, which there are none of yet, or a gradient is applied."""
+    """Too many values for JSON are refused before values are fetched or a gradient is applied."""
     init = {"kind": "upload"}
     model = Model(cluster, params={"w": {"shape": [JSON_ELEMENTS_MAX], "init": init}, "b": {"shape": [], "init": init}})
     problem(model.ask("/pull", {}), 413, "too_large")

@@ -1,4 +1,4 @@
-"""Encoded pushes at a shard's door: applied, staged, forwarded, repeated, refused when they are not what they say."""
+"""Encoded pushes at a shard: applied, staged, forwarded, repeated, and refused if they contradict their header."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,13 +26,13 @@ PARTITIONS = 4
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards that no test hurts."""
+    """Two shards that no test stops or kills."""
     with nodes(tmp_path_factory.mktemp("codecs"), shards=2) as running:
         yield running
 
 
 def ident(push_id: PushId | None) -> dict[str, Any]:
-    """The fields of a frame that say which push it is."""
+    """The frame fields of a push id."""
     return {} if push_id is None else asdict(push_id)
 
 
@@ -53,7 +53,7 @@ class Model:
         self.flat = np.random.default_rng(1).standard_normal(self.layout.size, dtype=np.float32)
 
     def encoded(self, text: str) -> tuple[list[AnyArray], AnyArray]:
-        """(each partition's bytes before a second stage, what they decode to, end to end)."""
+        """Return each partition encoded but not packed, and the concatenation of what they decode to."""
         codec, parts, decoded = Codec.parse(text), [], []
         for a, b in zip(self.layout.bounds[:-1], self.layout.bounds[1:], strict=True):
             parts.append(encode_partition(codec, self.flat[a:b], None, None)[0])
@@ -63,7 +63,7 @@ class Model:
     def push(
         self, text: str, parts: Sequence[AnyArray], push_id: PushId | None = None, clock: int | None = None
     ) -> httpx.Response:
-        """One frame of all partitions to the first shard, which hands on what the second one owns."""
+        """Send one frame of all partitions to the first shard, which forwards what the second one owns."""
         codec = Codec.parse(text)
         bodies = parts if codec.stage is None else [pack(codec.stage, p) for p in parts]
         frame = PushFrame(
@@ -79,7 +79,7 @@ class Model:
         return self.http.post(f"{self.shard_url}/push", content=content, headers={"content-type": MEDIA_TYPE})
 
     def values(self) -> AnyArray:
-        """The model as it is."""
+        """Pull all values as one flat array."""
         headers = {"content-type": "application/msgpack", "accept": "application/msgpack"}
         answer = self.http.post(f"{self.url}/pull", content=msgpack.packb({"model": self.name}), headers=headers)
         params = msgpack.unpackb(answer.raise_for_status().content)["params"]
@@ -88,7 +88,7 @@ class Model:
 
 @pytest.fixture
 def model(cluster: Nodes) -> Model:
-    """A model of its own for each test."""
+    """A new model for each test."""
     return Model(cluster)
 
 
@@ -100,7 +100,7 @@ def refused(answer: httpx.Response, status: int, code: str) -> str:
 
 @pytest.mark.parametrize("text", ["int8", "topk:0.1", "int8+zstd", "int8+lz4", "topk:0.1+zstd", "topk:0.1+lz4"])
 def test_encoded_partitions_are_applied_on_both_shards(model: Model, text: str) -> None:
-    """What is pulled afterwards is what the bytes decode to, to the bit."""
+    """Values pulled after an encoded push are exactly those that its bytes decode to, on both shards."""
     parts, decoded = model.encoded(text)
 
     answer = model.push(text, parts)
@@ -111,7 +111,7 @@ def test_encoded_partitions_are_applied_on_both_shards(model: Model, text: str) 
 
 @pytest.mark.parametrize("stage", ["zstd", "lz4"])
 def test_elements_may_be_packed_too(model: Model, stage: str) -> None:
-    """fp32 with a second stage is the same push as the plain elements: a repeat without it is a duplicate."""
+    """A push of packed fp32 elements is the same push as one of plain elements: a repeat is a duplicate."""
     whole = [p.view(np.uint8) for p in np.split(model.flat, model.layout.bounds[1:-1])]
 
     first = model.push(f"fp32+{stage}", whole, push_id=PushId("w", 1, 1))
@@ -124,7 +124,7 @@ def test_elements_may_be_packed_too(model: Model, stage: str) -> None:
 
 
 def test_a_repeat_is_known_by_its_encoded_bytes(model: Model) -> None:
-    """The same id and bytes are a duplicate, packed or not; the same id with other bytes is refused."""
+    """A repeated id with the same encoded bytes is a duplicate, packed or not; with others it is refused."""
     parts, decoded = model.encoded("int8")
     other, _ = model.encoded("topk:0.5")
     push_id = PushId("w", 1, 1)
@@ -138,7 +138,7 @@ def test_a_repeat_is_known_by_its_encoded_bytes(model: Model) -> None:
 
 
 def test_a_commit_takes_encoded_and_plain_contributions(cluster: Nodes) -> None:
-    """In sync a staged int8 part, a ranged plain one and a topk one are one mean, decoded as it is computed."""
+    """A commit applies the exact mean of an int8, a top-k and a plain ranged push."""
     model = Model(cluster, consistency={"mode": "sync"})
     workers = f"{model.url}/models/{model.name}/workers"
     joined = [model.http.post(workers, json={"lease_s": 600}).json() for _ in range(3)]
@@ -162,7 +162,7 @@ def test_a_commit_takes_encoded_and_plain_contributions(cluster: Nodes) -> None:
 
 
 def test_what_is_not_what_it_says_changes_nothing(model: Model) -> None:
-    """Unknown codecs are 415; wrong sizes, ranges, indices, stages and scales are 422, and nothing was applied."""
+    """An unknown codec is 415; wrong sizes, ranges, indices, stages or scales are 422 or 400; nothing is applied."""
     parts, _ = model.encoded("int8")
     sizes = [(p.size, p.size) for p in parts]
     frame = PushFrame(model.name, [PushPart(i, None, None) for i in range(PARTITIONS)], encoding="int8", sizes=sizes)
@@ -191,7 +191,7 @@ def test_what_is_not_what_it_says_changes_nothing(model: Model) -> None:
 
 
 def test_a_bomb_is_refused_before_it_unpacks(model: Model) -> None:
-    """A small body that says, or turns out, to unpack to more than its partition is 422."""
+    """A small body that announces more than its partition, or unpacks to more, is 422."""
     parts, _ = model.encoded("topk:0.5")
     bomb = pack("zstd", np.zeros(1 << 28, np.uint8))
     assert bomb.size < 1 << 15
@@ -211,7 +211,7 @@ def test_a_bomb_is_refused_before_it_unpacks(model: Model) -> None:
 
 
 def test_journaled_pushes_survive_encoded(tmp_path: Path) -> None:
-    """Both shards are killed: what was applied or staged for an open clock comes back from its encoded bytes."""
+    """After both shards are killed, applied and staged pushes are restored from their encoded bytes."""
     with nodes(tmp_path, shards=2) as own:
         applied = Model(own, ack="journaled")
         staged = Model(own, ack="journaled", consistency={"mode": "sync"})
@@ -238,7 +238,7 @@ def test_journaled_pushes_survive_encoded(tmp_path: Path) -> None:
 
         def repeated() -> httpx.Response | None:
             answer = applied.push("int8", int8, push_id=PushId("w", 1, 1))
-            return answer if answer.status_code == 200 else None  # 503 while the shard that is asked has not joined
+            return answer if answer.status_code == 200 else None  # 503 until the shard has joined
 
         again = eventually(repeated, within_s=30, what="the answer to a repeated push")
         assert again is not None

@@ -1,4 +1,4 @@
-"""Journaled pushes outlive killed shards and a Redis that was stopped or emptied; a stopping shard loses nothing."""
+"""Journaled pushes survive killed shards and a stopped or emptied Redis; a stopping shard loses nothing."""
 
 import os
 import signal
@@ -22,13 +22,13 @@ CELLS = 10
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards, which tests may kill and start again."""
+    """Two shards, which tests may kill and restart."""
     with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
         yield running
 
 
 def made(cluster: Nodes, ack: str = "journaled", **fields: Any) -> str:
-    """A new model of ten numbers, to which pushes are added."""
+    """Create a model of ten numbers that adds up what is pushed; return its name."""
     name = unique("m")
     spec = {"name": name, "ack": ack, "params": {"w": {"shape": [CELLS]}}, "optimizer": {"name": "sum"}}
     cluster.post("/models", spec | {"partitions": 4} | fields)
@@ -36,13 +36,13 @@ def made(cluster: Nodes, ack: str = "journaled", **fields: Any) -> str:
 
 
 class Pusher:
-    """Adds one to every number again and again, each push repeated under its id until it is acknowledged."""
+    """Adds one to every number again and again, and repeats each push under its id until it is acknowledged."""
 
     def __init__(self, cluster: Nodes, name: str, worker: str = "w") -> None:
         self.acknowledged = 0
         self.sent = 0
         self.codes: set[str] = set()
-        """What refusals were called."""
+        """Error codes of the refusals."""
         self.slowest_s = 0.0
         self._urls = [f"http://127.0.0.1:{port}" for port in cluster.shard_ports.values()]
         self._name, self._worker = name, worker
@@ -59,7 +59,7 @@ class Pusher:
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
-        with httpx.Client(timeout=4.0) as http:  # a stopped process takes connections and never answers
+        with httpx.Client(timeout=4.0) as http:  # a stopped process accepts connections and never answers
             while not self._over.is_set():
                 self.sent += 1
                 began = time.monotonic()
@@ -83,12 +83,12 @@ class Pusher:
         return answer.status_code == 200
 
     def reach(self, count: int, within_s: float = 60.0) -> None:
-        """Waits until so many are acknowledged."""
+        """Wait until so many pushes are acknowledged."""
         eventually(lambda: self.acknowledged >= count, within_s=within_s, what=f"{count} acknowledged pushes")
 
 
 def pull(cluster: Nodes, name: str) -> list[float]:
-    """The ten numbers, asked of any shard that answers."""
+    """The ten numbers from the first shard that answers, or an empty list."""
     for port in cluster.shard_ports.values():
         try:
             answer = httpx.post(f"http://127.0.0.1:{port}/pull", json={"model": name}, timeout=15)
@@ -101,7 +101,7 @@ def pull(cluster: Nodes, name: str) -> list[float]:
 
 
 def exact(cluster: Nodes, name: str, count: int) -> None:
-    """Every number is `count`: nothing was lost, nothing was applied twice."""
+    """Assert that every number is `count`: no push was lost or applied twice."""
     eventually(lambda: pull(cluster, name), within_s=60, what="an answer")
     assert pull(cluster, name) == [float(count)] * CELLS
 
@@ -112,7 +112,7 @@ def ready(cluster: Nodes, name: str) -> bool:
 
 @pytest.mark.parametrize("ack", ["journaled", "fsynced"])
 def test_killed_shards_lose_no_acknowledged_push(cluster: Nodes, ack: str) -> None:
-    """While a worker pushes, both shards are killed and come back: each push counts exactly once."""
+    """While a worker pushes, each shard is killed and restarted, and every push is applied exactly once."""
     name = made(cluster, ack)
     with Pusher(cluster, name) as pusher:
         for victim in ("shard-1", "shard-0"):
@@ -125,7 +125,7 @@ def test_killed_shards_lose_no_acknowledged_push(cluster: Nodes, ack: str) -> No
 
 
 def test_a_shard_that_is_told_to_stop_hands_over_everything(cluster: Nodes) -> None:
-    """SIGTERM under load at level `applied`: not ready, its partitions move, exit 0 within 25 s, nothing is lost."""
+    """A shard that gets SIGTERM under load at `applied` hands over its partitions and exits with 0 within 25 s."""
     name = made(cluster, "applied")
     with Pusher(cluster, name) as pusher:
         pusher.reach(20)
@@ -146,7 +146,7 @@ def test_a_shard_that_is_told_to_stop_hands_over_everything(cluster: Nodes) -> N
 
 
 def test_a_stopped_shard_never_answers_for_what_others_own(cluster: Nodes) -> None:
-    """SIGSTOP past its lease: another takes over, and when it wakes up it answers nothing of what was."""
+    """A shard paused past its lease and replaced never answers with outdated values when it resumes."""
     name = made(cluster)
     with Pusher(cluster, name) as pusher:
         pusher.reach(5)
@@ -177,7 +177,7 @@ def test_a_stopped_shard_never_answers_for_what_others_own(cluster: Nodes) -> No
 
 
 def test_fsynced_is_refused_where_redis_keeps_no_file(cluster: Nodes) -> None:
-    """Without an append-only file the model is refused with what to set; pushes that ask for it get 503, none less."""
+    """Without an append-only file, a model with `ack: fsynced` is refused and a push with it is 503."""
     name = made(cluster)
     with redis_client.Redis.from_url(cluster.redis_url) as r:
         r.config_set("appendonly", "no")
@@ -198,7 +198,7 @@ def test_fsynced_is_refused_where_redis_keeps_no_file(cluster: Nodes) -> None:
 
 
 def test_an_emptied_redis_is_seeded_from_memory(cluster: Nodes) -> None:
-    """FLUSHALL under load: the owners store everything again, and after that a killed one has all its pushes."""
+    """After FLUSHALL under load the owners store everything again, and a shard killed then loses no push."""
     name = made(cluster)
     plain = made(cluster, "applied")
     with Pusher(cluster, plain, "p") as other:
@@ -219,7 +219,7 @@ def test_an_emptied_redis_is_seeded_from_memory(cluster: Nodes) -> None:
 
 
 def test_redis_away_refuses_what_it_cannot_keep(cluster: Nodes) -> None:
-    """While Redis is stopped a journaled push is 503 with Retry-After, never acknowledged less; then all goes on."""
+    """While Redis is stopped journaled pushes are 503 and `applied` ones go on; no push is lost."""
     name = made(cluster)
     plain = made(cluster, "applied")
     with redis_client.Redis.from_url(cluster.redis_url) as r:
@@ -240,7 +240,7 @@ def test_redis_away_refuses_what_it_cannot_keep(cluster: Nodes) -> None:
 
 
 def stopped_and_started(cluster: Nodes) -> None:
-    """SIGTERM to the only shard, which ends well and in time; then it runs again."""
+    """Stop the only shard with SIGTERM, which must exit with 0 within 25 s, and start it again."""
     process = cluster.processes["shard-0"]
     process.send_signal(signal.SIGTERM)
     process.wait(25)
@@ -249,7 +249,7 @@ def stopped_and_started(cluster: Nodes) -> None:
 
 
 def test_the_last_shard_stores_everything_before_it_goes(tmp_path: Path) -> None:
-    """Nobody can take over: SIGTERM right after a push at `applied`, and the restarted shard has it."""
+    """A shard without a successor stores applied and buffered pushes on SIGTERM and has them after its restart."""
     with nodes(tmp_path, shards=1) as cluster:
         name = made(cluster, "applied", consistency={"mode": "buffered", "count": 1000, "interval_ms": 600_000})
         plain = made(cluster, "applied")
@@ -265,7 +265,7 @@ def test_the_last_shard_stores_everything_before_it_goes(tmp_path: Path) -> None
 
 
 def clocks(cluster: Nodes, name: str, worker: str, first: int, last: int, timeline: int) -> None:
-    """One worker's synchronous iterations [first, last), each of which adds one to every number."""
+    """Run one worker's synchronous iterations [first, last), each of which adds one to every number."""
     for t in range(first, last):
         me = {"worker": worker, "epoch": 1, "timeline": timeline}
         cluster.post("/push", me | {"model": name, "grads": {"w": [1.0] * CELLS}, "seq": t, "clock": t}, status=202)
@@ -274,7 +274,7 @@ def clocks(cluster: Nodes, name: str, worker: str, first: int, last: int, timeli
 
 
 def test_a_synchronous_model_that_rests_loses_nothing_with_its_only_shard(tmp_path: Path) -> None:
-    """At `applied`, told to stop right after a commit, or killed some seconds after it: the model has that clock."""
+    """A synchronous model at `applied` loses no clock if its only shard stops, or is killed once its cut is stored."""
     with nodes(tmp_path, shards=1) as cluster:
         name = made(cluster, "applied", consistency={"mode": "sync"})
         worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]

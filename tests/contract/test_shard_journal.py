@@ -1,4 +1,4 @@
-"""Journals in a real Redis: the owner token decides, a write is repeatable, and no damage goes unnoticed."""
+"""Journals in a real Redis: fenced by the owner token, written idempotently, and checked for damage."""
 
 import asyncio
 import os
@@ -32,12 +32,12 @@ OTHER = PartitionKey(ModelKey("m", 3), 8)
 TOKEN = (1 << 32) | 5
 
 Stream = list[tuple[bytes, dict[bytes, bytes]]]
-"""A journal as Redis gives it: (entry id, fields)."""
+"""A journal as Redis returns it: (entry id, fields)."""
 
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server for this module."""
+    """A Redis server for this module."""
     folder: Path = tmp_path_factory.mktemp("redis")
     with redis_server.running(folder) as url:
         yield url
@@ -45,7 +45,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest_asyncio.fixture
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    """An empty Redis that says who owns the partitions."""
+    """A Redis that contains only the owner tokens of the partitions."""
     client = node_redis.connect(redis_url, timeout_s=None)
     await client.flushall()
     await own(client, TOKEN)
@@ -54,7 +54,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 async def own(redis: Redis, token: Token) -> None:
-    """Write an owner token, as the scheduler does."""
+    """Store the owner token of both partitions, as the scheduler does."""
     for key in (KEY, OTHER):
         await redis.set(f"{{{key}}}:token", f"{token:020d}")
 
@@ -78,14 +78,14 @@ async def append(redis: Redis, wanted: Sequence[JournalEntry], *, fsync: bool = 
 
 
 def same(a: JournalEntry, b: JournalEntry) -> bool:
-    """Whether two entries are the same, bit for bit."""
+    """Whether two entries are equal, bit for bit."""
     plain = (a.key, a.token, a.lsn, a.kind, dict(a.head)) == (b.key, b.token, b.lsn, b.kind, dict(b.head))
     arrays = [(x.dtype, x.tobytes()) for x in a.arrays] == [(x.dtype, x.tobytes()) for x in b.arrays]
     return plain and arrays
 
 
 async def test_what_is_written_is_read(redis: Redis) -> None:
-    """Entries of every dtype, of none and of several arrays come back bit for bit, and those after an lsn alone."""
+    """Entries with any number of arrays of any dtype are read back bit for bit, after any lsn."""
     wanted = [
         entry(1, np.arange(5, dtype=np.float32)),
         entry(2, np.arange(5, dtype=np.uint16), np.array([np.nan, -0.0], np.float64)),
@@ -102,7 +102,7 @@ async def test_what_is_written_is_read(redis: Redis) -> None:
 
 
 async def test_many_and_big_entries_are_read_in_pages(redis: Redis) -> None:
-    """Three thousand small entries and ten of 2 MiB, in several scripts and pages, are complete and in order."""
+    """Three thousand small entries and ten of 2 MiB take several scripts and pages, and are complete and in order."""
     big = np.zeros(1 << 19, np.float32)
     wanted = entries(1, 3000) + [entry(lsn, big + lsn) for lsn in range(3001, 3011)]
     assert await append(redis, wanted) == Verdict.WRITTEN
@@ -114,7 +114,7 @@ async def test_many_and_big_entries_are_read_in_pages(redis: Redis) -> None:
 async def test_a_partition_with_much_to_write_takes_several_scripts(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None carries more than its bound and one entry; what stopped the first of them is the partition's verdict."""
+    """A large batch is split into scripts of at most the limit plus one entry; if the first is refused, all is."""
     monkeypatch.setattr("paramserver_shard.journal.JOURNAL_SCRIPT_BYTES", 8000)
     sizes: list[int] = []
 
@@ -139,14 +139,14 @@ async def test_a_partition_with_much_to_write_takes_several_scripts(
 
 
 async def test_a_write_is_repeatable(redis: Redis) -> None:
-    """The same batch again, or one that overlaps with what is there, adds each entry once."""
+    """Writing a batch again, or one that overlaps with stored entries, adds each entry once."""
     for first, last in ((1, 4), (1, 4), (3, 6), (6, 6), (1, 2)):
         assert await append(redis, entries(first, last)) == Verdict.WRITTEN
     assert [e.lsn for e in await journal_of(redis).read(KEY, 0)] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_the_owner_token_decides(redis: Redis) -> None:
-    """A newer token fences, an older or none means an emptied Redis; others in the same write are not concerned."""
+    """A newer token fences a write, an older or missing one means lost data; other partitions are written."""
     await append(redis, entries(1, 2))
     for stored, want in ((TOKEN + 1, Verdict.FENCED), (TOKEN - 1, Verdict.EMPTIED), (None, Verdict.EMPTIED)):
         name = f"{{{KEY}}}:token"
@@ -158,7 +158,7 @@ async def test_the_owner_token_decides(redis: Redis) -> None:
 
 
 async def test_a_gap_is_not_written(redis: Redis) -> None:
-    """Entries that do not follow the last one are refused: Redis lost what was between them."""
+    """Entries that do not follow the last stored one are refused, because Redis has lost those between."""
     await append(redis, entries(1, 2))
     assert await append(redis, entries(4, 5)) == Verdict.GAP
     assert await append(redis, [entry(2), entry(5)]) == Verdict.GAP
@@ -167,7 +167,7 @@ async def test_a_gap_is_not_written(redis: Redis) -> None:
 
 @pytest.mark.parametrize("more", [(), ("--rename-command", "WAITAOF", "without-it", "--appendfsync", "always")])
 async def test_fsync_waits_for_the_disk(tmp_path: Path, more: Sequence[str]) -> None:
-    """By WAITAOF or by `appendfsync always` the entries are written; a Redis without a file says that it cannot."""
+    """With `fsync` entries are written by WAITAOF or `appendfsync always`; without a file it is refused."""
     with redis_server.running(tmp_path / "with", more=more) as url:
         client = node_redis.connect(url)
         await own(client, TOKEN)
@@ -183,7 +183,7 @@ async def test_fsync_waits_for_the_disk(tmp_path: Path, more: Sequence[str]) -> 
 
 
 async def test_no_damage_is_read_silently(redis: Redis) -> None:
-    """500 random kinds of damage to a stored journal: each is CorruptState, whatever it hits; undone, all is well."""
+    """Each of 500 random damages to a stored journal raises `CorruptState`; the undamaged one is read."""
     rng = random.Random(20)
     count = 12
     wanted = [entry(n, np.arange(rng.randrange(1, 40), dtype=np.float32)) for n in range(1, count + 1)]
@@ -220,7 +220,7 @@ async def test_no_damage_is_read_silently(redis: Redis) -> None:
 
 
 def flip(rng: random.Random, stream: Stream, field: bytes) -> None:
-    """One bit of one entry is another."""
+    """Flip one bit of one entry."""
     _, fields = rng.choice(stream)
     data = bytearray(fields[field])
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -228,20 +228,20 @@ def flip(rng: random.Random, stream: Stream, field: bytes) -> None:
 
 
 def cut_short(rng: random.Random, stream: Stream, field: bytes) -> None:
-    """The end of one entry is missing."""
+    """Cut off the end of one entry."""
     _, fields = rng.choice(stream)
     fields[field] = fields[field][: rng.randrange(len(fields[field]))]
 
 
 def exchange(rng: random.Random, stream: Stream) -> None:
-    """Two entries have each other's content."""
+    """Swap the content of two entries."""
     a, b = rng.sample(range(len(stream)), 2)
     (name_a, fields_a), (name_b, fields_b) = stream[a], stream[b]
     stream[a], stream[b] = (name_a, fields_b), (name_b, fields_a)
 
 
 class Shard:
-    """A writer, and what it told."""
+    """A journal writer, and the events that it reported."""
 
     def __init__(self, redis: Redis) -> None:
         self.events: list[Event] = []
@@ -249,7 +249,7 @@ class Shard:
         self.writer = JournalWriter(journal_of(redis), self.events.append, lambda *o: o in self.owned)
 
     async def until(self, event: Event) -> None:
-        """Waits for that word."""
+        """Wait for that event."""
         async with asyncio.timeout(20):
             while event not in self.events:
                 await asyncio.sleep(0.01)
@@ -257,7 +257,7 @@ class Shard:
 
 @pytest_asyncio.fixture
 async def shard(redis: Redis) -> AsyncIterator[Shard]:
-    """A writer at work."""
+    """A running journal writer."""
     shard = Shard(redis)
     task = asyncio.create_task(shard.writer.run())
     yield shard
@@ -271,7 +271,7 @@ async def scripts_run(redis: Redis) -> int:
 
 
 async def test_what_comes_during_a_write_goes_with_the_next(redis: Redis, shard: Shard) -> None:
-    """A thousand entries of two partitions take a few writes, in order, and the last word names the last of each."""
+    """A thousand entries of two partitions take fewer than 20 scripts, and the last of each is confirmed."""
     before = await scripts_run(redis)
     for lsn in range(1, 501):
         shard.writer.add([entry(lsn), entry(lsn, key=OTHER)], fsync=False)
@@ -285,7 +285,7 @@ async def test_what_comes_during_a_write_goes_with_the_next(redis: Redis, shard:
 
 
 async def test_entries_wait_while_redis_is_away(redis: Redis, shard: Shard) -> None:
-    """The core hears that nothing can be written, and when it can again; what waited is written once."""
+    """The core is told when Redis is away and when it is back, and waiting entries are written once."""
     pid = int((await redis.info("server"))["process_id"])
     shard.writer.add(entries(1, 2), fsync=False)
     await shard.until(Journaled(KEY, TOKEN, 2))
@@ -306,7 +306,7 @@ async def test_entries_wait_while_redis_is_away(redis: Redis, shard: Shard) -> N
 async def test_what_is_large_has_the_time_that_it_takes(
     redis_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a slow way large entries are written, and read, though Redis may not be silent for so long about less."""
+    """Over a slow link large entries may take longer than the timeout; a cut link is still noticed."""
     monkeypatch.setattr(node_redis, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(node_redis, "PACE_BYTES_PER_S", 256 * 1024)
     link = Link("redis", urlsplit(redis_url).port or 0)
@@ -317,7 +317,7 @@ async def test_what_is_large_has_the_time_that_it_takes(
     try:
         wanted = [entry(lsn, np.full(1 << 19, lsn, np.float32)) for lsn in (1, 2)]
         await slow.ping()
-        link.delay_s = 0.02  # for each 64 KiB: 1.3 s for both, not there in half a second
+        link.delay_s = 0.02  # per 64 KiB: 1.3 s for both entries, more than the timeout of 0.5 s
         shard.writer.add(wanted, fsync=False)
         await shard.until(Journaled(KEY, TOKEN, 2))
         assert not any(isinstance(e, StorageChanged) for e in shard.events)
@@ -337,7 +337,7 @@ async def test_what_is_large_has_the_time_that_it_takes(
 
 
 async def test_an_owner_that_was_replaced_is_told(redis: Redis, shard: Shard) -> None:
-    """The entries of that partition are dropped with one word; those of others go on."""
+    """If the owner token is newer, the partition's entries are dropped and reported; others are written."""
     await redis.set(f"{{{KEY}}}:token", f"{TOKEN + 1:020d}")
     shard.writer.add([entry(1), entry(1, key=OTHER)], fsync=False)
     await shard.until(JournalRefused(KEY, TOKEN))
@@ -346,7 +346,7 @@ async def test_an_owner_that_was_replaced_is_told(redis: Redis, shard: Shard) ->
 
 
 async def test_nobody_waits_for_the_journal_of_what_was_given_up(redis: Redis) -> None:
-    """A snapshot that waits for entries which nobody will write any more goes on at once."""
+    """A snapshot that waits for journal entries of a partition that was given up continues at once."""
     shard = Shard(redis)
     shard.writer.add([entry(1)], fsync=False)
     waiting = asyncio.create_task(shard.writer.written(KEY, 1, 60.0))
@@ -361,7 +361,7 @@ async def test_nobody_waits_for_the_journal_of_what_was_given_up(redis: Redis) -
 
 
 async def test_an_emptied_redis_is_waited_for(redis: Redis, shard: Shard) -> None:
-    """Without a token nothing is written and nobody is fenced; entries of what was given up are forgotten."""
+    """Without an owner token nothing is written or reported; entries of partitions given up are dropped."""
     await redis.flushall()
     shard.writer.add([entry(1), entry(1, key=OTHER)], fsync=False)
     shard.owned.discard((OTHER, TOKEN))
@@ -377,19 +377,19 @@ async def test_an_emptied_redis_is_waited_for(redis: Redis, shard: Shard) -> Non
 
 
 async def test_a_redis_that_came_back_shorter_is_told(redis: Redis, shard: Shard) -> None:
-    """When earlier entries are gone the core hears it, and once a snapshot says where the journal stands it goes on."""
+    """If Redis lost entries the core is told, and writing resumes when a snapshot has set the journal's lsn."""
     shard.writer.add(entries(1, 3), fsync=False)
     await shard.until(Journaled(KEY, TOKEN, 3))
     await redis.delete(f"{{{KEY}}}:journal", f"{{{KEY}}}:lsn")
     shard.writer.add(entries(4, 4), fsync=False)
     await shard.until(JournalLost(KEY, TOKEN))
-    await redis.set(f"{{{KEY}}}:lsn", 3)  # as a snapshot's switch does
+    await redis.set(f"{{{KEY}}}:lsn", 3)  # as a snapshot does when it switches the manifest
     await shard.until(Journaled(KEY, TOKEN, 4))
     assert [e.lsn for e in await journal_of(redis).read(KEY, 3)] == [4]
 
 
 async def test_a_disk_that_cannot_be_asked_stops_one_level_alone(redis: Redis, shard: Shard) -> None:
-    """With the append-only file switched off, `fsynced` entries wait with a reason; others are written meanwhile."""
+    """Without an append-only file `fsynced` entries wait, the core is told, and other entries are written."""
     await redis.config_set("appendonly", "no")
     try:
         shard.writer.add([entry(1)], fsync=True)

@@ -1,4 +1,4 @@
-"""A client that floods a shard is refused its excess, and the others are served meanwhile."""
+"""If a client floods a shard, its excess is refused and other clients are served."""
 
 import json
 import socket
@@ -18,12 +18,12 @@ from paramserver_shard.inflight import MEMORY_SHARE, InFlight
 from .processes import Nodes, eventually, nodes, unique
 
 FLOODER = "127.0.0.2"
-"""Another address of this machine, as another client has one."""
+"""Another address of this machine, which makes the flooder another client."""
 MEMORY = 512 * MIB
 
 
 def test_requests_are_bounded_in_all_and_for_each_client() -> None:
-    """One client gets its part and a 429 beyond it; several get the whole and a 503; what ends makes room."""
+    """Requests beyond a client's limit are 429, beyond the total limit 503; finished ones make room."""
     in_flight = InFlight()
     with ExitStack() as flood:
         for _ in range(CLIENT_REQUESTS_MAX):
@@ -45,7 +45,7 @@ def test_requests_are_bounded_in_all_and_for_each_client() -> None:
 
 
 def test_bytes_are_bounded_by_the_memory_there_is() -> None:
-    """A quarter of the memory for all bodies, half of that for one client; a bigger body is taken alone."""
+    """Bodies are limited to a quarter of memory, and half of that per client; a single one may be larger."""
     in_flight = InFlight(MEMORY)
     assert in_flight.bytes_max == MEMORY // MEMORY_SHARE
     with in_flight.request("a") as one, in_flight.request("a") as two, in_flight.request("b") as other:
@@ -64,7 +64,7 @@ def test_bytes_are_bounded_by_the_memory_there_is() -> None:
 
 
 def test_a_body_that_grows_is_taken_alone_and_refused_beside_others() -> None:
-    """What a request has in flight itself does not count as somebody else's."""
+    """A lone request may grow beyond the limit, and another request beside it is refused."""
     in_flight = InFlight(MEMORY)
     with in_flight.request("a") as one, in_flight.request("a") as two:
         for _ in range(3):
@@ -76,7 +76,7 @@ def test_a_body_that_grows_is_taken_alone_and_refused_beside_others() -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """One shard of half a GiB."""
+    """One shard with a memory limit of 512 MiB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARAMSERVER_MEMORY_LIMIT", f"{MEMORY // MIB}MiB")
         with nodes(tmp_path_factory.mktemp("nodes"), shards=1) as running:
@@ -84,7 +84,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def flooding(cluster: Nodes, content: bytes, kind: str, length: int | None = None) -> socket.socket:
-    """A connection of the flooder's on which it has begun a request of `length` bytes (all of `content`: None)."""
+    """Begin a request of `length` bytes (default: all of `content`) on a new connection of the flooder."""
     path = "/push" if kind == MEDIA_TYPE else "/pull"
     size = len(content) if length is None else length
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\ncontent-length: {size}\r\n\r\n"
@@ -94,7 +94,7 @@ def flooding(cluster: Nodes, content: bytes, kind: str, length: int | None = Non
 
 
 def served(cluster: Nodes, name: str, count: int) -> None:
-    """Another client pushes and pulls so often; none of its requests is refused for what the flooder has in flight."""
+    """Push and pull as another client; fail if a request is refused because of the flood."""
     url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"
     refused: list[str] = []
     with httpx.Client(timeout=30.0) as http:
@@ -105,7 +105,7 @@ def served(cluster: Nodes, name: str, count: int) -> None:
                 if answer.status_code == 200:
                     return answer.json()
                 refused.append(answer.json()["code"])
-                # A process that gets no processor for 3 s must ask before it answers: that may happen to a test too.
+                # A shard that got no CPU time for 3 s is 503 until it is confirmed again, also on a busy machine.
                 assert refused[-1] == "unavailable", answer.text
                 assert len(refused) < 50
 
@@ -118,7 +118,7 @@ def served(cluster: Nodes, name: str, count: int) -> None:
 @pytest.mark.process
 @pytest.mark.timeout(240)
 def test_a_flood_of_requests_leaves_room_for_others(cluster: Nodes) -> None:
-    """One address opens 1,200 long polls: the excess gets 429 with Retry-After, others are served, then it is too."""
+    """Of 1,200 long polls of one address the excess gets 429 with Retry-After, and others are served."""
     name = unique("m")
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
     poll = json.dumps({"model": name, "min_version": 1 << 40, "wait_s": 60}).encode()
@@ -151,9 +151,9 @@ def _answer(cluster: Nodes, content: bytes) -> bytes:
 @pytest.mark.process
 @pytest.mark.timeout(240)
 def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes) -> None:
-    """One address begins big pushes and never ends them: its part of the memory is all it gets."""
+    """Large pushes that an address never finishes only take its share of memory, and others are served."""
     name, big = unique("m"), unique("big")
-    elements = 4 * MIB  # 16 MiB each, 64 MiB are its part
+    elements = 4 * MIB  # 16 MiB each; its share is 64 MiB
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
     cluster.post(
         "/models", {"name": big, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}, "partitions": 1}
@@ -190,7 +190,7 @@ def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("request_line", ["POST /pull", "PUT /models/{name}/params/w"])
 def test_a_flood_of_bodies_of_unknown_length_leaves_room_for_others(cluster: Nodes, request_line: str) -> None:
-    """One address begins large bodies in chunks and never ends them: they count as they come."""
+    """Unfinished chunked bodies count as they arrive: the address gets 429, and others are served."""
     name = unique("m")
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
     kind = "content-type: application/msgpack\r\ntransfer-encoding: chunked\r\n\r\n"

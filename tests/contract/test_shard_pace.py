@@ -1,4 +1,4 @@
-"""Clients that are slow on purpose: what they hold is bounded, they are cut off after 15 s, and others are served."""
+"""Slow clients: the memory that they hold is bounded, they are cut off after 15 s, and others are served."""
 
 import select
 import socket
@@ -25,7 +25,7 @@ GREETING = (
     + http2.settings({http2.INITIAL_WINDOW_SIZE: http2.WINDOW_MAX})
     + http2.u32_frame(0, http2.WINDOW_UPDATE, http2.WINDOW_MAX - http2.WINDOW_BYTES)
 )
-"""Of a client over HTTP/2 to which the server may send whatever it likes."""
+"""First bytes of an HTTP/2 client whose flow-control windows are as large as possible."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def model(cluster: Nodes) -> str:
 
 
 def begun(cluster: Nodes, sent: bytes, receive_bytes: int | None = None) -> socket.socket:
-    """A connection on which that was sent; `receive_bytes`: as much is read ahead by the system."""
+    """Open a connection and send that; `receive_bytes` is the size of its receive buffer."""
     s = socket.socket()
     if receive_bytes is not None:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -56,7 +56,7 @@ def begun(cluster: Nodes, sent: bytes, receive_bytes: int | None = None) -> sock
 
 
 def connect(cluster: Nodes, head: str, content: bytes = b"", receive_bytes: int | None = None) -> socket.socket:
-    """A connection on which a request has begun."""
+    """Begin an HTTP/1.1 request on a new connection."""
     return begun(cluster, f"{head}\r\nhost: x\r\n".encode() + content, receive_bytes)
 
 
@@ -75,7 +75,7 @@ def requested(method: str, path: str) -> bytes:
 def connect2(
     cluster: Nodes, method: str, path: str, body: bytes = b"", receive_bytes: int | None = None
 ) -> socket.socket:
-    """The same over HTTP/2."""
+    """Begin an HTTP/2 request on a new connection."""
     block = requested(method, path)
     ends = 0 if body else http2.END_STREAM
     return begun(
@@ -88,13 +88,13 @@ def connect2(
 
 
 def gauge(cluster: Nodes, name: str) -> float:
-    """A number of the shard's metrics."""
+    """The value of one of the shard's metrics."""
     text = httpx.get(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/metrics").text
     return float(next(x for x in text.splitlines() if x.startswith(f"{name} ")).split()[1])
 
 
 def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, model: str) -> None:
-    """A stalled frame, a trickled one, trickled JSON and a reader that stands still end in time; nothing is applied."""
+    """Clients that stall, trickle a body or do not read are cut off in time, while others are served."""
     url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"
     frame = encode_header(PushFrame(model, [PushPart(i, None, None) for i in range(4)]))
     framed = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(frame) + ELEMENTS * 4}\r\n\r\n".encode() + frame
@@ -128,7 +128,7 @@ def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, m
 
 
 def read_of(reader: socket.socket) -> int:
-    """How many bytes come until the connection ends."""
+    """Return how many bytes arrive until the connection ends."""
     read = 0
     try:
         while chunk := reader.recv(1 << 20):
@@ -139,7 +139,7 @@ def read_of(reader: socket.socket) -> int:
 
 
 def test_over_http2_they_are_cut_off_too(cluster: Nodes, model: str) -> None:
-    """Who stops in a body is told so, who reads nothing is hung up on; their memory is free again."""
+    """Over HTTP/2 a stalled body gets `too_slow`, a client that does not read is cut off, and memory is freed."""
     frame = encode_header(PushFrame(model, [PushPart(i, None, None) for i in range(4)]))
     before = gauge(cluster, "paramserver_buffer_lent_bytes")
     with (
@@ -157,7 +157,7 @@ def test_over_http2_they_are_cut_off_too(cluster: Nodes, model: str) -> None:
 
 
 def test_a_body_may_be_slow_but_not_too_slow(cluster: Nodes, model: str) -> None:
-    """A body that stands still for a while and then goes on is taken."""
+    """A body that pauses for a third of the limit and then continues is accepted."""
     body = np.ones(ELEMENTS, np.float32).tobytes()
     frame = encode_header(PushFrame(model, [PushPart(i, None, None) for i in range(4)]))
     head = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(frame) + len(body)}\r\n\r\n".encode()
@@ -169,7 +169,7 @@ def test_a_body_may_be_slow_but_not_too_slow(cluster: Nodes, model: str) -> None
 
 
 def test_values_are_converted_as_they_are_read_not_before(cluster: Nodes, model: str) -> None:
-    """Ten pulls in another element type that nobody reads hold no copy of the model each."""
+    """Ten pulls with a dtype conversion that nobody reads do not each hold a copy of the model."""
     frame = encode_header(PullFrame(parts=[(i, None) for i in range(4)], dtype="float64", model=model))
     pulls = b"".join(
         http2.frame(http2.HEADERS, http2.END_HEADERS, n, requested("POST", "/pull"))

@@ -1,4 +1,4 @@
-"""What one shard sends on to another: it has as long as its bytes and its owner may take, and no longer."""
+"""Requests from one shard to another: their timeout allows for their size and the owner's wait, and no more."""
 
 import os
 import time
@@ -23,7 +23,7 @@ from .processes import Nodes, nodes, unique
 pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 SIZE = MIB // 2
-"""Numbers of 2 MiB."""
+"""Number of elements in 2 MiB."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest_asyncio.fixture
 async def link(cluster: Nodes) -> AsyncIterator[Link]:
-    """The way to that shard."""
+    """A proxy in front of the shard that can delay and cut connections."""
     link = Link("shard", cluster.shard_ports["shard-0"])
     await link.start()
     yield link
@@ -45,7 +45,7 @@ async def link(cluster: Nodes) -> AsyncIterator[Link]:
 async def test_what_is_large_has_the_time_that_it_takes(
     cluster: Nodes, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a slow way a large part arrives, and comes back; an owner that is silent is given up in the same time."""
+    """Over a slow link a large part may take longer than the base timeout; a silent owner is given up."""
     monkeypatch.setattr(peers, "REQUEST_BASE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(peers, "PACE_BYTES_PER_S", MIB)
     name = unique("m")
@@ -55,7 +55,7 @@ async def test_what_is_large_has_the_time_that_it_takes(
     push = PushFrame(name, [PushPart(0, None, None)], forwarded=True)
     pull = PullFrame([(0, None)], model=name, forwarded=True)
     url = f"http://127.0.0.1:{link.port}"
-    link.delay_s = 0.03  # for each 64 KiB: about a second for all of it, not there in half a second
+    link.delay_s = 0.03  # per 64 KiB: about 1 s in all, more than the base timeout of 0.5 s
 
     began = time.monotonic()
     reply, _ = await client.call(f"{url}/push", push, [np.ones(SIZE, np.float32)], PushReply)
@@ -73,7 +73,7 @@ async def test_what_is_large_has_the_time_that_it_takes(
 async def test_a_push_whose_answer_is_lost_is_in_doubt(
     cluster: Nodes, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have been applied, and was; one that reached nobody, and a pull, are only not answered."""
+    """A forwarded push whose answer is lost is `InDoubt`; a lost pull or an unreachable owner `Unavailable`."""
     monkeypatch.setattr(peers, "REQUEST_BASE_TIMEOUT_S", 1.0)
     name = unique("m")
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [4]}}, "optimizer": {"name": "sum"}}, status=201)

@@ -1,4 +1,4 @@
-"""What a shard makes of stored state: of older formats, of newer ones, and of every kind of damage."""
+"""How a shard loads stored state: in older and newer formats, and with every kind of damage."""
 
 import asyncio
 import base64
@@ -57,7 +57,7 @@ SIZE = 40
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server for this module."""
+    """A Redis server for this module."""
     with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
         yield url
 
@@ -72,16 +72,16 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 class NoPeers:
-    """A shard without a scheduler."""
+    """The peers of a shard without a scheduler."""
 
     def report(self) -> None:
-        """Nobody to tell."""
+        """Ignore the report."""
 
     def resync(self) -> None:
-        """Nobody to ask."""
+        """Ignore the request."""
 
     async def ask_worker(self, effect: AskWorker) -> WorkerAnswered:
-        """Nobody joined."""
+        """Answer that the worker has not joined."""
         return WorkerAnswered(effect.request, None)
 
 
@@ -98,7 +98,7 @@ def spec_of(**fields: Any) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A real runtime on a real Redis, told what it owns by the test."""
+    """A real runtime on a real Redis that the test tells what it owns."""
 
     runtime: Runtime
     redis: Redis
@@ -109,15 +109,15 @@ class Shard:
 
     @property
     def key(self) -> PartitionKey:
-        """Its one partition."""
+        """Its only partition."""
         return PartitionKey(ModelKey("m", 3), 0)
 
     def load(self, source: str | int = "snapshot") -> LoadPartition:
-        """The effect by which the partition is loaded."""
+        """The effect that loads the partition."""
         return LoadPartition(self.key, TOKEN, source, self.spec, self.layout)
 
     async def push(self, count: int) -> None:
-        """So many pushes, each acknowledged."""
+        """Send so many pushes, and wait for each acknowledgement."""
         for _ in range(count):
             self.seq[0] += 1
             data = np.random.default_rng(self.seq[0]).standard_normal(SIZE).astype(np.float32)
@@ -130,7 +130,7 @@ class Shard:
             await self.runtime.push(made)
 
     async def snapshot(self) -> None:
-        """The present version is stored."""
+        """Store a snapshot of the current version."""
         (p,) = self.runtime.core.models["m"].partitions.values()
         self.runtime.core.plan.urgent(p)
         self.runtime.feed(Tick())
@@ -140,7 +140,7 @@ class Shard:
                 await asyncio.sleep(0.005)
 
     async def commit(self, t: int, *, cut: bool = False) -> None:
-        """Commit `t`, which touches nothing, and is stored."""
+        """Apply commit `t`, which changes no values, and store a snapshot."""
         self.runtime.feed(CommitDecided(self.key.model, 0, t, (), 0, 1, cut))
         (p,) = self.runtime.core.models["m"].partitions.values()
         async with asyncio.timeout(20):
@@ -149,14 +149,14 @@ class Shard:
         await self.snapshot()
 
     def state(self) -> Capture:
-        """The partition as its owner has it."""
+        """The partition's state in its owner's memory."""
         (p,) = self.runtime.core.models["m"].partitions.values()
         return p.capture()
 
 
 @asynccontextmanager
 async def running(redis: Redis, **fields: Any) -> AsyncIterator[Shard]:
-    """A shard that owns the one partition of a new model."""
+    """Run a shard that owns the only partition of a new model."""
     spec = spec_of(**fields)
     layout, model = Layout(spec), ModelKey("m", 3)
     await redis.set(f"{{{PartitionKey(model, 0)}}}:token", f"{TOKEN:020d}")
@@ -174,7 +174,7 @@ async def running(redis: Redis, **fields: Any) -> AsyncIterator[Shard]:
 
 
 def loader_of(redis: Redis) -> Loader:
-    """What the next owner reads with."""
+    """The loader with which the next owner reads."""
 
     async def offload(work: Callable[[], Any]) -> Any:
         return work()
@@ -185,14 +185,14 @@ def loader_of(redis: Redis) -> Loader:
 
 
 def content(state: Capture | LoadedState) -> tuple[object, ...]:
-    """All of a partition that matters, by bytes."""
+    """All relevant state of a partition, with arrays as bytes."""
     arrays = (state.state.values, *state.state.slots, *(h.data for h in (*state.held, *state.staged)))
     memory = {name: state.memory[name] for name in ("windows", "keys")}
     return (state.version, state.clock, state.lsn, state.state.steps, [a.tobytes() for a in arrays], memory)
 
 
 async def test_snapshots_and_journal_give_the_same_bytes(redis: Redis) -> None:
-    """With no snapshot, with one, and with two and a tail: the next owner has what the last one had."""
+    """The next owner loads exactly the last owner's state, with a journal and no, one or two snapshots."""
     async with running(redis) as shard:
         await shard.push(3)
         for _ in range(3):
@@ -205,7 +205,7 @@ async def test_snapshots_and_journal_give_the_same_bytes(redis: Redis) -> None:
 
 
 async def test_the_older_snapshot_and_the_journal_lose_nothing(redis: Redis) -> None:
-    """The journal is cut off up to the older snapshot alone, so a damaged newest one costs nothing."""
+    """The journal starts after the older of two snapshots, so a damaged newest one loses nothing."""
     async with running(redis) as shard:
         for _ in range(4):
             await shard.push(4)
@@ -224,7 +224,10 @@ async def test_the_older_snapshot_and_the_journal_lose_nothing(redis: Redis) -> 
 
 
 async def test_a_journal_is_cut_off_however_old_the_newest_cut_is(redis: Redis) -> None:
-    """A synchronous model above `applied` goes back to the newest snapshots, never to the cut of a checkpoint."""
+    """The journal of a synchronous model above `applied` is truncated although its newest cut is old.
+
+    Such a model is restored from its newest snapshots, never from the cut of a checkpoint.
+    """
     async with running(redis, consistency={"mode": "sync"}) as shard:
         await shard.commit(0, cut=True)
         model = {"type": "model", "name": "m", "generation": 3, "spec": shard.spec.document(), "timeline": 0}
@@ -237,7 +240,7 @@ async def test_a_journal_is_cut_off_however_old_the_newest_cut_is(redis: Redis) 
 
 
 async def test_a_journal_from_the_beginning_stands_in_for_a_lost_snapshot(redis: Redis) -> None:
-    """While there is but one snapshot nothing is cut off: first values and the whole journal lead to the same."""
+    """If the only snapshot is lost, initial values and the whole journal give the same state."""
     async with running(redis) as shard:
         await shard.push(4)
         await shard.snapshot()
@@ -249,7 +252,7 @@ async def test_a_journal_from_the_beginning_stands_in_for_a_lost_snapshot(redis:
 
 
 async def test_a_redis_without_the_token_is_not_read(redis: Redis) -> None:
-    """An emptied Redis is no partition without a past: the load waits until the scheduler has seeded it again."""
+    """A load from a Redis without the owner token raises `Unavailable` instead of starting a new partition."""
     async with running(redis) as shard:
         await shard.push(2)
         await redis.flushall()
@@ -259,9 +262,9 @@ async def test_a_redis_without_the_token_is_not_read(redis: Redis) -> None:
 
 @pytest.mark.parametrize("ack", ["journaled", "applied"])
 async def test_a_thousand_kinds_of_damage(redis: Redis, ack: str) -> None:
-    """500 random damages to manifest, blocks, journal and counters: what loads is right, or it is refused aloud.
+    """With each of 500 random damages to stored state, a load gives a correct state or is refused.
 
-    Right is the owner's very state; at level `applied` that of one of the two snapshots.
+    Correct is the owner's exact state; at level `applied`, that of one of the two snapshots.
     """
     rng = random.Random(f"damage-{ack}")
     async with running(redis, ack=ack) as shard:
@@ -293,7 +296,7 @@ async def test_a_thousand_kinds_of_damage(redis: Redis, ack: str) -> None:
 
 
 async def damage(rng: random.Random, redis: Redis, key: str, keys: list[str]) -> None:
-    """Something happens to that key."""
+    """Damage that key at random."""
     if rng.random() < 0.1:
         await redis.delete(key)
         return
@@ -301,7 +304,7 @@ async def damage(rng: random.Random, redis: Redis, key: str, keys: list[str]) ->
         stream: Any = await redis.xrange(key)
         lsn, fields = rng.choice(stream)
         await redis.xdel(key, lsn)
-        if lsn == stream[-1][0] and rng.random() < 0.7:  # written anew, damaged
+        if lsn == stream[-1][0] and rng.random() < 0.7:  # write it again, damaged
             await redis.delete(key)
             field = rng.choice([b"h", b"d"])
             for name, there in stream:
@@ -318,7 +321,7 @@ async def damage(rng: random.Random, redis: Redis, key: str, keys: list[str]) ->
 
 
 def changed(rng: random.Random, data: bytes) -> bytes:
-    """Other bytes: a bit flipped, an end cut off, something added, or a piece overwritten."""
+    """Return other bytes: a bit flipped, the end cut off, bytes appended, or a piece overwritten."""
     out = bytearray(data)
     kind = rng.randrange(4)
     if kind == 0 or not out:
@@ -336,7 +339,7 @@ def changed(rng: random.Random, data: bytes) -> bytes:
 
 
 async def restore(redis: Redis, name: str) -> None:
-    """Puts what a version stored into Redis."""
+    """Write a golden file, what one version stored, to Redis."""
     for key, text in json.loads((GOLDEN / f"{name}.json").read_text()).items():
         data = base64.b64decode(text)
         stream, _, rest = key.partition(" ")
@@ -349,7 +352,7 @@ async def restore(redis: Redis, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1.0", "1.1"])
 async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis, name: str) -> None:
-    """Both snapshots of the golden files give the numbers that they were written from; so does the journal."""
+    """Snapshots in the current format and one minor version older are read, and so is the current journal."""
     await restore(redis, name)
     key = PartitionKey(ModelKey("golden", 2), 1)
     scripts = ScriptRunner(redis)
@@ -382,7 +385,7 @@ async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis
 
 
 async def test_what_is_written_today_is_what_the_golden_file_says(redis: Redis, redis_url: str) -> None:
-    """The same partition gives the same bytes: a change of the stored form needs a new number."""
+    """Storing the golden partition gives the bytes of the golden file: a change needs a new format number."""
     found = spec_from_file_location("generate", GOLDEN / "generate.py")
     assert found is not None
     assert found.loader is not None
@@ -393,7 +396,7 @@ async def test_what_is_written_today_is_what_the_golden_file_says(redis: Redis, 
 
 @pytest.mark.parametrize("newer", ["1.2", "2.0"])
 async def test_newer_formats_are_refused_by_name(redis: Redis, newer: str) -> None:
-    """A manifest, a snapshot or a journal entry of a newer format is CorruptState that says which format it has."""
+    """A manifest or journal entry of a newer format raises `CorruptState` that names the format."""
     key = PartitionKey(ModelKey("golden", 2), 1)
     scripts = ScriptRunner(redis)
     store = SnapshotStore(redis, scripts, BufferPool(), asyncio.get_running_loop().time, 1e12)
@@ -414,7 +417,7 @@ async def test_newer_formats_are_refused_by_name(redis: Redis, newer: str) -> No
 
 
 async def test_everything_is_saved_at_the_end(redis: Redis) -> None:
-    """`SaveAll` stores what changed since the last snapshot at level `applied`, and then nothing is left unsaved."""
+    """`SaveAll` stores everything that changed since the last snapshot at level `applied`."""
     async with running(redis, ack="applied") as shard:
         await shard.push(3)
         (p,) = shard.runtime.core.models["m"].partitions.values()
@@ -428,7 +431,7 @@ async def test_everything_is_saved_at_the_end(redis: Redis) -> None:
 
 @pytest.mark.parametrize("ack", ["journaled", "applied"])
 async def test_a_redis_that_started_anew_is_looked_over(redis: Redis, ack: str) -> None:
-    """What it came back without is stored again at once, though nobody pushes; a Redis that lost nothing is let be."""
+    """What a restarted Redis has lost is stored again without a push; what it still has is not rewritten."""
     async with running(redis, ack=ack) as shard:
         await shard.push(3)
         await shard.snapshot()
@@ -448,7 +451,10 @@ async def test_a_redis_that_started_anew_is_looked_over(redis: Redis, ack: str) 
 async def test_a_bug_that_leaves_something_half_done_ends_the_process(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its partitions would wait for ever.  Who met it hears nothing: whether the push was done is for its id to say."""
+    """A bug in the middle of an operation ends the process, and its push raises `Unavailable`.
+
+    Otherwise its partitions would wait forever. Repeating the push id tells whether the push was applied.
+    """
     pushing: list[asyncio.Task[None]] = []
 
     async def until_it_ends() -> None:

@@ -1,4 +1,4 @@
-"""The shard's REST face against a real cluster of two shards: by name, by frame, as arrays."""
+"""The shards' REST API in a real cluster of two shards: by name, by frame, and as arrays."""
 
 import io
 import json
@@ -39,13 +39,13 @@ MSGPACK = {"content-type": "application/msgpack"}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards that no test hurts."""
+    """Two shards that no test stops or kills."""
     with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
         yield running
 
 
 class Model:
-    """A model made for one test, and the ways to reach its shards."""
+    """A model made for one test, and requests to its shards."""
 
     def __init__(self, cluster: Nodes, **spec: Any) -> None:
         self.cluster = cluster
@@ -70,7 +70,7 @@ class Model:
         return self.ask("/push", {"grads": grads, **fields}, shard)
 
     def values(self, name: str = "w", shard: int = 0) -> Any:
-        """One parameter, pulled by name."""
+        """Pull one parameter by name."""
         answer = self.ask("/pull", {"names": [name]}, shard)
         assert answer.status_code == 200, answer.text
         return answer.json()["params"][name]
@@ -92,12 +92,12 @@ class Model:
 
 @pytest.fixture
 def model(cluster: Nodes) -> Model:
-    """A model of two parameters over four partitions and both shards; pushes are added to it."""
+    """A model of two parameters, over four partitions and both shards, that adds up what is pushed."""
     return Model(cluster)
 
 
 def problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """The problem document of an answer that must have that status and code."""
+    """Return the problem document of an answer that must have that status and code."""
     assert answer.status_code == status, answer.text
     document: dict[str, Any] = answer.json()
     assert document["code"] == code, document
@@ -111,7 +111,7 @@ def unchanged(model: Model) -> bool:
 
 
 def test_both_shards_answer_for_the_whole_model(model: Model) -> None:
-    """A push through either shard is seen whole through the other."""
+    """A push through either shard is seen in full through both."""
     assert model.owned(0)
     assert model.owned(1)
     first = model.push({"w": [[1.0] * 4] * 6, "b": 2.0}, shard=0)
@@ -127,7 +127,7 @@ def test_both_shards_answer_for_the_whole_model(model: Model) -> None:
 
 
 def test_json_msgpack_and_frames_name_the_same_push(model: Model) -> None:
-    """One push id with the same content is one push in every encoding; other content under it is refused."""
+    """A push id with the same content is one push in every encoding; other content is refused."""
     ident: dict[str, Any] = {"worker": "w", "epoch": 1, "seq": 1}
     assert model.push({"w": [[3.0] * 4] * 6, "b": 3.0}, **ident).json()["duplicate"] is False
 
@@ -149,14 +149,14 @@ SHAPES: list[tuple[str, list[int]]] = [("w", [6, 4]), ("b", [])]
 
 
 def test_an_idempotency_key_makes_a_plain_push_repeatable(model: Model) -> None:
-    """The same key with the same content is applied once, whichever shard gets it."""
+    """A push with an Idempotency-Key is applied once, whichever shards get it."""
     answers = [model.ask("/push", {"grads": {"b": 1.0}}, shard, idempotency_key="k1") for shard in (0, 1, 1)]
     assert [a.json()["duplicate"] for a in answers] == [False, True, True]
     assert model.values("b") == 1.0
 
 
 def test_every_wrong_tensor_is_named_and_nothing_is_applied(model: Model) -> None:
-    """A refused push lists what is wrong with it and has changed nothing on either shard."""
+    """A refused push lists all its errors and changes nothing on either shard."""
     answer = problem(model.push({"w": [[1.0] * 4] * 5, "b": [1.0], "c": 1.0}), 422, "invalid")
     assert {e["where"] for e in answer["errors"]} == {"w", "b", "c"}
     problem(model.push({"w": [[1.0] * 4] * 6, "nope": 1.0}), 404, "unknown_parameter")
@@ -173,7 +173,7 @@ def test_every_wrong_tensor_is_named_and_nothing_is_applied(model: Model) -> Non
 
 
 def test_ranges_address_flat_elements(model: Model) -> None:
-    """Ranges of a parameter that reach over partitions and shards are pushed and pulled as flat lists."""
+    """Ranges of a parameter that span partitions and shards are pushed and pulled as flat lists."""
     assert model.push({"w": [1.0, 2.0, 3.0, 4.0]}, ranges={"w": [[4, 6], [20, 22]]}).status_code == 200
     answer = model.ask("/pull", {"ranges": {"w": [[3, 7], [19, 23]]}}, shard=1).json()
     assert answer["params"] == {"w": [0.0, 1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 0.0]}
@@ -182,7 +182,7 @@ def test_ranges_address_flat_elements(model: Model) -> None:
 
 
 def test_names_are_patterns_and_dtypes_are_converted(cluster: Nodes) -> None:
-    """Patterns choose parameters in the model's order; the dtype asked for or the parameter's own comes back."""
+    """Patterns select parameters in the model's order, in the requested dtype or the parameter's own."""
     params = {f"layers.{i}.{n}": {"shape": [3], "dtype": "float16"} for i in range(2) for n in ("weight", "bias")}
     model = Model(cluster, params=params, partitions=2)
     body = msgpack.packb({"model": model.name, "names": ["layers.*.weight"]})
@@ -197,7 +197,7 @@ def test_names_are_patterns_and_dtypes_are_converted(cluster: Nodes) -> None:
 
 
 def test_a_pushpull_answers_with_the_values_after_the_push(model: Model) -> None:
-    """One round trip does both, and tells what the push alone would have got."""
+    """A pushpull returns the values after its push, and the result of its push even if the pull fails."""
     answer = model.ask("/pushpull", {"grads": {"b": 1.5}, "names": ["b"]}, shard=1).json()
     assert answer["params"] == {"b": 1.5}
     assert answer["push"]["state"] == "applied"
@@ -208,7 +208,7 @@ def test_a_pushpull_answers_with_the_values_after_the_push(model: Model) -> None
 
 
 def test_a_pull_waits_for_its_version(model: Model) -> None:
-    """`min_version` waits up to `wait_s`, is released by the push, and else answers 412 with the present version."""
+    """A pull with `min_version` waits up to `wait_s` for a push, and is 412 with the current version otherwise."""
     document = problem(
         model.ask("/pull", {"names": ["b"], "min_version": 1, "wait_s": 0.1}), 412, "version_not_reached"
     )
@@ -220,7 +220,7 @@ def test_a_pull_waits_for_its_version(model: Model) -> None:
 
 
 def test_a_pull_waits_for_its_clock_whatever_the_version(cluster: Nodes) -> None:
-    """`min_clock` counts commits: assignments do not meet it, by name or by frame, on this shard or another."""
+    """A pull with `min_clock` waits for commits, not assignments, by name or by frame, on either shard."""
     model = Model(cluster, consistency={"mode": "sync"})
     w = cluster.post(f"/models/{model.name}/workers", {"name": "a"})
     for i in range(4):
@@ -243,7 +243,7 @@ def test_a_pull_waits_for_its_clock_whatever_the_version(cluster: Nodes) -> None
 
 
 def test_a_parameter_is_a_npy_file_with_an_etag(cluster: Nodes) -> None:
-    """The file opens in NumPy; its ETag is the same on both shards, answers 304, and changes with the value."""
+    """A parameter is a NumPy file whose ETag is equal on both shards, gives 304, and changes with the value."""
     params = {"dense/kernel": {"shape": [5, 3], "init": {"kind": "normal"}}, "h": {"shape": [2], "dtype": "bfloat16"}}
     model = Model(cluster, params=params, partitions=4)
     path = f"/pull/{model.name}/dense/kernel"
@@ -269,7 +269,7 @@ def test_a_parameter_is_a_npy_file_with_an_etag(cluster: Nodes) -> None:
 
 
 def test_a_value_is_assigned_as_json_msgpack_or_npy(model: Model) -> None:
-    """PUT sets a parameter on all its owners, one version further; wrong values change nothing."""
+    """PUT sets a parameter on all its owners as one new version; invalid values change nothing."""
     path = f"{model.url(1)}/models/{model.name}/params/w"
     want = np.arange(24, dtype=np.float32).reshape(6, 4)
     file = io.BytesIO()
@@ -293,7 +293,7 @@ def test_a_value_is_assigned_as_json_msgpack_or_npy(model: Model) -> None:
 
 
 def test_a_frame_without_a_map_epoch_is_split_and_one_with_it_is_not(model: Model) -> None:
-    """What a client without a map sends reaches every owner; a map epoch makes a wrong owner answer 421."""
+    """A frame without a map epoch is forwarded to all owners; with one, a wrong owner answers 421."""
     frame, body = model.everywhere(1.0)
     assert model.frame("/push", frame, body, shard=1).status_code == 200
     assert model.values("w") == [[1.0] * 4] * 6
@@ -310,7 +310,7 @@ def test_a_frame_without_a_map_epoch_is_split_and_one_with_it_is_not(model: Mode
 
 
 def test_a_frame_for_a_partition_that_there_is_not_is_refused(model: Model) -> None:
-    """It is its sender's fault, 422 for a push as for a pull, and the parts beside it change nothing."""
+    """A frame for a partition that does not exist is 422 in push and pull, and its other parts change nothing."""
     parts = [PushPart(0, None, None), PushPart(4, None, None)]
     body = bytes(4 * 2 * model.layout.partition_size(0))
     refused = problem(model.frame("/push", PushFrame(model.name, parts), body), 422, "invalid_range")
@@ -321,7 +321,7 @@ def test_a_frame_for_a_partition_that_there_is_not_is_refused(model: Model) -> N
 
 
 def test_answers_name_their_request_where_somebody_may_ask(model: Model) -> None:
-    """Every JSON answer and every refusal has an id; a good frame has one if its sender gave it."""
+    """JSON answers and refusals have a request id; a successful frame has one only if its sender gave it."""
     frame, body = model.everywhere(1.0)
     url, content = model.url(0) + "/push", encode_header(frame) + body
     headers = {"content-type": MEDIA_TYPE}
@@ -346,7 +346,7 @@ def test_a_body_of_another_length_than_announced_is_refused(model: Model, change
 
 
 def test_a_transfer_cut_in_the_middle_applies_nothing(cluster: Nodes) -> None:
-    """A connection that closes before the body is complete leaves every partition as it was."""
+    """A connection that closes before the body is complete changes no partition."""
     model = Model(cluster, params={"w": {"shape": [200_000]}})
     frame, body = model.everywhere(1.0)
     content = encode_header(frame) + body
@@ -360,7 +360,7 @@ def test_a_transfer_cut_in_the_middle_applies_nothing(cluster: Nodes) -> None:
 
 
 def test_big_values_travel_in_pieces(cluster: Nodes) -> None:
-    """Two million numbers go in as one msgpack push and come out by msgpack, frame and file, bit for bit."""
+    """Two million numbers pushed in one msgpack body are pulled by msgpack, frame and file, bit for bit."""
     model = Model(cluster, params={"w": {"shape": [2_000_000]}})
     want = np.random.default_rng(7).standard_normal(2_000_000).astype(np.float32)
     tensor = {"dtype": "float32", "shape": [2_000_000], "data": want.tobytes()}
@@ -376,7 +376,7 @@ def test_big_values_travel_in_pieces(cluster: Nodes) -> None:
 
 
 def test_media_types_and_bounds(model: Model) -> None:
-    """Bodies of other kinds, answers of other kinds, and bodies past the bound are refused with their codes."""
+    """Unsupported media types, malformed bodies and too large bodies are refused with their codes."""
     push = f"{model.url(0)}/push"
     problem(model.http.post(push, content=b"x", headers={"content-type": "text/plain"}), 415, "unsupported_media_type")
     problem(model.ask("/push", {"grads": {"b": 1.0}}, accept="text/html"), 406, "not_acceptable")
@@ -392,7 +392,7 @@ def test_media_types_and_bounds(model: Model) -> None:
 
 
 def test_control_routes_are_answered_through_a_shard(model: Model) -> None:
-    """One address is enough: models, workers and status come through a shard as from the scheduler."""
+    """Models, workers and status are reached through a shard as through the scheduler."""
     url = model.url(1)
     assert model.http.get(f"{url}/models/{model.name}").json()["name"] == model.name
     joined = model.http.post(f"{url}/models/{model.name}/workers", json={"name": "w0"})
@@ -405,7 +405,7 @@ def test_control_routes_are_answered_through_a_shard(model: Model) -> None:
 
 
 def test_a_model_created_through_a_shard_is_usable_at_once(cluster: Nodes) -> None:
-    """The 201 means that every partition is served, and any shard answers right after it."""
+    """After the 201 for a model created through a shard, every shard serves the model at once."""
     url = f"http://127.0.0.1:{cluster.shard_ports['shard-1']}"
     name = unique("m")
     spec = {"name": name, "params": {"w": {"shape": [3], "init": {"kind": "constant", "value": 2.0}}}}
@@ -416,7 +416,7 @@ def test_a_model_created_through_a_shard_is_usable_at_once(cluster: Nodes) -> No
 
 
 def test_first_values_are_uploaded_with_the_token(cluster: Nodes) -> None:
-    """Pulls are 503 until each parameter has come with the upload token; then version 0 is what was uploaded."""
+    """Pulls are 503 until all values are uploaded with the token; then version 0 has the uploaded values."""
     model = Model(cluster, params={"w": {"shape": [5, 2], "init": {"kind": "upload"}}})
     problem(model.ask("/pull", {}), 503, "initializing")
     url = f"{model.url(0)}/models/{model.name}/params/w"
@@ -429,7 +429,10 @@ def test_first_values_are_uploaded_with_the_token(cluster: Nodes) -> None:
 
 
 def test_an_upload_that_comes_again_changes_nothing_once_the_model_is_complete(cluster: Nodes) -> None:
-    """Its answer was lost and others have pushed since; without the token it is an assignment."""
+    """An upload repeated after others have pushed is a duplicate; without the token it is an assignment.
+
+    A client repeats an upload when its answer was lost.
+    """
     model = Model(cluster, params={"w": {"shape": [4], "init": {"kind": "upload"}}}, optimizer={"name": "sum"})
     url = f"{model.url(0)}/models/{model.name}/params/w"
     token = {"x-upload-token": model.document["upload_token"]}
@@ -448,7 +451,7 @@ def test_an_upload_that_comes_again_changes_nothing_once_the_model_is_complete(c
 
 
 def test_a_synchronous_push_is_staged_until_its_clock_commits(cluster: Nodes) -> None:
-    """202 `staged`, then the mean of both workers' pushes on both shards once both have reported."""
+    """Synchronous pushes are staged (202) until both workers report; then both shards have their mean."""
     model = Model(cluster, consistency={"mode": "sync", "min_workers": 2})
     workers = [cluster.post(f"/models/{model.name}/workers", {"name": n}) for n in ("a", "b")]
     for i, w in enumerate(workers):
@@ -466,7 +469,7 @@ def test_a_synchronous_push_is_staged_until_its_clock_commits(cluster: Nodes) ->
 
 
 def test_a_buffered_push_is_applied_with_the_mean_of_its_batch(cluster: Nodes) -> None:
-    """202 `buffered` until the count is reached; then the partition has the mean."""
+    """Pushes are `buffered` until the count is reached; then their mean is applied."""
     model = Model(cluster, consistency={"mode": "buffered", "count": 2, "interval_ms": 60_000})
     assert model.push({"b": 1.0}).json()["state"] == "buffered"
     assert model.values("b") == 0.0
@@ -475,7 +478,10 @@ def test_a_buffered_push_is_applied_with_the_mean_of_its_batch(cluster: Nodes) -
 
 
 def test_a_slot_that_is_given_back_holds_nothing_of_what_was_taken(cluster: Nodes) -> None:
-    """One shard has buffered its part of a push that the other one refuses; the client writes its next one there."""
+    """A gradient that one shard has buffered does not change when its slot is written again.
+
+    The other shard refuses its part of the push, so the client uses the slot for its next push.
+    """
     shape, mode = {"w": {"shape": [25]}}, {"mode": "buffered", "count": 2, "interval_ms": 60_000}
     model = Model(cluster, params=shape, consistency=mode)
     theirs = model.owned(1)
@@ -498,7 +504,7 @@ def test_a_slot_that_is_given_back_holds_nothing_of_what_was_taken(cluster: Node
 
 
 def test_a_result_beyond_float32_is_refused(model: Model) -> None:
-    """A finite gradient whose sum overflows is 422, and both shards keep the version before."""
+    """A finite gradient whose sum overflows is 422, and both shards keep the previous version."""
     model.push({"w": [[3e38] * 4] * 6})
     problem(model.push({"w": [[3e38] * 4] * 6}), 422, "non_finite_result")
     answer = model.ask("/pull", {"names": ["w"]}).json()
@@ -508,7 +514,7 @@ def test_a_result_beyond_float32_is_refused(model: Model) -> None:
 
 
 def test_float64_beyond_float32_is_refused_in_every_mode(cluster: Nodes) -> None:
-    """Also where it would only be held for now; by name, and by frame."""
+    """A float64 gradient beyond float32 is refused even if it would only be buffered, by name and by frame."""
     model = Model(cluster, consistency={"mode": "buffered", "count": 9, "interval_ms": 60_000})
     wide = {"dtype": "float64", "shape": [], "data": np.float64(1e300).tobytes()}
     body: Any = msgpack.packb({"model": model.name, "grads": {"b": wide}})
@@ -523,7 +529,7 @@ def test_float64_beyond_float32_is_refused_in_every_mode(cluster: Nodes) -> None
 
 
 def test_a_push_whose_pull_cannot_be_told_says_that_it_was_accepted(cluster: Nodes) -> None:
-    """What JSON or the parameter's dtype has no number for is found out after the push."""
+    """A pushpull whose values JSON or the dtype cannot represent is 422 and tells that the push was applied."""
     params = {"w": {"shape": [2]}, "h": {"shape": [], "dtype": "float16", "init": {"kind": "constant", "value": 1e5}}}
     model = Model(cluster, params=params, partitions=1)
     refused = problem(model.ask("/pushpull", {"grads": {"w": [1.0, 2.0]}}), 422, "non_finite")
@@ -532,7 +538,7 @@ def test_a_push_whose_pull_cannot_be_told_says_that_it_was_accepted(cluster: Nod
 
 
 def test_probes_metrics_and_openapi(model: Model) -> None:
-    """Probes answer, metrics count pushes, and OpenAPI shows the three value routes with examples that work."""
+    """Probes answer, metrics count pushes, and OpenAPI's examples for the three value routes work."""
     model.push({"b": 1.0})
     for path in ("/livez", "/readyz", "/version"):
         assert model.http.get(model.url(0) + path).status_code == 200

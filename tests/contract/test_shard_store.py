@@ -1,4 +1,4 @@
-"""Snapshots in a real Redis: the owner token decides, two are kept, damage is noticed."""
+"""Snapshots in a real Redis: fenced by the owner token, two are kept, and damage is detected."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ TOKEN = (1 << 32) | 5
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server for this module."""
+    """A Redis server for this module."""
     folder: Path = tmp_path_factory.mktemp("redis")
     with redis_server.running(folder) as url:
         yield url
@@ -35,7 +35,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest_asyncio.fixture
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    """An empty Redis that says who owns the partition."""
+    """A Redis that contains only the partition's owner token."""
     client = node_redis.connect(redis_url)
     await client.flushall()
     await client.set(f"{{{KEY}}}:token", f"{TOKEN:020d}")
@@ -58,7 +58,7 @@ async def save(
 
 
 async def newest(store: SnapshotStore) -> Stored | None:
-    """The first snapshot of the manifest that is whole, as a loading shard looks for it."""
+    """Return the first intact snapshot of the manifest, as a loading shard does."""
     for entry in await store.manifest(KEY):
         if (stored := await store.read(KEY, entry)) is not None:
             return stored
@@ -75,7 +75,7 @@ async def blocks(redis: Redis) -> list[str]:
 
 
 async def test_two_snapshots_are_kept_and_the_newest_is_read(redis: Redis) -> None:
-    """After three saves the manifest names the last two, newest first, and nothing of the first is left."""
+    """After three saves the manifest names the last two, newest first, and the first one's blocks are gone."""
     store = store_of(redis)
     assert await store.manifest(KEY) == []
     for version in (1, 2, 3):
@@ -89,7 +89,10 @@ async def test_two_snapshots_are_kept_and_the_newest_is_read(redis: Redis) -> No
 
 
 async def test_what_is_read_back_leaves_no_other_memory_in_the_pool(redis: Redis) -> None:
-    """A whole snapshot is of a size that nobody asks for again: kept, it would take the room of what serves pushes."""
+    """Reading a snapshot leaves no free buffers in the pool.
+
+    A buffer for a whole snapshot has a size that no push asks for, and would displace those that serve pushes.
+    """
     pool = BufferPool()
     store = store_of(redis, pool)
     await store.save(KEY, TOKEN, 1, {"version": 1}, [values(1, 1 << 18), values(2, 1 << 18)])
@@ -100,7 +103,7 @@ async def test_what_is_read_back_leaves_no_other_memory_in_the_pool(redis: Redis
 
 
 async def test_blocks_are_bounded(redis: Redis) -> None:
-    """A snapshot of 9 MB is three blocks of at most 4 MiB, and comes back bit for bit."""
+    """A snapshot of 9 MB is stored as three blocks of at most 4 MiB and read back bit for bit."""
     store = store_of(redis)
     array = np.random.default_rng(1).standard_normal(2_250_000).astype(np.float32)
     assert await store.save(KEY, TOKEN, 1, {}, [array, array[:3]]) == SaveResult.STORED
@@ -114,7 +117,7 @@ async def test_blocks_are_bounded(redis: Redis) -> None:
 
 
 async def test_writes_are_spread_over_time(redis: Redis) -> None:
-    """Blocks of several snapshots keep to the budget; what is urgent counts, but does not wait."""
+    """Blocks of several snapshots keep to the write rate; urgent ones count towards it, but do not wait."""
     clock, rate = asyncio.get_running_loop().time, 100 * MIB
     store = SnapshotStore(redis, ScriptRunner(redis), BufferPool(), clock, rate)
     began = clock()
@@ -127,7 +130,7 @@ async def test_writes_are_spread_over_time(redis: Redis) -> None:
 
 
 async def test_a_former_owner_cannot_switch_the_manifest(redis: Redis) -> None:
-    """Under a newer token a save is refused and leaves nothing behind; an emptied Redis is told from a new owner."""
+    """A save under an older token is fenced and leaves nothing behind; under one unknown to Redis, it is `EMPTIED`."""
     store = store_of(redis)
     assert await save(store, 1) == SaveResult.STORED
     await redis.set(f"{{{KEY}}}:token", f"{TOKEN + 1:020d}")
@@ -143,7 +146,7 @@ async def test_a_former_owner_cannot_switch_the_manifest(redis: Redis) -> None:
 
 
 async def test_a_damaged_snapshot_is_noticed(redis: Redis) -> None:
-    """A flipped bit or a missing block of the newest leads to the one before, and to nothing when both are damaged."""
+    """If the newest snapshot has a flipped bit or lacks a block, the one before is read, or none."""
     store = store_of(redis)
     await save(store, 1)
     await save(store, 2)
@@ -160,7 +163,7 @@ async def test_a_damaged_snapshot_is_noticed(redis: Redis) -> None:
 
 
 async def test_a_manifest_that_is_gone_was_there(redis: Redis) -> None:
-    """A partition that was stored once is not taken for a new one because its manifest is missing."""
+    """A missing manifest of a partition that was stored before raises `CorruptState`."""
     store = store_of(redis)
     await save(store, 4)
     await redis.delete(f"{{{KEY}}}:manifest")
@@ -169,7 +172,7 @@ async def test_a_manifest_that_is_gone_was_there(redis: Redis) -> None:
 
 
 async def test_a_pinned_cut_outlives_newer_ones(redis: Redis) -> None:
-    """The cut that all partitions have is kept beside the newest, and found by its clock."""
+    """A pinned cut is kept beside the newest snapshot, although newer ones were stored since."""
     store = store_of(redis)
     for version, pinned in ((5, None), (10, 5), (15, 5)):
         assert await save(store, version, cut=version, pinned=pinned) == SaveResult.STORED
@@ -177,7 +180,7 @@ async def test_a_pinned_cut_outlives_newer_ones(redis: Redis) -> None:
 
 
 async def test_blocks_that_redis_lost_are_not_named(redis: Redis) -> None:
-    """When Redis forgets a block between its writing and the switch (a restart), the snapshot does not count."""
+    """If Redis loses a block before the manifest switches, as in a restart, the snapshot does not count."""
     store = store_of(redis)
     await save(store, 1)
 
@@ -194,7 +197,7 @@ async def test_blocks_that_redis_lost_are_not_named(redis: Redis) -> None:
 
 
 async def test_what_a_killed_writer_left_is_swept(redis: Redis) -> None:
-    """Blocks that no manifest names, noted before they were written, go with the next save."""
+    """Pending blocks that no manifest names, left by a killed writer, are deleted by the next save."""
     store = store_of(redis)
     await redis.sadd(f"{{{KEY}}}:pending", "9-1-1:2")
     for i in range(2):
@@ -205,7 +208,7 @@ async def test_what_a_killed_writer_left_is_swept(redis: Redis) -> None:
 
 
 async def test_a_former_owner_sweeps_nothing(redis: Redis) -> None:
-    """What looks left behind is what the new owner is writing, or has named meanwhile."""
+    """A former owner deletes no pending blocks, because they may be the new owner's."""
     store = store_of(redis)
     await redis.set(f"{{{KEY}}}:token", f"{TOKEN + 1:020d}")
     name = f"9-{TOKEN + 1}-1"

@@ -1,4 +1,4 @@
-"""What a shard keeps and says when it, its Redis or its scheduler dies."""
+"""What a shard keeps and answers when it, its Redis or its scheduler dies."""
 
 import json
 import os
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards, which tests may kill and start again."""
+    """Two shards, which tests may kill and restart."""
     with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
         yield running
 
@@ -32,7 +32,7 @@ def url(cluster: Nodes, index: int) -> str:
 
 
 def made(cluster: Nodes) -> str:
-    """A new model of ten numbers, to which pushes are added."""
+    """Create a model of ten numbers that adds up what is pushed; return its name."""
     name = unique("m")
     cluster.post(
         "/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}, "partitions": 4}
@@ -41,7 +41,7 @@ def made(cluster: Nodes) -> str:
 
 
 def push(cluster: Nodes, name: str, seq: int, shard: int = 0) -> dict[str, Any]:
-    """Adds one everywhere, as push `seq` of one worker."""
+    """Add one to every number, as push `seq` of one worker."""
     body = {"model": name, "grads": {"w": [1.0] * 10}, "worker": "w", "epoch": 1, "seq": seq}
     answer = cluster.http.post(f"{url(cluster, shard)}/push", json=body)
     assert answer.status_code == 200, answer.text
@@ -50,7 +50,7 @@ def push(cluster: Nodes, name: str, seq: int, shard: int = 0) -> dict[str, Any]:
 
 
 def pull(cluster: Nodes, name: str, shard: int = 0) -> list[float]:
-    """The ten numbers."""
+    """Return the ten numbers."""
     answer = cluster.http.post(f"{url(cluster, shard)}/pull", json={"model": name})
     assert answer.status_code == 200, answer.text
     values: list[float] = answer.json()["params"]["w"]
@@ -58,12 +58,12 @@ def pull(cluster: Nodes, name: str, shard: int = 0) -> list[float]:
 
 
 def durable(cluster: Nodes, name: str) -> int:
-    """The lowest version in Redis over the partitions."""
+    """The lowest version of all partitions in Redis."""
     return min(int(p["durable_version"]) for p in cluster.get(f"/models/{name}")["partitions"])
 
 
 def test_a_killed_shard_comes_back_with_its_values_and_push_ids(cluster: Nodes) -> None:
-    """After a SIGKILL and a restart the snapshot's values are served, and its pushes are known as duplicates."""
+    """After SIGKILL and a restart a shard serves its snapshot's values and recognizes duplicate pushes."""
     name = made(cluster)
     push(cluster, name, 1)
     push(cluster, name, 2)
@@ -78,7 +78,7 @@ def test_a_killed_shard_comes_back_with_its_values_and_push_ids(cluster: Nodes) 
 
 
 def test_the_other_shard_takes_over_a_dead_one(cluster: Nodes) -> None:
-    """When a shard stays away its partitions are served from their snapshots by the one that lives."""
+    """When a shard stays away, the other one serves its partitions from their snapshots."""
     name = made(cluster)
     push(cluster, name, 1)
     eventually(lambda: durable(cluster, name) == 1, what="the snapshots")
@@ -93,7 +93,7 @@ def test_the_other_shard_takes_over_a_dead_one(cluster: Nodes) -> None:
 
 
 def test_a_stopping_shard_leaves_at_once(cluster: Nodes) -> None:
-    """After SIGTERM the process ends within seconds and the map knows it."""
+    """After SIGTERM a shard exits with 0 within 15 s, and the map no longer shows it as alive."""
     process = cluster.processes["shard-1"]
     process.send_signal(signal.SIGTERM)
     process.wait(15)
@@ -106,7 +106,10 @@ def test_a_stopping_shard_leaves_at_once(cluster: Nodes) -> None:
 
 
 def test_a_shard_that_has_left_does_not_join_again(cluster: Nodes) -> None:
-    """Its last request takes as long as it may; meanwhile it is nobody, whom nothing could be given to be lost with."""
+    """A shard that has left does not join again while its last request is unfinished.
+
+    It would get partitions that would be lost with it.
+    """
     process, log = cluster.processes["shard-1"], cluster.folder / "shard-1.log"
     with socket.create_connection(("127.0.0.1", cluster.shard_ports["shard-1"])) as unfinished:
         unfinished.sendall(
@@ -123,7 +126,7 @@ def test_a_shard_that_has_left_does_not_join_again(cluster: Nodes) -> None:
 
 
 def test_a_damaged_snapshot_is_replaced_by_the_one_before(cluster: Nodes) -> None:
-    """A restart finds the newest snapshot of a partition broken and serves the older one."""
+    """A restarted shard that finds a partition's newest snapshot damaged serves the one before."""
     name = made(cluster)
     push(cluster, name, 1)
     eventually(lambda: durable(cluster, name) == 1, what="the first snapshots")
@@ -144,7 +147,7 @@ def test_a_damaged_snapshot_is_replaced_by_the_one_before(cluster: Nodes) -> Non
 
 
 def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(tmp_path: Path) -> None:
-    """While Redis is stopped pushes and pulls are answered and status says degraded; later the versions are durable."""
+    """While Redis is stopped pushes and pulls go on and the status is degraded; later all is durable."""
     with nodes(tmp_path, shards=1) as cluster:
         name = made(cluster)
         push(cluster, name, 1)
@@ -168,7 +171,7 @@ def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(tmp_path: Path
 
 
 def test_without_redis_and_scheduler_a_shard_stops_answering(tmp_path: Path) -> None:
-    """With either gone it serves; with both silent it is 503 after 3 s; with one back it serves again."""
+    """Without a scheduler a shard serves as long as Redis answers, and is 503 within 6 s of its silence."""
     with nodes(tmp_path, shards=1) as cluster:
         name = made(cluster)
         cluster.kill("scheduler")
@@ -196,7 +199,10 @@ def test_without_redis_and_scheduler_a_shard_stops_answering(tmp_path: Path) -> 
 
 
 def test_a_shard_at_another_redis_stays_out(cluster: Nodes) -> None:
-    """It would own partitions that it can neither load nor keep; its log says why, once."""
+    """A shard that uses another Redis than the cluster does not join, and its log says why once.
+
+    It would own partitions that it can neither load nor store.
+    """
     port, redis_url = redis_server.free_port(), cluster.redis_url.rpartition("/")[0] + "/7"
     own = ("--name", "stray", "--port", str(port), "--scheduler", cluster.url, "--redis", redis_url)
     cluster.start("stray", "paramserver_shard", *own)
@@ -213,7 +219,7 @@ def test_a_shard_at_another_redis_stays_out(cluster: Nodes) -> None:
 
 
 def test_the_newest_process_of_a_name_serves(tmp_path: Path) -> None:
-    """A second process under a shard's name takes its place, and the first one gives way instead of fighting."""
+    """A second process under a shard's name takes its place, and the first one exits."""
     with nodes(tmp_path, shards=1) as cluster:
         name = made(cluster)
         first = cluster.processes.pop("shard-0")

@@ -1,4 +1,4 @@
-"""Whom a shard believes when two schedulers say that they lead: who speaks of the highest term there is."""
+"""Which scheduler a shard follows when two claim to lead: the one with the highest term."""
 
 import asyncio
 import json
@@ -28,17 +28,17 @@ WITHIN_S = 30.0
 
 
 class Leader:
-    """A scheduler that says what a test wants it to, on a real socket."""
+    """A fake scheduler on a real socket whose answers the test controls."""
 
     def __init__(self, term: int) -> None:
         self.term = term
         self.refusal = ""
-        """The code that heartbeats and feeds are refused with."""
+        """The error code for heartbeats and feeds, or empty to accept them."""
         self.together = asyncio.Barrier(1)
-        """How many of its refusals leave at once."""
+        """Barrier that sends so many refusals at the same time."""
         self.joins = 0
         self.beats: list[int] = []
-        """The epoch of each heartbeat that it was sent."""
+        """The epoch of each heartbeat received."""
         self.feeds = 0
         self.url = ""
         routes = [
@@ -49,7 +49,7 @@ class Leader:
         self.app = Starlette(routes=routes)
 
     async def asked(self, times: int) -> None:
-        """Waits for so many more heartbeats."""
+        """Wait for so many more heartbeats."""
         goal = len(self.beats) + times
         await until(lambda: len(self.beats) >= goal)
 
@@ -87,7 +87,7 @@ class Leader:
 
 
 async def until(what: Callable[[], Any]) -> None:
-    """Waits for that to be true."""
+    """Wait until `what` returns a true value."""
     async with asyncio.timeout(WITHIN_S):
         while not what():
             await asyncio.sleep(0.02)
@@ -101,7 +101,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @asynccontextmanager
 async def member(redis_url: str, log: Path, *leaders: Leader) -> AsyncIterator[Redis]:
-    """A shard that has joined the first of them and follows its feed; gives the Redis of all."""
+    """Run a shard that has joined the first leader and follows its feed; yield a client of its Redis."""
     loop, redis = asyncio.get_running_loop(), Redis.from_url(redis_url)
     await redis.set(TERM_KEY, leaders[0].term)
     servers = []
@@ -127,7 +127,7 @@ async def member(redis_url: str, log: Path, *leaders: Leader) -> AsyncIterator[R
 
 
 async def test_what_a_deposed_leader_refuses_is_not_heeded(redis_url: str, tmp_path: Path) -> None:
-    """A 409 `fenced`, and a shard that it never heard of, say nothing when their term is over: nobody joins anew."""
+    """A shard ignores `fenced` and `unknown_node` from a leader with an older term and does not join again."""
     newest, deposed = Leader(3), Leader(2)
     async with member(redis_url, tmp_path / "log", newest, deposed):
         for refusal in ("fenced", "unknown_node"):
@@ -141,7 +141,10 @@ async def test_what_a_deposed_leader_refuses_is_not_heeded(redis_url: str, tmp_p
 
 
 async def test_what_two_requests_hear_at_once_turns_from_a_deposed_leader_once(redis_url: str, tmp_path: Path) -> None:
-    """With two schedulers, a heartbeat and the feed that both turned would be back where they were, again and again."""
+    """A heartbeat and a feed that a deposed leader refuses at once make the shard switch schedulers only once.
+
+    With two schedulers a second switch would lead back to the deposed one, again and again.
+    """
     newest, deposed = Leader(3), Leader(2)
     deposed.refusal, deposed.together = "fenced", asyncio.Barrier(2)
     async with member(redis_url, tmp_path / "log", newest, deposed):
@@ -152,7 +155,7 @@ async def test_what_two_requests_hear_at_once_turns_from_a_deposed_leader_once(r
 
 
 async def test_a_yes_of_a_deposed_leader_is_none(redis_url: str, tmp_path: Path) -> None:
-    """Once Redis tells of a newer term, heartbeats and the feed go to who speaks of that."""
+    """Once Redis holds a newer term, heartbeats and the feed go to the leader of that term."""
     deposed, newest = Leader(2), Leader(3)
     async with member(redis_url, tmp_path / "log", deposed, newest) as redis:
         await redis.set(TERM_KEY, 3)
@@ -164,7 +167,7 @@ async def test_a_yes_of_a_deposed_leader_is_none(redis_url: str, tmp_path: Path)
 
 
 async def test_a_cluster_that_begins_anew_takes_the_shard_in(redis_url: str, tmp_path: Path) -> None:
-    """Where Redis knows of no higher term either, a lower one is not an old one."""
+    """A leader with a lower term is accepted if Redis holds no higher term either."""
     leader = Leader(7)
     async with member(redis_url, tmp_path / "log", leader) as redis:
         await redis.set(TERM_KEY, 1)
@@ -173,7 +176,7 @@ async def test_a_cluster_that_begins_anew_takes_the_shard_in(redis_url: str, tmp
 
 
 async def test_a_fence_of_the_newest_leader_is_heeded(redis_url: str, tmp_path: Path) -> None:
-    """Who leads may say that this shard is no member any more; it joins anew."""
+    """A shard that is fenced by the leader of the newest term joins again."""
     leader = Leader(4)
     async with member(redis_url, tmp_path / "log", leader):
         leader.refusal = "fenced"

@@ -1,4 +1,4 @@
-"""The status page's files over HTTP: the same from every node, from nowhere else, and safe to open."""
+"""The status page's files: every node serves the same ones over HTTP, and they load nothing from elsewhere."""
 
 import re
 
@@ -8,7 +8,7 @@ from .processes import Nodes
 
 
 def test_every_node_serves_the_page_and_its_files(rest_cluster: Nodes) -> None:
-    """Scheduler and shards answer `/` and every file of the page alike, with a type, an ETag and a strict policy."""
+    """Scheduler and shards serve `/` and every file of the page with media type, ETag and a strict security policy."""
     urls = [rest_cluster.url, *(f"http://127.0.0.1:{port}" for port in rest_cluster.shard_ports.values())]
     paths = {"/": "index.html", **{f"/static/{name}": name for name in assets()}}
     assert len(paths) > 4
@@ -28,13 +28,13 @@ def test_every_node_serves_the_page_and_its_files(rest_cluster: Nodes) -> None:
 
 
 def test_files_outside_the_page_are_not_served(rest_cluster: Nodes) -> None:
-    """A path that climbs out of the folder, or names nothing, is 404."""
+    """A path that leaves the page's folder or names no file is answered with 404."""
     for name in ("nothing.js", "..%2Fpage.py", "%2e%2e/page.py", "uplot/../../page.py", "", "uplot"):
         assert rest_cluster.http.get(f"/static/{name}").status_code == 404, name
 
 
 def test_the_page_asks_nothing_of_elsewhere() -> None:
-    """No file names another origin but in the library's own header, and no script or style is inline."""
+    """No file has a URL of another origin, except in the chart library's header, and no script or style is inline."""
     for name, asset in assets().items():
         text = asset.body.decode()
         known = text.replace("http://www.w3.org/2000/svg", "").replace("https://github.com/leeoniya/uPlot", "")

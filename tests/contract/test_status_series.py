@@ -1,4 +1,4 @@
-"""`/status/series`, `/status/events` and `/status/stream` of a real cluster, asked of the scheduler and of a shard."""
+"""`/status/series`, `/status/events` and `/status/stream` of a real cluster, from the scheduler and from a shard."""
 
 import json
 import time
@@ -17,14 +17,14 @@ SGD = {"name": "sgd", "lr": 0.1}
 
 
 class Work:
-    """What a worker of a model does."""
+    """A worker of a model; counts its steps."""
 
     def __init__(self, cluster: Nodes, model: str) -> None:
         self._cluster, self._model, self.steps = cluster, model, 0
         self._worker = cluster.post(f"/models/{model}/workers", {"name": "a"}, status=201)
 
     def step(self) -> None:
-        """Push, pull and report."""
+        """Push a gradient, pull the values and report a loss."""
         self.steps += 1
         who = {k: self._worker[k] for k in ("worker", "epoch")}
         push = {"model": self._model, **who, "seq": self.steps, "base_version": self.steps - 1}
@@ -36,7 +36,7 @@ class Work:
 
 @pytest.fixture(scope="module")
 def model(rest_cluster: Nodes) -> str:
-    """A model."""
+    """The name of a model with 64 elements in four partitions."""
     name = unique("watched")
     spec = {"name": name, "params": {"w": {"shape": [64]}}, "optimizer": SGD, "partitions": 4}
     rest_cluster.post("/models", spec, status=201)
@@ -45,7 +45,7 @@ def model(rest_cluster: Nodes) -> str:
 
 @pytest.fixture(scope="module")
 def work(rest_cluster: Nodes, model: str) -> Work:
-    """A worker that has pushed, pulled and reported."""
+    """A worker that has made three steps."""
     work = Work(rest_cluster, model)
     for _ in range(3):
         work.step()
@@ -65,14 +65,14 @@ def values(answer: Any, **labels: str) -> list[float]:
 
 
 def test_what_a_model_did_can_be_read_later(rest_cluster: Nodes, model: str, work: Work) -> None:
-    """Its pushes, times, lag and reports are in the series of its name, with their units, on one grid."""
+    """Push rate, push time, traffic, worker lag, reported loss and version of a model have series with units."""
     metrics = "model.pushes_per_s,model.push_p99_s,model.in_bytes_per_s,worker.lag,reported.loss,model.version"
 
     def told() -> Any:
         work.step()
         answer = series(rest_cluster, metrics, model=model, step=1)
         known = {i["metric"]: [v for v in i["values"] if v is not None] for i in answer["items"]}
-        # A look between a push and the heartbeat that tells of it has only some of it.
+        # Between a push and the heartbeat that reports it, the series are incomplete.
         whole = len(known) == 6 and max(known["model.version"], default=0) >= 3
         return answer if whole and max(known["model.pushes_per_s"], default=0) > 0 else None
 
@@ -98,7 +98,7 @@ def test_what_a_model_did_can_be_read_later(rest_cluster: Nodes, model: str, wor
 
 
 def test_every_metric_of_the_list_can_be_asked_for(rest_cluster: Nodes, model: str) -> None:
-    """None of the names is unknown, and the nodes' and the cluster's have values of the last seconds."""
+    """Every metric of `UNITS` can be queried, and those of nodes and of the cluster have values of the last seconds."""
     names = list(UNITS)
 
     def told() -> Any:
@@ -130,7 +130,7 @@ def test_every_metric_of_the_list_can_be_asked_for(rest_cluster: Nodes, model: s
     ],
 )
 def test_a_wrong_question_is_refused(rest_cluster: Nodes, query: dict[str, str]) -> None:
-    """A name that is not known, a number that is none, a span turned round: 400 with the reason."""
+    """An unknown metric, an invalid number or a reversed time span gets 400; an unknown query parameter gets 422."""
     answer = rest_cluster.http.get("/status/series", params=query)
 
     assert (answer.status_code, answer.json()["code"]) == (400, "malformed")
@@ -140,12 +140,12 @@ def test_a_wrong_question_is_refused(rest_cluster: Nodes, query: dict[str, str])
 
 
 def test_a_model_that_is_not_there_has_no_reports(rest_cluster: Nodes) -> None:
-    """404, for a name that was misspelt should not look like silence."""
+    """Series of an unknown model are answered with 404, so that a misspelled name does not look like missing data."""
     assert series(rest_cluster, "reported.loss", status=404, model="no-such-model")["code"] == "unknown_model"
 
 
 def test_events_can_be_chosen(rest_cluster: Nodes, model: str) -> None:
-    """By kind, by time and by number, newest first."""
+    """Events can be filtered by kind and start time and limited in number; the newest comes first."""
     created = rest_cluster.get("/status/events?kind=model_created")["items"]
     assert any(model in e["text"] for e in created)
     assert {e["kind"] for e in created} == {"model_created"}
@@ -158,7 +158,7 @@ def test_events_can_be_chosen(rest_cluster: Nodes, model: str) -> None:
 
 
 def test_the_stream_tells_every_second_from_any_node(rest_cluster: Nodes, model: str, work: Work) -> None:
-    """Scheduler and shard send the same status as server-sent events, newer each time, without the curves."""
+    """Scheduler and shard send the status as server-sent events, each newer than the last, without the series."""
     shard = f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}"
     for url in (rest_cluster.url, shard):
         seen: list[Any] = []

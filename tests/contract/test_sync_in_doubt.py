@@ -1,4 +1,4 @@
-"""A synchronous push that some shards have and others not, or not for sure: it counts on all partitions or on none."""
+"""A synchronous push that reached only some shards, or may have: it counts on all partitions or on none."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ SIZE = 1000
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards, of which one stands still for a moment in each test."""
+    """Two shards, the second of which some tests suspend for a moment."""
     with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
         yield running
 
@@ -60,7 +60,7 @@ def by_clock(w: ps.Worker) -> None:
 def test_what_only_some_shards_have_staged_is_in_no_commit(
     cluster: Nodes, go_on: Callable[[ps.Worker], None], pushed: Callable[[ps.Worker], None]
 ) -> None:
-    """The worker goes on with another push, or only with its clock."""
+    """A push that only some shards have staged is in no commit, however its worker continues."""
     name, pid = unique("m"), cluster.processes["shard-1"].pid
     with ps.connect(cluster.url, timeout=20.0) as client:
         client.create_model(name, {"w": np.zeros(SIZE)}, optimizer=ps.Sum(), consistency=ps.Sync(), partitions=4)
@@ -78,7 +78,7 @@ def test_what_only_some_shards_have_staged_is_in_no_commit(
 
 
 def test_a_block_that_fails_takes_back_what_it_has_sent(cluster: Nodes) -> None:
-    """A stream whose block raises after a bucket was staged; the next iteration has nothing of it."""
+    """If the block of a stream raises after a bucket was staged, the next commit contains nothing of that push."""
     with ps.connect(cluster.url) as client:
         spec = {"a": np.zeros(SIZE), "b": np.zeros(SIZE)}
         model = client.create_model(unique("m"), spec, optimizer=ps.Sum(), consistency=ps.Sync(), partitions=2)

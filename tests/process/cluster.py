@@ -1,4 +1,4 @@
-"""A real cluster for tests: the one `psctl up` starts, on free ports, below a folder of the test's own."""
+"""A real cluster for tests, started by `psctl up` on free ports with its state in a folder of the test."""
 
 import json
 import os
@@ -17,14 +17,14 @@ PSCTL = [sys.executable, "-P", "-m", "paramserver_cli"]
 
 
 def eventually(probe: Callable[[], T], *, within_s: float = 30.0, what: str = "") -> T:
-    """The first true value of `probe`; fails with its last value or error when none came in time."""
+    """Poll `probe` and return its first true value; fail with its last value or error after `within_s`."""
     deadline = time.monotonic() + within_s
     last: Any = None
     pause = threading.Event()
     while time.monotonic() < deadline:
         try:
             value = probe()
-        except Exception as e:  # the thing probed may not be up yet; its error is shown if it never is
+        except Exception as e:  # what is probed may not be up yet; the last error is shown on a timeout
             last = e
         else:
             if value:
@@ -35,7 +35,7 @@ def eventually(probe: Callable[[], T], *, within_s: float = 30.0, what: str = ""
 
 
 class Cluster:
-    """What `psctl up --json` printed, and the means to hurt it."""
+    """A running cluster: the object that `psctl up --json` printed, and methods to inspect and kill its processes."""
 
     def __init__(self, info: dict[str, Any]) -> None:
         self.info = info
@@ -44,19 +44,19 @@ class Cluster:
         self.state_dir = Path(info["state_dir"])
 
     def present(self) -> dict[str, Any]:
-        """The cluster's object with the pids of now."""
+        """The cluster's object from `psctl list --json`, with the current pids."""
         out = subprocess.run([*PSCTL, "list", "--json"], capture_output=True, text=True, check=True)
         items = json.loads(out.stdout)["items"]
         return next(i for i in items if i["state_dir"] == self.info["state_dir"])
 
     def kill(self, kind: str, index: int = 0) -> int:
-        """SIGKILL one serving process (`scheduler`, `shards`, `redis`); the pid that died."""
+        """SIGKILL one serving process (kinds: `scheduler`, `shards`, `redis`) and return its pid."""
         pid = int(self.present()["pids"][kind][index])
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def replaced(self, kind: str, index: int, old: int) -> bool:
-        """Whether another process serves in the place of the pid `old`."""
+        """Whether a new process has taken the place of pid `old`."""
         pids = self.present()["pids"][kind]
         return index < len(pids) and pids[index] not in (None, old)
 
@@ -68,7 +68,7 @@ class Cluster:
 
 @contextmanager
 def cluster(state_dir: Path, *, shards: int = 2, args: tuple[str, ...] = ()) -> Iterator[Cluster]:
-    """A running cluster, taken down at the end; its logs are printed if the test failed."""
+    """Start a cluster, and stop it at the end of the block; print its logs if the block failed."""
     up = [*PSCTL, "up", "--detach", "--json", "--shards", str(shards), "--state-dir", str(state_dir), *args]
     done = subprocess.run(up, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,13 +10,13 @@ from .cluster import Cluster, cluster
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One cluster of two shards for all tests that do not hurt it."""
+    """One cluster of two shards, shared by all tests that leave its processes alone."""
     with cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 
 @pytest.fixture
 def own_cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster of two shards that the test may kill."""
+    """A cluster of two shards for one test, which may kill its processes."""
     with cluster(tmp_path / "cluster") as running:
         yield running

@@ -1,4 +1,4 @@
-"""An HTTP gateway for tests: hands requests on to one node, hides the shards' addresses, and loses answers."""
+"""A reverse proxy for tests: forwards to one node, hides the shards' addresses and drops responses on demand."""
 
 import http.client
 import re
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 class Gateway(ThreadingHTTPServer):
-    """Serves on a free port of this machine; `lose_every` n drops each n-th answer to a push after it was done."""
+    """A proxy on a free local port; with `lose_every` = n, it drops the node's response to each n-th push."""
 
     daemon_threads = True
 
@@ -27,7 +27,7 @@ class Gateway(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is no news."""
+        """Ignore clients that close their connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
         if self.path.startswith("/models") and "json" in answer.headers.get("content-type", ""):
-            # 192.0.2.0/24 is for documentation: nobody answers there.
+            # Unreachable addresses: 192.0.2.0/24 is reserved for documentation.
             data = re.sub(rb'("addresses":\s*\[)[^\]]*\]', rb'\1"http://127.0.0.1:9","http://192.0.2.1:8701"]', data)
         self.send_response(answer.status)
         for name in ("content-type", "retry-after"):
@@ -64,12 +64,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = hand_on
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @contextmanager
 def gateway(node: str) -> Iterator[Gateway]:
-    """A gateway in front of `node`."""
+    """Run a gateway in front of `node`."""
     with Gateway(node) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

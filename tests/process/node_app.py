@@ -1,6 +1,6 @@
 """A small node for tests of the servers and of forwarding: `node_app.py PORT [UPSTREAM,...]`.
 
-With upstreams it hands everything on to the first that answers; without, it answers itself.
+With upstreams it forwards every request to the first that answers; without, it answers itself.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ PULL_BYTES = 5_000_000
 
 
 def answering(app: FastAPI) -> None:
-    """Routes of a node that answers itself."""
+    """Add the routes of a node without upstreams."""
     listening = begun = 0
 
     @app.post("/push")
@@ -89,7 +89,7 @@ def answering(app: FastAPI) -> None:
 
 
 def handing_on(app: FastAPI, forwarder: Forwarder, upstreams: list[str]) -> None:
-    """One route that hands everything on."""
+    """Add one route that forwards every request to the upstreams."""
 
     @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST"])
     async def everything(request: Request) -> Response:
@@ -97,7 +97,7 @@ def handing_on(app: FastAPI, forwarder: Forwarder, upstreams: list[str]) -> None
 
 
 async def main(port: int, upstreams: list[str]) -> None:
-    """Serves until SIGTERM, then says so."""
+    """Serve until SIGTERM, then print a line."""
     stop = asyncio.Event()
     stop_on_signals(stop)
     app = FastAPI(redirect_slashes=False)

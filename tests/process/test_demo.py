@@ -1,4 +1,4 @@
-"""The demo: it trains, it survives kills, and it leaves nothing behind however it ends."""
+"""`psctl demo`: it trains, survives killed processes, and leaves no process behind however it ends."""
 
 import os
 import re
@@ -24,7 +24,7 @@ MARK = "PARAMSERVER_TEST_MARK"
 
 
 class Demo:
-    """A running `psctl demo`, whose processes are known by a variable in their environment."""
+    """A running `psctl demo`; its processes are recognized by a variable in their environment."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self.mark = uuid.uuid4().hex
@@ -41,11 +41,11 @@ class Demo:
             )
 
     def printed(self) -> str:
-        """All that it has printed."""
+        """The output so far."""
         return self.log.read_text()
 
     def processes(self) -> list[psutil.Process]:
-        """It and all that it started, directly or not."""
+        """The demo process and its descendants, without zombies."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -56,26 +56,26 @@ class Demo:
         return found
 
     def printed_line(self, start: str) -> bool:
-        """Whether a line that begins so was printed."""
+        """Whether a line that starts with `start` was printed."""
         return any(line.startswith(start) for line in self.printed().splitlines())
 
     def trains(self, mode: str) -> bool:
-        """Whether the newest line is of that mode and has an accuracy."""
+        """Whether the last line printed is of that mode and shows an accuracy."""
         newest = self.printed().splitlines()[-1]
         return newest.startswith(f"{mode} ") and "accuracy" in newest
 
     def replaced(self, module: str, victim: int) -> bool:
-        """Whether another process runs in the place of a killed one."""
+        """Whether the module runs again, in a process other than the killed one."""
         return victim not in (now := self.serving(module)) and bool(now)
 
     def serving(self, module: str) -> list[int]:
-        """The processes that run `python -m module`."""
+        """Pids of the processes that run `python -m module`."""
         return [p.pid for p in self.processes() if module in p.cmdline()]
 
 
 @contextmanager
 def demo(folder: Path, seconds: float) -> Iterator[Demo]:
-    """A demo that is killed at the end if it has not ended by itself."""
+    """Run the demo, and kill it at the end of the block if it still runs."""
     running = Demo(folder, seconds)
     try:
         yield running
@@ -88,7 +88,7 @@ def demo(folder: Path, seconds: float) -> Iterator[Demo]:
 
 
 def test_it_trains_in_both_modes_though_processes_are_killed(tmp_path: Path) -> None:
-    """Scheduler, a worker and a shard are killed in each mode; both reach 96 %, and the files hold what they say."""
+    """With a worker, a shard and the scheduler killed in each mode, both modes reach 96 % and the files are written."""
     with demo(tmp_path, seconds=8) as running:
         for mode in ("sync", "async"):
             for module in ("paramserver_worker", "paramserver_shard", "paramserver_scheduler"):
@@ -120,7 +120,7 @@ def test_it_trains_in_both_modes_though_processes_are_killed(tmp_path: Path) -> 
     ],
 )
 def test_nothing_is_left_however_it_is_ended(tmp_path: Path, sign: str, number: signal.Signals) -> None:
-    """Interrupted, terminated or killed at any moment, the demo leaves no process, and says so by its exit code."""
+    """Interrupted, terminated or killed at any stage, the demo leaves no process; its exit code is 128 + signal."""
     with demo(tmp_path, seconds=30) as running:
         eventually(lambda: sign in running.printed(), within_s=120)
         assert len(running.processes()) >= 1
@@ -128,7 +128,7 @@ def test_nothing_is_left_however_it_is_ended(tmp_path: Path, sign: str, number: 
         running.process.send_signal(number)
         code = running.process.wait(60)
 
-        # As a shell says it: Python may also end itself by the very signal.
+        # As a shell reports it: the process may exit with 128 + n, or die of the signal itself.
         said = code if code >= 0 else 128 - code
         assert said == 128 + number, running.printed()
         eventually(lambda: not running.processes(), what="the end of every process")
@@ -136,7 +136,7 @@ def test_nothing_is_left_however_it_is_ended(tmp_path: Path, sign: str, number: 
 
 
 def test_missing_packages_are_named(tmp_path: Path) -> None:
-    """Without the packages of the extra `demo`, one line says what to install."""
+    """Without the packages of the extra `demo`, psctl exits with 1 and says what to install."""
     code = "import sys; sys.modules['sklearn'] = None; from paramserver_cli.main import app; app(['demo'])"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
 

@@ -1,4 +1,4 @@
-"""A cluster that other machines can reach: it gets a secret of its own, or says what it lacks and does not start."""
+"""Nodes that other machines can reach: they have a secret, or do not start and say what is missing."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
 @pytest.mark.parametrize("service", ["scheduler", "shard"])
 def test_a_node_that_others_can_reach_does_not_start_without_tokens(service: str, tmp_path: Path) -> None:
-    """It ends at once with the lines that help, whichever of its addresses is meant; nothing was listening."""
+    """A node on a wildcard or host-name address without a secret exits with an error that lists the remedies."""
     port = str(redis_server.free_port())
     for host in ("0.0.0.0", socket.gethostname()):
         command = [sys.executable, "-P", "-m", f"paramserver_{service}", "--host", host, "--port", port]
@@ -33,7 +33,7 @@ def test_a_node_that_others_can_reach_does_not_start_without_tokens(service: str
 
 @pytest.mark.parametrize("service", ["shard", "scheduler"])
 def test_a_taken_port_is_said_in_one_line(service: str, tmp_path: Path) -> None:
-    """A node whose port somebody else has ends at once and names it, without a traceback."""
+    """A node whose port is in use exits with 1 and names the address, without a traceback."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-P", "-m", f"paramserver_{service}", "--port", port]
@@ -62,7 +62,7 @@ def test_a_taken_port_is_said_in_one_line(service: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_setting_ends_a_program_in_one_line(service: str, setting: str, value: str, tmp_path: Path) -> None:
-    """Whichever it is, and whenever it is found: its name is said, and the exit code is that of a wrong flag."""
+    """An invalid setting ends the program with exit code 2, as an invalid flag does, and its last line names it."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", f"paramserver_{service}"],
         env=os.environ | {f"PARAMSERVER_{setting.upper()}": value},
@@ -79,7 +79,10 @@ def test_a_wrong_setting_ends_a_program_in_one_line(service: str, setting: str, 
 
 
 def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path: Path) -> None:
-    """`psctl up --host 0.0.0.0` makes a secret and prints a token; psctl beside it needs none, a worker has its own."""
+    """`psctl up --host 0.0.0.0` makes a secret and prints a token, which clients need.
+
+    psctl in the same folder and the cluster's own workers need no token from the user.
+    """
     state = tmp_path / ".paramserver"
     with cluster(state, shards=1, args=("--host", "0.0.0.0", "--workers", "1")) as closed:
         token = closed.info["token"]
@@ -103,7 +106,7 @@ def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path
 
 
 def test_a_cluster_may_be_open_to_everyone_when_told_so(tmp_path: Path) -> None:
-    """`--insecure` starts it without tokens, and every node's log warns."""
+    """`psctl up --insecure` starts a cluster without tokens, and every node's log warns of it."""
     with cluster(tmp_path, shards=1, args=("--host", "0.0.0.0", "--insecure")) as opened:
         assert opened.info["token"] is None
         assert not (tmp_path / "secret").exists()
@@ -114,7 +117,7 @@ def test_a_cluster_may_be_open_to_everyone_when_told_so(tmp_path: Path) -> None:
 
 
 def test_a_cluster_for_this_machine_is_closed_to_web_pages(tmp_path: Path) -> None:
-    """On loopback a program needs no token; a request under a page's name, or from a page, is refused over HTTP/1.1."""
+    """On loopback, HTTP/1.1 requests need no token, but one with a foreign Host or a foreign Origin is refused."""
     with cluster(tmp_path, shards=1) as opened:
         assert opened.info["token"] is None
         for url in (opened.url, *opened.shards):

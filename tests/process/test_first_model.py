@@ -1,4 +1,4 @@
-"""docs/first-model.md does what it says, line by line."""
+"""The commands in docs/first-model.md work as printed."""
 
 import os
 import re
@@ -13,7 +13,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "first-model.md").read_text()
 
 
 def test_the_six_steps_run_as_printed(tmp_path: Path) -> None:
-    """All blocks of the page, pasted one after the other into one shell, end with the model's shapes."""
+    """The page's code blocks, run one after the other in one shell, finish three runs and print the model's shapes."""
     blocks = re.findall(r"<!-- test -->\n```sh\n(.*?)```", TEXT, re.S)
     assert len(blocks) >= 6
     assert len(re.findall(r"^## \d\.", TEXT, re.M)) == 6

@@ -1,4 +1,4 @@
-"""Our HTTP/2 server, spoken to frame by frame."""
+"""The node's HTTP/2 server, tested frame by frame."""
 
 import signal
 import socket
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Node]:
-    """A node that answers itself."""
+    """A node without upstreams."""
     with node() as running:
         yield running
 
 
 class Client:
-    """A connection that sends what it is told and keeps what comes."""
+    """An HTTP/2 client connection that sends given frames and keeps received ones in `frames`."""
 
     def __init__(self, server: Node, *, greeted: bool = True, window: int | None = None) -> None:
         self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=20.0)
@@ -43,15 +43,15 @@ class Client:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Those bytes."""
+        """Send raw bytes."""
         self.socket.sendall(data)
 
     def ask(self, stream: int, method: str, path: str, *, ends: bool = True, **headers: str) -> None:
-        """The head of a request."""
+        """Send the HEADERS frame of a request."""
         self.send(wire.frame(wire.HEADERS, wire.END_HEADERS | ends, stream, block(method, path, **headers)))
 
     def until(self, kind: int, stream: int | None = None, flags: int = 0) -> bytes:
-        """The payload of the next such frame; DATA comes in pieces."""
+        """Wait for the next frame of this kind, stream and flags, and return its payload."""
         while True:
             for i, (k, f, s, payload) in enumerate(self.frames):
                 if k == kind and (stream is None or s == stream) and f & flags == flags:
@@ -62,7 +62,7 @@ class Client:
             self.frames += [(k, f, s, bytes(p)) for k, f, s, p, _ in self.scanner.scan(memoryview(data))]
 
     def answer(self, stream: int) -> tuple[int, bytes]:
-        """Status and body of a whole answer."""
+        """Wait for a complete response and return its status and body."""
         head: dict[bytes, bytes] = self.decoder.decode(self.until(wire.HEADERS, stream))
         last = self.until(wire.DATA, stream, wire.END_STREAM)
         pieces = [p for k, _, s, p in self.frames if (k, s) == (wire.DATA, stream)]
@@ -70,7 +70,7 @@ class Client:
         return int(head[b":status"]), b"".join(pieces) + last
 
     def closed(self) -> bool:
-        """Whether nothing more comes."""
+        """Wait until the server has closed the connection, then return True."""
         try:
             while self.socket.recv(65536):
                 pass
@@ -80,7 +80,7 @@ class Client:
 
 
 def block(method: str, path: str, **headers: str) -> bytes:
-    """A header block."""
+    """A request's HPACK header block."""
     special = [(":method", method), (":scheme", "http"), (":authority", "x"), (":path", path), *headers.items()]
     return wire.encoded((k.replace("_", "-").encode(), v.encode()) for k, v in special)
 
@@ -129,7 +129,7 @@ PING = wire.frame(wire.PING, 0, 0, b"12345678")
     ],
 )
 def test_what_no_client_may_send_ends_its_connection(server: Node, greeted: bool, sent: bytes, code: int) -> None:
-    """It is told why, and hung up on; others are served."""
+    """A protocol violation ends the connection with GOAWAY and the right error code; other clients are still served."""
     with Client(server, greeted=greeted) as client:
         client.send(sent)
         told = client.until(wire.GOAWAY)
@@ -139,7 +139,7 @@ def test_what_no_client_may_send_ends_its_connection(server: Node, greeted: bool
 
 
 def test_requests_that_are_given_up_without_end_are_cut_off(server: Node) -> None:
-    """A client that asks and resets, asks and resets, makes work for nobody but itself."""
+    """A client that keeps sending requests and resetting their streams is disconnected."""
     with Client(server) as client:
         try:
             for i in range(1, 20_000, 2):
@@ -154,7 +154,7 @@ def test_requests_that_are_given_up_without_end_are_cut_off(server: Node) -> Non
 
 
 def test_more_requests_at_once_than_are_taken_are_refused_one_by_one(server: Node) -> None:
-    """The 257th is told to come again, the others are answered."""
+    """The 257th concurrent stream is reset with REFUSED_STREAM, and the other 256 are answered."""
     with Client(server) as client:
         for i in range(1, 2 * 257, 2):
             client.ask(i, "GET", "/slow?seconds=0.5")
@@ -163,7 +163,7 @@ def test_more_requests_at_once_than_are_taken_are_refused_one_by_one(server: Nod
 
 
 def test_what_is_no_request_is_refused_alone(server: Node) -> None:
-    """Its stream is reset, the next one on the connection answered."""
+    """A malformed request has its stream reset, and the next one on the same connection is answered."""
     with Client(server) as client:
         client.ask(1, "GET", "/pull", Upper="x")
         client.ask(3, "GET", "no-path")
@@ -174,7 +174,7 @@ def test_what_is_no_request_is_refused_alone(server: Node) -> None:
 
 
 def test_a_body_may_be_padded_and_end_in_trailers(server: Node) -> None:
-    """And its headers may come in pieces; what counts is its bytes."""
+    """A request with padding, priority, CONTINUATION frames and trailers is read; its body is the data alone."""
     head = block("POST", "/push")
     with Client(server) as client:
         client.send(
@@ -192,7 +192,7 @@ def test_a_body_may_be_padded_and_end_in_trailers(server: Node) -> None:
 
 
 def test_a_body_that_is_mostly_padding_arrives_whole(server: Node) -> None:
-    """Padding counts against the windows and is given back to them, and a frame that brings a byte is of use."""
+    """Padding is credited back to the flow-control windows, and padded frames of one byte are not counted as abuse."""
     lots, piece = 40, wire.frame(wire.DATA, wire.PADDED, 1, b"\xff" + b"x" + bytes(255))
     with Client(server) as client:
         client.send(HEAD)
@@ -209,7 +209,7 @@ def test_a_body_that_is_mostly_padding_arrives_whole(server: Node) -> None:
 
 
 def test_a_body_byte_by_byte_is_a_body(server: Node) -> None:
-    """However the network cuts it."""
+    """A request that arrives one byte at a time is read like any other."""
     with Client(server) as client:
         for byte in HEAD + data(1, b"abc") + data(1, b"", ends=True):
             client.send(bytes((byte,)))
@@ -218,7 +218,7 @@ def test_a_body_byte_by_byte_is_a_body(server: Node) -> None:
 
 
 def test_an_answer_waits_for_its_window_and_holds_up_no_other(server: Node) -> None:
-    """Of an answer that nobody has room for nothing comes; another is sent meanwhile, then the rest of the first."""
+    """A response whose send window is used up waits without blocking others, and continues when the window grows."""
     with Client(server, window=1000) as client:
         client.ask(1, "GET", "/pull")
         assert client.until(wire.DATA, 1) == bytes(1000)
@@ -235,7 +235,7 @@ def test_an_answer_waits_for_its_window_and_holds_up_no_other(server: Node) -> N
 
 
 def test_head_has_no_body_and_a_ping_is_given_back(server: Node) -> None:
-    """What else a client may ask."""
+    """The response to HEAD has no body, and a PING is acknowledged with its payload."""
     with Client(server) as client:
         client.ask(1, "HEAD", "/pull")
         assert client.answer(1) == (405, b"")
@@ -244,7 +244,7 @@ def test_head_has_no_body_and_a_ping_is_given_back(server: Node) -> None:
 
 
 def test_a_request_that_is_given_up_lets_its_work_go(server: Node) -> None:
-    """An endless answer ends when its stream is reset, and the connection goes on."""
+    """An endless response is cancelled when its stream is reset, and the connection stays usable."""
     with Client(server) as client:
         client.ask(1, "GET", "/events")
         client.until(wire.DATA, 1)
@@ -256,7 +256,7 @@ def test_a_request_that_is_given_up_lets_its_work_go(server: Node) -> None:
 
 
 def test_a_server_that_stops_says_so_and_finishes() -> None:
-    """GOAWAY comes with the last request that is answered; then the connection is closed."""
+    """A stopping server names the last stream it answers in GOAWAY, finishes it, and then closes the connection."""
     with node() as running, Client(running) as client:
         client.ask(1, "GET", "/slow?seconds=1")
         eventually(lambda: running.http.get("/begun").json() == 1)
@@ -271,7 +271,7 @@ def test_a_server_that_stops_says_so_and_finishes() -> None:
 
 
 def test_a_head_that_is_too_long_or_never_comes_is_not_kept(server: Node) -> None:
-    """HTTP/1.1 with more than 64 KiB of headers is told so."""
+    """An HTTP/1.1 request with more than 64 KiB of headers is answered with 431."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
         client.sendall(b"GET /pull HTTP/1.1\r\n" + b"x: " + b"y" * (70 << 10))
         assert client.recv(100).startswith(b"HTTP/1.1 431")

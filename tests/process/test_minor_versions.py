@@ -1,4 +1,4 @@
-"""Client and server one minor version apart: what the newer one says beyond the older one's words changes nothing."""
+"""Client and server one minor version apart: what the newer one adds to its messages is ignored by the older one."""
 
 import http.client
 import json
@@ -21,11 +21,11 @@ from .cluster import Cluster
 pytestmark = pytest.mark.process
 
 NEWS = {"from_the_future": {"colour": "blue", "parts": [[1, None]], "more": 7.5}}
-"""What a later version may say in any map."""
+"""Unknown members, as a later version may add them to any map."""
 
 
 def newer_frame(frame: bytes) -> bytes:
-    """The frame as a later minor would send it: a number in the byte kept for it, and keys nobody knows yet."""
+    """The frame as a later minor version may send it: with a flag set, and with unknown keys in its header."""
     offset, end = header_end(frame), PREFIX_BYTES + int.from_bytes(frame[4:8], "little")
     header = msgpack.unpackb(frame[PREFIX_BYTES:end])
     pull = header.get("pull")
@@ -37,7 +37,7 @@ def newer_frame(frame: bytes) -> bytes:
 
 
 def newer_json(value: Any) -> Any:
-    """The document with members nobody knows yet in each object, but in maps from names that users chose."""
+    """The document with unknown members in each object, but not in the values of the keys in `chosen`."""
     if isinstance(value, list):
         return [newer_json(v) for v in value]
     if not isinstance(value, dict):
@@ -47,7 +47,7 @@ def newer_json(value: Any) -> Any:
 
 
 class Between(ThreadingHTTPServer):
-    """Stands between a client and a node, one of which it makes a minor version newer: `requests` or `answers`."""
+    """A reverse proxy that makes one side look a minor version newer, by rewriting its `requests` or `answers`."""
 
     daemon_threads = True
 
@@ -56,15 +56,14 @@ class Between(ThreadingHTTPServer):
         self.node = urlsplit(node).netloc
         self.newer = newer
         self.changed: set[str] = set()
-        """What was changed: (kind of message, first part of the path)."""
+        """What was rewritten: `frame` and the first segment of the path, or `json`."""
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is no news."""
+        """Ignore clients that close their connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -84,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.startswith("/models") and b'"addresses"' in data:
             document = json.loads(data)
             for shard in document.get("shards", {}).values():
-                shard["addresses"] = ["http://127.0.0.1:9"]  # nobody answers: everything comes through here
+                shard["addresses"] = ["http://127.0.0.1:9"]  # unreachable, so that all requests come through this proxy
             data = json.dumps(document).encode()
         if self.server.newer == "answers":
             data = self._newer(data, answer.headers.get("content-type", ""), json_too=True)
@@ -108,12 +107,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = hand_on
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @contextmanager
 def between(node: str, newer: str) -> Iterator[Between]:
-    """A translator in front of `node`."""
+    """Run such a proxy in front of `node`."""
     with Between(node, newer) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -126,7 +125,7 @@ def between(node: str, newer: str) -> Iterator[Between]:
 
 @pytest.mark.parametrize("newer", ["requests", "answers"])
 def test_training_works_a_minor_version_apart(shared_cluster: Cluster, newer: str) -> None:
-    """A client a minor newer than the servers, and one a minor older, create, join, push, pull and train alike."""
+    """A client one minor version newer than the servers, or one older, can create a model, join and train."""
     with between(shared_cluster.url, newer) as middle, ps.connect(middle.url) as client:
         params = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(5, np.float32)}
         model = client.create_model(f"minor-{newer}", params, optimizer=ps.Sum(), consistency=ps.Sync())

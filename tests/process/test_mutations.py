@@ -1,4 +1,4 @@
-"""No input makes a node fail: 2,000 random mutations of valid bodies, to every public route of both services."""
+"""No input makes a node fail: 2,000 random mutations of valid requests to the public routes of both services."""
 
 import asyncio
 import json
@@ -88,7 +88,7 @@ STRANGE: list[Any] = [
 
 
 def mutate(rng: random.Random, value: Any) -> Any:
-    """The value with one place in it changed, dropped, doubled or replaced by something strange."""
+    """A copy of the value with one member or item dropped, added, or replaced by a value from `STRANGE`."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         key = rng.choice(list(value))
         changed = dict(value)
@@ -107,7 +107,7 @@ def mutate(rng: random.Random, value: Any) -> Any:
 
 
 def request(rng: random.Random) -> dict[str, Any]:
-    """One mutated request: its body, its encoding, its path or its headers are off."""
+    """A random request with a mutated body, and sometimes an odd path, encoding or header, as arguments for httpx."""
     method, path, body = rng.choice(SEEDS)
     for _ in range(rng.randrange(1, 4)):
         body = mutate(rng, body) if body is not None else body
@@ -147,7 +147,7 @@ def request(rng: random.Random) -> dict[str, Any]:
 
 
 async def bombard(urls: list[str], requests: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any], str]]:
-    """The status of each request, sixteen at a time, turn by turn to each node."""
+    """Send the requests to the nodes in turn, sixteen at once; return (status, request, text), with 0 for a timeout."""
     results: list[tuple[int, dict[str, Any], str]] = []
     gate = asyncio.Semaphore(16)
     async with httpx.AsyncClient(timeout=20.0) as client:
@@ -158,7 +158,7 @@ async def bombard(urls: list[str], requests: list[dict[str, Any]]) -> list[tuple
                 try:
                     response = await client.request(r["method"], url, content=r["content"], headers=r["headers"])
                 except httpx.ReadTimeout:
-                    results.append((0, r, "waits"))  # a mutated wait_s is allowed to be long
+                    results.append((0, r, "waits"))  # a mutated wait_s may be long
                     return
                 results.append((response.status_code, r, response.text[:500]))
 
@@ -167,7 +167,7 @@ async def bombard(urls: list[str], requests: list[dict[str, Any]]) -> list[tuple
 
 
 def test_no_mutation_of_any_request_gives_a_server_error(shared_cluster: Cluster) -> None:
-    """2,000 mutated requests to scheduler and shard are answered below 500, and the nodes still serve."""
+    """2,000 mutated requests to scheduler and shards get no status of 500 or above, and the nodes still serve."""
     rng = random.Random(20261121)
     urls = [shared_cluster.url, *shared_cluster.shards]
     assert httpx.post(f"{urls[0]}/models", json=SPEC, timeout=30).status_code in (200, 201)
@@ -187,7 +187,7 @@ def test_no_mutation_of_any_request_gives_a_server_error(shared_cluster: Cluster
 
 
 def test_every_public_route_is_among_the_seeds(shared_cluster: Cluster) -> None:
-    """Each route of the OpenAPI documents that takes a body is one that the mutations reach."""
+    """Each public POST, PUT and PATCH route of the OpenAPI documents is reached by one of the `SEEDS`."""
     templates = set()
     for url in (shared_cluster.url, shared_cluster.shards[0]):
         for path, methods in httpx.get(f"{url}/openapi.json", timeout=10).json()["paths"].items():

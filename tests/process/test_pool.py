@@ -1,4 +1,4 @@
-"""Processes of the worker pool join it, or say why they cannot."""
+"""Worker processes join the pool, or say why they cannot."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ LONG = "ip-10-0-12-34.a-rather-long-department.an-example-company.internal"
 
 
 def test_a_worker_of_a_machine_with_a_long_name_joins(shared_cluster: Cluster) -> None:
-    """Names of the pool have at most 64 characters, those of machines may have more."""
+    """A worker on a machine whose host name exceeds the 64 characters of a pool member's name joins all the same."""
     code = f"import socket; socket.gethostname = lambda: {LONG!r}; from paramserver_worker.main import app; app()"
     worker = subprocess.Popen([sys.executable, "-P", "-c", code, "--url", shared_cluster.url])
     try:
@@ -34,7 +34,7 @@ def test_a_worker_of_a_machine_with_a_long_name_joins(shared_cluster: Cluster) -
 
 
 def test_a_name_that_is_not_allowed_ends_the_worker(shared_cluster: Cluster) -> None:
-    """At once, with the reason, rather than trying for ever."""
+    """A worker whose name is refused exits with 1 and the reason instead of retrying."""
     done = subprocess.run(
         [*WORKER, "--name", "x" * 65, "--url", shared_cluster.url], capture_output=True, text=True, timeout=60
     )
@@ -45,7 +45,7 @@ def test_a_name_that_is_not_allowed_ends_the_worker(shared_cluster: Cluster) -> 
 
 
 def test_a_worker_takes_its_settings_from_the_environment_and_the_file(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """A run of a module that only `paramserver.toml` allows is given to the worker that a variable names."""
+    """A worker takes its URL and name from environment variables and its allowed modules from `paramserver.toml`."""
     (tmp_path / "paramserver.toml").write_text('[worker]\nallow = ["somewhere.else", "paramserver.examples"]\n')
     env = os.environ | {"PARAMSERVER_URL": shared_cluster.url, "PARAMSERVER_NAME": "of-the-environment"}
     worker = subprocess.Popen(WORKER, cwd=tmp_path, env=env)
@@ -69,7 +69,7 @@ def test_a_worker_takes_its_settings_from_the_environment_and_the_file(shared_cl
 def test_a_training_function_may_end_by_exiting(
     shared_cluster: Cluster, tmp_path: Path, code: int, state: str, says: str | None
 ) -> None:
-    """As a script does: with 0 it is done, with anything else it has failed; the worker stays in the pool."""
+    """`sys.exit(0)` finishes the run and any other code fails it; the worker process stays alive."""
     package = f"exits_{code}"
     (tmp_path / f"{package}.py").write_text(f"import sys\n\ndef train(worker):\n    sys.exit({code})\n")
     env = os.environ | {"PARAMSERVER_URL": shared_cluster.url, "PYTHONPATH": str(tmp_path)}

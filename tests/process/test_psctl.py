@@ -1,4 +1,4 @@
-"""psctl against a real cluster: models, runs, checkpoints, and what it says when something is wrong."""
+"""psctl on a real cluster: models, runs, checkpoints, `doctor`, and exit codes and messages of errors."""
 
 import io
 import json
@@ -30,7 +30,10 @@ consistency: {mode: ssp, staleness: 2}
 
 
 def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """create reads YAML (1e-3 is a number), again is refused unless --exist-ok, set changes it, pull writes .npy."""
+    """`create` reads YAML and refuses an existing model without --exist-ok, `set` changes settings, `pull` writes .npy.
+
+    The YAML number 1e-3 is read as a number, not as text.
+    """
     (tmp_path / "spec.yaml").write_text(SPEC)
     create = ["create", "psctl-model", "-f", str(tmp_path / "spec.yaml")]
 
@@ -72,7 +75,7 @@ def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path
 def test_what_is_wrong_shows_in_the_exit_code(
     shared_cluster: Cluster, arguments: list[str], code: int, text: str
 ) -> None:
-    """Usage errors exit with 2, refusals with 4, local failures with 1; each names what is wrong."""
+    """Usage errors exit with 2, refusals by the cluster with 4, local failures with 1; each names what is wrong."""
     ps.connect(shared_cluster.url).create_model("wrong", {"w": (2,), "v": (2,)}, exist_ok=True)
 
     done = shared_cluster.psctl(*arguments)
@@ -85,7 +88,7 @@ def test_what_is_wrong_shows_in_the_exit_code(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
 @pytest.mark.parametrize("output", ["full", "closed"])
 def test_a_cluster_that_is_detached_outlives_what_cannot_be_said_of_it(tmp_path: Path, output: str) -> None:
-    """Ready, it runs until psctl down; the exit code and one line say that the output went nowhere."""
+    """If `up --detach` cannot write its output, it exits with 1 and one line on stderr; the cluster keeps running."""
     argv = [*PSCTL, "up", "--detach", "--shards", "1", "--state-dir", str(tmp_path / "state")]
     reader, writer = os.pipe()
     os.close(reader)
@@ -101,7 +104,7 @@ def test_a_cluster_that_is_detached_outlives_what_cannot_be_said_of_it(tmp_path:
 
 @pytest.mark.parametrize("arguments", [["status"], ["models"], ["run", "list", "--json"]])
 def test_an_unreachable_cluster_is_exit_code_3(shared_cluster: Cluster, arguments: list[str], tmp_path: Path) -> None:
-    """When nobody answers, the text says how to start a cluster, and how to find the one that runs here."""
+    """If no node answers, psctl exits with 3 and names the commands that start and that list clusters."""
     env = os.environ | {"PARAMSERVER_URL": "http://127.0.0.1:9"}
     done = subprocess.run([*PSCTL, *arguments], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
 
@@ -111,7 +114,7 @@ def test_an_unreachable_cluster_is_exit_code_3(shared_cluster: Cluster, argument
 
 
 def test_everything_that_lists_lists_json(shared_cluster: Cluster) -> None:
-    """`--json` prints one object with items (or the status) wherever something is listed."""
+    """With `--json`, every listing command prints one object with `items`, and `status` prints the status."""
     ps.connect(shared_cluster.url).create_model("listed", {"w": (2,)}, exist_ok=True)
     lists = [["models"], ["list"], ["run", "list"], ["config"], ["checkpoint", "list", "listed"], ["doctor"]]
     for arguments in lists:
@@ -127,7 +130,7 @@ def test_everything_that_lists_lists_json(shared_cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(("full", "result"), [(0.5, "ok"), (0.95, "warning"), (1.5, "failed")])
 def test_doctor_compares_what_redis_holds_with_its_bound(tmp_path: Path, full: float, result: str) -> None:
-    """Full it refuses every write, and a cluster that decides nothing more is how one hears of it."""
+    """`doctor` warns if Redis is nearly full and fails if it is full, because a full Redis refuses every write."""
     with redis_server.running(tmp_path) as url, redis.Redis.from_url(url) as client:
         client.set("something", bytes(32 << 20))
         client.config_set("maxmemory", int(client.info("memory")["used_memory"] / full))
@@ -138,14 +141,14 @@ def test_doctor_compares_what_redis_holds_with_its_bound(tmp_path: Path, full: f
 
 @pytest.mark.parametrize(("more", "result"), [((), "warning"), (("--maxmemory", "1gb"), "ok")])
 def test_doctor_asks_for_a_bound_of_redis(tmp_path: Path, more: tuple[str, ...], result: str) -> None:
-    """Without one a Redis that is full does not refuse, but is killed."""
+    """`doctor` warns about a Redis without `maxmemory`: out of memory, it is killed instead of refusing writes."""
     with redis_server.running(tmp_path, more=more) as url:
         (found,) = [f for f in doctor.machine(url) if f.check == "Redis"]
     assert (found.result, "CONFIG SET maxmemory" in found.remedy) == (result, result == "warning")
 
 
 def test_doctor_looks_at_the_redis_that_up_would_use(tmp_path: Path) -> None:
-    """That which PARAMSERVER_REDIS names, if it names one."""
+    """`doctor` checks the Redis that PARAMSERVER_REDIS names, if it is set."""
     with redis_server.running(tmp_path, more=("--maxmemory", "1gb")) as url:
         env = os.environ | {"PARAMSERVER_REDIS": url, "PARAMSERVER_URL": "http://127.0.0.1:1"}
         done = subprocess.run([*PSCTL, "doctor", "--json"], capture_output=True, text=True, env=env, timeout=60.0)
@@ -155,7 +158,7 @@ def test_doctor_looks_at_the_redis_that_up_would_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("trouble", "says"), [("full", "full: "), ("stopped", "imeout")])
 def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluster, trouble: str, says: str) -> None:
-    """What the cluster cannot do then is a finding of its own, and no end of the others."""
+    """With a full or unresponsive Redis, the failed bandwidth check is one finding, and the other checks still run."""
     url, pid = own_cluster.info["redis"], own_cluster.present()["pids"]["redis"][0]
     if trouble == "full":
         with redis.Redis.from_url(url) as client:
@@ -176,7 +179,7 @@ def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluste
 
 
 def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """A checkpoint comes back from a folder under another name, and from the cluster's own under the same."""
+    """A checkpoint is restored from a folder under another name, and from the cluster under the model's own."""
     model = ps.connect(shared_cluster.url).create_model("saved", {"w": np.arange(6.0)}, optimizer=ps.Sum())
 
     assert shared_cluster.psctl("checkpoint", "save", "saved", str(tmp_path / "ck")).returncode == 0
@@ -193,7 +196,7 @@ def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_
 
 
 def test_a_disk_that_refuses_a_checkpoint_is_told_in_one_line(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """What the system says, and of which file; no traceback, for it is no bug."""
+    """If a local checkpoint cannot be written, psctl prints the file and the system's error in one line."""
     ps.connect(shared_cluster.url).create_model("large", {"w": (1 << 16,)}, exist_ok=True)
     save = [*PSCTL, "checkpoint", "save", "large", str(tmp_path / "ck")]
     env = os.environ | {"PARAMSERVER_URL": shared_cluster.url}
@@ -205,7 +208,7 @@ def test_a_disk_that_refuses_a_checkpoint_is_told_in_one_line(shared_cluster: Cl
 
 
 def test_a_disk_of_the_cluster_that_refuses_a_checkpoint_is_asked_once(shared_cluster: Cluster) -> None:
-    """psctl stops at once and says what it said; the next checkpoint has the next number."""
+    """If the scheduler cannot write a checkpoint, psctl shows the error and does not retry; the next has number 2."""
     ps.connect(shared_cluster.url).create_model("blocked", {"w": (2,)}, exist_ok=True)
     in_the_way = shared_cluster.state_dir / "checkpoints" / "blocked"
     in_the_way.parent.mkdir(exist_ok=True)
@@ -221,7 +224,7 @@ def test_a_disk_of_the_cluster_that_refuses_a_checkpoint_is_asked_once(shared_cl
 
 
 def test_a_new_project_trains_at_once(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """`psctl new` and `psctl train` end with a finished run whose model has learned."""
+    """`psctl train` on the files of `psctl new` ends with a finished run whose model has learned."""
     folder = tmp_path / "my-model"
     assert shared_cluster.psctl("new", str(folder)).returncode == 0
     assert sorted(p.name for p in folder.iterdir()) == ["model.yaml", "train.py"]
@@ -238,7 +241,7 @@ def test_a_new_project_trains_at_once(shared_cluster: Cluster, tmp_path: Path) -
 
 
 def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """A function that raises fails the run after its restarts; the traceback is printed and the exit code is 1."""
+    """A training function that always raises fails the run; psctl prints the traceback and exits with 1."""
     (tmp_path / "broken.py").write_text("def train(worker, size):\n    raise RuntimeError(f'no data of size {size}')\n")
     (tmp_path / "model.yaml").write_text("params: {w: {shape: [2]}}\n")
 
@@ -254,7 +257,7 @@ def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path:
 
 
 def test_an_interrupted_training_stops_its_run(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """Ctrl-C on `psctl train` exits with 130, stops the run and leaves no worker."""
+    """Ctrl-C ends `psctl train` with exit code 130, stops its run and leaves no worker process."""
     (tmp_path / "endless.py").write_text(
         "def train(worker):\n    while not worker.draining:\n        worker.step({'w': [1.0, 1.0]})\n"
     )
@@ -276,7 +279,7 @@ def test_an_interrupted_training_stops_its_run(shared_cluster: Cluster, tmp_path
 
 
 def marked(mark: str) -> list[int]:
-    """The processes whose environment carries a mark."""
+    """Pids of the processes whose environment has the mark."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -288,8 +291,10 @@ def marked(mark: str) -> list[int]:
 
 
 def test_a_run_is_paused_resumed_and_stopped(shared_cluster: Cluster) -> None:
-    """A run without workers says how to start some; pause, resume and stop change its state; over, it evaluates no
-    more."""
+    """`pause`, `resume` and `stop` change a run's state; a run without workers shows how to start some.
+
+    `run eval` of a stopped run is refused.
+    """
     client = ps.connect(shared_cluster.url)
     client.create_model("patient", {"w": (2,)})
     run = client.create_run("patient", "paramserver.examples.digits:train")["id"]
@@ -308,7 +313,7 @@ def test_a_run_is_paused_resumed_and_stopped(shared_cluster: Cluster) -> None:
 
 
 def test_every_command_has_help_with_an_example(shared_cluster: Cluster) -> None:
-    """`--help` works for every command, and those that take arguments show how they are typed."""
+    """`psctl --help` lists every command and command group, and the help of the main commands has an example."""
     groups = {
         "run": ["list", "show", "pause", "resume", "stop", "eval", "series"],
         "checkpoint": ["save", "restore", "list"],

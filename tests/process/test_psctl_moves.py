@@ -1,4 +1,4 @@
-"""psctl scale and drain on a cluster of psctl up with two schedulers: training goes on and nothing is lost."""
+"""`psctl scale` and `psctl drain` on a cluster with two schedulers: pushes go on, and none is lost."""
 
 import json
 import threading
@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two schedulers and two shards, to be scaled."""
+    """A cluster of two schedulers and two shards."""
     with cluster(tmp_path_factory.mktemp("elastic"), args=("--schedulers", "2")) as running:
         yield running
 
 
 def owners(running: Cluster, model: str) -> dict[str, int]:
-    """How many partitions of the model each shard owns."""
+    """Number of the model's partitions that each shard owns."""
     found = httpx.get(f"{running.url}/models/{model}").json()["partitions"]
     names = [p["shard"] for p in found]
     return {n: names.count(n) for n in sorted(set(names))}
@@ -34,7 +34,7 @@ def owners(running: Cluster, model: str) -> dict[str, int]:
 
 @contextmanager
 def pushing(running: Cluster, model: str) -> Iterator[None]:
-    """Pushes of ones for as long as the block runs; afterwards every cell holds their exact number."""
+    """Push ones while the block runs, then assert that every element equals the number of pushes."""
     errors: list[BaseException] = []
     over = threading.Event()
     count = 0
@@ -46,7 +46,7 @@ def pushing(running: Cluster, model: str) -> Iterator[None]:
                 while not over.is_set():
                     worker.push({"w": np.ones(64, np.float32)})
                     count += 1
-        except BaseException as e:  # shown by the test
+        except BaseException as e:  # the assertion below shows it
             errors.append(e)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -63,8 +63,10 @@ def pushing(running: Cluster, model: str) -> Iterator[None]:
 
 
 def test_shards_come_and_go_while_pushes_go_on(elastic: Cluster) -> None:
-    """Scaled to three and back to two: the third gets its part and is gone again, and each push counts once. The
-    cluster of this machine is found by its folder, or from elsewhere by its URL, however that names the machine."""
+    """Scaled to three shards and back to two, a model's partitions are spread evenly and each push counts once.
+
+    psctl finds the cluster by its state directory, or by its URL, even if that has another name for the machine.
+    """
     there = elastic.url.replace("127.0.0.1", "localhost")
     with ps.connect(elastic.url) as client:
         client.create_model("scaled", {"w": (64,)}, optimizer=ps.Sum(), partitions=8)
@@ -82,11 +84,11 @@ def test_shards_come_and_go_while_pushes_go_on(elastic: Cluster) -> None:
     left = {n["name"]: n["state"] for n in json.loads(elastic.psctl("status", "--json").stdout)["nodes"]}
     assert left.get("shard-2", "left") == "left"
     with ps.connect(elastic.url) as client:
-        client.model("scaled").delete()  # what is left is levelled over all models together
+        client.model("scaled").delete()  # partitions are balanced over all models together
 
 
 def test_a_drained_shard_owns_nothing_until_it_is_wanted_again(elastic: Cluster) -> None:
-    """`drain` returns when nothing is left there, `--undo` gives it its part back; the last one is not drained."""
+    """`drain` returns when the shard owns no partition, `--undo` gives some back, and the last shard is not drained."""
     with ps.connect(elastic.url) as client:
         client.create_model("drained", {"w": (64,)}, optimizer=ps.Sum(), partitions=8)
     with pushing(elastic, "drained"):
@@ -106,7 +108,7 @@ def test_a_drained_shard_owns_nothing_until_it_is_wanted_again(elastic: Cluster)
 
 
 def test_another_scheduler_takes_over(elastic: Cluster) -> None:
-    """With the leader killed, a client of its URL alone goes on, and psctl finds the other one."""
+    """When the leader is killed, a client that was given one scheduler's URL and psctl reach the new leader."""
     with ps.connect(elastic.url) as client:
         for _ in range(2):
             found = client.status()
@@ -120,7 +122,7 @@ def test_another_scheduler_takes_over(elastic: Cluster) -> None:
 
 
 def test_what_has_no_room_is_refused(elastic: Cluster) -> None:
-    """More shards than the cluster has ports for are refused with the figure, and nothing changes."""
+    """Scaling to more shards than the cluster has ports for is refused with the possible range, and changes nothing."""
     refused = elastic.psctl("scale", "shards", "500", "--state-dir", str(elastic.state_dir))
     assert refused.returncode == 1
     assert "room for 1 to 97" in refused.stderr
@@ -128,7 +130,7 @@ def test_what_has_no_room_is_refused(elastic: Cluster) -> None:
 
 
 def test_other_clusters_are_told_the_command(elastic: Cluster, tmp_path: Path) -> None:
-    """For a cluster that psctl did not start, the lines of compose and kubectl are printed, and it watches on."""
+    """For a cluster that psctl did not start, `scale` prints commands for compose and kubectl, and waits for shards."""
     args = ("--state-dir", str(tmp_path), "--timeout", "3")
     done = elastic.psctl("scale", "shards", "3", *args, timeout_s=60)
     assert done.returncode == 1

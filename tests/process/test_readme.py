@@ -1,4 +1,4 @@
-"""The README's lines do what they say, run as they are printed."""
+"""The README's commands and programs work as printed."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def block(name: str, readme: str = "README.md") -> str:
 
 
 def shell(script: str, cluster: Cluster) -> str:
-    """What a shell prints for the script, with the README's address replaced by the cluster's."""
+    """Run the script in bash, with the README's address replaced by the cluster's, and return its output."""
     script = script.replace("http://127.0.0.1:8700", cluster.url)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
@@ -43,7 +43,7 @@ def shell(script: str, cluster: Cluster) -> str:
 
 
 def objects(text: str) -> list[dict[str, object]]:
-    """The JSON objects printed one after the other."""
+    """The JSON objects in a text, which stand one after the other."""
     decoder, at, found = json.JSONDecoder(), 0, []
     text = text.strip()
     while at < len(text):
@@ -54,7 +54,7 @@ def objects(text: str) -> list[dict[str, object]]:
 
 
 def test_two_shells_train_two_numbers_with_curl(shared_cluster: Cluster) -> None:
-    """The curl lines of the README train a model in sync mode, both shells printing the mean step."""
+    """The README's curl commands in two shells train a model in sync mode, and both shells get the mean step."""
     shell(block("curl create"), shared_cluster)
 
     with ThreadPoolExecutor() as pool:
@@ -70,7 +70,7 @@ def test_two_shells_train_two_numbers_with_curl(shared_cluster: Cluster) -> None
 
 
 def test_the_python_example_runs_as_printed(shared_cluster: Cluster) -> None:
-    """The Python block of the README trains and prints a version."""
+    """The README's Python program trains and prints the version it reached."""
     env = os.environ | {"PARAMSERVER_URL": shared_cluster.url}
     done = subprocess.run(
         [sys.executable, "-P", "-c", block("python")], capture_output=True, text=True, timeout=100, env=env
@@ -81,7 +81,7 @@ def test_the_python_example_runs_as_printed(shared_cluster: Cluster) -> None:
 
 
 def test_three_lines_of_numpy_read_a_parameter(shared_cluster: Cluster) -> None:
-    """The block without the client reads what a model has."""
+    """The README's NumPy program reads a parameter without the client."""
     with ps.connect(shared_cluster.url) as client:
         wanted = client.create_model("own", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}).pull()["w"]
     program = block("numpy").replace("http://127.0.0.1:8700", shared_cluster.url).replace("/demo/", "/own/")
@@ -97,7 +97,7 @@ def test_three_lines_of_numpy_read_a_parameter(shared_cluster: Cluster) -> None:
 
 
 def test_the_cluster_lines_start_and_stop_one(tmp_path: Path) -> None:
-    """`psctl up`, `status` and `down` work as printed, from any folder."""
+    """The README's `psctl up`, `status` and `down` work as printed, from any folder."""
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
     env.pop("PARAMSERVER_URL", None)
     done = subprocess.run(
@@ -114,7 +114,7 @@ def test_the_cluster_lines_start_and_stop_one(tmp_path: Path) -> None:
 
 
 def test_the_chinese_readme_is_in_step() -> None:
-    """README.zh-CN.md shows the same commands and code blocks as README.md."""
+    """README.zh-CN.md has the same code blocks as README.md, apart from comments."""
     blocks = [re.findall(r"```.*?```", (ROOT / n).read_text(), re.S) for n in ("README.md", "README.zh-CN.md")]
 
     def code(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The Python client against a real cluster."""
+"""The Python client on a real cluster."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def client(shared_cluster: Cluster) -> Iterator[ps.Client]:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A model's name of the test's own."""
+    """A model name that no other test uses."""
     return str(request.node.name)[:60].replace("[", ".").replace("]", "").replace(":", "-")
 
 
@@ -39,7 +39,7 @@ def ones(n: int = 100) -> dict[str, Any]:
 
 
 def test_values_go_in_and_come_out(client: ps.Client, name: str) -> None:
-    """First values, pushes, ranges, assignment and settings do what they say, in the arrays' own shapes."""
+    """Initial values, pushes, ranges, assignments and settings take effect, and pulls keep each array's shape."""
     w = np.arange(640, dtype=np.float32).reshape(64, 10)
     model = client.create_model(name, {"w": w, "b": (10,)}, optimizer=ps.SGD(lr=1.0), partitions=7)
 
@@ -61,7 +61,7 @@ def test_values_go_in_and_come_out(client: ps.Client, name: str) -> None:
 
 
 def test_values_may_lie_in_the_other_byte_order(client: ps.Client, name: str) -> None:
-    """First ones and assigned ones, as gradients may."""
+    """Initial and assigned values may be big-endian arrays."""
     model = client.create_model(name, {"w": np.arange(3, dtype=">f4"), "i": np.arange(2, dtype=">i8")})
     assert [a.tolist() for a in model.pull().values()] == [[0.0, 1.0, 2.0], [0.0, 1.0]]
     model.assign({"w": np.array([3.0, 4.0, 5.0], ">f8")})
@@ -69,7 +69,7 @@ def test_values_may_lie_in_the_other_byte_order(client: ps.Client, name: str) ->
 
 
 def test_assigned_values_that_cannot_be_held_change_nothing(client: ps.Client, name: str) -> None:
-    """All parameters that are wrong are told, before one is sent."""
+    """`assign` with invalid values raises RequestError, which lists every invalid parameter, and changes nothing."""
     model = client.create_model(name, {"a": (1,), "b": (1,), "c": (1,), "d": (1,)})
     with pytest.raises(ps.RequestError) as e:
         model.assign({"a": [1.0], "b": [np.nan], "c": [1e300], "d": ["x"]})
@@ -82,7 +82,7 @@ def test_assigned_values_that_cannot_be_held_change_nothing(client: ps.Client, n
 
 
 def test_the_same_spec_again_is_fine_only_if_asked_for(client: ps.Client, name: str) -> None:
-    """`exist_ok` keeps the values; without it, and for another spec, the model is in the way."""
+    """Creating an existing model with `exist_ok` keeps its values; without it, or with another spec, it fails."""
     model = client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum(), partitions=8)
     model.push(ones())
 
@@ -95,7 +95,7 @@ def test_the_same_spec_again_is_fine_only_if_asked_for(client: ps.Client, name: 
 
 
 def test_many_clients_create_it_at_once(shared_cluster: Cluster, name: str) -> None:
-    """One uploads the first values, the others wait for them; all see the same model."""
+    """Clients that create the same model at once with `exist_ok` all see its complete initial values."""
     w = np.random.default_rng(0).normal(size=(300, 50)).astype(np.float32)
     found: list[bool] = []
 
@@ -115,7 +115,7 @@ def test_many_clients_create_it_at_once(shared_cluster: Cluster, name: str) -> N
 
 
 def test_two_workers_in_step_get_the_mean(client: ps.Client, name: str) -> None:
-    """In sync every worker sees exactly the mean of both gradients after each clock."""
+    """In sync mode, every worker sees exactly the mean of both gradients applied after each clock."""
     model = client.create_model(
         name, {"w": (100,)}, optimizer=ps.Sum(), consistency=ps.Sync(min_workers=2), partitions=8
     )
@@ -140,7 +140,7 @@ def test_two_workers_in_step_get_the_mean(client: ps.Client, name: str) -> None:
 
 
 def test_a_sync_push_without_a_worker_says_how(client: ps.Client, name: str) -> None:
-    """The hint is in the words of the SDK."""
+    """A push to a synchronous model without a worker raises ConflictError, whose hint shows `with model.worker()`."""
     model = client.create_model(name, {"w": (100,)}, consistency=ps.Sync(), partitions=8)
 
     with pytest.raises(ps.ConflictError, match=r"with model\.worker\(\) as w"):
@@ -148,7 +148,7 @@ def test_a_sync_push_without_a_worker_says_how(client: ps.Client, name: str) -> 
 
 
 def test_the_mode_may_change_under_a_worker(client: ps.Client, name: str) -> None:
-    """A worker notices by itself that the model went from async to sync and back."""
+    """A worker adapts by itself when its model changes from async to sync and back."""
     model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     with model.worker() as w:
         w.step(ones())
@@ -162,7 +162,7 @@ def test_the_mode_may_change_under_a_worker(client: ps.Client, name: str) -> Non
 
 
 def test_tasks_are_worked_through_once_by_living_workers(client: ps.Client, name: str) -> None:
-    """What a worker leaves undone goes to the next one; a finished dataset gives nothing more."""
+    """A task whose worker left before finishing it goes to the next worker, and a finished dataset yields no tasks."""
     model = client.create_model(name, {"w": (4,)})
     model.add_tasks("train", size=10, chunk=3)
     with model.worker() as w:
@@ -177,7 +177,7 @@ def test_tasks_are_worked_through_once_by_living_workers(client: ps.Client, name
 
 
 def test_a_range_whose_loop_was_left_is_worked_on_all_the_same(client: ps.Client, name: str) -> None:
-    """By the very worker that left it, by `break` or an exception that was caught."""
+    """A task whose loop was left, by `break` or an exception, is handed out again to the same worker."""
     model = client.create_model(name, {"w": (4,)})
     model.add_tasks("train", size=4, chunk=1)
     with model.worker() as w:
@@ -192,7 +192,7 @@ def test_a_range_whose_loop_was_left_is_worked_on_all_the_same(client: ps.Client
 
 
 def test_an_evaluation_that_raises_waits_on(client: ps.Client, name: str) -> None:
-    """The worker may make it at its next step."""
+    """An evaluation whose function raises stays pending until a worker completes it."""
     model = client.create_model(name, {"w": (4,)})
     with model.worker() as w:
         model.evaluate()
@@ -207,7 +207,7 @@ def test_an_evaluation_that_raises_waits_on(client: ps.Client, name: str) -> Non
 
 
 def test_a_worker_keeps_state_and_evaluates(client: ps.Client, name: str) -> None:
-    """`w.state` comes back under the same name; an evaluation asked for is made by a worker."""
+    """`w.state` is restored for the next worker of the same name, and a worker runs a requested evaluation."""
     model = client.create_model(name, {"w": (4,)})
     with model.worker("anna") as w:
         w.state["seen"] = 12
@@ -221,7 +221,7 @@ def test_a_worker_keeps_state_and_evaluates(client: ps.Client, name: str) -> Non
 
 
 def test_a_worker_given_up_joins_again(client: ps.Client, name: str) -> None:
-    """A worker whose lease was taken from it goes on under the same id."""
+    """A worker whose lease was ended by the server joins again under the same id, with a new epoch."""
     model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     with model.worker() as w:
         w.step(ones())
@@ -231,12 +231,12 @@ def test_a_worker_given_up_joins_again(client: ps.Client, name: str) -> None:
             lambda: w.step(ones()).state and [x["epoch"] for x in model.workers() if x["worker"] == w.name] == [2],
             what="joining again",
         )
-        # A gradient that was on its way when the lease was lost may still be dropped.
+        # A gradient in flight when the lease ended may still be dropped.
         eventually(lambda: w.step(ones()).state == "applied", what="a push under the new epoch")
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(client: ps.Client, name: str, tmp_path: Path) -> None:
-    """Restored under another name and partition count, Adam continues to the last bit."""
+    """A model restored under another name and partition count continues bit for bit like the original, with Adam."""
     from safetensors.numpy import load_file
 
     rng = np.random.default_rng(3)
@@ -260,7 +260,10 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(client: ps.Client, name: st
 def test_a_checkpoint_sets_its_model_back_whose_settings_have_changed(
     client: ps.Client, name: str, tmp_path: Path
 ) -> None:
-    """The model keeps its settings and takes the values; one with other parameters is not touched."""
+    """A checkpoint is restored over its model, whose settings have changed since creation, only with `exist_ok`.
+
+    A model with other parameters is refused and not changed.
+    """
     model = client.create_model(name, {"w": np.zeros(4, np.float32)}, optimizer=ps.SGD(lr=1.0))
     model.push({"w": -np.ones(4)})
     model.set(lr=0.5)
@@ -284,7 +287,7 @@ def test_a_checkpoint_sets_its_model_back_whose_settings_have_changed(
 def test_the_clusters_checkpoint_of_a_training_is_of_one_clock(
     shared_cluster: Cluster, client: ps.Client, name: str, ack: str
 ) -> None:
-    """Every element of the file has had as many commits as the checkpoint's clock says, though the training goes on."""
+    """The cluster's checkpoint of a model in training holds, for every element, exactly the commits up to its clock."""
     from safetensors.numpy import load_file
 
     size = 32 * 65536
@@ -311,7 +314,7 @@ def test_the_clusters_checkpoint_of_a_training_is_of_one_clock(
 
 
 def test_a_checkpoint_on_this_machine_holds_the_workers_states(client: ps.Client, name: str, tmp_path: Path) -> None:
-    """What each worker wanted kept, also of one that has left; nothing of a worker that wanted nothing kept."""
+    """A checkpoint in a local folder has the state of each worker that set one, even if it left, and of no other."""
     model = client.create_model(name, {"w": (4,)})
     with model.worker("anna") as w, model.worker("ben"):
         w.state["seen"] = 12
@@ -325,7 +328,10 @@ def test_a_checkpoint_on_this_machine_holds_the_workers_states(client: ps.Client
 def test_workers_of_a_restored_model_begin_with_their_states(
     client: ps.Client, name: str, tmp_path: Path, keeper: str
 ) -> None:
-    """Under another name, after a delete, and in place, where who is there keeps its own until it joins again."""
+    """Workers of a model restored under another name, after a delete or in place begin with their saved states.
+
+    A worker that is joined during a restore in place keeps its own state until it joins again.
+    """
 
     def restore(**how: Any) -> None:
         if keeper == "client":
@@ -363,7 +369,7 @@ def test_workers_of_a_restored_model_begin_with_their_states(
 def test_behind_a_gateway_everything_goes_through_the_url(
     shared_cluster: Cluster, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A map full of addresses that nobody can reach still trains; one log line says which way it goes."""
+    """If no shard address can be reached, training goes through the client's URL, and one log line says so."""
     with gateway(shared_cluster.url) as g, ps.connect(g.url) as client:
         model = client.create_model(
             name, {"w": np.zeros(1000)}, optimizer=ps.Sum(), consistency=ps.Sync(), partitions=8
@@ -379,7 +385,7 @@ def test_behind_a_gateway_everything_goes_through_the_url(
 
 
 def test_lost_answers_do_not_count_twice(shared_cluster: Cluster, name: str) -> None:
-    """Every third answer to a push is lost after it was done; the sum is exact all the same."""
+    """A push whose response was lost after it was applied is retried as a duplicate, and counts once."""
     with gateway(shared_cluster.url) as g, ps.connect(g.url) as client:
         model = client.create_model(name, {"w": np.zeros(1000)}, optimizer=ps.Sum(), partitions=8)
         g.lose_every = 3
@@ -391,7 +397,7 @@ def test_lost_answers_do_not_count_twice(shared_cluster: Cluster, name: str) -> 
 
 
 def test_threads_share_one_client(client: ps.Client, name: str) -> None:
-    """Pushes from many threads of one client are all counted, each once."""
+    """Pushes from several threads that share one client each count once."""
     model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
 
     def work() -> None:
@@ -410,7 +416,7 @@ def test_threads_share_one_client(client: ps.Client, name: str) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_goes_on_by_itself(client: ps.Client, name: str) -> None:
-    """The child has connections and push numbers of its own, and may not use its parent's worker."""
+    """A forked child can push through its parent's model object, but not use its parent's worker."""
     model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     model.push(ones())
     with model.worker() as w:
@@ -436,7 +442,7 @@ def test_a_forked_child_goes_on_by_itself(client: ps.Client, name: str) -> None:
 
 
 def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> None:
-    """The asyncio client does it all, and the blocking one works inside the running loop."""
+    """The asyncio client has the blocking one's operations, and the blocking one works inside a running event loop."""
 
     async def main() -> None:
         async with ps.AsyncClient(shared_cluster.url) as client:
@@ -474,7 +480,7 @@ def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> Non
 
 @pytest.mark.parametrize("codec", ["int8", "topk:0.1"])
 def test_encoded_pushes_at_once_lose_nothing(shared_cluster: Cluster, name: str, codec: str) -> None:
-    """What int8 and topk leave out of pushes under way at the same time goes out with later ones, once."""
+    """What int8 and topk leave out of concurrent pushes is sent with later ones, exactly once."""
 
     async def main() -> None:
         rng, total = np.random.default_rng(1), np.zeros(4096)
@@ -493,7 +499,7 @@ def test_encoded_pushes_at_once_lose_nothing(shared_cluster: Cluster, name: str,
 
 
 def test_shared_arrays_are_read_only_and_reused(client: ps.Client, name: str) -> None:
-    """`copy=False` hands out the same arrays while they are new enough."""
+    """`pull(copy=False)` returns the same read-only arrays for as long as they satisfy `min_version`."""
     model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     model.push(ones())
 
@@ -510,7 +516,7 @@ def test_shared_arrays_are_read_only_and_reused(client: ps.Client, name: str) ->
 
 
 def test_shared_arrays_end_with_their_model(client: ps.Client, name: str) -> None:
-    """What was pulled before a model was deleted answers neither then nor for the one created anew in its place."""
+    """After a model is deleted, and after it is created again, `pull(copy=False)` does not return the old arrays."""
     model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     model.push(ones())
     model.pull(copy=False)
@@ -526,7 +532,7 @@ def test_shared_arrays_end_with_their_model(client: ps.Client, name: str) -> Non
 
 
 def test_a_version_that_does_not_come_is_said(client: ps.Client, name: str) -> None:
-    """412 after `wait_s`, with the version there is."""
+    """A pull whose `min_version` is not reached within `wait_s` raises ConflictError (`version_not_reached`)."""
     model = client.create_model(name, {"w": (100,)}, partitions=8)
 
     with pytest.raises(ps.ConflictError) as e:
@@ -536,7 +542,7 @@ def test_a_version_that_does_not_come_is_said(client: ps.Client, name: str) -> N
 
 
 def test_a_local_cluster_comes_and_goes(caplog: pytest.LogCaptureFixture) -> None:
-    """`ps.local` gives a working client, and afterwards nobody answers there."""
+    """`ps.local` yields a client of a working cluster, which is stopped when the block ends."""
     caplog.set_level(logging.INFO)
     with ps.local(shards=1) as client:
         model = client.create_model("m", {"w": np.ones(5)}, optimizer="sum")

@@ -1,4 +1,4 @@
-"""psctl run series: run after run, over the deaths of schedulers and of itself."""
+"""`psctl run series` starts run after run, even if the leading scheduler or psctl itself is killed."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ SHORT = ["--modes", "async,sync", "--minutes", "0.02", "--keep", "3", "--workers
 
 @contextmanager
 def series(url: str, *args: str) -> Iterator["subprocess.Popen[str]"]:
-    """`psctl run series` of short runs; killed at the end if it still runs."""
+    """Run `psctl run series` with short runs, and kill it at the end of the block if it still runs."""
     argv = [*PSCTL, "run", "series", *SHORT, *args, "--url", url]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
@@ -31,12 +31,12 @@ def series(url: str, *args: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def ended(client: ps.Client) -> int:
-    """How many runs have come to their end in good order."""
+    """Number of runs in state `finished`."""
     return sum(r["state"] == "finished" for r in client.runs())
 
 
 def test_only_names_with_a_number_belong_to_a_series() -> None:
-    """A model of another name, or with a number that is not written as the series writes it, is left alone."""
+    """Only models called NAME-N, with N written without leading zeros, belong to a series."""
     assert numbers(
         "digits", ["digits-10", "digits-9", "digits-x", "my-digits-3", "digits-010", "digits", "digits-1-2"]
     ) == [
@@ -46,11 +46,11 @@ def test_only_names_with_a_number_belong_to_a_series() -> None:
 
 
 def test_a_series_goes_on_over_deaths_and_keeps_the_newest_models(tmp_path: Path) -> None:
-    """Modes take turns, old models go, a dead leader or series only pauses it, and no number is used twice."""
+    """A series alternates modes, prunes old models, reuses no number, and survives kills of the leader and of psctl."""
     with cluster(tmp_path / "state", args=("--workers", "2", "--schedulers", "2")) as running:
         url = ",".join(running.info.get("schedulers") or [running.url])
         client = ps.connect(url, timeout=60.0)
-        client.create_model("digits-x", {"w": (2,)})  # somebody's own
+        client.create_model("digits-x", {"w": (2,)})  # a user's model, not of the series
         with series(url) as process:
             eventually(lambda: ended(client) >= 2, within_s=60.0, what="two runs")
             running.kill("scheduler")
@@ -70,16 +70,16 @@ def test_a_series_goes_on_over_deaths_and_keeps_the_newest_models(tmp_path: Path
         assert len(trained) == len(set(trained)) == max(numbers("digits", trained)) >= 6
         left = client.models()
         assert "digits-x" in left
-        assert 1 <= len(numbers("digits", left)) <= 4  # one more than is kept where it ended between start and deletion
+        assert 1 <= len(numbers("digits", left)) <= 4  # --keep, plus one if it ended before deleting
         for n in numbers("digits", left):
             spec = client.model(f"digits-{n}").info()["spec"]
             assert spec["consistency"]["mode"] == ("async", "sync")[(n - 1) % 2]
 
 
 def test_a_run_whose_model_is_deleted_gives_way_to_the_next(own_cluster: Cluster) -> None:
-    """A started model without a run is used; a deleted one ends its run, and the series begins another."""
+    """Deleting the model of a series' current run stops that run, and the series starts the next one."""
     client = ps.connect(own_cluster.url)
-    with series(own_cluster.url, "--minutes", "5"):  # nobody works here, so it waits
+    with series(own_cluster.url, "--minutes", "5"):  # the cluster has no workers, so the run waits
         eventually(lambda: client.runs(), what="the first run")
         client.model("digits-1").delete()
 
@@ -94,7 +94,7 @@ def test_a_run_whose_model_is_deleted_gives_way_to_the_next(own_cluster: Cluster
     [(["--modes", "async,fast"], "fast"), (["mine.job:train"], "--spec"), (["--name", "a b"], "a b")],
 )
 def test_what_cannot_begin_is_refused(arguments: list[str], text: str) -> None:
-    """An unknown mode, a function without a spec and a name that no model may have end it before it asks anybody."""
+    """An unknown mode, a function without a spec or an invalid name is refused before the cluster is contacted."""
     env = os.environ | {"PARAMSERVER_URL": "http://127.0.0.1:9"}
 
     done = subprocess.run([*PSCTL, "run", "series", *arguments], capture_output=True, text=True, env=env, timeout=60)

@@ -1,4 +1,4 @@
-"""The server and forwarding, each node in a process of its own."""
+"""The HTTP server and request forwarding, with each node in its own process."""
 
 import signal
 import socket
@@ -23,7 +23,7 @@ APP = Path(__file__).with_name("node_app.py")
 
 
 class Node:
-    """One process of `node_app.py`."""
+    """A running `node_app.py` process."""
 
     def __init__(self, *args: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -38,13 +38,13 @@ class Node:
         )
 
     def listens(self) -> bool:
-        """Whether it takes connections; raises OSError while it does not."""
+        """Return True once the node accepts connections; raise OSError until then."""
         assert self.process.poll() is None, f"exited with {self.process.returncode}"
         socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
         return True
 
     def stop(self) -> tuple[int, str]:
-        """Exit status and output after SIGTERM."""
+        """Send SIGTERM, and return exit status and output."""
         self.process.send_signal(signal.SIGTERM)
         out, _ = self.process.communicate(timeout=20)
         return self.process.returncode, out
@@ -64,22 +64,22 @@ def node(*args: str) -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[Node]:
-    """A node that answers itself."""
+    """A node without upstreams."""
     with node() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def front(upstream: Node) -> Iterator[Node]:
-    """A node that hands on to an address where nobody is, then to `upstream`."""
+    """A node that forwards to an address where nothing listens, then to `upstream`."""
     with node(f"http://127.0.0.1:1,{upstream.url}") as running:
         yield running
 
 
 def test_a_request_in_flight_is_finished_before_the_process_ends() -> None:
-    """SIGTERM lets the request in flight finish, in spite of an idle connection; then the process leaves with 0."""
+    """After SIGTERM a node finishes the request in flight, does not wait for an idle connection, and exits with 0."""
     with node() as running, httpx.Client(base_url=running.url) as idle:
-        assert idle.get("/listening").json() == 0  # leaves a kept-alive connection behind
+        assert idle.get("/listening").json() == 0  # leaves an idle keep-alive connection
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(running.http.get("/slow?seconds=1")))
         asking.start()
@@ -93,7 +93,7 @@ def test_a_request_in_flight_is_finished_before_the_process_ends() -> None:
 
 
 def test_an_endless_answer_does_not_keep_the_process() -> None:
-    """A stream that never ends is cut off after the grace."""
+    """After SIGTERM an endless response is cut off, and the node exits with 0."""
     with node() as running, running.http.stream("GET", "/events") as events:
         pieces = events.iter_raw()
         next(pieces)
@@ -104,7 +104,7 @@ def test_an_endless_answer_does_not_keep_the_process() -> None:
 
 
 def test_a_taken_port_is_an_error() -> None:
-    """A second node at the same address ends at once with an error, and the first goes on."""
+    """A second node on a port in use exits with an error, and the first one keeps serving."""
     with node() as running:
         second = subprocess.run(
             [sys.executable, "-P", str(APP), str(running.port)], capture_output=True, text=True, timeout=30
@@ -116,7 +116,7 @@ def test_a_taken_port_is_an_error() -> None:
 
 
 def test_one_port_speaks_both_versions_of_http(upstream: Node) -> None:
-    """It answers HTTP/1.1 and HTTP/2 with prior knowledge on the same port, big bodies both ways."""
+    """A node serves HTTP/1.1 and HTTP/2 with prior knowledge on one port, with large bodies in both directions."""
     client = SyncClientBuilder().http2_prior_knowledge().http2_max_frame_size(1 << 20).build()
     with client:
         pushed = client.post(f"{upstream.url}/push").body_bytes(bytes(3_000_000)).build().send()
@@ -131,7 +131,7 @@ def test_one_port_speaks_both_versions_of_http(upstream: Node) -> None:
 
 
 def test_a_request_is_handed_on_whole(front: Node) -> None:
-    """Body, query and end-to-end headers reach the other node, hop-by-hop ones do not, and the mark is set."""
+    """A forwarded request keeps its body, query and end-to-end headers, loses hop-by-hop ones, and is marked."""
     headers = {"x-kept": "1", "x-dropped": "1", "connection": "x-dropped", "x-request-id": "r-1"}
     answer = front.http.post("/push?a=%C3%A9&b=1", content=bytes(2_000_000), headers=headers)
 
@@ -144,14 +144,14 @@ def test_a_request_is_handed_on_whole(front: Node) -> None:
 
 
 def test_a_body_without_a_length_is_handed_on(front: Node) -> None:
-    """A chunked body stays one."""
+    """A chunked request body is forwarded whole and without a content-length."""
     answer = front.http.post("/push", content=iter([b"ab", b"c" * 100_000]))
 
     assert (answer.json()["size"], answer.json()["content-length"]) == (100_002, None)
 
 
 def test_an_answer_is_handed_on_whole(front: Node, upstream: Node) -> None:
-    """Status, headers and a big body come back as the other node gave them; HEAD has no body."""
+    """Status, headers and a large body of a forwarded response are those that the other node sent."""
     there, here = upstream.http.get("/pull"), front.http.get("/pull")
 
     assert here.content == there.content
@@ -162,7 +162,7 @@ def test_an_answer_is_handed_on_whole(front: Node, upstream: Node) -> None:
 
 @pytest.mark.parametrize("raw", ["a%2Fb", "a/../b", "a/./..", "%C3%A9%7C%5C", "a%25b", "a%2F..%2Fc", "a//b", "a+b%20c"])
 def test_names_survive_being_handed_on(front: Node, upstream: Node, raw: str) -> None:
-    """A name in the path, also one with slashes, dots or odd characters, is the same name at the other node."""
+    """A name in a forwarded path stays the same, even with encoded slashes, dots or special characters."""
 
     def ask(port: int) -> str:
         with socket.create_connection(("127.0.0.1", port), timeout=10) as s:
@@ -175,9 +175,9 @@ def test_names_survive_being_handed_on(front: Node, upstream: Node, raw: str) ->
 
 
 def test_events_flow_and_end_with_the_client(front: Node, upstream: Node) -> None:
-    """Events come through as they happen, and the other node is let go when the client hangs up."""
+    """Server-sent events are forwarded as they arrive, and the other node's stream ends when the client disconnects."""
     with front.http.stream("GET", "/events") as events:
-        pieces = events.iter_raw()  # without a name it would be closed at once, and the connection with it
+        pieces = events.iter_raw()  # needs a name: garbage-collected, it would close the connection
         assert next(pieces).startswith(b"data: tick")
         eventually(lambda: upstream.http.get("/listening").json() == 1)
 
@@ -185,11 +185,11 @@ def test_events_flow_and_end_with_the_client(front: Node, upstream: Node) -> Non
 
 
 def test_a_client_that_hangs_up_in_its_body_is_no_error_of_ours(upstream: Node) -> None:
-    """The rest of the request is not waited for, and the log does not say that anything has failed."""
+    """A client that disconnects in the middle of its request body leaves no `request.failed` in the log."""
     with node(upstream.url) as front:
         with socket.create_connection(("127.0.0.1", front.port)) as client:
             client.sendall(b"POST /push HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf")
-            for _ in range(20):  # while these are answered, the beginning above is read and handed on
+            for _ in range(20):  # while these are answered, the partial request above is read and forwarded
                 assert front.http.get("/listening").is_success
         assert front.http.get("/listening").is_success
         _, out = front.stop()
@@ -198,7 +198,7 @@ def test_a_client_that_hangs_up_in_its_body_is_no_error_of_ours(upstream: Node) 
 
 
 def test_an_answer_does_not_wait_for_an_empty_last_frame(upstream: Node) -> None:
-    """A body of the length that was announced is whole; that its end is told in a frame of its own loses no answer."""
+    """A request body that ends with an empty DATA frame after its announced length is answered every time."""
     with SyncClientBuilder().http2_prior_knowledge().build() as client:
         for size in [1, 100_000, 3_000_000] * 5:
             half = bytes(size - size // 2)
@@ -209,7 +209,7 @@ def test_an_answer_does_not_wait_for_an_empty_last_frame(upstream: Node) -> None
 
 
 def test_a_node_that_dies_in_the_middle_cuts_the_answer_off(upstream: Node) -> None:
-    """Half an answer is never passed off as a whole one; afterwards the front says that nobody is there."""
+    """If the other node dies in the middle of a response, the client sees it cut off; the next request gets 503."""
     with node() as dying, node(dying.url) as front:
         with pytest.raises(httpx.RemoteProtocolError):
             front.http.get("/die")

@@ -1,4 +1,4 @@
-"""Pushes in pieces against a real cluster: they count as one push, and are on their way before the last gradient is."""
+"""Streamed pushes on a real cluster: they count as one push, and are sent before the last gradient is known."""
 
 import asyncio
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def client(shared_cluster: Cluster) -> Iterator[ps.Client]:
 
 @pytest.fixture
 def model(client: ps.Client, request: pytest.FixtureRequest) -> ps.Model:
-    """Three layers in seven partitions, some of which two layers share."""
+    """A model of three parameters in seven partitions, some of which hold parts of two parameters."""
     name = str(request.node.name)[:60].replace("[", ".").replace("]", "").replace("+", "-")
     return client.create_model(name, SHAPES, optimizer=ps.Sum(), partitions=7)
 
@@ -33,7 +33,7 @@ def grads(value: float = 1.0) -> dict[str, np.ndarray]:
 
 
 def test_what_is_whole_is_applied_before_the_rest_is_there(model: ps.Model) -> None:
-    """The last layer's values change while the first layer's gradient is still to come; all of it is one push."""
+    """The last layer's values change before the first layer's gradient is put, and all pieces are one push."""
     with model.worker() as w:
         w.pull()
         with w.stream() as push:
@@ -48,7 +48,7 @@ def test_what_is_whole_is_applied_before_the_rest_is_there(model: ps.Model) -> N
 
 
 def test_what_is_not_put_is_not_touched(model: ps.Model) -> None:
-    """Of partitions that are shared with it, the elements of the parameters that were put are changed alone."""
+    """A streamed push changes only the parameters that were put, even in partitions that also hold others."""
     with model.worker() as w:
         with w.stream(weight=2.0) as push:
             push.put("second", grads()["second"])
@@ -60,7 +60,7 @@ def test_what_is_not_put_is_not_touched(model: ps.Model) -> None:
 
 
 def test_what_a_push_refuses_is_raised_at_the_end(model: ps.Model) -> None:
-    """A gradient of another shape, or with NaN, ends the push; one that the block raises ends it as well."""
+    """A gradient of another shape or with NaN is raised when the block ends, and an unknown name ends the push."""
     with model.worker() as w:
         with pytest.raises(ps.RequestError, match="shape"), w.stream() as push:
             push.put("first", np.ones(7))
@@ -73,9 +73,9 @@ def test_what_a_push_refuses_is_raised_at_the_end(model: ps.Model) -> None:
 
 
 def test_a_refused_last_piece_is_in_no_later_pushs_way(model: ps.Model) -> None:
-    """Its number is settled: a window of pushes later there is still one to be had."""
+    """A streamed push whose last piece is refused settles its push id, so that it does not block the push window."""
     last = grads()["first"]
-    last[-1] = np.nan  # in a partition of which only this part comes, so that it goes out when the block ends
+    last[-1] = np.nan  # in a partition that stays incomplete, so it is sent when the block ends
     with model.worker(timeout=5.0) as w:
         with pytest.raises(ps.RequestError, match="NaN"), w.stream() as push:
             push.put("first", last)
@@ -85,7 +85,7 @@ def test_a_refused_last_piece_is_in_no_later_pushs_way(model: ps.Model) -> None:
 
 
 def test_clipping_by_norm_wants_the_whole(client: ps.Client, model: ps.Model) -> None:
-    """It is refused at once, with what to do instead."""
+    """A streamed push is refused if the optimizer clips by norm, and the message says to push the gradient whole."""
     clipped = client.create_model(model.name + ".c", {"w": (10,)}, optimizer=ps.SGD(0.1, clip_norm=1.0))
     with clipped.worker() as w, pytest.raises(ps.RequestError, match="push it whole"), w.stream():
         pass
@@ -93,7 +93,7 @@ def test_clipping_by_norm_wants_the_whole(client: ps.Client, model: ps.Model) ->
 
 @pytest.mark.parametrize("codec", ["fp16", "int8", "bf16+zstd"])
 def test_pieces_may_be_encoded(model: ps.Model, codec: str) -> None:
-    """The values are those of the same push in one piece, codec for codec."""
+    """A streamed push with a codec gives the same values as a whole push with that codec."""
     rng = np.random.default_rng(1)
     given = {n: rng.normal(size=shape).astype(np.float32) for n, shape in SHAPES.items()}
     with model.worker(codec=codec) as w:
@@ -108,7 +108,7 @@ def test_pieces_may_be_encoded(model: ps.Model, codec: str) -> None:
 
 
 def test_pieces_of_a_synchronous_push_commit_together(client: ps.Client, model: ps.Model) -> None:
-    """Staged piece by piece, they are applied with their clock."""
+    """The pieces of a streamed push to a synchronous model are staged, and applied together with their clock."""
     sync = client.create_model(model.name + ".s", SHAPES, optimizer=ps.SGD(1.0), consistency=ps.Sync(), partitions=7)
     with sync.worker() as w:
         w.pull()
@@ -122,7 +122,7 @@ def test_pieces_of_a_synchronous_push_commit_together(client: ps.Client, model: 
 
 
 def test_on_asyncio_it_is_the_same(shared_cluster: Cluster, model: ps.Model) -> None:
-    """`async with`, and pieces go out while the loop has its turn."""
+    """On asyncio, complete pieces of a streamed push are sent while its block awaits."""
 
     async def train() -> str:
         async with ps.AsyncClient(shared_cluster.url) as client, client.model(model.name).worker() as w:

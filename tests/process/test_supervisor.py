@@ -1,4 +1,4 @@
-"""Clusters on this machine: what `psctl up` prints, restarts, and leaves behind (nothing)."""
+"""Clusters on this machine: what `psctl up` prints, that it restarts processes, and that it leaves none behind."""
 
 import json
 import os
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 
 def listener(port: int) -> int | None:
-    """The process that listens on a port of 127.0.0.1."""
+    """Pid of the process that listens on a TCP port, or None."""
     for c in psutil.net_connections("tcp"):
         if c.status == psutil.CONN_LISTEN and c.laddr.port == port:
             return int(c.pid)
@@ -34,12 +34,12 @@ def listener(port: int) -> int | None:
 
 
 def is_ready(url: str) -> bool:
-    """Whether a node says that it is ready."""
+    """Whether a node answers `/readyz` with 200."""
     return httpx.get(f"{url}/readyz").status_code == 200
 
 
 def of_state(state_dir: Path) -> list[psutil.Process]:
-    """All processes that belong to the cluster of a state directory: they, or their logs, name it."""
+    """A cluster's processes: those with its state directory in their command line or among their open files."""
     found = []
     for p in psutil.process_iter():
         try:
@@ -56,7 +56,7 @@ def port_of(url: str) -> int:
 
 
 def test_the_printed_object_is_the_cluster(own_cluster: Cluster) -> None:
-    """`up --detach --json` ends with exactly the promised object, and its pids are the serving processes in order."""
+    """`up --detach --json` prints the documented object, with the serving processes' pids in order."""
     info = own_cluster.info
 
     assert list(info) == ["scheduler", "shards", "redis", "token", "pids", "state_dir", "schedulers"]
@@ -69,11 +69,11 @@ def test_the_printed_object_is_the_cluster(own_cluster: Cluster) -> None:
     assert httpx.get(f"{info['scheduler']}/readyz").status_code == 200
     assert own_cluster.present() == info
     listed = own_cluster.psctl("models")
-    assert (listed.stdout, "psctl create" in listed.stderr) == ("", True)  # told, and no line of a list
+    assert (listed.stdout, "psctl create" in listed.stderr) == ("", True)  # a hint on stderr, no line on stdout
 
 
 def test_a_killed_process_comes_back_at_its_address(own_cluster: Cluster) -> None:
-    """Each process is restarted after a SIGKILL; at once nothing of the old one serves, and then its address does."""
+    """Shard, scheduler and Redis are each restarted after a SIGKILL and serve at the same address again."""
     for kind, index, url in (("shards", 1, own_cluster.shards[1]), ("scheduler", 0, own_cluster.url), ("redis", 0, "")):
         old = own_cluster.kill(kind, index)
         eventually(partial(own_cluster.replaced, kind, index, old), what=f"a new {kind}")
@@ -84,7 +84,7 @@ def test_a_killed_process_comes_back_at_its_address(own_cluster: Cluster) -> Non
 
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
-    """After a SIGKILL of the supervisor every process of the cluster ends, and a new `up` there finds the data."""
+    """If the supervisor gets SIGKILL, all processes of the cluster end, and a new `up` in its folder finds the data."""
     state = tmp_path / "c"
     with cluster(state, args=("--workers", "1")) as running:
         model = ps.connect(running.url).create_model("kept", {"w": (4,)}, optimizer=ps.Sum())
@@ -104,7 +104,7 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
 
 
 def test_two_clusters_start_at_once_on_different_ports(tmp_path: Path) -> None:
-    """Two `up` at the same moment, as from two checkouts, never share a port."""
+    """Two clusters started at the same moment in different folders share no port."""
     with ThreadPoolExecutor() as pool, _both(pool, tmp_path) as (one, two):
         ports = [{port_of(u) for u in (c.url, *c.shards, c.info["redis"])} for c in (one, two)]
         assert ports[0].isdisjoint(ports[1])
@@ -124,7 +124,7 @@ def _both(pool: ThreadPoolExecutor, folder: Path) -> Iterator[tuple[Cluster, Clu
 
 
 def test_up_again_is_refused_and_down_again_is_fine(own_cluster: Cluster, tmp_path: Path) -> None:
-    """A second `up` in the same state directory exits with 4; `down` where nothing runs exits with 0."""
+    """A second `up` in the same state directory exits with 4, and `down` where nothing runs exits with 0."""
     again = own_cluster.psctl("up", "--detach", "--state-dir", str(own_cluster.state_dir))
     nothing = own_cluster.psctl("down", "--state-dir", str(tmp_path / "other"))
 
@@ -136,7 +136,7 @@ def test_up_again_is_refused_and_down_again_is_fine(own_cluster: Cluster, tmp_pa
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_cluster_in_the_foreground_ends_with_its_command(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C on `psctl up` exits with 130, a SIGKILL of it ends the cluster all the same."""
+    """Ctrl-C or a SIGKILL of a foreground `psctl up` ends the whole cluster; the exit code for Ctrl-C is 130."""
     state = tmp_path / "c"
     argv = [*PSCTL, "up", "--shards", "1", "--json", "--state-dir", str(state)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as up:
@@ -151,7 +151,7 @@ def test_a_cluster_in_the_foreground_ends_with_its_command(tmp_path: Path, numbe
 
 
 def test_a_redis_of_ones_own_is_used_and_left_alone(tmp_path: Path) -> None:
-    """With --redis no server is started, and the given one still runs after `down`."""
+    """`up --redis` starts no Redis, and the given one still runs after `down`."""
     with redis_server.running(tmp_path / "redis") as url:
         with cluster(tmp_path / "c", shards=1, args=("--redis", url)) as running:
             assert running.info["redis"] == url
@@ -160,7 +160,7 @@ def test_a_redis_of_ones_own_is_used_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_password_of_a_redis_of_ones_own_is_shown_to_nobody(tmp_path: Path) -> None:
-    """It is in no command line, in nothing that is printed, and in no file that others can read."""
+    """The password in a --redis URL is in no process's command line, no output, and no file that others can read."""
     with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
         plain.config_set("requirepass", "open-sesame")
         given = url.replace("redis://", "redis://:open-sesame@")
@@ -177,8 +177,10 @@ def test_the_password_of_a_redis_of_ones_own_is_shown_to_nobody(tmp_path: Path) 
 
 @pytest.mark.parametrize("way", ["--redis", "PARAMSERVER_REDIS"])
 def test_a_password_on_the_command_line_is_warned_of(tmp_path: Path, way: str) -> None:
-    """In the foreground no child shows it; its own command line does for as long as it runs, so it names the setting
-    that does not."""
+    """A foreground `up` warns of a password in its --redis URL, and names PARAMSERVER_REDIS as the alternative.
+
+    Its own command line shows that password as long as it runs; those of its children do not.
+    """
     state = tmp_path / "c"
     with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
         plain.config_set("requirepass", "open-sesame")
@@ -205,8 +207,10 @@ def test_a_password_on_the_command_line_is_warned_of(tmp_path: Path, way: str) -
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_redis_that_is_away_is_told_before_anything_is_started(tmp_path: Path, right: bool) -> None:
-    """Its URL without the password, and what to do; minutes of waiting would tell nothing more. So it is of a wrong
-    password."""
+    """With an unreachable Redis or a wrong password, `up` exits with 3 before it starts anything.
+
+    The error has the URL, with the password masked, and the name of the setting.
+    """
     with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
         plain.config_set("requirepass", "open-sesame")
         port = 1 if right else port_of(url)
@@ -223,7 +227,7 @@ def test_a_redis_that_is_away_is_told_before_anything_is_started(tmp_path: Path,
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
-    """When a process cannot start, `up` exits with 1 and shows its last lines, and nothing is left."""
+    """If a process cannot start, `up` exits with 1 and a short reason, and leaves no process."""
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "redis").write_text("a file where a folder should be")
     argv = [*PSCTL, "up", "--detach", "--state-dir", str(tmp_path / "c")]
@@ -236,7 +240,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_a_redis_server_keeps_its_data_over_a_kill(tmp_path: Path) -> None:
-    """What was written before a SIGKILL is there when a server starts in the same folder."""
+    """What a Redis server stored before a SIGKILL is there when one starts again in the same folder."""
     import redis
 
     for expected in (None, b"kept"):

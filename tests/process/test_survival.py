@@ -1,4 +1,4 @@
-"""A training goes on to its end though any one process is killed in the middle of it."""
+"""Training continues and finishes when any single server process is killed."""
 
 import threading
 from typing import Any
@@ -17,7 +17,7 @@ ENDLESS = 1 << 40
 
 
 class Training:
-    """Workers in threads that each push ones up to clock `goal`, so that the values count the updates."""
+    """Worker threads that push ones until clock `goal`, so that the values count the updates."""
 
     def __init__(self, cluster: Cluster, consistency: Any) -> None:
         self.client = ps.connect(cluster.url, timeout=60.0)
@@ -36,7 +36,7 @@ class Training:
                     w.pull()
                     w.step({"w": np.ones(1000, np.float32)})
                     self.progress[index] = w.clock_number
-        except BaseException as e:  # shown by the test's assertion
+        except BaseException as e:  # raised by the assertions below
             self.errors.append(e)
 
     def start(self) -> None:
@@ -48,7 +48,7 @@ class Training:
         return min(self.progress) >= clock
 
     def finish(self, *, more: int) -> np.ndarray[Any, Any]:
-        """Let every worker do `more` clocks, and then stop all at one clock; the values after it."""
+        """Let the workers run `more` clocks past the fastest, stop all at that clock, and return the values."""
         self.goal = max(self.progress) + more
         for t in self.threads:
             t.join(120)
@@ -60,7 +60,10 @@ class Training:
 @pytest.mark.parametrize("victim", ["scheduler", "shards", "redis"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_training_survives_the_kill_of_any_process(own_cluster: Cluster, victim: str, mode: str) -> None:
-    """Scheduler, shard and Redis are each killed in the middle of a training, which then finishes with exact sums."""
+    """Training finishes with exact sums though the scheduler, a shard or Redis is killed in the middle of it.
+
+    In async mode, a killed shard may lose the updates since its last snapshot.
+    """
     training = Training(own_cluster, ps.Sync(min_workers=WORKERS) if mode == "sync" else ps.Async())
     training.start()
     eventually(lambda: training.reached(15), what="15 clocks")
@@ -70,11 +73,11 @@ def test_a_training_survives_the_kill_of_any_process(own_cluster: Cluster, victi
     values = training.finish(more=20)
 
     if mode == "sync":
-        # Every clock's mean of ones is 1.  Who is no member may pull while the last clock is being committed.
+        # The mean of ones is 1 per clock.  A client that is not a worker may pull before the last clock is committed.
         pull = training.client.model("count").pull
         eventually(lambda: set(pull()["w"].tolist()) == {training.goal}, what=f"clock {training.goal} everywhere")
     elif victim == "shards":
-        # At `applied` a dead shard's partitions fall back to their last snapshot: never more than what was pushed.
+        # With ack `applied`, a dead shard's partitions fall back to their last snapshot: at most what was pushed.
         assert 0 < values.min() <= values.max() <= training.goal * WORKERS
     else:
         assert values.min() == values.max() == training.goal * WORKERS

@@ -1,4 +1,4 @@
-"""A cluster under TLS: every port speaks HTTPS, and every client checks the certificate."""
+"""A cluster with TLS: every HTTP port requires it, and every client verifies the certificate."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an authority of one's own (`ca.pem`), and a certificate that it gave 127.0.0.1."""
+    """A folder with a private certificate authority (`ca.pem`), and a certificate that it issued for 127.0.0.1."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make certificates: apt install openssl")
     folder = tmp_path_factory.mktemp("authority")
@@ -52,7 +52,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def closed(authority: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster of two shards and a worker, under TLS and with tokens."""
+    """A cluster of two shards and a worker, with TLS and tokens."""
     with pytest.MonkeyPatch.context() as patch:
         secret = authority / "secret"
         subprocess.run([*PSCTL, "secret", str(secret)], check=True, capture_output=True, timeout=30)
@@ -60,7 +60,7 @@ def closed(authority: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setenv("PARAMSERVER_TLS_CERTIFICATE", str(authority / "node.pem"))
         patch.setenv("PARAMSERVER_TLS_KEY", str(authority / "node.key"))
         patch.setenv("PARAMSERVER_CA", str(authority / "ca.pem"))
-        patch.setenv("PARAMSERVER_SHARED_MEMORY", str(authority / "none"))  # the short way on one machine has no TLS
+        patch.setenv("PARAMSERVER_SHARED_MEMORY", str(authority / "none"))  # shared memory would bypass TLS
         with cluster(tmp_path_factory.mktemp("tls"), args=("--workers", "1")) as running:
             yield running
 
@@ -70,7 +70,7 @@ def nodes(cluster: Cluster) -> list[str]:
 
 
 def test_every_port_speaks_tls_only(closed: Cluster, authority: Path) -> None:
-    """HTTPS with our authority answers, HTTP does not, and without the authority nobody believes the certificate."""
+    """Every node answers HTTPS and not HTTP, sets secure cookies, and is not trusted without the private authority."""
     trusted = ssl.create_default_context(cafile=authority / "ca.pem")
     for url in nodes(closed):
         assert url.startswith("https://127.0.0.1:")
@@ -86,7 +86,7 @@ def test_every_port_speaks_tls_only(closed: Cluster, authority: Path) -> None:
 
 
 def test_shards_offer_http2_by_alpn(closed: Cluster, authority: Path) -> None:
-    """TLS negotiates HTTP/2 with a client that knows it, and HTTP/1.1 with one that does not."""
+    """Shards select HTTP/2 by ALPN if the client offers it, and HTTP/1.1 otherwise."""
     for url in closed.shards:
         context = ssl.create_default_context(cafile=authority / "ca.pem")
         for offered, chosen in ((["h2", "http/1.1"], "h2"), (["http/1.1"], "http/1.1")):
@@ -103,7 +103,7 @@ def test_shards_offer_http2_by_alpn(closed: Cluster, authority: Path) -> None:
 
 
 def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ps.connect("https://...")` with PARAMSERVER_CA goes to the shards themselves; without it, it goes nowhere."""
+    """With PARAMSERVER_CA, the SDK trains over HTTPS directly with the shards; without it, it cannot connect."""
     token = closed.info["token"]
     monkeypatch.setenv("PARAMSERVER_CA", str(authority / "ca.pem"))
     with ps.connect(closed.url, token=token) as client:
@@ -115,7 +115,7 @@ def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: 
         ways = {client.cluster.route(model_map, i) for i in range(4)}
         assert ways == set(closed.shards)
         model.set(consistency=ps.Sync())
-        with model.worker() as worker:  # the shards report its clocks, under TLS and with a token like all they say
+        with model.worker() as worker:  # the shards report its clocks, over TLS and with a token
             eventually(lambda: worker.step({"w": np.ones(300_000, np.float32)}).released, what="a clock so reported")
     plain = PlainTransport(Credentials.of(token, authority / "ca.pem"))
     answer = plain.send(Request("GET", "/models/over-tls"), closed.url)
@@ -134,7 +134,7 @@ def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: 
 
 
 def test_a_pool_worker_and_psctl_go_the_same_way(closed: Cluster, authority: Path, tmp_path: Path) -> None:
-    """The worker that `psctl up` started trains in a run; `psctl` with the secret at hand looks, measures and saves."""
+    """With TLS, the worker that `psctl up` started trains, and psctl can show the status, run `doctor` and save."""
     pytest.importorskip("sklearn", reason="pip install 'paramserver[demo]'")
     from paramserver.examples import digits
 
@@ -161,7 +161,7 @@ def test_a_pool_worker_and_psctl_go_the_same_way(closed: Cluster, authority: Pat
 @pytest.mark.parametrize("size", [100, 8_000_000])
 @pytest.mark.parametrize("polite", [True, False], ids=["in order", "torn down"])
 def test_a_connection_that_ends_between_requests_is_replaced(authority: Path, size: int, polite: bool) -> None:
-    """However it ends, and wherever in the next request that is noticed: it is sent again on a fresh one."""
+    """If the server ends an idle TLS connection, with or without close_notify, the next request uses a new one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority / "node.pem", authority / "node.key")
     ended = threading.Event()
@@ -172,7 +172,7 @@ def test_a_connection_that_ends_between_requests_is_replaced(authority: Path, si
         if polite:
             peer.socket.setblocking(False)
             with suppress(OSError):
-                peer.socket.unwrap()  # says that it ends, and does not wait for the other side to say so
+                peer.socket.unwrap()  # sends close_notify, and does not wait for the client's
         peer.socket.close()
         ended.set()
 

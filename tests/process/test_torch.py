@@ -1,4 +1,4 @@
-"""PyTorch workers on a real cluster: equal to torch by itself, in every mode and codec, and told what does not fit."""
+"""`ParameterServerOptimizer` on a real cluster: equality with torch alone, modes, codecs, and refused input."""
 
 import importlib.util
 import threading
@@ -28,7 +28,7 @@ BATCH = 8
 
 @pytest.fixture
 def client(shared_cluster: Cluster) -> Any:
-    """A client of the shared cluster."""
+    """A client of the shared cluster; limits torch to one thread."""
     torch.set_num_threads(1)
     with ps.connect(shared_cluster.url) as connected:
         yield connected
@@ -36,14 +36,14 @@ def client(shared_cluster: Cluster) -> Any:
 
 @pytest.fixture
 def name(client: ps.Client, request: pytest.FixtureRequest) -> Any:
-    """A model's name of the test's own, gone afterwards."""
+    """A model name that no other test uses; the model is deleted afterwards."""
     text = "torch-" + "".join(c if c.isalnum() else "-" for c in request.node.name)[-50:].strip("-")
     yield text
     client.model(text).delete()
 
 
 def module(seed: int = 0) -> nn.Module:
-    """A smooth net of 323 parameters; its values are drawn from the seed."""
+    """A smooth net of 323 elements with values drawn from the seed."""
     rng = np.random.default_rng(seed)
     net = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 1))
     with torch.no_grad():
@@ -53,7 +53,7 @@ def module(seed: int = 0) -> nn.Module:
 
 
 def loss_of(net: nn.Module, rows: slice, step: int) -> Any:
-    """Mean loss of some rows of the step's batch, which is one and the same for every run."""
+    """Mean loss over some rows of the step's batch; a step has the same batch in every run."""
     rng = np.random.default_rng(1000 + step)
     x = rng.standard_normal((WORKERS * BATCH, 12), dtype=np.float32)
     y = np.sin(x.sum(1, keepdims=True))
@@ -61,7 +61,7 @@ def loss_of(net: nn.Module, rows: slice, step: int) -> Any:
 
 
 def together(work: Callable[[int], Any]) -> list[Any]:
-    """The results of `work(0)`, `work(1)`, … run at the same time."""
+    """Run `work(0)`, `work(1)`, … concurrently and return their results."""
     with ThreadPoolExecutor(WORKERS) as pool:
         return list(pool.map(work, range(WORKERS)))
 
@@ -69,7 +69,7 @@ def together(work: Callable[[int], Any]) -> list[Any]:
 def train(
     client: ps.Client, name: str, optimizer: ps.Optimizer, steps: int, scheduler: Any = None, **options: Any
 ) -> list[nn.Module]:
-    """Each worker's net after so many steps over its rows of the batches."""
+    """Train with all workers, each on its rows of the batches, and return their nets."""
     joined = threading.Barrier(WORKERS)
 
     def work(index: int) -> nn.Module:
@@ -108,7 +108,7 @@ PAIRS: dict[str, tuple[ps.Optimizer, Any]] = {
 def test_synchronous_workers_equal_one_process(client: ps.Client, name: str, optimizer: str, scheduled: bool) -> None:
     """100 steps of two workers with batch 8 give what torch gives with batch 16, up to float32 rounding.
 
-    With a learning-rate scheduler too: the change comes from rank 0 and is in force for all at one clock.
+    The same with a learning-rate scheduler: rank 0 changes the rate, which takes effect for all at the same clock.
     """
     ours, theirs = PAIRS[optimizer]
     schedule = (lambda o: torch.optim.lr_scheduler.StepLR(o, 30, 0.5)) if scheduled else None
@@ -139,7 +139,7 @@ PULLS = {"fp16": "fp16", "bf16": "bf16", "int8": "fp32"}
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "topk:0.1", "int8+zstd", "fp32+lz4"])
 def test_codecs_stay_near_the_exact_training(client: ps.Client, name: str, codec: str) -> None:
-    """30 synchronous steps in a codec learn about what exact ones do, and both workers end with the same values."""
+    """30 synchronous steps with a codec reduce the loss about as much as exact ones, and both workers end up equal."""
     nets = train(client, name, ps.SGD(0.05), 30, consistency=ps.Sync(), codec=codec, pull_codec=PULLS.get(codec))
 
     exact = module()
@@ -157,14 +157,14 @@ def test_codecs_stay_near_the_exact_training(client: ps.Client, name: str, codec
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "ssp", "sync", "buffered"])
 def test_the_example_learns_in_every_mode(client: ps.Client, mode: str) -> None:
-    """The digits example, 60 steps of two workers in int8: well on its way (97 % take 400 steps)."""
+    """Two workers with int8 reach 80 % in 60 steps of the digits example (97 % takes 400 steps)."""
     from paramserver.examples import digits_torch
 
     assert digits_torch.once(client, mode, "int8", workers=2, steps=60) >= 0.8
 
 
 def test_one_worker_uploads_and_the_others_take(client: ps.Client, name: str) -> None:
-    """Of workers that find no model one creates it, and all begin with its values."""
+    """If no model exists, one of the workers creates it, and all start from that worker's values."""
 
     def begin(index: int) -> dict[str, Any]:
         net = module(index)
@@ -178,7 +178,7 @@ def test_one_worker_uploads_and_the_others_take(client: ps.Client, name: str) ->
 
 
 def test_what_does_not_fit_is_listed(client: ps.Client, name: str, shared_cluster: Cluster) -> None:
-    """Another module, a model that is not there, a wrong URL and plain parameters are refused, each with its reason."""
+    """Another module, a missing model, an invalid URL and parameters without names are each refused with the reason."""
     with pytest.raises(ps.NotFoundError, match="optimizer="):
         ParameterServerOptimizer(module(), client.model(name))
     with pytest.raises(ps.NotFoundError):
@@ -197,7 +197,10 @@ def test_what_does_not_fit_is_listed(client: ps.Client, name: str, shared_cluste
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
 def test_training_goes_on_in_a_model_that_was_created_anew(client: ps.Client, name: str, codec: str) -> None:
-    """After the next pull, in every codec, however the new one is cut and orders its parameters."""
+    """After a model is deleted and created again, training continues in the new one after the next pull.
+
+    This holds for every codec, and for another number of partitions and another order of the parameters.
+    """
     net = module()
     model = client.model(name)
 
@@ -226,7 +229,7 @@ def test_training_goes_on_in_a_model_that_was_created_anew(client: ps.Client, na
 
 
 def test_a_model_that_was_created_anew_for_another_module_is_refused(client: ps.Client, name: str) -> None:
-    """Every difference is listed, and nothing is pushed to it."""
+    """If a model was deleted and created again for another module, a step lists every difference and pushes nothing."""
     net = module()
     model = client.model(name)
     with ParameterServerOptimizer(net, model, ps.SGD(0.05), codec="int8") as opt:
@@ -245,7 +248,7 @@ def test_a_model_that_was_created_anew_for_another_module_is_refused(client: ps.
 
 
 def test_parameters_without_a_gradient_stay(client: ps.Client, name: str) -> None:
-    """A frozen parameter is never moved, one without a gradient keeps its state; a step without any moves nothing."""
+    """Frozen parameters, and those without a gradient in a step, are not changed by it, even with weight decay."""
     net: Any = module()
     net[0].weight.requires_grad_(False)
     before = _values(net)
@@ -266,7 +269,10 @@ def test_parameters_without_a_gradient_stay(client: ps.Client, name: str) -> Non
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
 def test_sparse_gradients_are_refused_by_name(client: ps.Client, name: str, codec: str, alone: bool) -> None:
-    """Before anything is sent, a changed learning rate neither, and with the ways out; made dense they travel."""
+    """A sparse gradient is refused with its name and remedies before the gradients or a new learning rate are sent.
+
+    Made dense, it is pushed.
+    """
     table: Any = nn.Embedding(10, 4, sparse=True)
     net: Any = nn.ModuleDict({"table": table, "last": nn.Linear(4, 1)})
     with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05), codec=codec) as opt:
@@ -289,7 +295,7 @@ def test_sparse_gradients_are_refused_by_name(client: ps.Client, name: str, code
 
 
 def test_a_learning_rate_that_was_refused_is_told_again(client: ps.Client, name: str) -> None:
-    """A step does not go on with another rate than its param group says."""
+    """A learning rate that the cluster refused is sent again by the next step, which fails like the first."""
     with ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.05)) as opt:
         opt.param_groups[0]["lr"] = -1.0
         for _ in range(2):
@@ -298,7 +304,7 @@ def test_a_learning_rate_that_was_refused_is_told_again(client: ps.Client, name:
 
 
 def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:
-    """zero_grad, closures, state_dict, a second group (refused) and bfloat16 modules work as they do with torch."""
+    """zero_grad, closures, state_dict and bfloat16 modules work as in torch; a second parameter group is refused."""
     net = module().to(torch.bfloat16)
     with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05), codec="bf16") as opt:
         assert isinstance(opt, torch.optim.Optimizer)

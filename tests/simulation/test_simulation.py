@@ -1,4 +1,4 @@
-"""A whole cluster under seeded faults keeps its promises, and the checkers notice when it would not."""
+"""A whole simulated cluster under seeded faults keeps its promises, and the checkers detect planted bugs."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ from paramserver.testing.world import Faults
 
 SEEDS = 500
 TOGETHER = 5
-"""Seeds in one test."""
+"""Seeds per test."""
 MODES = sorted(CONSISTENCY)
 
 
 def run(simulation: Simulation) -> str:
-    """The trace's hash; a failure says how to see it again."""
+    """Run a simulation and return its trace's hash; on failure print the end of the log and the replay command."""
     try:
         return simulation.run()
     except BaseException:
@@ -39,7 +39,7 @@ def run(simulation: Simulation) -> str:
     [pytest.param(s, marks=[] if s < 8 * TOGETHER else [pytest.mark.slow]) for s in range(0, SEEDS, TOGETHER)],
 )
 def test_a_cluster_under_faults_keeps_its_promises(first: int) -> None:
-    """Crashes after any effect, cuts, pauses, moves, Redis absent or emptied: nothing promised is lost or doubled."""
+    """Crashes after any effect, cuts, pauses, moves and an absent or emptied Redis lose and double nothing promised."""
     for seed in range(first, first + TOGETHER):
         run(Simulation(seed))
 
@@ -71,12 +71,12 @@ FOUND = {
     "before that was whole left the model nowhere to go back to",
     (37, "sync", "applied", "pauses"): "a snapshot for a move that had been called off took the place of a cut",
 }
-"""Seeds that found something once, and what."""
+"""Runs that once failed, and the bug that each found."""
 
 
 @pytest.mark.parametrize("found", FOUND, ids=str)
 def test_what_was_found_once_stays_found(found: tuple[int, str, str, str]) -> None:
-    """A seed that has turned red is run for ever, at both lengths that were in use."""
+    """Each run that once found a bug passes, with 8 clocks and with 10."""
     run(Simulation(*found, change="none"))
     run(Simulation(*found, change="none", clocks=10))
 
@@ -87,19 +87,20 @@ UNFINISHED = {
     (47, "emptied", "restores"): "Redis was emptied while the cut was being written",
     (76, "pauses", "puts"): "the owner of a partition was thought dead",
 }
-"""Seeds in which a cut was waited for that nobody would store any more, and why."""
+"""Runs in which the scheduler once waited for a cut that could not become complete any more, and why."""
 
 
 @pytest.mark.parametrize("found", UNFINISHED, ids=str)
 def test_no_cut_is_waited_for_in_vain(found: tuple[int, str, str]) -> None:
-    """One that cannot become whole is given up for another; at `journaled` checkpoints alone ask for any."""
+    """A cut that can no longer become complete is given up, so that the run ends without a pending cut."""
     seed, kind, change = found
+    # At `journaled`, only checkpoints request cuts.
     run(Simulation(seed, "sync", "journaled", kind, change, checkpoints=2))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_checkpoints_of_a_synchronous_model_find_their_cuts(level: str) -> None:
-    """Whatever goes wrong meanwhile: in each kind of trouble."""
+    """With automatic checkpoints, a synchronous model ends without a pending cut under each kind of faults."""
     for seed, kind in enumerate(KINDS):
         run(Simulation(seed, "sync", level, kind, checkpoints=2))
 
@@ -109,20 +110,20 @@ def test_checkpoints_of_a_synchronous_model_find_their_cuts(level: str) -> None:
     "first", [0, pytest.param(12, marks=pytest.mark.slow), pytest.param(24, marks=pytest.mark.slow)]
 )
 def test_a_quorum_under_faults_divides_by_what_was_pushed(late: str, first: int) -> None:
-    """Two of three workers are enough; each commit is the mean of whole contributions, late ones folded or not."""
+    """With a quorum of two of three workers, each commit is a mean of whole contributions, late ones folded or not."""
     for seed in range(first, first + 12):
         run(Simulation(seed, "sync", checkpoints=2 * (seed % 3), late=late))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_gives_the_same_trace(kind: str) -> None:
-    """A run is a function of its seed: everything happens again in the same order at the same times."""
+    """Two runs of the same seed have the same trace, and two different seeds have different traces."""
     assert run(Simulation(3, kind=kind)) == run(Simulation(3, kind=kind))
     assert run(Simulation(4, kind=kind)) != run(Simulation(12, kind=kind))
 
 
 def test_the_seeds_cover_every_mode_level_and_trouble() -> None:
-    """Among so many seeds each combination comes several times."""
+    """The seeds cover each mode, level and fault mix together at least ten times, and in sync each operator change."""
     simulations = [Simulation(seed) for seed in range(SEEDS)]
     runs = [(s.mode, s.level, s.kind) for s in simulations]
     assert set(runs) == {(m, level, k) for m in CONSISTENCY for level in LEVELS for k in KINDS}
@@ -132,7 +133,7 @@ def test_the_seeds_cover_every_mode_level_and_trouble() -> None:
 
 
 def test_partitions_move_while_training_goes_on() -> None:
-    """The runs without a death hand partitions over, and lose nothing that `applied` acknowledged."""
+    """Partitions that move between living shards during training lose no push acknowledged at `applied`."""
     moved = 0
     for seed in range(4):
         simulation = Simulation(seed, "async", "applied", "moves")
@@ -148,7 +149,7 @@ def test_partitions_move_while_training_goes_on() -> None:
 def turns_red(
     mode: str = "", level: str = "", kind: str = "", change: str = "none", *, within: int = 12, **settings: Any
 ) -> bool:
-    """Whether some seed finds the bug that was planted."""
+    """Return whether one of the first `within` seeds fails."""
     for seed in range(within):
         try:
             Simulation(seed, mode, level, kind, change, **settings).run()
@@ -159,14 +160,14 @@ def turns_red(
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_forgetting_push_ids_turns_the_checkers_red(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the window a push that comes twice counts twice, and the sums show it."""
+    """If the push memory recognizes no push ids, duplicates count twice and the sums reveal it."""
     monkeypatch.setattr(PushMemory, "check", lambda *_: None)
 
     assert turns_red(mode, "applied", "crashes")
 
 
 def test_applying_twice_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is sometimes taken twice is noticed."""
+    """An update step that is sometimes applied twice is detected."""
 
     def twice(task: sio.Task) -> sio.TaskResult:
         result = perform(task)
@@ -180,7 +181,7 @@ def test_applying_twice_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_torn_update_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half an update in one partition is noticed by whoever pulls it."""
+    """An update that is partly missing in one partition is detected by a pull."""
 
     def half(task: sio.Task) -> sio.TaskResult:
         result = perform(task)
@@ -194,7 +195,7 @@ def test_a_torn_update_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_acknowledged_push_that_was_not_applied_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that leaves the values as they were is noticed where nothing may have been lost."""
+    """An acknowledged update that leaves the values unchanged is detected if nothing may have been lost."""
 
     def skipped(task: sio.Task) -> sio.TaskResult:
         return sio.TaskResult(task.state) if task.state.values[0] == 5.0 else perform(task)
@@ -205,7 +206,7 @@ def test_an_acknowledged_push_that_was_not_applied_turns_the_checkers_red(monkey
 
 
 def test_answering_before_the_journal_is_written_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At level `journaled` a push that was acknowledged too early is missed after a crash."""
+    """At `journaled`, a push acknowledged before it is in the journal is found missing after a crash."""
     monkeypatch.setattr(
         Durability, "acknowledge", lambda self, request, done, partitions, level, now: self._shard.reply(request, done)
     )
@@ -214,7 +215,7 @@ def test_answering_before_the_journal_is_written_turns_the_checkers_red(monkeypa
 
 
 def test_a_journal_without_tokens_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two owners that both may write are noticed, by the journal's holes or by the sums."""
+    """If the journal accepts entries of former owners, its gaps or the wrong sums are detected."""
 
     def any_owner(self: SimRedis, key: Any, token: int, entries: Any) -> Verdict:
         for entry in entries:
@@ -227,14 +228,14 @@ def test_a_journal_without_tokens_turns_the_checkers_red(monkeypatch: pytest.Mon
 
 
 def test_handing_over_without_holding_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An owner that goes on while its state is being stored loses what it acknowledged meanwhile."""
+    """An owner that keeps applying while it stores its state for a handover is found to lose those pushes."""
     monkeypatch.setattr(Partition, "ready", property(lambda self: self.state is not None))
 
     assert turns_red("async", "applied", "moves", within=24)
 
 
 def test_keeping_no_memory_of_old_tokens_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Owners that begin anew when Redis was emptied have nothing to begin with."""
+    """If owners are told to load a snapshot after Redis was emptied, instead of keeping their state, some run fails."""
     give = Cluster.give_token
 
     monkeypatch.setattr(Cluster, "renew_token", lambda self, model, index: give(self, model, index, "snapshot"))
@@ -243,7 +244,7 @@ def test_keeping_no_memory_of_old_tokens_turns_the_checkers_red(monkeypatch: pyt
 
 
 def test_not_telling_where_a_timeline_began_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is behind when a restore ends, or when the model is synchronous again, waits for what is over."""
+    """If the feed does not say where a timeline began, a shard behind it waits for old commits and the run fails."""
     told = Model.feed_document
 
     monkeypatch.setattr(Model, "feed_document", lambda self, *args: told(self, *args) | {"began": 0})
@@ -252,14 +253,14 @@ def test_not_telling_where_a_timeline_began_turns_the_checkers_red(monkeypatch: 
 
 
 def test_not_giving_up_a_cut_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was stored of it is gone with all else in Redis, and whoever counts it waits for the rest in vain."""
+    """If a cut that was partly stored when Redis was emptied is not given up, it never completes and the run fails."""
     monkeypatch.setattr(Model, "give_up_cut", lambda self: None)
 
     assert turns_red("sync", "journaled", "emptied", within=17, checkpoints=2)
 
 
 def test_listing_clocks_that_were_left_out_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A straggler is believed to have worked on all that the others have gone on over."""
+    """If a straggler's report also counts for clocks that the others committed without it, the run fails."""
     report = Gate.report
 
     monkeypatch.setattr(Gate, "report", lambda self, worker, done, since=None: report(self, worker, done, 0))
@@ -268,7 +269,7 @@ def test_listing_clocks_that_were_left_out_turns_the_checkers_red(monkeypatch: p
 
 
 def test_counting_commits_as_durable_by_versions_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An assignment raises the version above the clock, and commits go that a new owner has not taken."""
+    """If commits are dropped up to the durable version, which an assignment raises above the clock, the run fails."""
     rows = ShardCore.partitions
 
     monkeypatch.setattr(ShardCore, "partitions", lambda self: ((*row[:7], row[5]) for row in rows(self)))

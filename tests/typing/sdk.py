@@ -1,4 +1,4 @@
-"""The types of the public surface, held by `assert_type`: read by mypy, never run."""
+"""The types of the public API, checked with `assert_type`: read by mypy, never run."""
 
 from collections.abc import Iterator
 from typing import Any, assert_type
@@ -10,7 +10,7 @@ import paramserver as ps
 
 
 def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
-    """The blocking client, as docs/sdk.md shows it."""
+    """The blocking client has the types that docs/sdk.md shows."""
     client = ps.connect("http://a:8700,http://b:8700", timeout=5.0, token="t")
     assert_type(client, ps.Client)
     model = client.create_model(
@@ -61,7 +61,7 @@ def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
 
 
 async def on_a_loop(gradient: npt.NDArray[np.float32]) -> None:
-    """The asyncio client has the same surface."""
+    """The asyncio client has the same API with awaitable methods."""
     async with ps.AsyncClient() as client:
         assert_type(client, ps.AsyncClient)
         model = client.model("demo")
@@ -76,7 +76,7 @@ async def on_a_loop(gradient: npt.NDArray[np.float32]) -> None:
 
 
 def wrong() -> None:
-    """What a type checker must refuse: an unused ignore is an error in strict mode."""
+    """A type checker refuses these calls: an unused ignore is an error in strict mode."""
     ps.Sync(late="sometimes")  # type: ignore[arg-type]
     ps.connect(timeout="soon")  # type: ignore[arg-type]
     ps.Adam(learning_rate=0.1)  # type: ignore[call-arg]

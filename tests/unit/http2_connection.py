@@ -1,4 +1,4 @@
-"""The server's end of a real HTTP/2 connection, whose client is a plain socket in the same process."""
+"""A real HTTP/2 connection: the server's `Connection`, and a plain socket as its client, in one process."""
 
 import asyncio
 import math
@@ -20,13 +20,13 @@ from paramserver_node.transfer_threads import TransferThreads
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere no threads move bodies")
 WAYS = [pytest.param(False, id="loop"), pytest.param(True, id="threads", marks=LINUX)]
-"""Who moves large bodies: `threads` of `connected`."""
+"""Values of `threads` for `connected`: whether the event loop or transfer threads move large bodies."""
 BODY_BYTES = 3 << 20
 ASKED = wire.encoded([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/")])
 
 
 class Into:
-    """A sink of two parts; it counts what was read straight into them, and refuses at a given byte."""
+    """A sink of two parts.  Counts the bytes read directly into them; raises ValueError beyond `refuses_at` bytes."""
 
     def __init__(self, refuses_at: int = -1) -> None:
         self.memory = bytearray(BODY_BYTES)
@@ -34,20 +34,20 @@ class Into:
         self._refuses_at = refuses_at
 
     def room(self) -> memoryview:
-        """To the end of the first part, then to the end."""
+        """Return the unfilled memory of the first part; once that is full, of the second."""
         return memoryview(self.memory)[self.at : 1_000_000 if self.at < 1_000_000 else BODY_BYTES]
 
     def rest(self) -> list[memoryview]:
-        """To the end."""
+        """Return all unfilled memory."""
         return [memoryview(self.memory)[self.at :]]
 
     def filled(self, size: int) -> None:
-        """It was put there."""
+        """Note that `size` bytes were written into the memory."""
         self.direct += size
         self._took(size)
 
     def feed(self, data: memoryview) -> None:
-        """It has to be copied."""
+        """Copy `data` into the memory."""
         self.memory[self.at : self.at + len(data)] = data
         self._took(len(data))
 
@@ -59,12 +59,12 @@ class Into:
 
 @asynccontextmanager
 async def connected(app: ASGIApp, *, threads: bool = False) -> AsyncIterator[tuple[socket.socket, Connection]]:
-    """The client's socket, greeted, and the server's end, which calls the app."""
+    """Yield the client's socket, which has sent its settings, and the server's `Connection`, which calls `app`."""
     transfer_threads = TransferThreads() if threads else None
     loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
     config.load()
     made: dict[str, Any] = {}
-    always = patch("paramserver_node.transfer_threads.ALTERNATION_S", math.inf)  # whoever asks, and when
+    always = patch("paramserver_node.transfer_threads.ALTERNATION_S", math.inf)  # threads for every request
     with always, socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as theirs:
         theirs.setblocking(False)
         await loop.sock_connect(theirs, listener.getsockname())
@@ -82,7 +82,7 @@ async def connected(app: ASGIApp, *, threads: bool = False) -> AsyncIterator[tup
 
 
 def frames_of(stream: int, body: bytes, frame_bytes: int, *, ends: bool = True) -> bytes:
-    """The body of a request, in frames of that size; `ends`: with its last one."""
+    """Return a request body as DATA frames of `frame_bytes` each; with `ends`, the last one has END_STREAM."""
     sent = b""
     for at in range(0, len(body), frame_bytes):
         flags = wire.END_STREAM if ends and at + frame_bytes >= len(body) else 0

@@ -1,4 +1,4 @@
-"""Bodies that the loops of `paramserver.kernels.sockets` move, on a real connection."""
+"""Transfers of bodies by the loops of `paramserver.kernels.sockets`, over a real connection."""
 
 import socket
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from paramserver.kernels import sockets
 from paramserver.wire import http2 as wire
 
 BODY = bytes(range(251)) * 20_000
-"""5 MB: more than a socket holds."""
+"""5 MB: more than the socket buffers hold."""
 
 
 @contextmanager
 def connected_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a TCP connection, of which the first does not block."""
+    """Yield the two ends of a TCP connection; the first is non-blocking."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as theirs:
         ours, _ = listener.accept()
         with ours:
@@ -25,7 +25,7 @@ def connected_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def places(*sizes: int) -> tuple[bytearray, list[memoryview]]:
-    """Memory, cut into places of those sizes."""
+    """Return memory, and consecutive views of it with these sizes."""
     memory, cut, at = bytearray(sum(sizes)), [], 0
     for size in sizes:
         cut.append(memoryview(memory)[at : at + size])
@@ -34,7 +34,7 @@ def places(*sizes: int) -> tuple[bytearray, list[memoryview]]:
 
 
 def both_ways(ours: socket.socket, theirs: socket.socket) -> None:
-    """A body of several pieces each way, with a peer that is slower than the loops."""
+    """Transfer and check a body of several pieces in each direction, with a peer that is slower than the loops."""
     received = bytearray()
 
     def read() -> None:

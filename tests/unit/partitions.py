@@ -1,4 +1,4 @@
-"""What tests of a shard's partitions have in common: a model that adds up what it gets, and what came of it."""
+"""Helpers for tests of a shard's partitions: a model that sums its gradients, and a driver's replies and effects."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ LEVELS = ("applied", "journaled")
 
 
 def spec(partitions: int = 1, ack: str = "applied", **fields: Any) -> ModelSpec:
-    """Partitions of four elements, all zeros."""
+    """Return a model spec with partitions of four elements, all zeros."""
     return ModelSpec.parse(
         {
             "name": "m",
@@ -32,46 +32,46 @@ def spec(partitions: int = 1, ack: str = "applied", **fields: Any) -> ModelSpec:
 
 
 def ones(value: float = 1.0) -> F32:
-    """A gradient of one partition."""
+    """Return a gradient for one partition, all elements equal to `value`."""
     return np.full(4, value, np.float32)
 
 
 def refused(driver: ShardDriver, request: int) -> PsError:
-    """What that request was refused with."""
+    """Return the error that a request was refused with."""
     outcome = driver.replies[request]
     assert isinstance(outcome, PsError)
     return outcome
 
 
 def done(driver: ShardDriver, request: int) -> PushDone:
-    """What came of that push."""
+    """Return the outcome of a push."""
     outcome = driver.outcome(request)
     assert isinstance(outcome, PushDone)
     return outcome
 
 
 def pending(driver: ShardDriver, kind: type) -> list[Any]:
-    """The effects of that kind that nobody has completed."""
+    """Return the pending effects of this kind."""
     return [e for e in driver.pending if isinstance(e, kind)]
 
 
 def complete(driver: ShardDriver, kind: type) -> None:
-    """Complete the oldest effect of that kind."""
+    """Complete the oldest pending effect of this kind."""
     driver.complete(next(i for i, e in enumerate(driver.pending) if isinstance(e, kind)))
 
 
 def entries(driver: ShardDriver) -> list[JournalEntry]:
-    """What is on its way to journals."""
+    """Return the entries of all pending journal writes."""
     return [entry for effect in pending(driver, Journal) for entry in effect.entries]
 
 
 def journaled(partitions: int = 1, ack: str = "journaled", **fields: Any) -> ModelSpec:
-    """`spec` of a model that keeps a journal."""
+    """Return the spec of a model that keeps a journal."""
     return spec(partitions, ack, **fields)
 
 
 def slow(**fields: Any) -> ShardDriver:
-    """A shard that serves `journaled(**fields)` and whose effects complete when the test says so."""
+    """Return a shard that serves `journaled(**fields)` and whose effects complete only when the test says so."""
     driver = ShardDriver(eager=False)
     driver.serve(journaled(**fields), workers=ROSTER, live_workers=2)
     driver.settle()
@@ -81,40 +81,40 @@ def slow(**fields: Any) -> ShardDriver:
 
 
 def apply(driver: ShardDriver) -> None:
-    """Let everything be computed that is under way."""
+    """Complete all effects except journal writes and snapshots, which stay pending."""
     while any(not isinstance(e, Journal | StoreSnapshot) for e in driver.pending):
         driver.complete(next(i for i, e in enumerate(driver.pending) if not isinstance(e, Journal | StoreSnapshot)))
 
 
 def listed(rank: int, clock: int, weight: float = 1.0) -> Contribution:
-    """What worker `rank` has given to that clock, in a commit's list."""
+    """Return worker `rank`'s contribution to a clock, as a commit lists it."""
     return Contribution(f"r/w{rank}", 1, rank, clock, weight)
 
 
 def stage(driver: ShardDriver, rank: int, clock: int, value: float, seq: int | None = None, **fields: Any) -> PushDone:
-    """Worker `rank` pushes `value` for that clock to the first partition."""
+    """Push `value` to the first partition as worker `rank`, for this clock; return the outcome."""
     push_id = PushId(f"r/w{rank}", 1, clock if seq is None else seq)
     return driver.push({0: ones(value)}, push_id, clock=clock, **fields)
 
 
 def view(driver: ShardDriver) -> ModelView:
-    """What the shard was told of its model last."""
+    """Return the newest view sent to the shard."""
     assert driver.view is not None
     return driver.view
 
 
 def request_release(driver: ShardDriver, *indices: int, number: int = 1) -> None:
-    """The leader wants these partitions handed over; without any, it calls the moves off."""
+    """Send a view that asks the shard to release these partitions; without any, it cancels the moves."""
     driver.send(replace(view(driver), release=dict.fromkeys(indices, number)))
 
 
 def released(driver: ShardDriver) -> list[tuple[int, ...]]:
-    """The partitions that another shard may have now, as a heartbeat says."""
+    """Return (index, token, version, release number) of each partition that may be taken over, as in heartbeats."""
     return [row[2:] for row in driver.core.released()]
 
 
 def successor(driver: ShardDriver, **changes: Any) -> ShardDriver:
-    """The shard that gets the partitions next, which the old owner then loses."""
+    """Return a shard on the same store that takes over all partitions; after that, the old owner's view has none."""
     after = ShardDriver(driver.store)
     owned = {i: 2 for i in range(view(driver).spec.partitions)}
     after.send(replace(view(driver), owned=owned, source="snapshot", release={}, **changes))

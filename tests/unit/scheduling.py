@@ -1,4 +1,4 @@
-"""Drives a `SchedulerCore` as its service would: performs effects, keeps replies, plays the shards, may be killed."""
+"""A driver for `SchedulerCore`: performs its effects, keeps its replies, acts as the shards, and can be killed."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ EIGHT = {"partitions": 8}
 
 
 class Driver:
-    """A scheduler whose Redis is a dict, on a clock that only `wait` moves."""
+    """A scheduler with a dict as its Redis, on a clock that `wait` advances."""
 
     def __init__(self) -> None:
         self.now, self.term = 100.0, 1
@@ -24,19 +24,19 @@ class Driver:
         self.replies: dict[int, Any] = {}
         self.published: list[Any] = []
         self.work: list[io.Effect] = []
-        """Effects that a service would carry out: checkpoints, files, deletions."""
+        """Effects that the driver does not perform, as a service would: checkpoints, files, deletions."""
         self.numbers = itertools.count(1)
         self.open: dict[int, io.Event] = {}
         self.shards: dict[str, int] = {}
-        """Name -> epoch of those that send heartbeats."""
+        """Epochs of the shards that send heartbeats, by name."""
         self.durable = True
-        """Whether all that shards serve is durable."""
+        """Whether heartbeats report every served version as durable."""
         self.assigned = 0
-        """By how much assignments have raised the versions beyond the clock."""
+        """How far assignments have raised the versions above the clock, in sync."""
         self.core = SchedulerCore.restore({}, self.now, self.term, 1e9)
 
     def send(self, make: Callable[[int], io.Event], perform: int | None = None) -> int:
-        """Handles an event; with `perform`, the process dies after so many of its effects."""
+        """Send a request and return its number; with `perform`, the process dies after that many effects."""
         number = next(self.numbers)
         event = make(number)
         self.open[number] = event
@@ -44,7 +44,7 @@ class Driver:
         return number
 
     def do(self, event: io.Event, perform: int | None = None) -> None:
-        """Handles an event that nobody waits for."""
+        """Handle an event and perform its effects; `perform` as for `send`."""
         for effect in self.core.handle(event, self.now)[:perform]:
             self._perform(effect)
         if perform is not None:
@@ -78,24 +78,24 @@ class Driver:
             self.work.append(effect)
 
     def restart(self) -> None:
-        """kill -9, and a new process on the same Redis."""
+        """Replace the core by a new one on the same Redis, as after a kill -9."""
         self.term += 1
         self.open.clear()
         documents = {k: json.loads(v) for k, v in self.hash.items()}
         self.core = SchedulerCore.restore(documents, self.now, self.term, 1e9)
-        # The shards connect again, and are told everything once more.
+        # The shards reconnect, and their feeds begin with all documents.
         seen = [(c["generation"], c["timeline"], c["t"]) for c in self.commits()]
         for model in self.ask(lambda n: io.OpenFeed(n))["documents"][1:]:
             self.published += [c for c in model["commits"] if (c["generation"], c["timeline"], c["t"]) not in seen]
 
     def ask(self, make: Callable[[int], io.Event]) -> Any:
-        """The body of the reply, which must come at once; raises the error replied."""
+        """Send a request and return its reply, which must come at once; raises the error if it is refused."""
         number = self.send(make)
         assert number in self.replies, f"{self.open.get(number)} is not answered"
         return self.result(number)
 
     def result(self, number: int) -> Any:
-        """What was replied to that request; raises the error replied."""
+        """Return the reply to a request; raises the error if it was refused."""
         outcome = self.replies[number]
         if isinstance(outcome, PsError):
             raise outcome
@@ -104,15 +104,15 @@ class Driver:
     # --- a cluster ---
 
     def shard(self, name: str) -> None:
-        """A shard joins, or is restarted."""
+        """Let a shard join, or rejoin after a restart, and send its first heartbeat."""
         body = self.ask(lambda n: io.JoinShard(n, name, [f"http://{name}:1"]))
         self.shards[name] = body["epoch"]
         self.beat(name)
 
     def beat(self, name: str, stored: bool = True, releases: bool = True, **fields: Any) -> str:
-        """A heartbeat of a shard that serves all it owns; the state that the answer says.
+        """Send a heartbeat of a shard that serves all its partitions; return the shard's state from the reply.
 
-        Unless told otherwise it has stored all cuts, and holds and has stored what it is to hand over.
+        By default it has stored all pending cuts, and holds and has stored the partitions that it is to hand over.
         """
         partitions, cuts = [], []
         released: list[Any] = []
@@ -134,12 +134,12 @@ class Driver:
         return str(beat["state"])
 
     def beats(self) -> None:
-        """All shards send one."""
+        """Send a heartbeat of every shard."""
         for name in self.shards:
             self.beat(name)
 
     def empty_redis(self) -> None:
-        """Redis has lost everything; the scheduler notices and begins a new term."""
+        """Delete everything in Redis; the scheduler notices and begins a new term."""
         self.hash.clear()
         self.tokens.clear()
         self.fences.clear()
@@ -147,15 +147,15 @@ class Driver:
         self.do(io.RedisEmptied(self.term))
 
     def owners(self, model: str = "m") -> list[str | None]:
-        """Who owns each partition."""
+        """Return the owner of each partition."""
         return [p["shard"] for p in self.core.read.model(model)["partitions"]]
 
     def document(self, model: str = "m") -> Any:
-        """The newest document of that model that shards have seen."""
+        """Return the newest published document of a model."""
         return next(d for d in reversed(self.published) if d["type"] == "model" and d["name"] == model)
 
     def wait(self, seconds: float, shards: bool = True) -> None:
-        """Time passes, with ticks and the shards' heartbeats."""
+        """Advance the clock, with a tick and (if `shards`) heartbeats of all shards every 0.5 s."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 0.5)
@@ -164,7 +164,7 @@ class Driver:
             self.do(io.Tick())
 
     def model(self, **fields: Any) -> Any:
-        """Two shards and a model of four partitions."""
+        """Create model m, by default with four partitions, on two shards; return the reply."""
         for name in ("s0", "s1"):
             if name not in self.shards:
                 self.shard(name)
@@ -173,29 +173,29 @@ class Driver:
         return self.result(number)
 
     def join(self, name: str | None, **fields: Any) -> Any:
-        """A worker joins model m."""
+        """Let a worker join model m; return the reply."""
         return self.ask(lambda n: io.JoinWorker(n, "m", name, **fields))
 
     def clock(self, worker: Any, clock: int, wait_s: float = 10.0, **fields: Any) -> int:
-        """A worker reports a clock; the number of the request."""
+        """Report a worker's clock; return the request's number."""
         return self.send(lambda n: io.ReportClock(n, "m", worker["worker"], worker["epoch"], clock, None, wait_s))
 
     def clock_of(self, worker: Any, clock: int, perform: int | None = None) -> int:
-        """The same by a client that knows of timelines; with `perform` the scheduler is killed meanwhile."""
+        """Report a clock as a client that knows timelines does; `perform` and the returned number as for `send`."""
         w, e, t = worker["worker"], worker["epoch"], worker["timeline"]
         return self.send(lambda n: io.ReportClock(n, "m", w, e, clock, t, 60.0), perform)
 
     def lease(self, worker: Any, dataset: str, wait_s: float = 0.0) -> int:
-        """A worker asks for a task; the number of the request."""
+        """Request a task for a worker; return the request's number."""
         return self.send(lambda n: io.LeaseTask(n, "m", worker["worker"], worker["epoch"], dataset, wait_s))
 
     def commits(self) -> list[Any]:
-        """The commits published, in order."""
+        """Return the published commits, in order."""
         return [d for d in self.published if d["type"] == "commit"]
 
 
 def beyond_its_cut(after_s: float = 0.1) -> tuple[Driver, Any]:
-    """A synchronous model whose cut is clock 1, at clock 2 so much later, and its worker."""
+    """Return a driver whose sync model reached clock 2 `after_s` after its cut at clock 1, and the model's worker."""
     d = Driver()
     d.model(consistency={"mode": "sync"})
     a = d.join("a")
@@ -207,19 +207,19 @@ def beyond_its_cut(after_s: float = 0.1) -> tuple[Driver, Any]:
 
 
 def wishes(d: Driver, model: str = "m") -> dict[int, int]:
-    """Partition -> number of the wish to have it handed over, as shards were told last."""
+    """Return the release numbers in the newest published document of a model, by partition."""
     owners = d.document(model)["owners"]
     return {i: o[2]["release"] for i, o in enumerate(owners) if len(o) > 2 and "release" in o[2]}
 
 
 def row(d: Driver, index: int, number: int) -> list[Any]:
-    """What the owner says once it has stored that partition as a whole."""
+    """Return a heartbeat's `released` row, sent by an owner that has stored the whole partition."""
     model = d.core.read.model("m")
     return ["m", model["generation"], index, model["partitions"][index]["incarnation"], 7, number]
 
 
 def code(d: Driver, number: int) -> str:
-    """The code of the error replied."""
+    """Return the code of the error that a request was refused with."""
     outcome = d.replies[number]
     assert isinstance(outcome, PsError), outcome
     return outcome.code

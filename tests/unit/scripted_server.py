@@ -1,4 +1,4 @@
-"""Servers that say what a test tells them to, on real sockets, and both clients that speak to them."""
+"""Servers on real sockets that follow a test's script, and both client transports to call them with."""
 
 import asyncio
 import socket
@@ -33,11 +33,11 @@ class Peer:
         self.received = 0
 
     def send(self, data: bytes) -> None:
-        """Those bytes."""
+        """Send raw bytes."""
         self.socket.sendall(data)
 
     def until(self, kind: int, flags: int = 0) -> int:
-        """The stream of the next such frame; DATA is counted."""
+        """Read frames up to one of this kind and flags; return its stream.  DATA bytes count in `received`."""
         while True:
             while self.frames:
                 k, f, stream, payload = self.frames.pop(0)
@@ -51,32 +51,32 @@ class Peer:
             self.seen += came
 
     def answer(self, stream: int, body: bytes) -> bytes:
-        """An answer's frames."""
+        """Return the frames of a response."""
         return wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK) + wire.frame(
             wire.DATA, wire.END_STREAM, stream, body
         )
 
 
 class Blocking(DirectTransport):
-    """The transport that blocks."""
+    """The blocking transport."""
 
     def __init__(self) -> None:
         super().__init__(NO_CREDENTIALS)
 
 
 class OnLoop:
-    """The transport on asyncio, called like the other."""
+    """The asyncio transport, with the interface of the blocking one."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
         self.transport = AsyncDirectTransport(NO_CREDENTIALS)
 
     def send(self, request: Request, address: str) -> Response | PsError:
-        """The outcome of one request."""
+        """Send one request and return its outcome."""
         return self.runner.run(self.transport.send(request, address))
 
     def close(self) -> None:
-        """All connections, and the loop."""
+        """Close all connections, and the event loop."""
         self.runner.run(self.transport.close())
         self.runner.close()
 
@@ -85,11 +85,11 @@ Kind: TypeAlias = type[Blocking] | type[OnLoop]
 
 
 both_clients = pytest.mark.parametrize("kind", [Blocking, OnLoop])
-"""Both keep to the same rules."""
+"""Runs a test with each transport: both follow the same rules."""
 
 
 class Server:
-    """Serves each connection with the next of its scripts; what fails in one is raised at the end."""
+    """Runs one script per connection, in order; exiting the context fails if a script has failed."""
 
     def __init__(self, kind: Kind, *scripts: Callable[[Peer], None], tls: ssl.SSLContext | None = None) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -100,7 +100,7 @@ class Server:
         self.transport: DirectTransport | OnLoop = kind()
 
     def serve(self, scripts: tuple[Callable[[Peer], None], ...]) -> None:
-        """One connection after the other."""
+        """Accept one connection per script, and run it."""
         try:
             for script in scripts:
                 connected, _ = self.listener.accept()
@@ -123,14 +123,14 @@ class Server:
         assert not self.failed, self.failed
 
     def ask(self, body: bytes | None = None, timeout_s: float = 20.0, sink: "Kept | None" = None) -> Response | PsError:
-        """The outcome of one request."""
+        """Send one request and return its outcome."""
         method = "GET" if body is None else "POST"
         return self.transport.send(Request(method, "/p", body, {}, self.url, sink, timeout_s), self.url)
 
 
 @contextmanager
 def serving(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The URL of what serves each HTTP/1.1 connection in a thread; what fails there fails here."""
+    """Yield the URL of a server that calls `serve` in a thread per HTTP/1.1 connection; raises if a call failed."""
     failed: list[BaseException] = []
 
     def run(connected: socket.socket) -> None:
@@ -155,7 +155,7 @@ def serving(serve: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 class Kept:
-    """A sink; one of memory has so many bytes put where they belong."""
+    """A sink that keeps the body; up to `memory_bytes` bytes at a time are written into its memory, else it is fed."""
 
     def __init__(self, memory_bytes: int = 0) -> None:
         self.data = b""
@@ -164,22 +164,22 @@ class Kept:
         self._memory = bytearray(memory_bytes)
 
     def begin(self) -> None:
-        """From the beginning."""
+        """Discard the data of an earlier attempt."""
         self.data = b""
 
     def feed(self, chunk: memoryview) -> None:
-        """The next bytes."""
+        """Append a chunk."""
         self.data += chunk
 
     def room(self) -> memoryview:
-        """Memory for what comes next."""
+        """Return the memory for the next bytes; empty without `memory_bytes`."""
         return memoryview(self._memory)
 
     def filled(self, size: int) -> None:
-        """It was put there."""
+        """Append `size` bytes that were written into the memory, and count them in `put`."""
         self.data += self._memory[:size]
         self.put += size
 
     def end(self) -> None:
-        """The end."""
+        """Count the end of a response."""
         self.ended += 1

@@ -1,4 +1,4 @@
-"""Two shards and a scheduler in memory, which answer the calls of a client: no socket is opened."""
+"""Two shards and a scheduler in memory that answer a client's calls, without sockets."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ A, B = "http://a:1", "http://b:1"
 
 
 class Now:
-    """A clock that only pauses move."""
+    """A clock that only pauses advance."""
 
     def __init__(self) -> None:
         self.s = 100.0
@@ -38,7 +38,7 @@ class Now:
 
 
 def drive(call: Call[T], answer: Callable[[Request], Outcome], now: Now | None = None) -> T:
-    """Run a call to its end with `answer` as the whole network; pauses move the clock, if there is one."""
+    """Run a call and return its result; `answer` replaces the network, and pauses advance `now`, if given."""
     try:
         effect = next(call)
         while True:
@@ -54,7 +54,7 @@ def drive(call: Call[T], answer: Callable[[Request], Outcome], now: Now | None =
 
 
 class Shards:
-    """Two shards and a scheduler that hold one model in memory and add what is pushed to it."""
+    """Two shards and a scheduler that hold one model in memory and add pushed gradients to it."""
 
     def __init__(
         self, *, partitions: int = 4, dtype: str = "float32", clip: bool = False, w: tuple[int, ...] = (10, 5)
@@ -148,17 +148,17 @@ class Shards:
         raw = encode_header(reply) + b"".join(pieces)
         assert request.sink is not None
         request.sink.begin()
-        for i in range(0, len(raw), 13):  # awkward chunks
+        for i in range(0, len(raw), 13):  # chunks that end inside headers and elements
             request.sink.feed(memoryview(raw[i : i + 13]))
         request.sink.end()
         return Response(200, {"content-type": MEDIA_TYPE})
 
     def wrong_once(self, path: str, outcome: Outcome) -> None:
-        """The next request of that path has this outcome, and reaches nobody."""
+        """Give the next request of this path this outcome, without processing the request."""
         self.trouble.append(lambda r: outcome if r.path == path else None)
 
     def lost_once(self, path: str) -> None:
-        """The next request of that path is done, but its answer is lost."""
+        """Process the next request of this path, but lose the response."""
 
         def lose(request: Request) -> Outcome | None:
             if request.path != path:
@@ -184,5 +184,5 @@ def grads() -> dict[str, Any]:
 
 
 def expected() -> Any:
-    """The values of `Shards` after one push of `grads`."""
+    """Return the values of `Shards` after one push of `grads`."""
     return np.arange(64, dtype=np.float32) + np.r_[np.ones(50), np.full(14, 2.0)].astype(np.float32)

@@ -1,4 +1,4 @@
-"""Who may come in, around a small app: every mark against every role, cookies, what a node says of its callers."""
+"""Access control of a small app: every route role against every token role, cookies, and roles stated by nodes."""
 
 import shutil
 import ssl
@@ -43,7 +43,7 @@ def served(access: Access | LocalOnly) -> NodeMiddleware:
 
     @app.get("/forgotten")
     async def forgotten() -> None:
-        """Nobody gave it a role."""
+        """A route without a role mark."""
 
     return NodeMiddleware(app, guard(app, access))
 
@@ -59,7 +59,10 @@ async def ask(path: str, token: str = "", method: str = "GET", **headers: str) -
 @pytest.mark.asyncio
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_each_role_may_do_what_those_below_it_may(method: str) -> None:
-    """Without a token 401, with too low a one 403, else in, told who asks; an open route asks nobody."""
+    """A route admits its own role and higher ones, answers 403 to lower ones, and 401 without a token.
+
+    The app is told the caller's role; on an open route this is `open`, and no token is needed.
+    """
     for need in ROLES:
         for have in ROLES:
             answer = await ask(f"/{need}", "" if have == "open" else tokens.make(KEY, have), method)
@@ -72,7 +75,7 @@ async def test_each_role_may_do_what_those_below_it_may(method: str) -> None:
 
 @pytest.mark.asyncio
 async def test_a_route_that_nobody_classified_is_not_open() -> None:
-    """It takes an admin; a path without a route, OpenAPI's pages and a wrong method take any token."""
+    """A route without a role mark refuses even a node; unknown paths, OpenAPI and wrong methods require any token."""
     assert [(await ask("/forgotten", t)).status_code for t in ("", tokens.make(KEY, "node"))] == [401, 403]
     for path, method, status in (("/nothing", "GET", 404), ("/openapi.json", "GET", 200), ("/reader", "PUT", 405)):
         assert (await ask(path, method=method)).status_code == 401
@@ -93,7 +96,7 @@ async def test_a_route_that_nobody_classified_is_not_open() -> None:
     ],
 )
 async def test_a_token_that_does_not_count_is_told_so(authorization: str) -> None:
-    """Forged, revoked, expired or in another scheme: 401 with a challenge that says the token was the reason."""
+    """A forged, malformed, revoked or expired token gets 401 and a challenge with `invalid_token`, unlike no token."""
     answer = await ask("/reader", authorization=authorization)
     without = await ask("/reader")
 
@@ -116,7 +119,7 @@ GUARD = Guard(APP, Access([KEY]))
 
 @given(METHODS, PATHS)
 def test_marks_are_found_as_the_router_finds_routes(method: str, path: str) -> None:
-    """The guard asks for the mark of the very route that will answer; where none will, for any token."""
+    """The guard requires the role of the route that the router will call, and any valid token if none matches."""
     scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
     fitting = [r for r in roles.routes(APP) if r.matches(scope)[0] is Match.FULL]
     need = roles.role_of(fitting[0]) if fitting else "reader"
@@ -134,7 +137,7 @@ def test_marks_are_found_as_the_router_finds_routes(method: str, path: str) -> N
 
 
 def test_tokens_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token is computed once and then known, until it expires or too many others have come; only valid ones are."""
+    """A cached token is refused once it has expired, and the cache of valid tokens stays within its limit."""
     access = Access([KEY])
 
     def role(token: str) -> Role:
@@ -155,7 +158,7 @@ def test_tokens_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.asyncio
 async def test_a_cookie_reads_and_does_nothing_else() -> None:
-    """The page's cookie is taken for GET up to a reader's routes; a forged or mangled one is none."""
+    """A cookie grants only GET on a reader's routes, even with an admin's token; an invalid one grants nothing."""
     access = Access([KEY], secure=True)
     reader = tokens.Holder("reader", "page", 0)
     cookie = access.cookie(reader, 60)
@@ -175,14 +178,14 @@ async def test_a_cookie_reads_and_does_nothing_else() -> None:
 
 
 def entered(token: str, *revoked: str) -> str | None:
-    """The token in the cookie that /login leaves for a token, where these names are revoked."""
+    """Return the token in the cookie that /login sets for `token`, or None; `revoked` are revoked names."""
     cookie = Login(Access([KEY], revoked)).enter(token)
     return None if cookie is None else cookie.partition(";")[0].partition("=")[2]
 
 
 @pytest.mark.parametrize(("days", "lasts_s"), [(0, COOKIE_S), (1, 24 * 3600), (30, COOKIE_S)])
 def test_a_cookie_outlives_neither_its_days_nor_its_token(days: int, lasts_s: int) -> None:
-    """It is of the token's name, ends with it or when that is revoked, and is never good for a longer one."""
+    """A cookie of /login expires no later than its token, is revoked with it, and cannot be used to extend itself."""
     now_s = int(time.time())
     page = entered(tokens.make(KEY, "worker", "bob", now_s + days * 24 * 3600 if days else 0))
     assert page is not None
@@ -196,7 +199,7 @@ def test_a_cookie_outlives_neither_its_days_nor_its_token(days: int, lasts_s: in
 
 @pytest.mark.asyncio
 async def test_only_a_node_speaks_for_others() -> None:
-    """A node's request for a client has the client's role, whichever way that differs; a client's own word is void."""
+    """A node's request has the role that it states for its client; a role stated by anyone else is ignored."""
     node, reader = tokens.make(KEY, "node"), tokens.make(KEY, "reader")
     said = {"x-paramserver-role": "admin"}
 
@@ -209,7 +212,7 @@ async def test_only_a_node_speaks_for_others() -> None:
 
 
 def test_only_loopback_is_open(caplog: pytest.LogCaptureFixture) -> None:
-    """Any other address takes a secret or an explicit word, and says which lines help."""
+    """Other addresses than loopback require a secret, or `insecure` with a warning; the error lists the remedies."""
     for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
         assert isinstance(Access.of(ShardSettings(host=host)), LocalOnly)
     for host in ("0.0.0.0", "::", "10.0.0.1", "fd00::5", "ps.example.org", ""):
@@ -246,7 +249,7 @@ def test_only_loopback_is_open(caplog: pytest.LogCaptureFixture) -> None:
 async def test_a_node_for_its_machine_is_closed_to_web_pages_of_elsewhere(
     host: str, origin: str | None, status: int
 ) -> None:
-    """A page's name for this machine, or where it comes from, gives it away; programs here may do everything."""
+    """Without a secret, a request is refused if others may own its Host's name, or if its Origin is not its Host."""
     headers = {"host": host} | ({} if origin is None else {"origin": origin})
     transport = httpx.ASGITransport(served(LocalOnly()))
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
@@ -257,7 +260,10 @@ async def test_a_node_for_its_machine_is_closed_to_web_pages_of_elsewhere(
 
 
 def test_a_secret_closes_loopback_too() -> None:
-    """Where a secret is set it is used, wherever the node listens; names that are revoked come as one text."""
+    """With a secret, a node on loopback requires tokens, even with `insecure`, and calls other nodes with one.
+
+    The setting `revoked` is a list of names, separated by commas.
+    """
     access = Access.of(ShardSettings(secret=SECRET, insecure=True, revoked="ci, laptop,"))
 
     assert isinstance(access, Access)
@@ -267,7 +273,7 @@ def test_a_secret_closes_loopback_too() -> None:
 
 
 def test_tls_takes_two_files_that_fit(tmp_path: Path) -> None:
-    """One file alone, a missing one, or a key of another certificate is refused before anything listens."""
+    """TLS settings are refused with only one file, a missing file, or a key that does not fit the certificate."""
     pairs = [self_signed(tmp_path / name) for name in ("a", "b")]
     (certificate, key), (_, other) = pairs
     missing = tmp_path / "none.pem"
@@ -280,7 +286,10 @@ def test_tls_takes_two_files_that_fit(tmp_path: Path) -> None:
 
 
 def test_clients_find_their_credentials(tmp_path: Path) -> None:
-    """An argument wins over the environment, that over a file; a bundle's certificates are all trusted."""
+    """An argument wins over the environment, and a token there over a token file.
+
+    All certificates of a CA bundle are trusted, `repr` hides the token, and invalid tokens and CA files are refused.
+    """
     certificates = [self_signed(tmp_path / name)[0] for name in ("a", "b")]
     bundle, file = tmp_path / "bundle.pem", tmp_path / "token"
     bundle.write_text("# ours\n" + "".join(c.read_text() for c in certificates))
@@ -302,7 +311,7 @@ def test_clients_find_their_credentials(tmp_path: Path) -> None:
 
 
 def self_signed(stem: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 and its key."""
+    """Create a self-signed certificate for 127.0.0.1; return its path and its key's."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make a certificate: apt install openssl")
     certificate, key = stem.with_suffix(".crt"), stem.with_suffix(".key")

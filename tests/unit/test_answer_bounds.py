@@ -1,4 +1,4 @@
-"""What a pull by name may ask for at once, in each form of its answer."""
+"""Limits on the size of a pull by name, for JSON and for msgpack."""
 
 import pytest
 
@@ -19,13 +19,13 @@ SPEC = {
 
 
 def asked(*names: str, dtype: str | None = None) -> PullRequest:
-    """A pull of these parameters."""
+    """Return a pull request for these parameters."""
     layout = Layout(ModelSpec.parse(SPEC))
     return PullRequest(select(layout, names), 0, 0, 0.0, dtype)  # type: ignore[arg-type]
 
 
 def test_msgpack_holds_as_much_as_a_body() -> None:
-    """In bytes of the dtype that was asked for, or that each parameter has."""
+    """A msgpack pull is refused if its values, in the requested dtype or their own, exceed the limit for a body."""
     check_msgpack(asked("w"))
     check_msgpack(asked("w", "b", dtype="float16"))
     for refused in (asked("w", "b"), asked("w", dtype="float64")):
@@ -35,7 +35,7 @@ def test_msgpack_holds_as_much_as_a_body() -> None:
 
 
 def test_json_holds_so_many_numbers() -> None:
-    """However few bytes a number has."""
+    """A JSON pull of more than JSON_ELEMENTS_MAX numbers is refused."""
     check_json(asked("j"))
     with pytest.raises(RequestError) as raised:
         check_json(asked("j", "b"))

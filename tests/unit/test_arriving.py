@@ -1,4 +1,4 @@
-"""What is looked at in a push while it arrives."""
+"""Checks of a push while it arrives."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +20,7 @@ DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "
 @pytest.mark.parametrize("coding", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("size_bytes", [8, BLOCK_BYTES, BLOCK_BYTES + 8, 3 * BLOCK_BYTES + 1000])
 def test_blocks_are_checked_like_the_whole(coding: Coding, size_bytes: int) -> None:
-    """The checksum is that of the whole slice; one number that is not finite is found wherever it is."""
+    """Checking a slice in blocks yields the CRC of the whole slice, and finds a single NaN wherever it is."""
     data = (np.arange(size_bytes // np.dtype(DTYPES[coding]).itemsize) % 97).astype(DTYPES[coding])
     ranges = ((0, data.size),)
 
@@ -36,7 +36,7 @@ def test_blocks_are_checked_like_the_whole(coding: Coding, size_bytes: int) -> N
 @pytest.mark.asyncio
 @pytest.mark.parametrize("fields", [{"map_epoch": 7}, {"forwarded": True}])
 async def test_a_push_that_came_before_its_partition_has_a_checksum(fields: dict[str, Any]) -> None:
-    """Its header names a partition of another shard, which is this one's when the body is here."""
+    """A push that is forwarded or names a map epoch gets a CRC even if another shard owns its partition on arrival."""
     spec = ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "partitions": 1})
     known = KnownModel(ModelKey("m", 1), Layout(spec), 0, "ready", (("other", 1),), None, None)
     frame = PushFrame("m", [PushPart(0, None, None)], worker="a", epoch=1, seq=1, **fields)

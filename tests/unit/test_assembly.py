@@ -1,4 +1,4 @@
-"""Putting partitions together and taking them apart again, over any partitioning."""
+"""Conversion between partitions and named arrays, for any partitioning."""
 
 import numpy as np
 import pytest
@@ -44,8 +44,10 @@ def test_other_partition_counts_hold_the_same(shapes: list[list[int]], data: st.
 
 
 def test_a_schedule_goes_on_where_it_was() -> None:
-    """Each partition at its own version where the cut is the same, at the greatest where it is not; in sync one clock
-    before, which the first commit of the phase makes up for."""
+    """Restored partitions keep their versions if bounds and parameters are the same, else all get the highest.
+
+    In sync they get one less than the highest, because the first commit of the new phase adds one.
+    """
     two, three = _layout([[8]], 2), _layout([[8]], 3)
     sync = Layout(two.spec.patched({"consistency": {"mode": "sync"}}))
 
@@ -58,7 +60,7 @@ def test_a_schedule_goes_on_where_it_was() -> None:
 
 
 def test_another_optimizer_starts_afresh() -> None:
-    """State of an optimizer with another number of arrays is left out, with its step counts."""
+    """Optimizer state whose number of arrays does not fit the model's optimizer is dropped, with its step counts."""
     layout = _layout([[4]], 2)
 
     states = scatter(layout, {"p0": np.ones(4, np.float32)}, {"p0": [np.ones(4, np.float32)]}, {"p0": 9})
@@ -77,14 +79,14 @@ def test_another_optimizer_starts_afresh() -> None:
     ],
 )
 def test_arrays_of_another_model_are_refused(params: dict[str, np.ndarray], code: str) -> None:
-    """Names and shapes have to be those of the model."""
+    """Arrays whose names or shapes are not those of the model are refused."""
     with pytest.raises(PsError) as caught:
         scatter(_layout([[4]], 1), params, {}, {})
     assert caught.value.code == code
 
 
 def test_a_changing_optimizer_is_noticed() -> None:
-    """Partitions whose optimizers differ cannot be one checkpoint."""
+    """Partitions with different numbers of optimizer arrays cannot be combined in one checkpoint."""
     layout = _layout([[2]], 2)
     one = np.ones(1, np.float32)
 

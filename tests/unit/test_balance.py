@@ -1,4 +1,4 @@
-"""Plans of moves: bytes first, then load, never to and fro, and nothing beyond what memory and bounds allow."""
+"""Move planning: bytes before load, no oscillation, and nothing beyond free memory and the bound on moves."""
 
 import hypothesis.strategies as st
 import pytest
@@ -12,7 +12,7 @@ MIB = 1 << 20
 def settle(
     partitions: list[PartitionLoad], shards: list[ShardLoad], at_once: int = 4, by_load: bool = False
 ) -> tuple[list[PartitionLoad], int]:
-    """Carries plans out until there is none; where everything is then, and after how many moves."""
+    """Carry out plans until there is none left; return the partitions as they are then, and the number of moves."""
     count = 0
     for _ in range(10_000):
         moves = plan(partitions, shards, at_once, by_load=by_load)
@@ -30,7 +30,7 @@ def held(partitions: list[PartitionLoad], shards: list[ShardLoad]) -> dict[str, 
 
 
 def test_a_shard_that_joins_gets_its_share_and_no_more_moves_than_that() -> None:
-    """Twelve partitions on two shards: a third one gets four, in four moves."""
+    """A third shard that joins two with twelve partitions gets four of them, in four moves."""
     partitions = [PartitionLoad(("m", i), f"s{i % 2}", MIB) for i in range(12)]
     shards = [ShardLoad("s0"), ShardLoad("s1"), ShardLoad("s2")]
     after, moves = settle(partitions, shards)
@@ -39,7 +39,7 @@ def test_a_shard_that_joins_gets_its_share_and_no_more_moves_than_that() -> None
 
 
 def test_what_drains_goes_to_those_that_stay() -> None:
-    """A draining shard ends with nothing, the others with the same."""
+    """Each partition of a draining shard moves once, and the other shards end with equal bytes."""
     partitions = [PartitionLoad(("m", i), f"s{i % 3}", MIB) for i in range(12)]
     shards = [ShardLoad("s0"), ShardLoad("s1", draining=True), ShardLoad("s2")]
     after, moves = settle(partitions, shards)
@@ -48,7 +48,7 @@ def test_what_drains_goes_to_those_that_stay() -> None:
 
 
 def test_nobody_has_more_moves_at_once_than_the_bound() -> None:
-    """Moves under way count as well."""
+    """A shard takes part in at most `at_once` moves, including those in progress."""
     partitions = [PartitionLoad(("m", i), "s0", MIB) for i in range(64)]
     moves = plan(partitions, [ShardLoad("s0", moves=1), ShardLoad("s1")], 4)
     assert len(moves) == 3
@@ -56,7 +56,7 @@ def test_nobody_has_more_moves_at_once_than_the_bound() -> None:
 
 
 def test_of_several_models_the_one_moves_of_which_the_shard_has_most() -> None:
-    """So each model is spread, not only their sum."""
+    """Of equal partitions, one of the model with most excess on the source moves, so that each model is spread."""
     partitions = [PartitionLoad(("a", i), "s0", MIB) for i in range(4)] + [
         PartitionLoad(("b", i), "s1", MIB) for i in range(4)
     ]
@@ -66,7 +66,7 @@ def test_of_several_models_the_one_moves_of_which_the_shard_has_most() -> None:
 
 
 def test_what_does_not_fit_into_memory_does_not_move() -> None:
-    """A target without room gets nothing; one whose limit is unknown may."""
+    """A shard gets no partitions beyond its free memory; if that is unknown, memory is no obstacle."""
     partitions = [PartitionLoad(("m", i), "s0", MIB) for i in range(4)]
     assert plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1", free_bytes=MIB - 1)], 4) == []
     assert len(plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1", free_bytes=2 * MIB)], 4)) == 2
@@ -74,7 +74,10 @@ def test_what_does_not_fit_into_memory_does_not_move() -> None:
 
 
 def test_a_drain_that_memory_forbids_is_told_with_figures() -> None:
-    """Needed and free bytes; silent where a limit is unknown or nobody stays."""
+    """`missing_bytes` returns (needed, free) bytes if a drain does not fit into memory.
+
+    It returns None if it fits, if the free memory of a shard is unknown, or if no shard remains.
+    """
     partitions = [PartitionLoad(("m", i), "s0", MIB) for i in range(4)]
     assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=3 * MIB)], "s0") == (4 * MIB, 3 * MIB)
     assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=4 * MIB)], "s0") is None
@@ -83,13 +86,13 @@ def test_a_drain_that_memory_forbids_is_told_with_figures() -> None:
 
 
 def test_what_cannot_move_stays() -> None:
-    """A partition that is not served, or moves already, is nobody's candidate."""
+    """A partition that is not movable (not served, or already moving) stays, even on a draining shard."""
     partitions = [PartitionLoad(("m", i), "s0", MIB, movable=False) for i in range(4)]
     assert plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1")], 4) == []
 
 
 def test_load_is_levelled_by_an_exchange_when_bytes_are_level() -> None:
-    """Two busy partitions on one shard are parted, bytes stay as they are, and then there is peace."""
+    """With equal bytes, two busy partitions on one shard are separated by an exchange, and no further move follows."""
     loads = [50.0 * MIB, 50.0 * MIB, 0.0, 0.0]
     partitions = [PartitionLoad(("m", i), f"s{i // 2}", MIB, loads[i]) for i in range(4)]
     shards = [ShardLoad("s0"), ShardLoad("s1")]
@@ -102,7 +105,7 @@ def test_load_is_levelled_by_an_exchange_when_bytes_are_level() -> None:
 
 @pytest.mark.parametrize("load", [0.0, 1000.0])
 def test_idle_shards_are_left_alone(load: float) -> None:
-    """Loads below what counts move nothing."""
+    """No partition moves for load if the busiest shard is below LOAD_MIN."""
     partitions = [PartitionLoad(("m", i), "s0" if i < 2 else "s1", MIB, load if i < 2 else 0.0) for i in range(4)]
     assert plan(partitions, [ShardLoad("s0"), ShardLoad("s1")], 4, by_load=True) == []
 
@@ -110,7 +113,7 @@ def test_idle_shards_are_left_alone(load: float) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_plans_come_to_rest_with_nobody_above_the_average_and_one_partition(data: st.DataObject) -> None:
-    """Whatever the sizes, loads and shards: moves end, what drains is empty, and bytes are level."""
+    """For any sizes and loads, plans end, with draining shards empty and none above the average plus one partition."""
     names = [f"s{i}" for i in range(data.draw(st.integers(1, 6)))]
     draining = data.draw(st.sets(st.sampled_from(names), max_size=len(names) - 1))
     shards = [ShardLoad(n, draining=n in draining) for n in names]

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what other tools can open, and what is noticed when a file is damaged."""
+"""Checkpoint folders: compatibility with other tools, and detection of damaged files."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ def _write(path: Path, **more: Any) -> tuple[dict[str, Any], dict[str, Any], dic
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    """Everything that was written is read again bit by bit, also values narrower on disk than in memory."""
+    """Everything written is read back bit for bit, including values that are narrower on disk than in memory."""
     spec, params, slots = _write(tmp_path / "a" / "ckpt")
 
     got = checkpoint.read(tmp_path / "a" / "ckpt")
@@ -64,7 +64,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_parameters_open_with_safetensors(tmp_path: Path) -> None:
-    """safetensors itself finds the user's names, shapes and dtypes."""
+    """safetensors itself opens the parameters, with the user's names, shapes and dtypes (bfloat16 as float32)."""
     _, params, _ = _write(tmp_path / "ckpt")
 
     held = load_file(tmp_path / "ckpt" / checkpoint.PARAMS)
@@ -81,7 +81,7 @@ def test_parameters_open_with_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [checkpoint.PARAMS, checkpoint.OPTIMIZER, checkpoint.WORKERS])
 def test_a_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
-    """A file that changed after it was written is named, never loaded."""
+    """A file that has changed since it was written is refused as `corrupt_state`, by name."""
     _write(tmp_path / "ckpt")
     file = tmp_path / "ckpt" / name
     data = bytearray(file.read_bytes())
@@ -95,7 +95,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("version", [-1, 1 << 60, 1.5, "3", None, True])
 def test_a_version_that_cannot_be_is_corrupt(tmp_path: Path, version: Any) -> None:
-    """No partition is told to go on at it."""
+    """A version that is negative, too large or not an integer is `corrupt_state`."""
     _write(tmp_path / "ckpt")
     file = tmp_path / "ckpt" / checkpoint.MANIFEST
     file.write_text(json.dumps(json.loads(file.read_text()) | {"versions": [version]}))
@@ -107,7 +107,7 @@ def test_a_version_that_cannot_be_is_corrupt(tmp_path: Path, version: Any) -> No
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 2}', '{"format": 1}', '{"format": 1, "files": {}}'])
 def test_a_bad_manifest_is_corrupt(tmp_path: Path, text: str) -> None:
-    """A manifest that makes no sense is a CorruptState, not a KeyError."""
+    """An invalid or incomplete manifest is `corrupt_state`, not a KeyError."""
     _write(tmp_path / "ckpt")
     (tmp_path / "ckpt" / checkpoint.MANIFEST).write_text(text)
 
@@ -117,14 +117,14 @@ def test_a_bad_manifest_is_corrupt(tmp_path: Path, text: str) -> None:
 
 
 def test_a_missing_checkpoint_is_unknown(tmp_path: Path) -> None:
-    """A folder without a manifest is no checkpoint."""
+    """Reading a folder that does not exist raises `unknown_checkpoint`."""
     with pytest.raises(PsError) as caught:
         checkpoint.read(tmp_path / "nothing")
     assert caught.value.code == "unknown_checkpoint"
 
 
 def test_existing_folders_are_kept(tmp_path: Path) -> None:
-    """A folder that is there is replaced only on request, and only if it is a checkpoint."""
+    """An existing folder is replaced only with `overwrite`, and only if it is a checkpoint."""
     _write(tmp_path / "ckpt")
     (tmp_path / "mine").mkdir()
 
@@ -139,7 +139,7 @@ def test_existing_folders_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    """What cannot be written leaves neither the folder nor a temporary one."""
+    """A failed write leaves neither the folder nor a temporary one."""
     spec = _spec()
 
     with pytest.raises(PsError, match="shape"):
@@ -151,7 +151,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_manifest_lists_checksums(tmp_path: Path) -> None:
-    """The manifest is plain JSON with a format version and a sha256 of each file."""
+    """The manifest is plain JSON with a format version, the lowest version, and a SHA-256 digest of each file."""
     _write(tmp_path / "ckpt")
 
     manifest = json.loads((tmp_path / "ckpt" / checkpoint.MANIFEST).read_text())
@@ -164,7 +164,7 @@ def test_the_manifest_lists_checksums(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files")
 @pytest.mark.parametrize(("workers", "file"), [(0, checkpoint.PARAMS), (1000, "")])
 def test_a_disk_that_refuses_is_an_os_error(tmp_path: Path, workers: int, file: str) -> None:
-    """What cannot be written raises OSError with its number and a name, whoever wrote, and nothing is left of it."""
+    """A write that the OS refuses raises OSError with errno and file name, and leaves nothing."""
     import resource
 
     target, bytes_max = tmp_path / "ckpt", 64 if file else 8192

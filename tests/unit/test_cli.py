@@ -43,13 +43,13 @@ from paramserver_cli.training import Sample, Training, WorkerLine
     ],
 )
 def test_settings_on_the_command_line_become_a_patch(words: list[str], patch: dict[str, Any]) -> None:
-    """Each name goes into the part of the spec it belongs to, with its JSON type."""
+    """Each setting goes into the section of the spec that it belongs to, with its JSON type."""
     assert merge_patch(words) == patch
 
 
 @pytest.mark.parametrize(("word", "says"), [("lrr=1", "did you mean 'lr'"), ("lr", "name=value"), ("=3", "name=value")])
 def test_a_wrong_setting_is_a_usage_error(word: str, says: str) -> None:
-    """A word that is no setting is refused before anything is sent."""
+    """A word with an unknown name, or not of the form name=value, is a usage error that says so."""
     with pytest.raises(typer.BadParameter, match=says):
         merge_patch([word])
 
@@ -64,26 +64,26 @@ def _commands(command: Any, path: str = "psctl") -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("path", "command"), list(_commands(typer.main.get_command(app))))
 def test_help_shows_how_a_command_is_typed(path: str, command: Any) -> None:
-    """Each has an example of itself on a line of its own."""
+    """The help of each command has an example of it on a line of its own."""
     assert [line for line in f"{command.help}\n{command.epilog}".splitlines() if line.strip().startswith(path)]
 
 
 def test_a_setting_within_a_value_is_a_usage_error() -> None:
-    """One word gives the rate a number, another one a field."""
+    """A word that sets a field inside a value that another word sets is a usage error."""
     with pytest.raises(typer.BadParameter, match="another word sets to"):
         merge_patch(["lr=0.1", "optimizer.lr.x=3"])
 
 
 @pytest.mark.parametrize("content", [b"\x7fELF\xd0", b"params: [", b"w: 2001-99-99"])
 def test_a_spec_that_is_no_text_or_no_yaml_is_told_in_one_line(tmp_path: Path, content: bytes) -> None:
-    """Whatever the reader stumbles over."""
+    """A spec file that cannot be parsed, for whatever reason, is reported as not YAML."""
     (tmp_path / "spec").write_bytes(content)
     with pytest.raises(Failed, match="spec is not YAML"):
         read_spec(tmp_path / "spec")
 
 
 def test_arguments_keep_their_json_types() -> None:
-    """Numbers, booleans and lists are values; anything else is text; only the first '=' separates."""
+    """The text after the first '=' is parsed as JSON, or kept as it is if it is not JSON."""
     assert pairs(["a=1", "b=true", "c=x=y", "d=[1, 2]", "e="]) == {"a": 1, "b": True, "c": "x=y", "d": [1, 2], "e": ""}
 
 
@@ -99,12 +99,12 @@ def test_arguments_keep_their_json_types() -> None:
     ],
 )
 def test_errors_lead_to_exit_codes(code: str, exit_code: int) -> None:
-    """Nobody answers: 3; the cluster refuses: 4; anything else: 1."""
+    """The exit code is 3 if the cluster does not answer, 4 if it refuses, and 1 for any other error."""
     assert exits.code_of(problem(code, "x")) == exit_code
 
 
 def psctl(*words: str) -> tuple[int, str]:
-    """Run psctl here; its exit code, and what it wrote to standard error."""
+    """Run psctl in this process; return its exit code and standard error."""
     done = CliRunner().invoke(app, list(words))
     return done.exit_code, done.stderr
 
@@ -120,7 +120,7 @@ def psctl(*words: str) -> tuple[int, str]:
     ],
 )
 def test_a_path_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """A folder where a file is, or one that may not be written: which it is, and no traceback."""
+    """A path that cannot be a folder, or is inside a file, is reported in one line that names it, with exit code 1."""
     file = tmp_path / "file"
     file.touch()
     code, text = psctl(*(w.replace("FILE", str(file)) for w in words))
@@ -131,7 +131,7 @@ def test_a_path_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, words: t
 
 
 def test_advice_for_programs_is_given_in_the_words_of_the_command_line() -> None:
-    """psctl has options and commands; who types them has neither keyword arguments nor routes."""
+    """Hints for Python and REST callers are replaced by command-line advice; other hints are kept."""
     for advice, words in exits.HINTS.items():
         assert exits.one_line(problem("conflict", "it is there", hint=advice)) == f"it is there ({words})"
     assert exits.one_line(problem("conflict", "x", hint="another")) == "x (another)"
@@ -140,13 +140,13 @@ def test_advice_for_programs_is_given_in_the_words_of_the_command_line() -> None
 
 @pytest.mark.parametrize("advice", exits.HINTS)
 def test_advice_that_is_translated_is_given_somewhere(advice: str) -> None:
-    """So that whoever rewords it there finds the translation."""
+    """Every hint that psctl replaces occurs in the library, so rewording one there fails this test."""
     found = [p for p in (Path(__file__).parents[2] / "shared").rglob("*.py") if advice in p.read_text()]
     assert found
 
 
 def test_a_block_of_ports_is_taken_whole_and_by_one_cluster() -> None:
-    """Two reservations never overlap, and a released block can be taken again."""
+    """Two reservations do not overlap, a block in use is refused, and a released block can be reserved again."""
     one = ports.reserve(3, schedulers=2)
     two = ports.reserve(3, schedulers=2)
     base = one.schedulers[0]
@@ -165,13 +165,13 @@ def test_a_block_of_ports_is_taken_whole_and_by_one_cluster() -> None:
 
 
 def test_an_address_of_another_machine_is_not_blamed_on_the_ports() -> None:
-    """No port is in use there; that the address is not ours is what has to be mended."""
+    """Reserving ports on another machine's address fails with an error about the address, not about ports in use."""
     with pytest.raises(PsError, match=r"192\.0\.2\.1.*of this machine"):
         ports.reserve(1, host="192.0.2.1")
 
 
 def test_many_shards_fit_between_scheduler_and_redis() -> None:
-    """With more shards than a block has ports, the block grows."""
+    """With more shards than a block has ports, the block grows, and the shards' ports stay between the others."""
     block = ports.reserve(150)
     block.lock.close()
     assert block.shards_max >= 150
@@ -179,7 +179,7 @@ def test_many_shards_fit_between_scheduler_and_redis() -> None:
 
 
 def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
-    """Plan, cluster and supervisor state survive being written, with what is missing as None."""
+    """Plan, cluster and supervisor state are read as written, or None if missing; `remove_run_files` keeps the plan."""
     state = StateDir(tmp_path)
     cluster = Cluster(
         "http://h:1", ["http://h:2"], "redis://h:3", None, {"shards": [4, None]}, str(tmp_path), ["http://h:1"]
@@ -197,7 +197,7 @@ def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_start_that_fails_says_why_however_deep_the_error_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in a step of the start comes in a group within a group, and neither of them is the reason."""
+    """A failed start reports the innermost error, not the exception groups around it."""
 
     async def fails(self: supervisor.Supervisor) -> None:
         raise ExceptionGroup("start", [ExceptionGroup("step", [OSError("no space left")])])
@@ -217,7 +217,7 @@ def test_a_start_that_fails_says_why_however_deep_the_error_is(tmp_path: Path, m
 def resized(
     folder: Path, monkeypatch: pytest.MonkeyPatch, shards: int, answer: Callable[[StateDir, Cluster], None]
 ) -> None:
-    """Asks for `shards` in place of 2, after a refusal; `answer` is what the supervisor does before the next poll."""
+    """Resize from 2 to `shards` after a refused plan; `answer` is what the supervisor does before the next poll."""
     state = StateDir(folder)
     lock = state.lock()
     assert lock is not None
@@ -232,14 +232,14 @@ def resized(
 def test_a_refusal_of_an_earlier_plan_is_not_taken_for_one_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The supervisor has not read the new plan yet, and its file still says why it refused the one before."""
+    """`resize` ignores the error of an earlier plan while the supervisor has not read the new one yet."""
     resized(tmp_path, monkeypatch, 3, lambda state, two: state.write(replace(two, shards=[*two.shards, "http://h:4"])))
 
 
 def test_a_plan_that_the_supervisor_takes_back_is_refused_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """psctl ends with what the supervisor said of this plan."""
+    """`resize` fails with the supervisor's reason if the supervisor takes the plan back."""
 
     def refuse(state: StateDir, _: Cluster) -> None:
         state.write(SupervisorState(os.getpid(), "ready", error="room for 1 to 97 shards"))
@@ -264,7 +264,7 @@ def test_a_plan_that_the_supervisor_takes_back_is_refused_with_its_reason(
 def test_what_comes_next_reaches_the_cluster_that_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, url: str, says: str
 ) -> None:
-    """Elsewhere than in this folder's state directory, or at another URL than the one meant here, it takes options."""
+    """The suggested commands have --url and --state-dir where the defaults here would not reach the started cluster."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PARAMSERVER_URL", url)
     started = "http://127.0.0.1:9100"
@@ -284,7 +284,7 @@ def test_what_comes_next_reaches_the_cluster_that_was_started(
     ],
 )
 def test_a_cluster_of_this_machine_is_known_by_any_of_its_names(url: str, same: bool) -> None:
-    """Whoever writes localhost means the same as who writes 127.0.0.1."""
+    """A cluster's URL may say localhost for 127.0.0.1, but scheme and port must be the same."""
     at = "http://127.0.0.1:9100"
     assert Cluster(at, [], "redis://h:3", None, {}, "/x", [at]).is_at(url) is same
 
@@ -302,7 +302,7 @@ def test_a_cluster_of_this_machine_is_known_by_any_of_its_names(url: str, same: 
     ],
 )
 def test_the_secret_at_hand_is_for_all_schedulers_of_its_cluster(tmp_path: Path, url: str, found: bool) -> None:
-    """However they are written; where one of the URLs is another's, no token of ours is sent there."""
+    """The secret is used only if every URL is a scheduler of its cluster, whether spelled localhost or 127.0.0.1."""
     schedulers = ["https://127.0.0.1:9100", "https://127.0.0.1:9198"]
     state = StateDir(tmp_path)
     state.write(Cluster(schedulers[0], [], "redis://h:3", None, {}, str(tmp_path), schedulers))
@@ -311,7 +311,7 @@ def test_the_secret_at_hand_is_for_all_schedulers_of_its_cluster(tmp_path: Path,
 
 
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
-    """A cluster runs exactly as long as somebody holds its lock."""
+    """A cluster counts as running exactly while its lock is held."""
     state = StateDir(tmp_path)
     assert not state.is_running()
     lock = state.lock()
@@ -323,7 +323,7 @@ def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
 
 
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
-    """`tail` gives the last lines, however long the file, and nothing for a log that is not there."""
+    """`tail` returns the last lines of a long log, and an empty string for one that does not exist."""
     state = StateDir(tmp_path)
     state.logs.mkdir()
     state.log("x").write_text("\n".join(f"line {i}" for i in range(1000)) + "\n")
@@ -332,7 +332,7 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
 
 
 def test_what_to_train_is_a_script_or_a_function(tmp_path: Path) -> None:
-    """A script's entry is its function `train`; a script whose name is no module name is refused."""
+    """A script's entry is its function `train`; a missing script, or no valid module name, is a usage error."""
     (tmp_path / "job.py").touch()
     (tmp_path / "my-job.py").touch()
     assert train._entry(str(tmp_path / "job.py")) == ("job:train", tmp_path)
@@ -352,7 +352,7 @@ def _sample(elapsed_s: float, version: int = 0, accuracy: float | None = None) -
 
 
 def test_a_training_is_good_when_its_last_evaluations_are() -> None:
-    """One lucky evaluation is not enough, and rates count from the first update."""
+    """An accuracy is reached when the last two evaluations have it, and rates count from the first update."""
     training = Training(CLIENT, "m", "sync", evaluations=[0.97])
     assert not training.has_reached(0.96)
     training.evaluations.append(0.95)
@@ -364,7 +364,7 @@ def test_a_training_is_good_when_its_last_evaluations_are() -> None:
 
 
 def test_a_workers_lag_is_what_the_shards_measured() -> None:
-    """It is beside the metrics that the worker reports, none of which need be a lag."""
+    """A worker's lag is taken from the shards' measurement, not from the metrics that the worker reports."""
     worker = {"worker": "m/w0", "clock": 3, "lag": 1.5, "metrics": {"loss": 0.5}, "state": "active"}
     model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "series": [], "waiting_for": []}
     status = {"models": [model | {"workers": [worker | {"heartbeat_age_s": 0.1}]}]}
@@ -376,7 +376,7 @@ def test_a_workers_lag_is_what_the_shards_measured() -> None:
 
 
 def test_a_plain_line_has_the_numbers() -> None:
-    """Loss, accuracy, rate and clocks stand in the line; without workers it says so, and why when nobody answers."""
+    """The line has loss, accuracy, rate and clocks, or says that it waits for workers, or why nobody answers."""
     training = Training(CLIENT, "m", "sync")
     assert "waiting for workers" in plain_line(training)
     training.samples.append(_sample(1.0, 3, 0.931))
@@ -387,7 +387,7 @@ def test_a_plain_line_has_the_numbers() -> None:
 
 
 def test_the_live_picture_has_curves_and_workers() -> None:
-    """At a terminal each worker has a line, and the status page's address stands at the top."""
+    """The live display has the status page's address, the curves, and a line for each worker."""
     training = Training(CLIENT, "digits-sync", "sync")
     training.samples += [_sample(1.0, 3, 0.5), _sample(2.0, 6, 0.931)]
     out = Console(width=100, file=io.StringIO())
@@ -397,7 +397,7 @@ def test_the_live_picture_has_curves_and_workers() -> None:
 
 
 def test_a_sparkline_spans_its_range() -> None:
-    """The lowest value is the lowest bar, the highest the highest; gaps stay gaps; long series are thinned out."""
+    """The lowest value is the lowest bar, the highest the highest; gaps are kept, and long series are thinned out."""
     assert sparkline([0.0, None, 1.0], 0.0, 1.0) == "▁ █"
     assert len(sparkline([0.5] * 1000, 0.0, 1.0, width=20)) == 20
 
@@ -416,7 +416,7 @@ time.sleep(600)
 
 @pytest.mark.process
 def test_children_and_theirs_die_with_a_killed_owner(tmp_path: Path) -> None:
-    """After a SIGKILL of the owner neither its child nor the child's own child is left."""
+    """After a SIGKILL of the owner, neither its child nor its grandchild survives."""
     psutil = pytest.importorskip("psutil")
     argv = [sys.executable, "-P", "-c", OWNER, str(tmp_path / "log")]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as owner:

@@ -1,4 +1,4 @@
-"""Which scheduler a client asks: those given and those named, after one that is dead, silent or without a leader."""
+"""Which scheduler a client tries: given and announced URLs, and those after a dead, silent or leaderless one."""
 
 import pytest
 
@@ -11,17 +11,17 @@ PROBLEM = {"content-type": "application/problem+json"}
 
 
 def answer(names: str = "") -> Response:
-    """A good answer that names these schedulers."""
+    """Return a successful response that announces these schedulers' URLs."""
     return Response(200, {SCHEDULERS: names} if names else {})
 
 
 def refusal(code: str, status: int = 503) -> Response:
-    """A problem document of ours."""
+    """Return a response whose body is a problem document with this code."""
     return Response(status, PROBLEM, b'{"code":"%s"}' % code.encode())
 
 
 def test_the_others_are_learned_from_an_answer() -> None:
-    """A client that was given one URL goes on to the other that its answers named when the first is dead."""
+    """A client given one URL moves on to one announced in a response when the first becomes unreachable."""
     addresses = Addresses([A])
     assert addresses.order() == [A]
     assert not addresses.record(A, answer(f"{A},{B}"))
@@ -36,19 +36,19 @@ def test_the_others_are_learned_from_an_answer() -> None:
     [
         (A, f"{A},{B}", (A, B)),
         ("http://localhost:8700", f"{A},{B}", (A, B)),
-        ("http://127.0.0.1:9000", f"{A},{B}", ()),  # a tunnel: what it names is not what answers there
+        ("http://127.0.0.1:9000", f"{A},{B}", ()),  # a tunnel: the URL that answered is not among the announced ones
         ("https://a:8700", "https://a:8700,http://b:8700", ("https://a:8700",)),
         (A, "", ()),
         (A, "http://[", ()),
     ],
 )
 def test_names_are_believed_of_themselves_only(url: str, header: str, found: tuple[str, ...]) -> None:
-    """An answer's names count where the URL that answered is one of them, and never lead from TLS to none."""
+    """Announced URLs count only if the one that answered is among them; over https, http URLs are ignored."""
     assert named(url, header) == found
 
 
 def test_one_that_fell_silent_is_not_asked_first_again() -> None:
-    """A request without an answer may have been done, so it is not repeated here; the next one begins elsewhere."""
+    """A request in doubt is not sent to the next URL, because it may have been done; the next request starts there."""
     addresses = Addresses([A, B])
     assert not addresses.record(A, problem("in_doubt", "no answer"))
     assert addresses.order() == [B, A]
@@ -67,12 +67,15 @@ def test_one_that_fell_silent_is_not_asked_first_again() -> None:
     ],
 )
 def test_only_a_node_without_a_leader_sends_one_on(outcome: Response, further: bool) -> None:
-    """What the leader itself refused, or may have done, is not asked of another at once."""
+    """A request is sent to the next URL only if the node or proxy that answered had no leader to forward it to."""
     assert Addresses([A, B]).record(A, outcome) is further
 
 
 def test_one_that_fell_silent_may_be_forgotten_already() -> None:
-    """Another thread has heard meanwhile that it is no scheduler any more."""
+    """A timeout at a URL that is no longer announced does not fail: the next request starts with the first URL.
+
+    Another thread may have dropped the URL while this request was waiting.
+    """
     addresses = Addresses([A])
     addresses.record(A, answer(f"{A},{B}"))
     addresses.record(A, answer(f"{A}"))

@@ -1,4 +1,4 @@
-"""Pushes and pulls of the client where shards move, die, refuse or keep silent; they are answered by hand."""
+"""Pushes and pulls of the client when shards move, die, refuse or do not answer; no socket is opened."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,10 @@ def cluster() -> Cluster:
 
 
 def test_a_lost_answer_is_asked_for_again_without_a_second_step(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """The retry carries the same push id, so it is a duplicate; the reply says only whether all parts were."""
+    """A push whose answer was lost is sent again with the same push id and norm, and is applied only once.
+
+    The result is not `duplicate`, because only one shard's part was one.
+    """
     shards.lost_once("/push")
 
     done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
@@ -42,7 +45,7 @@ def test_a_lost_answer_is_asked_for_again_without_a_second_step(shards: Shards, 
 
 
 def test_a_moved_partition_is_followed_at_once(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """421 makes the client fetch the map and send only what is not done, without waiting."""
+    """After 421 the client fetches the new map and pushes the refused parts to their new owners without waiting."""
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     shards.owners, shards.map_epoch = ["b", "b", "a", "b"], 2
     started = now.s
@@ -58,7 +61,7 @@ def test_a_moved_partition_is_followed_at_once(shards: Shards, now: Now, cluster
 def test_shards_that_do_not_answer_are_reached_by_the_url(
     shards: Shards, now: Now, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a direct way everything goes to the URL given, in one frame without a map epoch, and one line says so."""
+    """If no shard address answers, a push is one frame without a map epoch to the given URL; one warning is logged."""
     shards.answering = set()
 
     drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(1)), shards, now)
@@ -72,7 +75,10 @@ def test_shards_that_do_not_answer_are_reached_by_the_url(
 def test_a_nearer_address_that_was_silent_is_tried_again(
     shards: Shards, now: Now, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the shard answers over the network: a socket that a busy machine opened late is found within seconds."""
+    """A silent Unix socket of a shard is probed again after 5 s, even though the shard answers over the network.
+
+    On a busy machine a shard may open its socket late.
+    """
     near = f"unix://{tmp_path}/socket"
     plain = Shards.document
     monkeypatch.setattr(
@@ -92,7 +98,7 @@ def test_a_nearer_address_that_was_silent_is_tried_again(
 
 
 def test_a_shard_that_was_starting_is_found_later(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """An address that did not answer is tried again some seconds later."""
+    """A shard address that did not answer is probed again later, and then used."""
     shards.answering = {A}
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     shards.answering, now.s = {A, B}, now.s + 10
@@ -104,7 +110,7 @@ def test_a_shard_that_was_starting_is_found_later(shards: Shards, now: Now, clus
 
 
 def test_a_busy_shard_is_waited_for_as_long_as_it_says(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """503 with Retry-After is tried again, not before that time."""
+    """A push refused with 503 is sent again, but not before the retry time in the answer."""
     started = now.s
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     shards.wrong_once(
@@ -127,7 +133,7 @@ def test_a_busy_shard_is_waited_for_as_long_as_it_says(shards: Shards, now: Now,
 def test_refusals_are_raised_at_once(
     shards: Shards, now: Now, cluster: Cluster, code: str, raised: type[PsError]
 ) -> None:
-    """What trying again cannot change reaches the caller with its members."""
+    """A refusal that a retry cannot change is raised at once, with the members of its problem document."""
     for _ in "ab":
         shards.wrong_once("/push", refusal(code, timeline=4))
 
@@ -138,7 +144,7 @@ def test_refusals_are_raised_at_once(
 
 
 def test_a_read_is_never_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """It changes nothing: where no answer comes in time, that is all that is said."""
+    """A pull without an answer by its deadline raises `unavailable`, not `in_doubt`, because it changes nothing."""
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     silent = problem("in_doubt", "http://a:1 did not answer within 3 s")
     shards.trouble += [lambda r: silent if r.path == "/pull" else None] * 1000
@@ -150,7 +156,7 @@ def test_a_read_is_never_in_doubt(shards: Shards, now: Now, cluster: Cluster) ->
 
 
 def test_the_deadline_ends_a_call_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """If an attempt may have been done, the error says so even when later ones could not even connect."""
+    """A push with an attempt in doubt raises InDoubt at its deadline, even if later attempts could not connect."""
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     shards.lost_once("/push")
 
@@ -165,7 +171,10 @@ def test_the_deadline_ends_a_call_in_doubt(shards: Shards, now: Now, cluster: Cl
 
 @pytest.mark.parametrize("way", [transfer.push, transfer.pushpull])
 def test_a_push_that_some_shards_have_is_in_doubt(shards: Shards, now: Now, cluster: Cluster, way: Any) -> None:
-    """Though it is certain that the others have nothing: sent once more as another push it would count twice here."""
+    """A push that one shard accepted raises InDoubt at its deadline, even if the other was never reached.
+
+    Sent again under another push id it would count twice on the first shard.
+    """
 
     def one_is_away(request: Request) -> Outcome:
         away = request.to == B and request.path.startswith("/push")
@@ -178,7 +187,7 @@ def test_a_push_that_some_shards_have_is_in_doubt(shards: Shards, now: Now, clus
 
 
 def test_a_push_that_was_accepted_but_is_not_yet_kept_is_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """An error that tells what became of the push comes after it: it is applied, and its storing may be yet to come."""
+    """A push raises InDoubt at its deadline if the error answers say that it was applied but not stored yet."""
     done = {"state": "applied", "duplicate": False, "version": 1}
 
     def not_kept(request: Request) -> Outcome:
@@ -190,7 +199,7 @@ def test_a_push_that_was_accepted_but_is_not_yet_kept_is_in_doubt(shards: Shards
 
 
 def asked_for(call: str, cluster: Cluster, deadline: Deadline) -> Any:
-    """One of the calls that are no push and no pull."""
+    """Return one of the calls other than push and pull."""
     match call:
         case "fetch":
             return control.fetch("/status", deadline)
@@ -216,7 +225,7 @@ def asked_for(call: str, cluster: Cluster, deadline: Deadline) -> Any:
 def test_the_last_answer_is_the_reason_where_the_last_try_is_silent(
     now: Now, cluster: Cluster, call: str, code: str
 ) -> None:
-    """What was cut off by the deadline knows less than what came before; how long it was tried is told too."""
+    """If the last attempt gets no answer, the error gives the last one that came, and how long the call was tried."""
     until = now.s + 10.0
 
     def answer(request: Request) -> Outcome:
@@ -232,7 +241,7 @@ def test_the_last_answer_is_the_reason_where_the_last_try_is_silent(
 
 @pytest.mark.parametrize(("call", "code"), [("fetch", "unavailable"), ("send", "in_doubt")])
 def test_silence_tells_how_long_was_tried(now: Now, cluster: Cluster, call: str, code: str) -> None:
-    """Not only what the deadline had left to the last try."""
+    """If no attempt gets an answer, the error says how long the call was tried, besides the last attempt's timeout."""
     until = now.s + 10.0
 
     def silence(request: Request) -> Outcome:
@@ -246,7 +255,7 @@ def test_silence_tells_how_long_was_tried(now: Now, cluster: Cluster, call: str,
 
 
 def test_a_cluster_that_is_gone_is_unreachable_whatever_it_said_before(now: Now, cluster: Cluster) -> None:
-    """What surely was not done is in no doubt, and its reason is not forgotten."""
+    """A call that was refused and then cannot connect raises Unreachable, not InDoubt, and gives the refusal, too."""
     outcomes: list[Outcome] = [refusal("storage_unavailable")]
     gone = problem("unreachable", "cannot reach it", hint="start it")
 
@@ -259,7 +268,7 @@ def test_a_cluster_that_is_gone_is_unreachable_whatever_it_said_before(now: Now,
 
 
 def test_a_cluster_that_never_answers_is_unavailable(now: Now, cluster: Cluster) -> None:
-    """The last failure is raised when the deadline is near, never later."""
+    """A pull from an unreachable cluster is retried, and raises the last failure no later than its deadline."""
     started = now.s
 
     with pytest.raises(Unavailable, match="cannot reach"):
@@ -273,7 +282,7 @@ def test_a_cluster_that_never_answers_is_unavailable(now: Now, cluster: Cluster)
 
 
 def test_a_cut_answer_is_pulled_again(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """A body that ends early is not taken for the values; the retry overwrites all of it."""
+    """A pull whose response body is truncated is retried, and the retry overwrites all values."""
 
     def cut(request: Request) -> Outcome | None:
         if request.path != "/pull" or request.sink is None:
@@ -294,7 +303,7 @@ def test_a_cut_answer_is_pulled_again(shards: Shards, now: Now, cluster: Cluster
 
 
 def test_a_model_created_anew_is_noticed(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """409 model_replaced is raised, and the next call fetches the new map."""
+    """A push refused with 409 model_replaced raises FencedError, and the next call fetches the new map."""
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     shards.wrong_once("/push", refusal("model_replaced"))
     with pytest.raises(FencedError):
@@ -307,7 +316,7 @@ def test_a_model_created_anew_is_noticed(shards: Shards, now: Now, cluster: Clus
 
 
 def test_a_pull_never_mixes_timelines(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """While a model is rolled back, the parts of the shard that has not heard of it are pulled again."""
+    """During a rollback a pull repeats the parts of a shard that is still on the old timeline."""
     shards.timelines = {A: [3], B: [2, 2, 3]}
 
     p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
@@ -320,7 +329,10 @@ def test_a_pull_never_mixes_timelines(shards: Shards, now: Now, cluster: Cluster
 def test_a_pull_that_fails_after_an_accepted_push_leaves_it_in_doubt(
     shards: Shards, now: Now, cluster: Cluster
 ) -> None:
-    """Of a gradient of some parameters the values are asked for besides; who hears of nobody there would push again."""
+    """A pushpull of some parameters raises InDoubt if its push was accepted and the pull after it fails.
+
+    The caller would take `unavailable` for a failed push, and push again.
+    """
     shards.trouble = [lambda r: refusal("unavailable") if r.path == "/pull" else None for _ in range(1000)]
 
     with pytest.raises(InDoubt, match="was accepted"):
@@ -330,7 +342,7 @@ def test_a_pull_that_fails_after_an_accepted_push_leaves_it_in_doubt(
 
 
 def test_what_does_something_anew_each_time_is_not_sent_twice(now: Now) -> None:
-    """A run or a checkpoint that may have been begun is not begun again; one that was refused for now is."""
+    """A POST that is not idempotent is retried after a temporary refusal, but not once it may have been executed."""
     asked: list[Request] = []
     outcomes: list[Outcome] = [refusal("unavailable"), problem("in_doubt", "no answer")]
 

@@ -1,4 +1,4 @@
-"""A worker's iterations as pure calls: what one round trip settles, and when the scheduler is asked after all."""
+"""A worker's iterations, without I/O: what one round trip does, and when the worker asks the scheduler."""
 
 import json
 from typing import Any
@@ -23,13 +23,13 @@ CLOCK = "/models/m/clock"
 
 
 class Shard(Node):
-    """A node whose shard waits for commits: `released` says whether they come in time."""
+    """A node whose shard answers the last push of an iteration after the commit if `released`, else without it."""
 
     def __init__(self, mode: str = "sync") -> None:
         super().__init__(mode)
         self.released = True
         self.lost: list[Outcome] = []
-        """Answers to pushpulls in place of the usual ones."""
+        """Outcomes of the next pushpulls in place of the usual ones; they are executed all the same."""
 
     def __call__(self, request: Request) -> Outcome:
         if request.path not in ("/push", "/pushpull") or self.script.get(request.path):
@@ -59,7 +59,10 @@ def iterations(node: Node) -> tuple[Session, Iterations]:
 
 
 def test_a_released_step_asks_nobody_else() -> None:
-    """One push for each clock, which says on how many shards it ends it; the scheduler hears of it from them."""
+    """A step that the shard releases takes one push, which says on how many shards it ends its clock.
+
+    The worker sends no clock request, because the shards report the clock to the scheduler.
+    """
     node = Shard()
     session, its = iterations(node)
 
@@ -72,7 +75,7 @@ def test_a_released_step_asks_nobody_else() -> None:
 
 
 def test_an_exchange_brings_the_values_of_its_commit() -> None:
-    """No pull and no clock besides; the next push says which versions its gradient comes from."""
+    """A released exchange returns its commit's values with no pull or clock request; they are the next push's base."""
     node = Shard()
     session, its = iterations(node)
 
@@ -87,7 +90,7 @@ def test_an_exchange_brings_the_values_of_its_commit() -> None:
 
 
 def test_a_clock_that_is_not_released_in_time_is_reported_and_waited_for() -> None:
-    """The push is there and is not sent again; the values are pulled once the scheduler lets the worker go on."""
+    """A clock not released in time is reported to the scheduler, without another push, and the values are pulled."""
     node = Shard()
     session, its = iterations(node)
     node.released = False
@@ -102,7 +105,7 @@ def test_a_clock_that_is_not_released_in_time_is_reported_and_waited_for() -> No
 
 
 def test_a_worker_says_since_when_it_has_left_no_clock_out() -> None:
-    """Told to go on where the others are, it has worked on nothing between; heartbeats say so too."""
+    """Clock reports and heartbeats name in `since` the clock from which on the worker has skipped none."""
     node = Shard()
     session, its = iterations(node)
     node.released = False
@@ -118,8 +121,10 @@ def test_a_worker_says_since_when_it_has_left_no_clock_out() -> None:
 
 @pytest.mark.parametrize("what", ["rolled_back", "fenced"])
 def test_a_clock_is_not_told_whose_push_was_lost_before(what: str) -> None:
-    """The heartbeat has followed a rollback, or joined again, since the push was accepted: the iteration is done anew,
-    for at this clock the others' mean would be divided by a gradient that is nowhere."""
+    """A clock is not reported if a heartbeat met a rollback or joined again after its push: the iteration starts over.
+
+    If it were reported, the mean of that clock would be divided by a gradient that no shard has.
+    """
     node = Shard()
     session, its = iterations(node)
     drive(session.push(GRAD, deadline()), node)
@@ -137,7 +142,7 @@ def test_a_clock_is_not_told_whose_push_was_lost_before(what: str) -> None:
 
 
 def test_a_clock_is_not_told_whose_push_was_dropped() -> None:
-    """It was computed from values that a rollback took back."""
+    """A clock is not reported if its push was dropped because a rollback had made its values obsolete."""
     node = Shard()
     session, its = iterations(node)
     drive(session.pull(deadline()), node)
@@ -151,7 +156,7 @@ def test_a_clock_is_not_told_whose_push_was_dropped() -> None:
 
 
 def test_a_codec_that_there_is_not_takes_no_number() -> None:
-    """However often it is asked for, pushes go on."""
+    """Exchanges refused for an unknown codec, however many, leave no push id in doubt, so that later pushes go on."""
     node = Shard()
     _, its = iterations(node)
     for _ in range(limits.WINDOW + 1):
@@ -163,7 +168,10 @@ def test_a_codec_that_there_is_not_takes_no_number() -> None:
 
 
 def test_only_a_first_attempt_ends_an_iteration() -> None:
-    """Where parts had to be sent again the shards cannot tell between them what is whole: the worker reports it."""
+    """Only the first attempt of a push ends an iteration at the shards; after a retry the worker reports the clock.
+
+    If parts are sent again, the shards cannot tell between them when the push is complete.
+    """
     node = Shard()
     session, its = iterations(node)
     node.lost = [no("unavailable")]
@@ -176,7 +184,10 @@ def test_only_a_first_attempt_ends_an_iteration() -> None:
 
 
 def test_a_gradient_of_some_partitions_ends_nothing() -> None:
-    """A commit that the shards of other partitions still have to take must not be overtaken by a pull from them."""
+    """A push of only some parameters does not end its iteration at the shards: the worker reports the clock.
+
+    Otherwise a pull could overtake the commit on shards whose partitions the push does not touch.
+    """
     node = Shard()
     _, its = iterations(node)
     two = {"name": "m", "params": {"v": {"shape": [4]}, "w": {"shape": [4]}}, "partitions": 1}
@@ -191,7 +202,7 @@ def test_a_gradient_of_some_partitions_ends_nothing() -> None:
 
 @pytest.mark.parametrize("mode", ["async", "buffered"])
 def test_without_clocks_an_exchange_is_a_pushpull(mode: str) -> None:
-    """Nobody is waited for, and the scheduler is not asked."""
+    """In async and buffered mode an exchange is one pushpull that ends no clock, without a clock request."""
     node = Shard(mode)
     session, its = iterations(node)
 
@@ -203,7 +214,7 @@ def test_without_clocks_an_exchange_is_a_pushpull(mode: str) -> None:
 
 
 def test_in_ssp_the_values_are_pulled_after_the_clock() -> None:
-    """What the others have pushed while this worker was held up belongs to them."""
+    """In ssp an exchange pulls after its clock is released, so that it sees what others pushed while it waited."""
     node = Shard("ssp")
     _, its = iterations(node)
 
@@ -216,7 +227,7 @@ def test_in_ssp_the_values_are_pulled_after_the_clock() -> None:
 @pytest.mark.parametrize("mode", ["async", "ssp", "sync"])
 @pytest.mark.parametrize("way", ["exchange", "pushpull"])
 def test_out_is_looked_at_before_the_push(way: str, mode: str) -> None:
-    """Arrays that cannot take the values are refused while the gradient can still be pushed with others."""
+    """An `out` that cannot take the values is refused before the gradient is pushed."""
     node = Shard(mode)
     session, its = iterations(node)
     wrong = drive(session.pull(deadline()), node).frozen()
@@ -229,7 +240,7 @@ def test_out_is_looked_at_before_the_push(way: str, mode: str) -> None:
 
 
 def test_a_rollback_while_waiting_for_the_commit_drops_the_gradient() -> None:
-    """The exchange gives the values of the earlier clock, to go on from there."""
+    """An exchange answered with rolled_back drops its gradient and returns the values of the earlier clock."""
     node = Shard()
     session, its = iterations(node)
     drive(its.exchange(GRAD, {}, deadline(), None), node)
@@ -244,7 +255,10 @@ def test_a_rollback_while_waiting_for_the_commit_drops_the_gradient() -> None:
 
 @pytest.mark.parametrize("way", ["step", "exchange"])
 def test_who_does_not_wait_any_longer_is_told_that_the_gradient_is_pushed(way: str) -> None:
-    """`clock` goes on waiting where the step left off; another step would count the gradient twice."""
+    """A step or exchange that times out waiting says that its gradient was pushed and names `clock`.
+
+    `clock` then waits on without another push; another step would count the gradient twice.
+    """
     node = Shard()
     session, its = iterations(node)
     node.released = False
@@ -260,7 +274,7 @@ def test_who_does_not_wait_any_longer_is_told_that_the_gradient_is_pushed(way: s
 
 @pytest.mark.parametrize("way", ["step", "exchange"])
 def test_an_encoder_with_a_memory_hears_that_its_push_was_accepted(way: str) -> None:
-    """Also where waiting for the clock fails afterwards; not where the gradient is dropped."""
+    """An encoder's `kept` is called if its push is accepted, even if the clock then fails, but not if it is dropped."""
     node, heard = Shard(), list[tuple[Any, ...]]()
     session, its = iterations(node)
     model_map = drive(session.cluster.map_of("m", deadline()), node)
@@ -287,7 +301,7 @@ def test_an_encoder_with_a_memory_hears_that_its_push_was_accepted(way: str) -> 
 
 
 def test_a_scheduler_that_falls_silent_after_the_push_does_not_hide_that_it_is_pushed() -> None:
-    """The error is what it was, with that hint."""
+    """If no scheduler answers after the push, the error keeps its code, and its hint says that the push was made."""
     node = Shard()
     session, its = iterations(node)
     session.silence_s = 0.0
@@ -303,7 +317,7 @@ def test_a_scheduler_that_falls_silent_after_the_push_does_not_hide_that_it_is_p
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("way", ["step", "exchange"])
 def test_a_paused_worker_waits_for_no_longer_than_its_caller_would(way: str, mode: str) -> None:
-    """The iteration ends with `clock` once the run goes on, without another push."""
+    """A paused worker's step or exchange times out; after the pause `clock` ends the iteration without another push."""
     node, now = Shard(mode), Now()
     session, its = iterations(node)
     node.script[BEAT] = [ok({"state": "paused"}), ok({"state": "active"})]
@@ -324,7 +338,7 @@ def test_a_paused_worker_waits_for_no_longer_than_its_caller_would(way: str, mod
 @pytest.mark.parametrize("wrong", [{"loss": "high"}, {"loss": np.ones(2)}, {"x" * 65: 1.0}])
 @pytest.mark.parametrize("way", ["step", "exchange"])
 def test_metrics_that_cannot_be_reported_are_refused_before_the_push(way: str, wrong: dict[str, Any]) -> None:
-    """So the gradient is not counted, and the same iteration can be done again with better ones."""
+    """A step or exchange with invalid metrics is refused before its push, so that it can be repeated."""
     node = Shard()
     session, its = iterations(node)
 
@@ -336,7 +350,10 @@ def test_metrics_that_cannot_be_reported_are_refused_before_the_push(way: str, w
 
 
 def test_it_waits_at_the_shard_for_no_longer_than_its_caller_would() -> None:
-    """Of `timeout` half is left for the scheduler to say whom the worker waits for."""
+    """A step waits at the shard for half its timeout at most, or for 2 s if it has none.
+
+    The other half is left for the scheduler to say which workers the step waits for.
+    """
     node = Shard()
     _, its = iterations(node)
 
@@ -350,7 +367,10 @@ def test_it_waits_at_the_shard_for_no_longer_than_its_caller_would() -> None:
 
 @pytest.mark.parametrize("way", ["step", "exchange"])
 def test_what_it_waited_at_the_shard_is_part_of_its_time(way: str) -> None:
-    """Of 5 s half is over when the shard answers without the commit: so long is left for the scheduler."""
+    """The time that a step or exchange waits at the shard counts towards its timeout.
+
+    Here the shard answers without the commit after half of the 5 s; the scheduler gets the other half.
+    """
     now = Now()
 
     class Late(Shard):
@@ -373,7 +393,7 @@ def test_what_it_waited_at_the_shard_is_part_of_its_time(way: str) -> None:
 
 
 class Slow(Shard):
-    """Whose others take 40 s for each clock, and whose pulls have so long at most."""
+    """A node whose clock requests take 40 s; it records the timeout of each pull."""
 
     def __init__(self, mode: str, now: Now) -> None:
         super().__init__(mode)
@@ -390,7 +410,7 @@ class Slow(Shard):
 
 @pytest.mark.parametrize("mode", ["sync", "ssp"])
 def test_waiting_for_the_others_takes_nothing_from_the_pull_that_follows(mode: str) -> None:
-    """Without a timeout of its own an exchange waits for as long as it takes, then has all the time for its values."""
+    """If an exchange has no timeout, waiting for its clock takes no time from the pull that follows."""
     now = Now()
     node = Slow(mode, now)
     session, its = iterations(node)
@@ -403,7 +423,7 @@ def test_waiting_for_the_others_takes_nothing_from_the_pull_that_follows(mode: s
 
 @pytest.mark.parametrize("mode", ["sync", "ssp"])
 def test_values_that_cannot_be_had_leave_no_doubt_that_the_gradient_counts(mode: str) -> None:
-    """Who is only told that nobody could be reached would push it again."""
+    """If the pull at the end of an exchange fails, the hint warns that another step would count the gradient twice."""
     now = Now()
     node = Slow(mode, now)
     session, its = iterations(node)
@@ -417,7 +437,7 @@ def test_values_that_cannot_be_had_leave_no_doubt_that_the_gradient_counts(mode:
 
 
 def test_values_that_are_not_copied_cannot_be_written_to() -> None:
-    """Wherever they come from; and there is no place to copy them to."""
+    """Values of an exchange with `view` are read-only, and `view` together with `out` is refused before the push."""
     node = Shard("async")
     _, its = iterations(node)
 

@@ -1,4 +1,4 @@
-"""What a worker tells the scheduler with its heartbeats: its state and metrics, answered by hand."""
+"""What a worker reports with its heartbeats, its state and metrics, against a scripted scheduler."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from .test_client_session import BEAT, Node, deadline, no, ok, opened
 
 
 def test_state_is_sent_when_it_has_changed() -> None:
-    """`w.state` goes with the next heartbeat, once."""
+    """A worker's `state` is sent with the first heartbeat after a change, and not again."""
     node = Node()
     session = opened(node)
     session.reports.state["seen"] = np.int64(7)
@@ -24,7 +24,10 @@ def test_state_is_sent_when_it_has_changed() -> None:
 
 
 def test_a_refused_state_does_not_cost_the_lease(caplog: pytest.LogCaptureFixture) -> None:
-    """The heartbeat goes out without it, with the metrics; the log says why, once, and it is not sent again."""
+    """A heartbeat whose state is refused is sent again without it; one warning is logged.
+
+    The metrics are kept, and the state is not sent again.
+    """
     node = Node()
     session = opened(node)
     session.reports.state["seen"] = [0] * 3
@@ -41,7 +44,10 @@ def test_a_refused_state_does_not_cost_the_lease(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_state_that_would_come_back_changed_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
-    """JSON numbers beyond 64 bits become floats on their way, which a random generator cannot go on from."""
+    """A state with integers beyond 64 bits is not sent, and one warning is logged.
+
+    JSON parsers turn them into floats, from which a random generator cannot be restored.
+    """
     node = Node()
     session = opened(node)
     session.reports.state["random"] = np.random.default_rng(0).bit_generator.state
@@ -54,7 +60,7 @@ def test_a_state_that_would_come_back_changed_is_not_sent(caplog: pytest.LogCapt
 
 
 def test_a_refusal_that_names_no_part_leaves_one_out_after_the_other() -> None:
-    """A body that cannot be read at all is sent again without the state, then without the metrics."""
+    """A heartbeat refused as malformed is sent again without the state, then also without the metrics."""
     node = Node()
     session = opened(node)
     session.reports.state["seen"] = 7
@@ -68,7 +74,7 @@ def test_a_refusal_that_names_no_part_leaves_one_out_after_the_other() -> None:
 
 
 def test_a_heartbeat_of_a_model_that_is_gone_is_not_repeated() -> None:
-    """What is wrong is not what it says: that is kept for the next one."""
+    """A heartbeat refused with unknown_model is not retried without its state, which the next heartbeat sends again."""
     node = Node()
     session = opened(node)
     session.reports.state["seen"] = 7
@@ -82,7 +88,7 @@ def test_a_heartbeat_of_a_model_that_is_gone_is_not_repeated() -> None:
 
 
 def test_metrics_that_nobody_has_heard_go_with_the_next_heartbeat() -> None:
-    """While a scheduler is away, what a worker reports is kept."""
+    """Metrics that a heartbeat could not deliver are sent with the next one."""
     node = Node("async")
     session = opened(node)
     for clock in range(3):
@@ -99,15 +105,18 @@ def test_metrics_that_nobody_has_heard_go_with_the_next_heartbeat() -> None:
 
 
 class Tensor:
-    """As one of torch that has several elements."""
+    """Like a torch tensor with several elements."""
 
     def item(self) -> float:
-        """Raises what torch does."""
+        """Raise what torch raises."""
         raise RuntimeError("a Tensor with 3 elements cannot be converted to Scalar")
 
 
 def test_a_state_with_a_tensor_is_left_out_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """Not in silence, as one is that is being changed at this moment."""
+    """A warning says why a state with a tensor of several elements is left out.
+
+    A state that another thread is just changing is left out without a warning.
+    """
     node = Node("async")
     session = opened(node)
     session.reports.state["best"] = Tensor()

@@ -1,4 +1,4 @@
-"""A worker's session as pure calls: joins, clocks, rollbacks, lost leases and reports, answered by hand."""
+"""A worker's session, without I/O: joins, clocks, rollbacks, lost leases and reports, against a scripted node."""
 
 import json
 import threading
@@ -31,7 +31,7 @@ def no(code: str, **members: Any) -> Response:
 
 
 class Node:
-    """A scheduler and shard in one, which answers from a script where there is one."""
+    """A scheduler and shard in one; the outcomes scripted for a path come before its own answers."""
 
     def __init__(self, mode: str = "sync") -> None:
         self.spec = ModelSpec.parse(
@@ -121,7 +121,10 @@ GRAD = {"w": np.ones(4, np.float32)}
 
 
 def test_what_a_cancelled_heartbeat_had_to_say_is_said_by_the_next_one() -> None:
-    """An asyncio worker that leaves breaks off the heartbeat under way: the last one tells the metrics."""
+    """Metrics of a cancelled heartbeat are sent again by the last heartbeat of a worker that leaves.
+
+    An asyncio worker that leaves cancels the heartbeat in flight.
+    """
     node = Node()
     session = opened(node)
     session.reports.note(7, {"loss": 0.25})
@@ -133,7 +136,7 @@ def test_what_a_cancelled_heartbeat_had_to_say_is_said_by_the_next_one() -> None
 
 
 def test_a_gradient_is_dropped_that_a_rollback_overtakes_while_a_number_is_waited_for() -> None:
-    """It does not go out under the new timeline, and its number is free again."""
+    """A push is dropped, not sent under the new timeline, if a rollback happens while it waits for a push id."""
     node = Node()
     session = opened(node)
     drive(session.pull(deadline()), node)
@@ -153,7 +156,7 @@ def test_a_gradient_is_dropped_that_a_rollback_overtakes_while_a_number_is_waite
 
 
 def test_a_gradient_of_a_model_that_was_created_anew_is_dropped() -> None:
-    """Its values say nothing of the one that has the name now; the next pull does."""
+    """A gradient of a model that was since created again is dropped; one of values pulled afterwards is applied."""
     node = Node("async")
     session = opened(node)
     drive(session.pull(deadline()), node)
@@ -167,7 +170,7 @@ def test_a_gradient_of_a_model_that_was_created_anew_is_dropped() -> None:
 
 
 def test_a_worker_of_a_model_that_was_created_anew_joins_it() -> None:
-    """The new one has never heard of it; what was computed for the old one is dropped."""
+    """A worker unknown to a model that was created again drops its gradient and joins the new model."""
     node = Node("async")
     session = opened(node)
     node.script["/push"] = [no("reserved_worker")]
@@ -178,7 +181,7 @@ def test_a_worker_of_a_model_that_was_created_anew_joins_it() -> None:
 
 
 def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:
-    """Clock t travels with the push, t + 1 with the report, and the next pull waits for the commit."""
+    """A step's push names clock t and its report t + 1, and the next pull waits for the commit of that clock."""
     node = Node()
     session = opened(node)
 
@@ -194,7 +197,7 @@ def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:
 
 
 def test_async_steps_never_ask_the_scheduler() -> None:
-    """Clocks and metrics of an asynchronous worker travel with its heartbeats."""
+    """In async mode steps send only pushes; the heartbeat sends the clock, and at most 4 requests with metrics."""
     node = Node("async")
     session = opened(node)
     node.sent.clear()
@@ -230,7 +233,7 @@ def test_a_rollback_drops_the_gradient_and_resets_the_clock() -> None:
 
 
 def test_a_gradient_of_values_from_before_a_rollback_is_not_sent() -> None:
-    """If the heartbeat hears of the rollback first, the gradient computed meanwhile is dropped all the same."""
+    """A gradient of values from before a rollback is not sent if a heartbeat has reported the rollback."""
     node = Node()
     session = opened(node)
     drive(session.pull(deadline()), node)
@@ -245,7 +248,7 @@ def test_a_gradient_of_values_from_before_a_rollback_is_not_sent() -> None:
 
 
 def test_a_pull_that_follows_a_rollback_is_of_the_same_names_and_ranges() -> None:
-    """Also where they can be read once only."""
+    """A pull repeated because of a rollback has the same names and ranges, even if they were given as iterators."""
     node = Node()
     session = opened(node)
     node.script["/pull"] = [no("rolled_back", timeline=1, clock=0)] * 2
@@ -256,7 +259,7 @@ def test_a_pull_that_follows_a_rollback_is_of_the_same_names_and_ranges() -> Non
 
 
 def test_a_rollback_at_the_clock_goes_back_to_the_clock_told() -> None:
-    """`clock()` that hears rolled_back returns the clock to work on."""
+    """A clock report answered with rolled_back returns the clock that the rollback went back to."""
     node = Node()
     session = opened(node)
     for _ in range(3):
@@ -269,7 +272,7 @@ def test_a_rollback_at_the_clock_goes_back_to_the_clock_told() -> None:
 
 @pytest.mark.parametrize("code", ["fenced", "unknown_worker"])
 def test_a_lost_lease_is_taken_anew(code: str) -> None:
-    """The worker joins again under its own id, above its old epoch, and numbers its pushes from 1."""
+    """A worker whose lease has expired joins again under its id, above its old epoch, and restarts its seq at 1."""
     node = Node("async")
     session = opened(node)
     drive(session.push(GRAD, deadline()), node)
@@ -285,7 +288,10 @@ def test_a_lost_lease_is_taken_anew(code: str) -> None:
 
 
 def test_a_join_is_sent_again_as_it_was() -> None:
-    """So that the scheduler knows it for the same worker's; another worker's is another attempt."""
+    """A retried join repeats its attempt id, and another worker's join has another.
+
+    By this id the scheduler recognizes the retry.
+    """
     node = Node()
     node.script["/models/m/workers"] = [problem("in_doubt", "the connection broke")]
 
@@ -298,7 +304,7 @@ def test_a_join_is_sent_again_as_it_was() -> None:
 
 
 def test_a_rank_that_was_taken_meanwhile_is_let_go() -> None:
-    """Joining again works though another worker has the rank now."""
+    """A worker that joins again gives up its rank if another worker has taken it meanwhile."""
     node = Node()
     session = opened(node)
     node.script[BEAT] = [no("fenced")]
@@ -313,7 +319,7 @@ def test_a_rank_that_was_taken_meanwhile_is_let_go() -> None:
 
 
 def test_waiting_has_an_end_only_when_asked_for() -> None:
-    """With `timeout` the clock gives up naming whom it waited for; the clock stays to be reported again."""
+    """A clock that times out raises an error that names the awaited workers, and can be reported again."""
     node = Node()
     session = opened(node)
     node.script["/models/m/clock"] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})]
@@ -326,7 +332,7 @@ def test_waiting_has_an_end_only_when_asked_for() -> None:
 
 
 def test_stop_ends_waiting_and_tasks() -> None:
-    """A worker that is told to stop neither waits for others nor takes another task."""
+    """A worker that is asked to stop ends its wait for the clock and leases no more tasks."""
     node = Node()
     session = opened(node)
     node.script["/models/m/clock"] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "stop"})]
@@ -338,7 +344,7 @@ def test_stop_ends_waiting_and_tasks() -> None:
 
 
 def test_tasks_are_waited_for_and_done() -> None:
-    """No task now but not finished: ask again; then the task, then done with its id."""
+    """A lease request is repeated until a task is free, and the finished task is reported with the worker's epoch."""
     node = Node()
     session = opened(node)
     task = {
@@ -377,7 +383,10 @@ def given(task: Any) -> Response:
 
 
 def test_a_lease_says_what_is_still_worked_on() -> None:
-    """Of that dataset: neither what is done nor what was put down, so that the scheduler may free it."""
+    """A lease request lists the tasks of its dataset that the worker still holds, not those done or put down.
+
+    The scheduler may free the unlisted ones.
+    """
     node = Node()
     session = opened(node)
     tasks = [TASK | {"id": f"train:0:{i}"} for i in range(3)]
@@ -397,7 +406,10 @@ def test_a_lease_says_what_is_still_worked_on() -> None:
 
 
 def test_a_task_that_was_given_in_an_answer_that_is_lost_is_not_held() -> None:
-    """The request is sent again and says so, and the scheduler gives the same task."""
+    """A lease request repeated after a lost answer does not list the task of that answer as held.
+
+    The scheduler then gives out the same task.
+    """
     node = Node()
     session = opened(node)
     node.script[LEASE] = [problem("in_doubt", "the connection broke"), given(TASK)]
@@ -408,7 +420,10 @@ def test_a_task_that_was_given_in_an_answer_that_is_lost_is_not_held() -> None:
 
 
 def test_one_task_of_a_dataset_is_asked_for_at_a_time() -> None:
-    """Else what one thread says it holds would lack the task that another is just being given."""
+    """A worker has one lease request per dataset in flight; its other threads wait.
+
+    Otherwise one thread's `holding` would lack the task that another is just being given.
+    """
     node = Node()
     session = opened(node)
     asking, other = TaskRequests(session).lease("train", deadline()), TaskRequests(session).lease("train", deadline())
@@ -424,7 +439,7 @@ def test_one_task_of_a_dataset_is_asked_for_at_a_time() -> None:
 
 
 def test_a_request_for_a_task_that_is_given_up_lets_the_next_one_be_made() -> None:
-    """As when Ctrl-C or a cancelled task ends it."""
+    """A lease request that is aborted, as by Ctrl-C or a cancelled task, does not block the next one."""
     node = Node()
     session = opened(node)
     asking = TaskRequests(session).lease("train", deadline())
@@ -437,7 +452,7 @@ def test_a_request_for_a_task_that_is_given_up_lets_the_next_one_be_made() -> No
 
 
 def test_numbers_stay_within_the_window() -> None:
-    """A 65th push waits while the first is in doubt, however many after it were answered."""
+    """The 65th push id is not allocated while the first is in doubt, even if all after it are settled."""
     numbers = PushNumbers("c-1", 1)
     taken = [drive(numbers.take(deadline()), Node()) for _ in range(64)]
     for push_id in taken[1:]:
@@ -451,7 +466,10 @@ def test_numbers_stay_within_the_window() -> None:
 
 
 def test_a_number_that_nobody_holds_any_more_is_not_in_doubt() -> None:
-    """Ctrl-C may come between a number and what settles it: 63 pushes later there would be no next one."""
+    """A push id that was garbage-collected without being settled is not in doubt.
+
+    Ctrl-C may come before the call settles it: 63 pushes later no id could be allocated any more.
+    """
     numbers = PushNumbers("c-1", 1)
     held = drive(numbers.take(deadline()), Node())
     for _ in range(63):
@@ -464,7 +482,10 @@ def test_a_number_that_nobody_holds_any_more_is_not_in_doubt() -> None:
 
 
 def test_a_worker_whose_name_another_has_taken_gives_way() -> None:
-    """Two that joined again each time would fence each other for ever."""
+    """A worker that is fenced because another has joined under its id stops instead of joining again.
+
+    Otherwise the two would fence each other forever.
+    """
     node = Node("async")
     session = opened(node)
     node.script["/push"] = [no("fenced", epoch=2)]
@@ -477,7 +498,10 @@ def test_a_worker_whose_name_another_has_taken_gives_way() -> None:
 
 
 def test_a_worker_that_asked_twice_to_join_takes_no_later_epoch_for_another_ones() -> None:
-    """What it sent first may have arrived last."""
+    """A worker whose join was retried takes a higher epoch in `fenced` for its own, and joins again.
+
+    The request that it sent first may have arrived last.
+    """
     node = Node("async")
     node.script["/models/m/workers"] = [problem("in_doubt", "no answer")]
     session = opened(node)
@@ -488,12 +512,15 @@ def test_a_worker_that_asked_twice_to_join_takes_no_later_epoch_for_another_ones
 
 
 def test_a_number_is_of_the_epoch_it_was_taken_in() -> None:
-    """A heartbeat may join again between the two: a high number of a young epoch would leave no room for the next."""
+    """A push id has the epoch in which its seq was allocated, even if a heartbeat joins again at that moment.
+
+    A high seq of a new epoch would move the window past the ones that follow.
+    """
     numbers = PushNumbers("m/w0", 1)
     lock = threading.Lock()
 
     class Then:
-        """A lock after whose first release the epoch changes."""
+        """A lock that changes the epoch when it is first released."""
 
         def __enter__(self) -> None:
             lock.acquire()

@@ -1,4 +1,4 @@
-"""What the client makes of its arguments, and what importing it costs."""
+"""How the client checks and converts its arguments, and what importing it loads."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def test_importing_is_light() -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    """`__all__` lists what can be used, and nothing else."""
+    """Every name in `__all__` can be accessed, and an unknown one raises AttributeError."""
     assert all(getattr(ps, name) is not None for name in ps.__all__)
     assert set(ps._HOME_OF) == set(ps.__all__)
     with pytest.raises(AttributeError, match="nothing_such"):
@@ -53,7 +53,7 @@ def test_every_public_name_is_there() -> None:
     ],
 )  # fmt: skip
 def test_optimizers_and_the_server_agree_on_every_field(optimizer: ps.Optimizer) -> None:
-    """What a builder writes is read without loss, defaults included."""
+    """The server reads the document of each optimizer builder without loss, defaults included."""
     errors: list[ps.PsError] = []
 
     read = OptimizerSpec.read(optimizer.document(), "optimizer", errors)
@@ -65,7 +65,7 @@ def test_optimizers_and_the_server_agree_on_every_field(optimizer: ps.Optimizer)
 
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Nesterov", "Adagrad", "RMSprop", "Adam", "AdamW", "FTRL", "Sum"])
 def test_defaults_of_optimizers_are_the_servers(name: str) -> None:
-    """A builder without arguments means what the bare name means."""
+    """An optimizer builder without arguments means the same as its bare name."""
     built = getattr(ps, name)()
 
     assert built.document() == OptimizerSpec.read({"name": built.name}, "optimizer", []).document()
@@ -75,7 +75,7 @@ def test_defaults_of_optimizers_are_the_servers(name: str) -> None:
     "built", [ps.Async(), ps.SSP(3), ps.Sync(quorum=0.75, late="fold"), ps.Buffered(4, lag="scale")]
 )
 def test_consistency_modes_and_the_server_agree(built: ps.Consistency) -> None:
-    """What a builder writes is read without loss."""
+    """The server reads the document of each consistency builder without loss."""
     errors: list[ps.PsError] = []
 
     read = ConsistencySpec.read(built.document(), "consistency", errors)
@@ -85,7 +85,10 @@ def test_consistency_modes_and_the_server_agree(built: ps.Consistency) -> None:
 
 
 def test_params_may_be_arrays_shapes_or_more() -> None:
-    """Arrays are uploaded in their shape; float64 becomes float32, float16 stays."""
+    """Parameters may be arrays, shapes, numbers, `Param`s or dicts.
+
+    Arrays are uploaded in their shape; float64 becomes float32 unless a dtype is given, float16 stays.
+    """
     body, uploads = model_document(
         "m",
         {
@@ -115,7 +118,7 @@ def test_params_may_be_arrays_shapes_or_more() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    """Wherever a spec has one; what is sent is Python's own."""
+    """NumPy numbers are accepted anywhere in a spec, and are sent as plain Python numbers."""
     real: Any = np.float32
     whole: Any = np.int64
     body, _ = model_document(
@@ -142,13 +145,13 @@ def test_numbers_of_numpy_are_numbers() -> None:
     [(1e38, "a number of at least 0 and below 1e+38, not 1e"), (True, "not True"), (np.True_, "not True")],
 )
 def test_a_number_that_is_refused_is_told_its_bounds(lr: Any, must: str) -> None:
-    """The upper one too, and true is none."""
+    """The error for a number out of bounds gives both bounds, and booleans are refused as numbers."""
     with pytest.raises(ps.RequestError, match=must.replace("+", r"\+")):
         model_document("m", {"w": (3,)}, ps.SGD(lr=lr), None, {})
 
 
 def test_a_wrong_spec_is_told_before_anything_is_sent() -> None:
-    """Every wrong parameter and field is in one error."""
+    """A spec with several mistakes raises one RequestError when the document is built."""
     with pytest.raises(ps.RequestError) as e:
         model_document("m", {"a": np.array(["x"]), "b": ps.Param((0,))}, ps.SGD(-1.0), None, {})
 
@@ -164,7 +167,10 @@ def test_a_wrong_spec_is_told_before_anything_is_sent() -> None:
     ],
 )
 def test_first_values_that_cannot_be_held_are_told_before_anything_is_sent(wrong: AnyArray, why: str) -> None:
-    """The parameter is named, and whether the numbers are none or too large."""
+    """Initial values that cannot be stored are refused when the document is built.
+
+    The error names the parameter and says whether its numbers are not finite or too large.
+    """
     with pytest.raises(ps.RequestError, match=f"'w' {why}") as e:
         model_document("m", {"w": wrong}, None, None, {})
 
@@ -181,7 +187,7 @@ def test_first_values_that_cannot_be_held_are_told_before_anything_is_sent(wrong
     ],
 )
 def test_what_is_no_optimizer_or_mode_is_told(optimizer: Any, consistency: Any, says: str) -> None:
-    """When a model is created and when it is changed."""
+    """Neither a new model nor a patch takes a class or a number as optimizer or consistency."""
     with pytest.raises(ps.RequestError, match=says):
         model_document("m", {"w": (3,)}, optimizer, consistency, {})
     with pytest.raises(ps.RequestError, match=says):
@@ -189,13 +195,13 @@ def test_what_is_no_optimizer_or_mode_is_told(optimizer: Any, consistency: Any, 
 
 
 def test_names_of_parameters_are_text() -> None:
-    """A number is refused like any other name that a parameter may not have."""
+    """A parameter name that is not a string is refused like any other invalid name."""
     with pytest.raises(ps.RequestError, match="parameter name 7 is not allowed"):
         model_document("m", {7: np.zeros(3)}, None, None, {})  # type: ignore[dict-item]
 
 
 def test_set_takes_single_fields_and_builders() -> None:
-    """`lr=` goes into the optimizer; a builder replaces it whole."""
+    """A patch takes `lr=` into the optimizer, and optimizers and modes as builders or names; it must not be empty."""
     assert patch_document(None, ps.SSP(2), None, {}, {"lr": 0.5}) == {
         "optimizer": {"lr": 0.5},
         "consistency": ps.SSP(2).document(),
@@ -212,7 +218,7 @@ def test_set_takes_single_fields_and_builders() -> None:
     ("blocking", "awaited"), [(ps.Client, ps.AsyncClient), (ps.Model, AsyncModel), (ps.Worker, AsyncWorker)]
 )
 def test_asyncio_has_the_same_names_and_arguments(blocking: type, awaited: type) -> None:
-    """All that is public on the blocking side is there, and takes the same arguments in the same order."""
+    """Every public name of the blocking classes is in the asyncio ones, with the same parameters in the same order."""
     for name in (n for n in dir(blocking) if not n.startswith("_")):
         ours, theirs = getattr(awaited, name), getattr(blocking, name)
         if callable(theirs):
@@ -228,21 +234,21 @@ def test_asyncio_has_the_same_names_and_arguments(blocking: type, awaited: type)
     ],
 )
 def test_where_the_cluster_is(url: str | None, env: dict[str, str], urls: tuple[str, ...]) -> None:
-    """The argument wins over the environment, which wins over the default; several are taken apart."""
+    """The URL argument takes precedence over PARAMSERVER_URL, and that over the default; commas separate URLs."""
     assert urls_of(url, env) == urls
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://h:1,http://h:x", "http://:8700"])
 @pytest.mark.parametrize("client", [ps.connect, ps.AsyncClient])
 def test_a_url_where_nobody_can_be_is_refused(client: Any, url: str) -> None:
-    """It is told from one where nobody answers."""
+    """A URL with an invalid port or no host is refused as invalid, instead of being reported as unreachable."""
     with pytest.raises(ps.RequestError, match="is not a valid cluster URL"):
         client(url)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", 5])
 def test_a_name_that_no_model_can_have_is_refused_at_once(name: Any) -> None:
-    """Before it becomes a part of any path."""
+    """An invalid model name is refused at once, before it becomes part of a path."""
     with pytest.raises(ps.RequestError, match=r"model name .* is not allowed"):
         ps.AsyncClient("http://127.0.0.1:9").model(name)
     with pytest.raises(ps.RequestError, match=r"model name .* is not allowed"):
@@ -251,7 +257,7 @@ def test_a_name_that_no_model_can_have_is_refused_at_once(name: Any) -> None:
 
 @pytest.mark.parametrize("codec", [5, b"int8", "int9"])
 def test_a_codec_is_named(codec: Any) -> None:
-    """What is no name is not known, as any other one."""
+    """A codec that is not a string, or not a known name, is refused with unknown_codec."""
     with pytest.raises(ps.RequestError, match="is not known") as e:
         ps.AsyncClient("http://127.0.0.1:9").model("m", codec=codec)
     assert e.value.code == "unknown_codec"
@@ -268,7 +274,7 @@ def test_a_codec_is_named(codec: Any) -> None:
     ],
 )
 def test_a_dataset_is_refused_in_the_words_of_who_adds_it(wrong: dict[str, Any], said: str) -> None:
-    """An argument is called what it is called, and no number is cut."""
+    """The error for an invalid dataset names the caller's argument, and fractions are refused, not truncated."""
     options: Any = {"size": 10, "chunk": 2, "ranges": None, "uri": None, "epochs": 1, **wrong}
     with pytest.raises(ps.RequestError, match=said):
         dataset_document("train", **options, assignment="dynamic")
@@ -276,7 +282,7 @@ def test_a_dataset_is_refused_in_the_words_of_who_adds_it(wrong: dict[str, Any],
 
 @pytest.mark.parametrize("timeout", [None, -1, float("inf"), float("nan"), "3"])
 def test_a_timeout_is_seconds(timeout: Any) -> None:
-    """Of a client and of a call; what is none is refused before anything is sent."""
+    """A timeout of a client or a call that is not a number of seconds is refused before anything is sent."""
     for client in (ps.connect, ps.AsyncClient):
         with pytest.raises(ps.RequestError, match="timeout is seconds"):
             client("http://127.0.0.1:9", timeout=timeout)
@@ -297,7 +303,7 @@ def test_nobody_there_is_said_in_words_that_help() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_pass_over_a_gradient_rounds_and_measures(dtype: str) -> None:
-    """What travels is the nearest value of its dtype; the norm is that of the gradient, in float64."""
+    """A gradient is sent as the nearest values of its dtype, with the norm of the original values in float64."""
     size = 200_000
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [size]}}, "partitions": 3}))
     values = np.random.default_rng(1).normal(size=size).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Pushes and pulls of the client as pure calls: requests are answered by hand, no socket is opened."""
+"""Pushes and pulls of the client, without I/O: requests are answered in memory, no socket is opened."""
 
 import copy
 import pickle
@@ -36,7 +36,7 @@ def cluster() -> Cluster:
 
 
 def test_a_pull_puts_every_partition_in_its_place(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """Two shards are asked once each; arrays are writable views of one vector in the model's order."""
+    """A pull asks each shard once and returns writable views of one vector in the model's order."""
     p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
 
     assert p.flat.tolist() == list(range(64))
@@ -47,7 +47,7 @@ def test_a_pull_puts_every_partition_in_its_place(shards: Shards, now: Now, clus
 
 
 def test_a_pull_of_names_and_ranges_is_packed(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """Patterns choose parameters, ranges elements; what is not asked for does not travel."""
+    """A pull of name patterns and ranges returns only the selected elements, end to end."""
     p = drive(
         transfer.pull(cluster, "m", Deadline.after(30, now), names="[w]", ranges={"w": [(3, 5), (40, 44)]}), shards, now
     )
@@ -57,7 +57,7 @@ def test_a_pull_of_names_and_ranges_is_packed(shards: Shards, now: Now, cluster:
 
 
 def test_out_is_filled_and_returned(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """A pull into an earlier one's arrays allocates nothing and changes its version."""
+    """A pull with `out` fills the arrays of an earlier pull, updates their version and returns them."""
     first = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
 
@@ -71,7 +71,7 @@ def test_out_is_filled_and_returned(shards: Shards, now: Now, cluster: Cluster) 
 def test_a_copy_is_filled_like_what_it_was_made_of(
     shards: Shards, now: Now, cluster: Cluster, copied: Callable[[Params], Params]
 ) -> None:
-    """The arrays of a copy are views of its own vector, so that a pull into it shows in both."""
+    """A pull into a copy fills the copy's own vector, of which its arrays are views, and not the original."""
     first = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     second = copied(first)
     drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
@@ -84,14 +84,17 @@ def test_a_copy_is_filled_like_what_it_was_made_of(
 
 
 def refused_by(shards: Shards, shard: str, code: str) -> None:
-    """That shard refuses the next push; the other one takes its part."""
+    """Make that shard refuse the next push; the others accept their parts."""
     shards.trouble.append(lambda r: refusal(code) if r.to == shard and r.path == "/push" else None)
 
 
 def test_a_refusal_of_one_shard_is_in_doubt_where_another_has_taken_its_part(
     shards: Shards, now: Now, cluster: Cluster
 ) -> None:
-    """Whoever pushed again what was refused would count it twice there; the error says why, and which partitions."""
+    """A push refused by one shard and applied by another raises InDoubt with the refusal and the applied partitions.
+
+    If it were pushed again, it would count twice on the applied ones.
+    """
     refused_by(shards, B, "too_stale")
     with pytest.raises(InDoubt) as caught:
         drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
@@ -100,7 +103,10 @@ def test_a_refusal_of_one_shard_is_in_doubt_where_another_has_taken_its_part(
 
 
 def test_a_refusal_that_tells_of_parts_which_were_taken_is_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """A shard that has split a push for its client says so in the refusal."""
+    """A refusal that names partitions already applied raises InDoubt with them.
+
+    A shard that splits a push among the owners answers like this.
+    """
     told = refusal("too_stale", partitions=[1, 3])
     shards.trouble += [lambda r: told if r.path == "/push" else None] * 2
     with pytest.raises(InDoubt) as caught:
@@ -110,7 +116,10 @@ def test_a_refusal_that_tells_of_parts_which_were_taken_is_in_doubt(shards: Shar
 
 
 def test_a_refusal_before_anything_was_taken_is_one(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """Nothing has changed, and what is wrong can be mended and pushed again; in sync half a push counts for nothing."""
+    """A push that was applied nowhere raises the refusal itself.
+
+    In sync that includes a push that only some shards have, because it counts for nothing.
+    """
     for shard in (A, B):
         refused_by(shards, shard, "too_stale")
     with pytest.raises(ConflictError) as caught:
@@ -126,7 +135,10 @@ def test_a_refusal_before_anything_was_taken_is_one(shards: Shards, now: Now, cl
 
 
 def test_a_part_that_was_applied_counts_whatever_the_mode_is_by_now(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """The map says sync, and a shard that has not heard so yet has applied its part: the refusal is no end of it."""
+    """A push refused by one shard and applied by another raises InDoubt even if the client's map says sync.
+
+    The shard that applied its part had not learned of the new mode yet.
+    """
     shards.spec = ModelSpec.parse(shards.spec.document() | {"consistency": {"mode": "sync"}})
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     shards.spec = ModelSpec.parse(shards.spec.document() | {"consistency": {"mode": "async"}})
@@ -137,7 +149,10 @@ def test_a_part_that_was_applied_counts_whatever_the_mode_is_by_now(shards: Shar
 
 
 def test_what_is_pushed_and_filled_at_once_is_sent_again_as_it_was(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """The values of one shard arrive in the very arrays of the gradient, before the other one has its part."""
+    """A pushpull whose `out` is its own gradient sends a retry with the original gradient.
+
+    By then the first shard's values may have overwritten it.
+    """
     p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     before = shards.flat.copy()
     shards.trouble.append(lambda r: refusal("unavailable") if r.to == B and r.path == "/pushpull" else None)
@@ -149,7 +164,7 @@ def test_what_is_pushed_and_filled_at_once_is_sent_again_as_it_was(shards: Shard
 
 
 def test_a_base_of_a_model_that_was_created_anew_is_refused(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """The gradient was computed from another model's values."""
+    """A push whose base was pulled from an earlier creation of the model is refused and not sent."""
     p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     shards.generation = 8
     cluster.forget("m")
@@ -161,7 +176,7 @@ def test_a_base_of_a_model_that_was_created_anew_is_refused(shards: Shards, now:
 
 
 def test_out_that_does_not_fit_is_refused(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """Arrays of another selection are not written to."""
+    """A pull into arrays of another selection is refused."""
     part = drive(transfer.pull(cluster, "m", Deadline.after(30, now), names="b"), shards, now)
 
     with pytest.raises(RequestError, match="out cannot take"):
@@ -173,7 +188,7 @@ def test_out_that_does_not_fit_is_refused(shards: Shards, now: Now, cluster: Clu
 def test_out_of_an_earlier_creation_in_other_shapes_is_refused(
     shards: Shards, now: Now, cluster: Cluster, shape: tuple[int, ...], partitions: int
 ) -> None:
-    """What was pulled before a model was created anew with other shapes is not written to, nor is a push made."""
+    """Arrays from before a model was created again in other shapes are refused as `out`, and nothing is pushed."""
     before = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     anew = Shards(w=shape, partitions=partitions)
     cluster.forget("m")
@@ -202,7 +217,7 @@ def test_out_of_an_earlier_creation_in_other_shapes_is_refused(
 def test_what_cannot_name_parameters_is_refused(
     shards: Shards, now: Now, cluster: Cluster, names: Any, ranges: Any, said: str
 ) -> None:
-    """Whoever asks for nothing, or not by names and pairs, is told what to ask for."""
+    """Empty or malformed names and ranges are refused, with an error that says what is expected."""
     with pytest.raises(RequestError, match=said):
         drive(transfer.pull(cluster, "m", Deadline.after(30, now), names=names, ranges=ranges), shards, now)
 
@@ -220,7 +235,7 @@ def test_what_cannot_name_parameters_is_refused(
 def test_what_cannot_be_waited_for_is_refused(
     shards: Shards, now: Now, cluster: Cluster, wrong: dict[str, Any], said: str
 ) -> None:
-    """By the argument's own name, before anything is asked."""
+    """An invalid `min_version` or `wait_s` is refused by the argument's name before any request is sent."""
     with pytest.raises(RequestError, match=said):
         drive(transfer.pull(cluster, "m", Deadline.after(30, now), **wrong), shards, now)
     options = {"names": None, "ranges": None, "dtype": None, "min_version": 0}
@@ -247,7 +262,7 @@ def test_what_cannot_be_waited_for_is_refused(
 def test_what_a_push_cannot_say_is_refused(
     shards: Shards, now: Now, cluster: Cluster, wrong: dict[str, Any], said: str
 ) -> None:
-    """By the argument's own name, whichever call it is an argument of."""
+    """An invalid `weight` or `ack` is refused by the argument's name in push and pushpull, and nothing is sent."""
     for call in (transfer.push, transfer.pushpull):
         with pytest.raises(RequestError, match=said):
             drive(call(cluster, "m", Deadline.after(30, now), grads(), terms(**wrong)), shards, now)
@@ -255,7 +270,7 @@ def test_what_a_push_cannot_say_is_refused(
 
 
 def test_names_that_can_be_read_once_are_read_once(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """Shared arrays are found by names and ranges out of generators as by those of a list."""
+    """Shared arrays are found by equal names and ranges, whether these are generators or lists."""
     shared = SharedArrays(cluster)
     shards.versions = [1] * 4
 
@@ -270,7 +285,7 @@ def test_names_that_can_be_read_once_are_read_once(shards: Shards, now: Now, clu
 
 
 def test_shared_arrays_in_use_are_kept_longest(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """A selection that is read again and again stays, however many others are pulled in between."""
+    """Shared arrays that are read again and again are not evicted, however many others are pulled in between."""
     shared = SharedArrays(cluster)
     shards.versions = [1] * 4
 
@@ -285,7 +300,7 @@ def test_shared_arrays_in_use_are_kept_longest(shards: Shards, now: Now, cluster
 
 
 def test_numbers_of_numpy_are_numbers(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """Weights, versions and times come out of computations."""
+    """Weights, versions, waits and timeouts may be NumPy numbers."""
     second: Any = np.float32(1)
     version: Any = np.int64(1)
     deadline = Deadline.after(30 * second, now)
@@ -300,7 +315,7 @@ def test_numbers_of_numpy_are_numbers(shards: Shards, now: Now, cluster: Cluster
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_values_travel_in_the_dtype_asked_for(shards: Shards, now: Now, cluster: Cluster, dtype: str) -> None:
-    """Small integers survive every dtype; bfloat16 arrives as float32, the others as themselves."""
+    """Pulled values have the requested dtype, but bfloat16 arrives as float32; small integers are exact in all."""
     p = drive(transfer.pull(cluster, "m", Deadline.after(30, now), dtype=dtype), shards, now)
 
     assert p.flat.dtype == ("float32" if dtype == "bfloat16" else dtype)
@@ -310,7 +325,7 @@ def test_values_travel_in_the_dtype_asked_for(shards: Shards, now: Now, cluster:
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "float64"])
 def test_a_push_reaches_all_owners_with_one_norm(now: Now, cluster: Cluster, dtype: str | None, clip: bool) -> None:
-    """One frame for each shard, each with the norm of the whole gradient where the model clips by it."""
+    """A push sends each shard one frame, which has the norm of the whole gradient if the model clips by it."""
     shards = Shards(clip=clip)
     done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), dtype=dtype), shards, now)
 
@@ -320,7 +335,7 @@ def test_a_push_reaches_all_owners_with_one_norm(now: Now, cluster: Cluster, dty
 
 
 def test_a_flat_vector_is_a_gradient_too(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """It is in the order of `flat`."""
+    """A gradient may be a flat vector in the order of `Params.flat`."""
     vector = np.r_[np.ones(50), np.full(14, 2.0)]
 
     drive(transfer.push(cluster, "m", Deadline.after(30, now), vector, terms()), shards, now)
@@ -329,7 +344,7 @@ def test_a_flat_vector_is_a_gradient_too(shards: Shards, now: Now, cluster: Clus
 
 
 def test_a_push_of_ranges_touches_only_them(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """Partitions without a range get nothing, the others the ranges relative to them."""
+    """A push of ranges changes only their elements, and only the partitions that contain them."""
     drive(
         transfer.push(
             cluster, "m", Deadline.after(30, now), {"w": [5.0, 7.0]}, terms(), ranges={"w": [(0, 1), (49, 50)]}
@@ -344,7 +359,7 @@ def test_a_push_of_ranges_touches_only_them(shards: Shards, now: Now, cluster: C
 
 
 def test_a_client_under_tls_sends_nothing_in_the_clear(shards: Shards, now: Now) -> None:
-    """Given an https URL, it does not follow a map to http addresses: what it sends goes the way it was told."""
+    """A client given an https URL ignores http addresses in the map and sends everything to that URL."""
     drive(transfer.push(Cluster(("https://given:1",)), "m", Deadline.after(30, now), grads(), terms(1)), shards, now)
 
     assert [to for to, path in shards.log if path == "/push"] == [None]
@@ -352,7 +367,7 @@ def test_a_client_under_tls_sends_nothing_in_the_clear(shards: Shards, now: Now)
 
 
 def test_wrong_gradients_are_listed_and_not_sent(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """Names, shapes and dtypes are all reported at once."""
+    """All wrong names, shapes and dtypes of a gradient are reported in one error, and nothing is sent."""
     bad = {"v": np.ones(3), "w": np.ones((5, 10)), "b": np.array(["x"] * 14)}
 
     with pytest.raises(RequestError) as e:
@@ -379,7 +394,7 @@ def test_wrong_gradients_are_listed_and_not_sent(shards: Shards, now: Now, clust
 def test_values_that_are_not_finite_on_the_way_are_refused(
     shards: Shards, now: Now, cluster: Cluster, value: float, dtype: str | None, why: str
 ) -> None:
-    """NaN, infinity, and what overflows the dtype it would travel in; the parameter is named."""
+    """NaN, infinity and values that overflow the dtype they are sent in are refused by the parameter's name."""
     bad = grads()
     bad["w"][9, 4] = value
 
@@ -392,7 +407,10 @@ def test_values_that_are_not_finite_on_the_way_are_refused(
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_one_shard_alone_refuses_is_named(now: Now, cluster: Cluster, value: float) -> None:
-    """It finds NaN and infinity by itself; the parameters are looked for when it has."""
+    """If a model's only shard refuses a push as non-finite, the error names the parameter.
+
+    The gradient is not scanned before: the shard finds NaN and infinity itself.
+    """
     shards, bad = Shards(partitions=1), {n: a.astype(np.float32) for n, a in grads().items()}
     bad["w"][9, 4] = value
     shards.wrong_once("/push", refusal("non_finite"))
@@ -405,7 +423,7 @@ def test_what_one_shard_alone_refuses_is_named(now: Now, cluster: Cluster, value
 
 
 def test_one_shard_alone_gets_the_norm_too(now: Now, cluster: Cluster) -> None:
-    """Where the model clips, its gradient is scanned before it is sent."""
+    """If the model clips, a gradient for its only shard is scanned first, too: its norm is sent, and NaN is refused."""
     shards, bad = Shards(partitions=1, clip=True), {n: a.astype(np.float32) for n, a in grads().items()}
     drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
     bad["w"][9, 4] = np.nan
@@ -417,7 +435,7 @@ def test_one_shard_alone_gets_the_norm_too(now: Now, cluster: Cluster) -> None:
 
 
 def test_pushpull_does_both_in_one_round(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """One request to each shard; the values are those after the push."""
+    """A pushpull takes one request to each shard and returns the values after the push."""
     call = transfer.pushpull(cluster, "m", Deadline.after(30, now), grads(), terms())
     done, p = drive(call, shards, now)
 
@@ -430,7 +448,7 @@ def test_pushpull_does_both_in_one_round(shards: Shards, now: Now, cluster: Clus
 def test_out_is_looked_at_before_a_push_is_made(
     shards: Shards, now: Now, cluster: Cluster, gradient: dict[str, Any]
 ) -> None:
-    """A pushpull into arrays that cannot take the values pushes nothing, whatever its gradient touches."""
+    """A pushpull into arrays that cannot take the values pushes nothing, whatever its gradient covers."""
     part = drive(transfer.pull(cluster, "m", Deadline.after(30, now), names="b"), shards, now)
 
     wrong: Any
@@ -442,7 +460,7 @@ def test_out_is_looked_at_before_a_push_is_made(
 
 
 def test_ranges_of_a_pushpull_may_be_ones_that_can_be_read_once(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """The gradient of some elements is pushed where they say, then everything is pulled."""
+    """A pushpull takes ranges from iterators, pushes to their elements and pulls the whole model."""
     ranges: Any = {"w": iter([iter((3, 5))])}
     call = transfer.pushpull(cluster, "m", Deadline.after(30, now), {"w": np.ones(2)}, terms(), ranges=ranges)
     _, p = drive(call, shards, now)
@@ -451,7 +469,10 @@ def test_ranges_of_a_pushpull_may_be_ones_that_can_be_read_once(shards: Shards, 
 
 
 def test_what_was_lent_by_some_shards_alone_is_given_back_at_once(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """Where one shard has the commit in time and the other has not, all values are pulled later."""
+    """An exchange that only some shards released in time returns no values and ends their leases at once.
+
+    All values are pulled later.
+    """
 
     def one_released(request: Request) -> Outcome:
         if request.path != "/pushpull":
@@ -474,7 +495,7 @@ def test_what_was_lent_by_some_shards_alone_is_given_back_at_once(shards: Shards
 
 
 def test_base_versions_go_with_each_partition(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """A push computed from a pull quotes version and incarnation of every partition."""
+    """A push with a pull as its base gives version and incarnation for every partition."""
     p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
 
     drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(base=p)), shards, now)
@@ -483,7 +504,10 @@ def test_base_versions_go_with_each_partition(shards: Shards, now: Now, cluster:
 
 
 def test_waiting_for_a_version_is_asked_for_in_short_pieces(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """No request waits longer than two seconds at a node, so Ctrl-C is heard; the waiting as a whole is as asked."""
+    """A pull that waits for a version sends requests that wait for 2 s at most, and as long as asked in total.
+
+    Ctrl-C takes effect between them.
+    """
     waits: list[float] = []
 
     def patient(request: Request) -> Outcome:

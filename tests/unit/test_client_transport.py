@@ -1,4 +1,4 @@
-"""How a client's requests are performed: many at a time, none after its end, and by whoever answers."""
+"""How a client performs its requests: concurrently, not after it was closed, and at a scheduler that answers."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ THREADS = 40
 
 
 class Node(ThreadingHTTPServer):
-    """Answers `/livez` at once, and anything else when `2 * THREADS` requests are there."""
+    """A server that answers `/livez` at once, and other requests once `2 * THREADS` of them have arrived."""
 
     daemon_threads = True
     request_queue_size = 4 * THREADS
@@ -29,13 +29,13 @@ class Node(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Of one connection."""
+    """Handles one connection."""
 
     protocol_version = "HTTP/1.1"
     server: Node
 
     def do_GET(self) -> None:
-        """One request."""
+        """Answer one request."""
         if self.path != "/livez":
             try:
                 self.server.together.wait(10.0)
@@ -48,12 +48,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"{}")
 
     def log_message(self, *_: object) -> None:
-        """Nothing is logged."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    """A node on a port of its own."""
+    """A running node on a free port."""
     with Node() as serving:
         thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
         thread.start()
@@ -63,7 +63,7 @@ def node() -> Iterator[Node]:
 
 
 def test_a_waiting_request_is_in_no_other_threads_way(node: Node) -> None:
-    """Each of many threads has all its requests under way at once, though none of them is answered yet."""
+    """Many threads have all their requests in flight at once while none of them is answered."""
     transport = BlockingTransport((node.url,), NO_CREDENTIALS)
     outcomes: list[object] = []
 
@@ -81,7 +81,7 @@ def test_a_waiting_request_is_in_no_other_threads_way(node: Node) -> None:
 
 
 def test_a_closed_client_says_so_at_once(node: Node) -> None:
-    """It is not tried again until a deadline, and closing it once more is fine."""
+    """A closed client raises ConflictError without retrying, and may be closed again."""
     client = ps.connect(node.url, timeout=3.0)
     client.close()
 
@@ -93,7 +93,7 @@ def test_a_closed_client_says_so_at_once(node: Node) -> None:
 
 
 def test_a_closed_client_on_asyncio_says_so_at_once(node: Node) -> None:
-    """Like the blocking one."""
+    """A closed asyncio client raises ConflictError without retrying, and may be closed again."""
 
     async def main() -> None:
         client = ps.AsyncClient(node.url, timeout=3.0)
@@ -107,7 +107,7 @@ def test_a_closed_client_on_asyncio_says_so_at_once(node: Node) -> None:
 
 
 def test_a_client_that_was_closed_before_its_first_call_is_closed(node: Node) -> None:
-    """It has nothing to let go, and does not begin anew either."""
+    """A client that was closed before its first call refuses that call, blocking or on asyncio."""
     request = [Request("GET", "/livez")]
     blocking = BlockingTransport((node.url,), NO_CREDENTIALS)
     blocking.close()
@@ -124,7 +124,7 @@ def test_a_client_that_was_closed_before_its_first_call_is_closed(node: Node) ->
 
 
 def test_a_silent_scheduler_does_not_hide_the_one_that_answers(node: Node) -> None:
-    """`connect` asks the next one after it, which every later request begins with."""
+    """If a scheduler does not answer, `connect` tries the next one, with which later requests begin."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with ps.connect(f"{url},{node.url}", timeout=0.5) as client:

@@ -1,4 +1,4 @@
-"""A shard's reports of clocks, sent to schedulers on real sockets."""
+"""A shard's clock reports, sent to schedulers on real sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ WITHIN_S = 20.0
 
 
 class Scheduler:
-    """One that takes what comes and never says a word, as one that stands still."""
+    """A scheduler that reads everything and never answers, like a stalled one."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -23,7 +23,7 @@ class Scheduler:
         self.connected = 0
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection."""
+        """Read one connection to its end."""
         self.connected += 1
         try:
             while data := await reader.read(1 << 16):
@@ -36,7 +36,7 @@ class Scheduler:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["Scheduler"]:
-        """It listens, on a free port."""
+        """Listen on a free port."""
         server = await asyncio.start_server(self.take, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
@@ -47,7 +47,10 @@ class Scheduler:
 
 @pytest.mark.asyncio
 async def test_reports_follow_the_scheduler_in_use() -> None:
-    """One that stands still keeps the connection for ever; once another is in use, that one is told, and only that."""
+    """After a switch to another scheduler only that one gets the clock reports.
+
+    A stalled scheduler keeps its connection open forever, so the end of the connection cannot be the signal.
+    """
     reports, sent = ClockReports(), 0
 
     async def report_until_told(scheduler: Scheduler) -> None:

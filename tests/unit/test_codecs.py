@@ -1,4 +1,4 @@
-"""Codecs: their bytes, what is lost and kept, what is refused, and that kernels read the same numbers from them."""
+"""Codecs: their bytes, their error feedback, what is refused, and that kernels read encoded gradients alike."""
 
 import importlib.util
 import re
@@ -58,7 +58,7 @@ def noise(size: int, seed: int = 0) -> F32:
 
 
 def encoded(text: str, values: F32) -> tuple[AnyArray, F32]:
-    """(bytes, what they decode to)."""
+    """Return (encoded bytes, the values they decode to)."""
     codec = Codec.parse(text)
     data, _ = encode_partition(codec, values, None, None)
     return data, decode_partition(codec.coding, data, values.size)
@@ -66,7 +66,7 @@ def encoded(text: str, values: F32) -> tuple[AnyArray, F32]:
 
 @pytest.mark.parametrize("text", generate.CODECS)
 def test_bytes_are_those_that_were_written_down(text: str, golden: Any) -> None:
-    """Encoding the stored gradients with error feedback gives the stored bytes, and leaves the stored rest."""
+    """Encoding the golden gradients with error feedback gives the golden bytes and leaves the golden residual."""
     parts, left = generate.encoded(text)
 
     for i, part in enumerate(parts):
@@ -78,14 +78,17 @@ def test_bytes_are_those_that_were_written_down(text: str, golden: Any) -> None:
 @pytest.mark.parametrize("stage", generate.STAGES)
 @pytest.mark.parametrize("text", generate.CODECS)
 def test_stored_second_stages_are_read(text: str, stage: str, golden: Any) -> None:
-    """What a zstd or LZ4 of today wrote is read back; their own bytes may change with their versions."""
+    """Golden parts packed with zstd or LZ4 are unpacked to the original bytes.
+
+    Packing is not compared: other versions of these libraries may produce other bytes.
+    """
     raw = golden[f"{text}.0"]
 
     assert unpack(stage, golden[f"{text}+{stage}"], raw.size).tobytes() == raw.tobytes()
 
 
 def test_the_bytes_of_int8_are_those_of_the_page() -> None:
-    """Scales first, then numbers; a scale is the largest magnitude times 1/127, numbers are rounded to even."""
+    """int8 is scales, then numbers: a scale is the largest magnitude times 1/127, numbers are rounded half to even."""
     values = np.array([127.0, -63.5, 0.5, 1.5, 0.0], np.float32)
 
     data, decoded = encoded("int8", values)
@@ -98,7 +101,7 @@ def test_the_bytes_of_int8_are_those_of_the_page() -> None:
 
 
 def test_the_bytes_of_topk_are_those_of_the_page() -> None:
-    """Ascending indices, then values; of equal magnitudes the first ones are taken."""
+    """topk is ascending indices, then values; of equal magnitudes those with the lowest indices are taken."""
     values = np.array([0.0, -3.0, 2.0, 3.0, 2.0, 0.0, 0.0, 0.0], np.float32)
 
     data, decoded = encoded("topk:0.3", values)
@@ -108,7 +111,7 @@ def test_the_bytes_of_topk_are_those_of_the_page() -> None:
 
 
 def test_the_page_shows_the_bytes_of_the_examples() -> None:
-    """The two examples of docs/codecs.md are what the encoders make."""
+    """The bytes of the two examples in docs/codecs.md are those that the encoders produce."""
     page = (Path(__file__).parents[2] / "docs" / "codecs.md").read_text()
     shown = [bytes.fromhex(block) for block in re.findall(r"```\n([0-9a-f \n]+)```", page)]
     first = encoded("int8", np.array([127.0, -63.5, 0.5, 1.5, 0.0], np.float32))[0]
@@ -120,7 +123,10 @@ def test_the_page_shows_the_bytes_of_the_examples() -> None:
 @pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 5000])
 @pytest.mark.parametrize("text", PER_PARTITION)
 def test_what_is_left_out_is_exactly_the_rest(text: str, size: int) -> None:
-    """Values = decoded + left out, to the bit for topk and to float32 rounding for int8; sizes are as announced."""
+    """The residual is the values minus the decoded ones, in float32; sizes and norm are as announced.
+
+    For int8 the residual is at most half the largest scale.
+    """
     codec, values, new_residual = Codec.parse(text), noise(size), np.empty(size, np.float32)
 
     data, norm = encode_partition(codec, values, None, new_residual)
@@ -139,7 +145,7 @@ def test_what_is_left_out_is_exactly_the_rest(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", PER_PARTITION)
 def test_error_feedback_loses_nothing_over_time(text: str) -> None:
-    """The sum of what was decoded and what is left equals the sum of the gradients."""
+    """With error feedback, the sum of the decoded gradients and the last residual equals the sum of the gradients."""
     codec, total, sent = Codec.parse(text), np.zeros(3000), np.zeros(3000)
     residual: F32 | None = None
     for i in range(20):
@@ -155,7 +161,7 @@ def test_error_feedback_loses_nothing_over_time(text: str) -> None:
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=600))
 def test_any_finite_gradient_can_be_encoded(numbers: list[float]) -> None:
-    """Whatever the values, sizes are right and what decodes is finite and no larger than the largest value."""
+    """Any finite gradient has the announced size encoded, and decodes to finite values within its largest magnitude."""
     values = np.array(numbers, np.float32)
     for text in PER_PARTITION:
         data, decoded = encoded(text, values)
@@ -172,7 +178,7 @@ def test_any_finite_gradient_can_be_encoded(numbers: list[float]) -> None:
 @pytest.mark.parametrize("text", PER_PARTITION)
 @pytest.mark.parametrize("name", ["sgd", "adam", "ftrl"])
 def test_a_fused_step_equals_decoding_first(text: str, name: str) -> None:
-    """Applying encoded bytes gives the bytes of applying the decoded gradient, over segments at odd places."""
+    """A step on encoded bytes gives the same bytes as one on the decoded gradient, also for segments at odd offsets."""
     size = 10_007
     optimizer = OptimizerSpec(name, lr=0.1)
     w, (data, g) = noise(size, 3), encoded(text, noise(size, 4))
@@ -193,7 +199,7 @@ def test_a_fused_step_equals_decoding_first(text: str, name: str) -> None:
 
 @pytest.mark.parametrize("text", PER_PARTITION)
 def test_a_mean_takes_encoded_and_plain_parts_together(text: str) -> None:
-    """A piece of a partition gets the mean of what encoded whole parts and plain elements say of it."""
+    """The mean of a piece is the same from whole encoded parts beside plain elements as from decoded ones."""
     size, a, b = 70_000, 1_234, 69_001
     data, g = encoded(text, noise(size, 1))
     plain = noise(b - a, 2)
@@ -207,7 +213,10 @@ def test_a_mean_takes_encoded_and_plain_parts_together(text: str) -> None:
 
 
 def test_kernels_refuse_bytes_of_another_partition() -> None:
-    """Encoded bytes that do not fit the length of the values are our own bug: ValueError, nothing written."""
+    """Kernels raise ValueError for encoded bytes that do not fit the values, and write nothing.
+
+    It is not a RequestError, because such bytes would be a bug of ours.
+    """
     w, out = noise(100), np.zeros(100, np.float32)
     steps = [kernels.SegmentStep(0, 100, 0.1)]
     for text in ("int8", "topk:0.5"):
@@ -222,7 +231,7 @@ def test_kernels_refuse_bytes_of_another_partition() -> None:
 
 
 def test_scales_that_overflow_are_not_finite() -> None:
-    """A scale whose largest number would be infinite, or that is NaN, makes the gradient not finite."""
+    """A gradient is not finite if a scale is NaN or its largest number would be infinite."""
     data, _ = encoded("int8", noise(300))
     for wrong in (np.inf, np.nan, 3e38, -3e38):
         bad = data.copy()
@@ -245,7 +254,7 @@ def test_scales_that_overflow_are_not_finite() -> None:
     ],
 )
 def test_names_say_coding_and_stage(text: str, coding: str, stage: str | None, frame: str) -> None:
-    """A name is read into its parts, and a frame carries all but the fraction."""
+    """A codec name is parsed into coding and stage, and a frame carries all of it but the fraction."""
     codec = Codec.parse(text)
 
     assert (codec.coding, codec.stage, codec.text) == (coding, stage, frame)
@@ -256,7 +265,7 @@ def test_names_say_coding_and_stage(text: str, coding: str, stage: str | None, f
     "text", ["", "int4", "int8+", "int8+gzip", "+zstd", "fp32:0.1", "zstd", "INT8", "int8+zstd+lz4"]
 )
 def test_unknown_names_are_415(text: str) -> None:
-    """What is no codec is refused with the list of those there are."""
+    """An unknown codec name is refused with 415 and the list of codecs."""
     with pytest.raises(RequestError, match="topk") as e:
         Codec.parse(text)
 
@@ -265,7 +274,10 @@ def test_unknown_names_are_415(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["topk:", "topk:0", "topk:0.6", "topk:nan", "topk:-1", "topk:x"])
 def test_fractions_are_between_0_and_a_half(text: str) -> None:
-    """With more than half of its elements a partition would be larger than as float32."""
+    """A topk fraction that is not above 0 and at most 0.5 is refused, and so is any fraction in a frame.
+
+    With more than half of its elements a partition would be larger than as float32.
+    """
     with pytest.raises(RequestError) as e:
         Codec.parse(text)
 
@@ -279,7 +291,7 @@ def test_fractions_are_between_0_and_a_half(text: str) -> None:
     [("int8", 263, 256), ("int8", 1300, 1304), ("topk", 0, 10), ("topk", 12, 10), ("topk", 48, 10), ("topk", 80, 10)],
 )
 def test_lengths_that_cannot_be_are_refused(coding: str, size_bytes: int, elements: int) -> None:
-    """A part of the wrong length, or larger than the partition as float32, is 422."""
+    """A part of an impossible length, or larger than the partition as float32, is refused with 422."""
     with pytest.raises(RequestError) as e:
         check_encoded_size(Codec.parse(coding), size_bytes, elements)
 
@@ -289,7 +301,7 @@ def test_lengths_that_cannot_be_are_refused(coding: str, size_bytes: int, elemen
 
 @pytest.mark.parametrize("at", [[3, 3], [4, 2], [0, 100], [0, 0xFFFFFFFF]])
 def test_indices_that_do_not_ascend_within_the_partition_are_refused(at: list[int]) -> None:
-    """A topk part names each element at most once, in order, and none beyond the partition."""
+    """topk indices that repeat, descend, or lie beyond the partition are refused."""
     data = np.concatenate((np.array(at, "<u4").view(np.uint8), np.ones(2, np.float32).view(np.uint8)))
 
     with pytest.raises(RequestError, match="ascend"):
@@ -298,7 +310,10 @@ def test_indices_that_do_not_ascend_within_the_partition_are_refused(at: list[in
 
 @pytest.mark.parametrize("stage", ["zstd", "lz4"])
 def test_second_stages_are_undone_within_their_bound(stage: str) -> None:
-    """A part that is cut, damaged, or holds another number of bytes than announced is 422."""
+    """A packed part that is truncated, damaged, or not of the announced size is refused (422).
+
+    Incompressible bytes pack to no more than `packed_bytes_max`.
+    """
     raw = np.zeros(1 << 20, np.uint8)
     packed = pack(stage, raw)
     assert packed.size < 10_000
@@ -317,7 +332,10 @@ def test_second_stages_are_undone_within_their_bound(stage: str) -> None:
 
 
 def test_a_zstd_frame_may_not_ask_for_a_big_window() -> None:
-    """A frame without its size that wants a window of 64 MiB is refused before that is allocated."""
+    """A zstd frame without a content size that needs a window of 64 MiB is refused.
+
+    Otherwise a small part could make the decoder allocate that much.
+    """
     params = zstandard.ZstdCompressionParameters(window_log=26, compression_level=1)
     writer = zstandard.ZstdCompressor(compression_params=params).compressobj()
     packed = np.frombuffer(writer.compress(bytes(1 << 20)) + writer.flush(), np.uint8)
@@ -338,7 +356,7 @@ def layout() -> Layout:
 
 
 def pushed(feedback: Feedback, grads: dict[str, F32], text: str = "int8", generation: int = 1) -> bytes:
-    """The bytes of a push that is accepted."""
+    """Encode a push that is accepted, and return its bytes."""
     with draft_for(feedback) as draft:
         made = ready(layout(), generation, grads, None, None, Codec.parse(text), draft)
     assert isinstance(made, Encoded)
@@ -346,7 +364,7 @@ def pushed(feedback: Feedback, grads: dict[str, F32], text: str = "int8", genera
 
 
 def refused(feedback: Feedback, grads: dict[str, F32], text: str = "int8") -> bytes:
-    """The bytes of a push that is not accepted."""
+    """Encode a push that is not accepted, and return its bytes."""
     draft = Draft(feedback)
     made = ready(layout(), 1, grads, None, None, Codec.parse(text), draft)
     draft.give_back()
@@ -355,7 +373,10 @@ def refused(feedback: Feedback, grads: dict[str, F32], text: str = "int8") -> by
 
 
 def test_a_push_that_was_not_accepted_leaves_the_memory_as_it_was() -> None:
-    """The same gradient again gives the same bytes, after one that was accepted other ones."""
+    """A push that was not accepted leaves the residuals unchanged, so that the same gradient gives the same bytes.
+
+    After an accepted push it gives other bytes; a new model generation starts without residuals.
+    """
     feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
 
     first, again = refused(feedback, grads), refused(feedback, grads)
@@ -367,13 +388,13 @@ def test_a_push_that_was_not_accepted_leaves_the_memory_as_it_was() -> None:
     assert feedback.norm() == left
     assert first != second == pushed(feedback, grads)
 
-    with draft_for(feedback) as draft:  # the model was created anew
+    with draft_for(feedback) as draft:  # the model was created again
         ready(layout(), 2, grads, None, None, Codec.parse("int8"), draft)
         assert feedback.norm() == 0.0
 
 
 def test_a_push_of_an_earlier_creation_of_the_model_leaves_nothing() -> None:
-    """What ends after the model was created anew does not go into the next gradients."""
+    """A push that ends after the model was created again leaves no residual for later gradients."""
     feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
     pushed(feedback, grads)
     with draft_for(feedback) as draft:
@@ -386,13 +407,13 @@ def test_a_push_of_an_earlier_creation_of_the_model_leaves_nothing() -> None:
 
 
 class Refused(Exception):
-    """What ends a push that is not accepted."""
+    """Raised to end a push as not accepted."""
 
 
 @pytest.mark.parametrize("text", ["int8", "topk:0.05"])
 @pytest.mark.parametrize("accepted", [(True, True), (True, False), (False, True), (False, False)])
 def test_pushes_under_way_at_once_leave_each_element_out_once(text: str, accepted: tuple[bool, bool]) -> None:
-    """What arrived and what is left out are together the gradients of the pushes that were accepted."""
+    """After concurrent pushes, decoded values plus residuals are the sum of the gradients that were accepted."""
     feedback, codec, sizes = Feedback(), Codec.parse(text), [layout().partition_size(i) for i in range(3)]
     arrived, wanted = np.zeros(733), np.zeros(733)
 
@@ -424,7 +445,10 @@ def test_pushes_under_way_at_once_leave_each_element_out_once(text: str, accepte
 
 @pytest.mark.parametrize("text", ["int8", "topk"])
 def test_bad_numbers_are_named_wherever_they_lie(text: str) -> None:
-    """In partitions of one parameter, whose array is encoded as it lies, and of several; others are not named."""
+    """NaN and infinity are refused by the name of their parameter, and no other is named.
+
+    This holds for partitions of one parameter, which is encoded in place, and of several.
+    """
     feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
     pushed(feedback, grads, text)
     for memory in (feedback, Feedback()):
@@ -438,7 +462,7 @@ def test_bad_numbers_are_named_wherever_they_lie(text: str) -> None:
 
 
 def test_an_array_that_is_encoded_as_it_lies_stays_as_it_is() -> None:
-    """It may be read-only, and holds the same values afterwards."""
+    """An array that is encoded in place may be read-only, and keeps its values."""
     grads = {"w": noise(700), "b": noise(33, 1)}
     for a in grads.values():
         a.flags.writeable = False
@@ -450,7 +474,7 @@ def test_an_array_that_is_encoded_as_it_lies_stays_as_it_is() -> None:
 
 
 def test_codecs_of_whole_partitions_take_nothing_less() -> None:
-    """int8 and topk refuse a push that leaves out parameters, and one of a sender without a memory."""
+    """int8 refuses a push that leaves out parameters, and one of a sender without error feedback."""
     codec = Codec.parse("int8")
     with pytest.raises(RequestError, match="whole partitions"):
         pushed(Feedback(), {"b": noise(33)})
@@ -461,7 +485,7 @@ def test_codecs_of_whole_partitions_take_nothing_less() -> None:
 
 
 def test_a_calls_codec_goes_before_the_default() -> None:
-    """codec= beats dtype= beats the worker's own; both at once are refused."""
+    """A call's codec= or dtype= takes precedence over the worker's codec; both together are refused."""
     default = Codec.parse("int8")
 
     assert codec_of(None, None, default) is default

@@ -1,4 +1,4 @@
-"""Computing an update: results in memory that nobody else has need of."""
+"""Computing updates: reuse of buffers, the check of gradients, and the parameters of steps."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.computing import compute
 
 COUNTS = (74 << 10, 75 << 10, 74 << 10, 75 << 10)
-"""Cuts fall on pages, so partitions of one model differ by one."""
+"""Partition sizes; cuts fall on page boundaries, so those of one model differ by one page."""
 SPEC = ModelSpec.parse(
     {"name": "m", "params": {"w": {"shape": [sum(COUNTS)]}}, "partitions": 4, "optimizer": {"name": "sgd", "lr": 1.0}}
 )
@@ -23,9 +23,9 @@ LAYOUT = Layout(SPEC)
 
 
 def tasks(pool: BufferPool, *, reuse_direct: bool) -> list[UpdateTask]:
-    """One whole push of four partitions, whose gradients lie in memory of their own."""
+    """Return the tasks of one push of four whole partitions, each gradient in its own buffer."""
     out = []
-    pool.take(max(COUNTS))  # as an earlier push did, so that all take memory of this size
+    pool.take(max(COUNTS))  # as an earlier push did, so that all buffers are of this size
     for i, count in enumerate(COUNTS):
         assert LAYOUT.partition_size(i) == count > SMALL_BYTES // 4
         values, gradient = pool.take(count), pool.take(count)
@@ -38,7 +38,7 @@ def tasks(pool: BufferPool, *, reuse_direct: bool) -> list[UpdateTask]:
 
 @pytest.mark.parametrize("reuse_direct", [True, False])
 def test_spent_gradients_take_the_next_results(reuse_direct: bool) -> None:
-    """A push of a whole model needs one partition more than its values and its gradient, if the gradient is spent."""
+    """Computing a whole-model push takes one buffer if gradients may be consumed, else one for each partition."""
     pool = BufferPool()
     work = tasks(pool, reuse_direct=reuse_direct)
     before = pool.lent_bytes
@@ -54,7 +54,7 @@ def test_spent_gradients_take_the_next_results(reuse_direct: bool) -> None:
 
 
 def test_what_nobody_has_looked_at_is_looked_at_when_it_is_applied() -> None:
-    """The result has the gradient's checksum; of one that is not finite it says so, apart from a result that is not."""
+    """With `needs_check` a result has the gradient's checksum; a failure says whether the gradient was non-finite."""
     pool = BufferPool()
     looked = [replace(task, needs_check=True) for task in tasks(pool, reuse_direct=False)]
     for task, result in zip(looked, compute(looked, pool), strict=True):
@@ -73,7 +73,10 @@ def test_what_nobody_has_looked_at_is_looked_at_when_it_is_applied() -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw", "ftrl", "sum"])
 def test_steps_tell_apart_only_what_the_optimizer_does(name: str) -> None:
-    """Those that count give each push numbers of its own; for all others they stay what they are, and so do tables."""
+    """Steps differ from push to push only if the optimizer counts them (adagrad, adam, adamw).
+
+    For all others they stay equal, so that the kernels' cached tables can be reused.
+    """
     spec = ModelSpec.parse(
         {"name": "m", "params": {"w": {"shape": [100]}}, "partitions": 1, "optimizer": {"name": name}}
     )

@@ -1,4 +1,4 @@
-"""Several requests that one call waits for: who performs them, and what an interrupt leaves behind."""
+"""Concurrent requests of one call: which threads perform them, and what an interrupt leaves behind."""
 
 import gc
 import os
@@ -46,7 +46,7 @@ atexit.register(ask)
 
 
 def eventually(true: Callable[[], bool]) -> None:
-    """Wait until it is."""
+    """Wait until the condition is true; fail after 30 s."""
     deadline = time.monotonic() + 30.0
     while not true():
         assert time.monotonic() < deadline
@@ -54,32 +54,35 @@ def eventually(true: Callable[[], bool]) -> None:
 
 
 def ctrl_c() -> None:
-    """As a terminal sends it, when the main thread has nothing to do but wait: for a helper, or for its own answer."""
+    """Send SIGINT, as a terminal does, once the main thread waits for a helper or for its own answer."""
     main = threading.main_thread().ident
     eventually(lambda: sys._current_frames()[main or 0].f_code.co_name in ("outcomes", "_read"))
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def answering(connected: socket.socket) -> None:
-    """Every request without a body, with 200."""
+    """Answer every request, which must have no body, with 200."""
     while connected.recv(65536):
         connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
 
 
 def statuses(transport: BlockingTransport, *requests: Request) -> list[int]:
-    """Of the answers."""
+    """Perform the requests and return the status of each response."""
     return [o.status for o in transport.perform(requests) if isinstance(o, Response)]
 
 
 def test_threads_train_on_after_the_main_one_has_ended() -> None:
-    """Requests to several shards included, and what a program does at its exit."""
+    """Threads and exit handlers can perform concurrent requests after the main thread has ended."""
     with serving(answering) as url:
         done = subprocess.run([sys.executable, "-c", TRAINS_ON, url], capture_output=True, text=True, timeout=60.0)
     assert (done.stdout, done.stderr) == ("[200, 200]\n" * 22, "")
 
 
 def test_where_no_thread_can_be_had_requests_are_performed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system has no more of them, or the interpreter is ending and makes none."""
+    """If no helper thread can be started, the calling thread performs all requests itself.
+
+    The system may be out of threads, or the interpreter is shutting down.
+    """
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -96,7 +99,10 @@ def test_where_no_thread_can_be_had_requests_are_performed_in_turn(monkeypatch: 
 
 
 def test_what_is_asked_for_at_the_same_time_is_done_at_the_same_time() -> None:
-    """A thread that has just been made for one piece of work is not promised to another one."""
+    """Work submitted at the same time runs at the same time.
+
+    A thread just started for one piece of work must not be assigned to another.
+    """
     helpers = Helpers(40)
     together = threading.Barrier(41)
     for _ in range(40):
@@ -106,7 +112,7 @@ def test_what_is_asked_for_at_the_same_time_is_done_at_the_same_time() -> None:
 
 
 def test_threads_end_with_the_client_they_help() -> None:
-    """One that is dropped without being closed leaves none behind."""
+    """Helper threads end when their pool is dropped without being closed."""
     done: list[threading.Thread] = []
     helpers = Helpers(2)
     for i in range(4):
@@ -118,7 +124,7 @@ def test_threads_end_with_the_client_they_help() -> None:
 
 
 def has_nothing_new(peer: Peer) -> None:
-    """Lets all come that is under way: nothing of what was written afterwards is in it."""
+    """Receive all that the client still sends, and check that nothing written after the interrupt is in it."""
     with suppress(OSError):
         for stream in (0, 1):
             peer.send(wire.u32_frame(stream, wire.WINDOW_UPDATE, 2 << 20))
@@ -127,7 +133,10 @@ def has_nothing_new(peer: Peer) -> None:
 
 
 def waiting(peer: Peer, begun: threading.Event, *, answers: bool) -> None:
-    """What a shard does that answers when another one has its request, so that a helper performs that; or never."""
+    """Play a shard that answers once another has its request, or never.
+
+    It waits for `begun`, so that a helper performs the request to the other shard.
+    """
     stream = peer.until(wire.HEADERS)
     assert begun.wait(20.0)
     if answers:
@@ -139,7 +148,10 @@ def waiting(peer: Peer, begun: threading.Event, *, answers: bool) -> None:
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_an_interrupted_push_sends_nothing_any_more(answers: bool) -> None:
-    """Whether Ctrl-C comes while the caller sends itself or waits for a helper: its array is its own then."""
+    """After Ctrl-C a push sends nothing more, whether the caller waited for a helper or for its own answer.
+
+    The caller may overwrite its array as soon as the interrupt is raised.
+    """
     begun, overwritten = threading.Event(), threading.Event()
     gradient = bytearray(1 << 20)
 
@@ -161,7 +173,7 @@ def test_an_interrupted_push_sends_nothing_any_more(answers: bool) -> None:
 
 
 def test_what_a_thread_sends_for_another_one_ends_with_it() -> None:
-    """Whichever of its threads is sending, the array is whose it is when that one has given up; it tries no more."""
+    """After `revoke` no thread that works for the caller sends from its array any more, and the call is not retried."""
     begun, overwritten = threading.Barrier(3), threading.Event()
     gradient = bytearray(1 << 20)
     owner, ended = Interruptible(), list[type[BaseException]]()
@@ -197,7 +209,7 @@ def test_what_a_thread_sends_for_another_one_ends_with_it() -> None:
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_an_interrupted_pull_writes_nothing_any_more(answers: bool) -> None:
-    """What a shard sends after Ctrl-C arrives nowhere."""
+    """What a shard sends after Ctrl-C is not written to the sink of the interrupted pull; the connection is closed."""
     begun, interrupted = threading.Event(), threading.Event()
     sink = Kept()
 
@@ -224,13 +236,16 @@ def test_an_interrupted_pull_writes_nothing_any_more(answers: bool) -> None:
 
 @pytest.mark.parametrize("forked", [False, True])
 def test_neither_do_requests_that_go_through_another_node(forked: bool) -> None:
-    """The native client hears of no interrupt: what it still brings goes nowhere, and what it sends is a copy."""
+    """Interrupted requests to the given URL send no data written later, and nothing is written to their sinks.
+
+    The native client cannot be interrupted: it sends a copy, and what it still receives is discarded.
+    """
     seen: list[bytes] = []
     begun, interrupted, gone = threading.Event(), threading.Event(), threading.Event()
 
     def serve(connected: socket.socket) -> None:
         while (body := connected.recv(65536)) and b"/second" not in body:
-            assert b"/livez" in body or begun.wait(20.0)  # until a helper has the second one
+            assert b"/livez" in body or begun.wait(20.0)  # until a helper has sent the second one
             connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
         if not body:
             return
@@ -251,7 +266,7 @@ def test_neither_do_requests_that_go_through_another_node(forked: bool) -> None:
     with serving(serve) as url:
         transport = BlockingTransport((url,), NO_CREDENTIALS)
         transport.perform([Request("GET", "/livez")])
-        if forked:  # what a child has in its place
+        if forked:  # the transport of a forked child
             transport._plain = PlainTransport(NO_CREDENTIALS)
         asked = [Request("GET", "/first"), Request("POST", "/second", memoryview(gradient), sink=sink)]
         with pytest.raises(KeyboardInterrupt):
@@ -260,7 +275,7 @@ def test_neither_do_requests_that_go_through_another_node(forked: bool) -> None:
         del asked, sink
         interrupted.set()
         assert gone.wait(20.0)
-        gc.collect()  # what the error knows of it
+        gc.collect()  # the traceback of the error references the sink
         eventually(lambda: end() is None)
         transport.close()
     assert not seen

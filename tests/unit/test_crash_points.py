@@ -1,4 +1,4 @@
-"""Named crash points: only the one that is asked for counts, and each name stands at one place of the code."""
+"""Crash points: only the one named in the environment kills, and each name is used at one place of the code."""
 
 import os
 import re
@@ -16,7 +16,7 @@ SERVICES = Path(__file__).parents[2] / "services"
 
 
 def test_every_point_is_somewhere_in_the_services() -> None:
-    """Names and places agree, and every name stands at one place."""
+    """Every name in POINTS is used at exactly one place of the services, and no other name is used."""
     text = "".join(p.read_text() for p in SERVICES.rglob("*.py") if p.name != "crash.py")
     placed = [n for call in re.findall(r"crash_point\(([^)]*)\)", text) for n in re.findall(r'"([^"]+)"', call)]
 
@@ -25,7 +25,7 @@ def test_every_point_is_somewhere_in_the_services() -> None:
 
 
 def test_a_process_dies_at_its_point_and_nowhere_else() -> None:
-    """The process is killed by SIGKILL, at the pass that the environment names."""
+    """A process is killed by SIGKILL at the crash point and pass that the environment names, and not before."""
     first, second = sorted(POINTS)[:2]
     code = (
         f"from paramserver_node.crash import crash_point as p\np({second!r})\nfor i in range(3): print(i); p({first!r})"
@@ -41,6 +41,9 @@ def test_a_process_dies_at_its_point_and_nowhere_else() -> None:
 
 @pytest.mark.parametrize("setting", ["nowhere", "shard.before_apply:0", "shard.before_apply:soon"])
 def test_a_point_that_does_not_exist_is_refused(setting: str) -> None:
-    """A test that names no point must not pass for want of a crash."""
+    """An unknown crash point or an invalid number of passes is refused.
+
+    Otherwise a test that names no crash point would pass without a crash.
+    """
     with pytest.raises(RequestError, match="PARAMSERVER_CRASH_AT"):
         Fuse(setting)

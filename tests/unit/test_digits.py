@@ -21,7 +21,7 @@ def _values(hidden: tuple[int, ...], seed: int = 0) -> Values:
 
 
 def test_gradients_match_finite_differences() -> None:
-    """Each parameter's gradient is the slope of the loss, checked in float64 at a few elements."""
+    """Each parameter's gradient equals the slope of the loss, checked in float64 at a few elements."""
     p = _values((16, 12))
     rng = np.random.default_rng(1)
     x: Any = rng.random((8, 64))
@@ -40,7 +40,7 @@ def test_gradients_match_finite_differences() -> None:
 
 
 def test_test_images_are_never_trained_on() -> None:
-    """The two parts share no image and make up all 1,797; batches have images' shape and dtype."""
+    """Training and test images are disjoint and 1,797 in all; a batch has the shape and dtype of images."""
     (train_x, train_y), (test_x, test_y) = digits.images("train"), digits.images("test")
     assert len(train_x) + len(test_x) == len(train_y) + len(test_y) == 1797
     assert not {x.tobytes() for x in train_x} & {x.tobytes() for x in test_x}
@@ -49,13 +49,13 @@ def test_test_images_are_never_trained_on() -> None:
 
 
 def test_the_spec_is_one_a_server_takes() -> None:
-    """The shipped spec parses, and its names are those the network uses."""
+    """The shipped spec can be parsed, and its names and shapes are those that the network uses."""
     spec = ModelSpec.parse({"name": "digits", "params": digits.spec()})
     assert {p.name: p.shape for p in spec.params} == {n: v.shape for n, v in _values(digits.HIDDEN).items()}
 
 
 def test_it_learns() -> None:
-    """A hundred plain steps take it from guessing to well above 70 % of the test images."""
+    """A hundred SGD steps raise the accuracy on the test images from below 35 % to above 70 %."""
     p = {n: v.astype(np.float32) for n, v in _values((64,)).items()}
     rng = np.random.default_rng(0)
     before = digits.accuracy(p)

@@ -1,4 +1,4 @@
-"""JSON values that clients have stored."""
+"""Checks of JSON values that are stored for clients."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from paramserver.errors import RequestError
 
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: [s], lambda s: {"k": [1, s]}, lambda s: {s: 1}])
 def test_text_is_bounded_wherever_it_stands(wrap: Any) -> None:
-    """In the last string of all, too, and in a key."""
+    """A value with text beyond the limit is refused wherever the text is, including a dict key."""
     assert check_document([1, "x" * (TEXT_MAX - 1), "y"], "state")
     with pytest.raises(RequestError, match="state: is too large"):
         check_document(wrap("x" * (TEXT_MAX + 1)), "state")

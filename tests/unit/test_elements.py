@@ -1,4 +1,4 @@
-"""Float32 as elements of two bytes, or copied: NumPy's bits from the compiled passes and from those block by block."""
+"""Encoding float32 gradients: the compiled loops and NumPy's block-wise passes write the same bytes."""
 
 import subprocess
 import sys
@@ -22,13 +22,13 @@ Compile = Callable[[int], None]
 
 @pytest.fixture
 def compiled_from(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
-    """Sets from how many elements on a compiled pass is taken."""
+    """Return a function that sets the gradient size, in elements, from which on compiled encoders are used."""
     yield lambda count: monkeypatch.setattr(elements, "COMPILED_FROM", dict.fromkeys(BITS, count))
     elements._compiled.cache_clear()
 
 
 def nearest(values: F32, dtype: str) -> AnyArray:
-    """What NumPy rounds to; bfloat16 by its bits: ties to even, and one NaN for all."""
+    """Return the bits that NumPy rounds to; bfloat16 is computed here: ties to even, one bit pattern for all NaNs."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
             return values.astype(dtype).view(BITS[dtype])
@@ -38,7 +38,7 @@ def nearest(values: F32, dtype: str) -> AnyArray:
 
 
 def interesting() -> F32:
-    """Every float16 and the middle between any two, every bfloat16 and its middles, their neighbours, and any bits."""
+    """Return all float16 and bfloat16 values, the midpoints between them, close neighbors, and random bit patterns."""
     halves = ALL_16.astype(np.uint16).view(np.float16).astype(np.float32)
     finite = np.sort(halves[np.isfinite(halves)])
     middles = np.concatenate([(finite[1:] + finite[:-1]) / 2, np.array([65520, -65520], np.float32)])
@@ -52,7 +52,7 @@ def interesting() -> F32:
 
 
 def same(found: AnyArray, values: F32, dtype: str) -> bool:
-    """Whether these are the nearest bits; of a NaN, that it stayed one (its payload is nobody's)."""
+    """Return whether `found` holds the nearest bits; a float16 NaN may have any payload."""
     expected = nearest(values, dtype)
     if dtype == "float16":
         nan = np.isnan(values)
@@ -62,7 +62,10 @@ def same(found: AnyArray, values: F32, dtype: str) -> bool:
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_every_kind_of_number_becomes_the_bits_that_numpy_makes_of_it(dtype: str) -> None:
-    """Subnormals, ties, the largest, infinities and NaN; to an odd address, from memory nobody may write."""
+    """Every kind of float32 is encoded as NumPy rounds it, from read-only memory and to an unaligned address.
+
+    Kinds are subnormals, ties, the largest numbers, infinities and NaNs.
+    """
     values = interesting()
     values.flags.writeable = False
     out = np.zeros(values.size * ITEMSIZE[dtype] + 1, np.uint8)[1:].view(BITS[dtype])
@@ -78,7 +81,10 @@ def test_every_kind_of_number_becomes_the_bits_that_numpy_makes_of_it(dtype: str
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("size", [0, 1, 7, 127, 128, 129, 2047, 2048, 2049, 5003])
 def test_the_squares_are_all_there_and_exact(dtype: str, size: int) -> None:
-    """Small whole numbers have one sum in whatever order; nothing behind the end is written."""
+    """The sum of squares covers every element at any size, and nothing beyond the end of the output is written.
+
+    The elements are small integers, whose sum is exact in any order.
+    """
     values = np.random.default_rng(size).integers(-100, 100, size).astype(np.float32)
     out = np.full(size + 3, 7, BITS[dtype])
 
@@ -93,7 +99,7 @@ def test_the_squares_are_all_there_and_exact(dtype: str, size: int) -> None:
     ("dtype", "largest"), [("float32", 0x7F7FFFFF), ("float16", 0x477FEFFF), ("bfloat16", 0x7F7F7FFF)]
 )
 def test_what_rounds_to_infinity_is_seen(dtype: str, largest: int) -> None:
-    """One element at any place makes the sum infinite; the largest that does not, does not."""
+    """A single element that rounds to infinity makes the sum of squares infinite; the largest finite one does not."""
     values, out = np.zeros(5003, np.float32), np.empty(5003, BITS[dtype])
     bits = values.view(np.uint32)
     for at in (0, 2048, 5002):
@@ -109,7 +115,7 @@ def test_what_rounds_to_infinity_is_seen(dtype: str, largest: int) -> None:
 @pytest.mark.parametrize("dtype", [*BITS, "float64"])
 @pytest.mark.parametrize("source", ["float32", "float64", "float16"])
 def test_a_push_is_the_same_whoever_does_the_pass(dtype: str, source: str, compiled_from: Compile) -> None:
-    """Bytes to the last bit, and the norm but for the last bits, whole and in ranges."""
+    """The compiled loop and NumPy write the same bytes and agree on the norm to 1e-14, for whole arrays and ranges."""
     document = {"name": "m", "params": {"w": {"shape": [3000]}, "b": {"shape": [77]}}, "partitions": 3}
     layout, rng = Layout(ModelSpec.parse(document)), np.random.default_rng(5)
     grads = {"w": rng.standard_normal(3000).astype(source), "b": rng.standard_normal(77).astype(source)}
@@ -129,7 +135,7 @@ def test_a_push_is_the_same_whoever_does_the_pass(dtype: str, source: str, compi
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_a_push_that_is_not_finite_is_named_whoever_does_the_pass(dtype: str, compiled_from: Compile) -> None:
-    """Each parameter once, and no other."""
+    """The compiled loop and NumPy both report each parameter with NaN or infinity once, and no other."""
     document = {"name": "m", "params": {"a": {"shape": [300]}, "b": {"shape": [300]}, "c": {"shape": [300]}}}
     layout = Layout(ModelSpec.parse({**document, "partitions": 4}))
     grads = {name: np.ones(300, np.float32) for name in "abc"}
@@ -144,7 +150,7 @@ def test_a_push_that_is_not_finite_is_named_whoever_does_the_pass(dtype: str, co
 
 
 def test_where_numba_is_not_installed_numpy_does_it(compiled_from: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image without it pushes in every dtype."""
+    """Without numba there is no compiled encoder, so NumPy is used."""
     compiled_from(1)
     elements._compiled.cache_clear()
     monkeypatch.delattr("paramserver.kernels.elements")
@@ -154,7 +160,7 @@ def test_where_numba_is_not_installed_numpy_does_it(compiled_from: Compile, monk
 
 
 def test_small_pushes_do_not_load_numba() -> None:
-    """Nor does a large one in float32, which NumPy copies as fast."""
+    """Numba is not imported for small pushes, nor for large ones in float32 whose norm need not be exact."""
     program = """
 import sys, numpy as np
 from paramserver.client.gradients import Scan, prepare, write
@@ -171,7 +177,7 @@ sys.exit("numba" in sys.modules)
 
 
 def test_bfloat16_of_any_shape_and_layout() -> None:
-    """A number, nothing, and columns are what their elements are."""
+    """bfloat16 conversion works element by element on scalars, empty, transposed and strided arrays."""
     values = np.random.default_rng(1).standard_normal((30, 700)).astype(np.float32)
     for a in (values, values.T, values[:, ::3], np.asarray(np.float32(1.5)), values[:0]):
         bits = f32_to_bf16(a)

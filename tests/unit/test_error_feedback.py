@@ -1,4 +1,4 @@
-"""What a codec leaves out of the pushes of a worker, whatever becomes of them: none of it is lost or sent twice."""
+"""Error feedback: whatever becomes of a worker's pushes, no residual is lost or sent twice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ CODEC = Codec.parse("int8")
 
 
 class Decoding(Shards):
-    """Two shards that decode what is pushed to them: `says` may refuse a push in its place, or drop it as late."""
+    """Two shards that decode pushes and add them up in `arrived`; `says` can refuse a push or drop it as late."""
 
     def __init__(self, mode: str, codec: Codec = CODEC) -> None:
         super().__init__()
@@ -30,10 +30,10 @@ class Decoding(Shards):
         self.spec = ModelSpec.parse({**self.spec.document(), "consistency": {"mode": mode}})
         self.arrived = np.zeros(self.layout.size, np.float64)
         self.says: Callable[[Request], Outcome | bool] = lambda _: False
-        """An outcome in place of the usual one, or whether the push is late."""
+        """Returns an outcome that replaces the usual one, or whether the push is late."""
 
     def frame(self, request: Request, data: bytes) -> Outcome:
-        """A push, or a pushpull whose values are still to be pulled."""
+        """Answer a push, or a pushpull whose reply holds no values, so that these are still to be pulled."""
         said = self.says(request)
         if not isinstance(said, bool):
             return said
@@ -41,7 +41,7 @@ class Decoding(Shards):
         for part, (size, _) in zip(frame.parts, frame.sizes, strict=True):
             lo, hi = self.layout.bounds[part.partition : part.partition + 2]
             if not said:
-                body = np.frombuffer(data, np.uint8, size, at).copy()  # aligned, as a shard has it
+                body = np.frombuffer(data, np.uint8, size, at).copy()  # aligned, as in a shard
                 self.arrived[lo:hi] += decode_partition(self.coding, body, hi - lo)
             at += size
         state = "staged" if self.spec.consistency.mode == "sync" else "applied"
@@ -56,7 +56,7 @@ class Decoding(Shards):
 
 
 class Sender:
-    """A worker's memory, and what it pushes."""
+    """A worker that pushes gradients, and its error-feedback memory."""
 
     def __init__(self, mode: str = "async", codec: Codec = CODEC) -> None:
         self.shards, self.now, self.cluster = Decoding(mode, codec), Now(), Cluster(("http://given:1",))
@@ -66,7 +66,7 @@ class Sender:
         self.seq = 0
 
     def push(self, seed: int, way: str = "push", counts: Any = True) -> Any:
-        """One gradient, of which what `counts` chooses is to arrive sooner or later."""
+        """Push one random gradient; the elements that `counts` selects are expected to arrive sooner or later."""
         gradient = np.random.default_rng(seed).standard_normal(64, dtype=np.float32)
         self.wanted += np.where(counts, gradient, 0.0)
         self.seq += 1
@@ -79,11 +79,11 @@ class Sender:
         return done if way == "push" else done[0]
 
     def content(self, gradient: F32) -> tuple[Any, Codec | None]:
-        """What is pushed of a gradient, and the codec that is still to be applied to it."""
+        """Return the content to push for a gradient, and the codec still to be applied to it."""
         return gradient, self.codec
 
     def left(self) -> Any:
-        """What is left out of each element so far."""
+        """Return the residual of each element: what encoding has left out so far."""
         draft, left, bounds = Draft(self.memory), np.zeros(64), self.shards.layout.bounds
         for i in range(4):
             residual, _ = draft.arrays(7, i, bounds[i + 1] - bounds[i])
@@ -93,20 +93,20 @@ class Sender:
         return left
 
     def check(self) -> None:
-        """What has arrived and what is left out are together what was to arrive."""
+        """Assert that what has arrived and the residuals add up to what was expected to arrive."""
         left = self.left()
         np.testing.assert_allclose(self.shards.arrived + left, self.wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["push", "exchange"])
 def test_a_push_that_was_too_late_leaves_the_memory_as_it_was(way: str) -> None:
-    """With `late: drop` nothing of it is applied, nor of what it carried of earlier ones: that goes with the next."""
+    """A push dropped as late (`late: drop`) loses no residual: those it carried go with the next push."""
     sender = Sender("sync")
     sender.push(0, way)
-    sender.shards.says = lambda request: request.to == A  # the other one has not heard of the commit yet
+    sender.shards.says = lambda request: request.to == A  # B does not know of the commit yet
     before = sender.shards.arrived.copy()
     assert sender.push(1, way, counts=False).late
-    sender.shards.arrived = before  # it drops at the commit what it had staged
+    sender.shards.arrived = before  # B drops what it has staged at the commit
     sender.shards.says = lambda _: False
     sender.push(2, way)
 
@@ -116,7 +116,7 @@ def test_a_push_that_was_too_late_leaves_the_memory_as_it_was(way: str) -> None:
 @pytest.mark.parametrize("way", ["push", "exchange"])
 @pytest.mark.parametrize(("outcome", "error"), [("fenced", InDoubt), ("unavailable", Unavailable)])
 def test_a_push_that_one_shard_alone_takes_is_sent_once_there(way: str, outcome: str, error: type[PsError]) -> None:
-    """What it carried of earlier ones to that shard is not sent again; to the others it goes with the next."""
+    """If only one shard accepts a push, the next push repeats only the residuals that were meant for the other."""
     sender = Sender()
     there = np.repeat([True, False, True, False], np.diff(sender.shards.layout.bounds))
     sender.push(0, way)

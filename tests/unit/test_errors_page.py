@@ -1,4 +1,4 @@
-"""docs/errors.md and the code name the same errors."""
+"""docs/errors.md lists the same errors as the code."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 
 
 def test_the_page_lists_every_code_as_the_code_has_it() -> None:
-    """Code, status, class and whether to retry agree between docs/errors.md and errors.CODES."""
+    """docs/errors.md and errors.CODES agree on each code, its status, class and whether to retry."""
     rows = re.findall(
         r"^\| `(\w+)` \| ([\w ]+) \| `(\w+)` \| [^|]+ \| (yes|no) \| [^|]{10,} \|$", PAGE.read_text(), re.M
     )

@@ -1,4 +1,4 @@
-"""A push that one shard spreads over the owners of its partitions."""
+"""A push that one shard forwards to the owners of its partitions."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -20,7 +20,7 @@ KEY = ModelKey("m", 1)
 
 
 class Fenced:
-    """A shard that has lost its partitions by the time it has computed: what it might spend holds something else."""
+    """A shard that loses its partitions while it computes a push; it overwrites buffers that it may consume."""
 
     async def push(self, event: Callable[[int], PushReceived]) -> Any:
         for part in event(1).parts:
@@ -30,7 +30,7 @@ class Fenced:
 
 
 class Peers:
-    """The shard that has them now."""
+    """The client of the shard that owns the partitions now; it records the gradients it is sent."""
 
     def __init__(self) -> None:
         self.got: list[np.ndarray[Any, Any]] = []
@@ -43,7 +43,7 @@ class Peers:
 
 @pytest.mark.asyncio
 async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() -> None:
-    """The next owner gets the gradient, whatever was computed where it lies."""
+    """Parts refused after this shard has computed them reach the next owner with their gradient unchanged."""
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "partitions": 1}))
     known = KnownModel(KEY, layout, 0, "ready", (("me", 1),), None, None)
     directory, peers = Directory("me"), Peers()
@@ -58,7 +58,7 @@ async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() ->
 
 
 class Applying:
-    """This shard, which applies what it owns."""
+    """This shard, which applies the partitions it owns."""
 
     async def push(self, event: Callable[[int], PushReceived]) -> PushDone:
         parts = tuple([PartVersion(p.partition, 1, 1, 0) for p in event(1).parts])
@@ -66,7 +66,7 @@ class Applying:
 
 
 class Failing:
-    """Other shards, one for each error."""
+    """The client of other shards, each of which fails with its own error."""
 
     def __init__(self, **errors: PsError) -> None:
         self.errors = errors
@@ -89,7 +89,10 @@ class Failing:
 async def test_a_push_of_which_owners_may_have_taken_parts_is_told_as_that(
     errors: dict[str, str], code: str, partitions: list[int]
 ) -> None:
-    """A second one without an id would count twice there: nobody is told that it may be sent again without one."""
+    """If a push fails after this shard applied its part, the error lists the partition; a retryable one is in doubt.
+
+    A client may repeat such a push only under its id: without one, it would be applied twice here.
+    """
     names = ["me", *errors]
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [9]}}, "partitions": len(names)}))
     known = KnownModel(KEY, layout, 0, "ready", tuple((name, 1) for name in names), None, None)
@@ -110,5 +113,5 @@ async def test_a_push_of_which_owners_may_have_taken_parts_is_told_as_that(
 
 
 def replace_owner(known: KnownModel) -> KnownModel:
-    """The model after the move."""
+    """Return the model after its partition has moved to another owner."""
     return KnownModel(known.key, known.layout, 0, "ready", (("other", 2),), None, None)

@@ -1,4 +1,4 @@
-"""Gradients on their way out: what the one pass over them finds."""
+"""The pass that writes a gradient into a frame body, and the views that replace it."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from paramserver.core.spec import ModelSpec
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_large_finite_gradients_are_not_taken_for_infinite(exact: bool) -> None:
-    """Elements whose squares float32 cannot hold pass with their true norm; a single NaN among them is named."""
+    """Elements whose squares overflow float32 are accepted with their true norm; a NaN among them is reported."""
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4, 3]}}}))
     gradient = prepare(layout, {"w": np.full((4, 3), 1e30, np.float32)})
     scan, body = Scan(exact=exact), np.empty(48, np.uint8)
@@ -26,7 +26,10 @@ def test_large_finite_gradients_are_not_taken_for_infinite(exact: bool) -> None:
 
 
 def test_a_gradient_that_lies_as_it_travels_is_looked_at_and_left_there() -> None:
-    """Its pieces are those that a body would hold, with the same norm; what is not as it travels is to be written."""
+    """A large float32 gradient is sent as views of its arrays, with the bytes and the norm of a written body.
+
+    There are no views if it must be converted, needs an exact norm, has infinities, or is small.
+    """
     params = {name: {"shape": [size]} for name, size in (("a", 200_000), ("b", 7), ("c", 300_000))}
     layout = Layout(ModelSpec.parse({"name": "m", "params": params}))
     rng = np.random.default_rng(1)

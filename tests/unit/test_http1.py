@@ -1,4 +1,4 @@
-"""HTTP/1.1 and the first bytes of a connection, on a real one whose client is a plain socket in the same process."""
+"""HTTP/1.1 and protocol detection, on real connections whose client is a plain socket in the same process."""
 
 import asyncio
 import json
@@ -30,17 +30,17 @@ LONG = b"x: " + bytes(b"y" * (HEADER_BYTES_MAX + 1))
 
 
 class Client:
-    """A plain socket."""
+    """A client on a plain socket."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket, self.loop = connected, asyncio.get_running_loop()
 
     async def send(self, data: bytes) -> None:
-        """Those bytes."""
+        """Send these bytes."""
         await self.loop.sock_sendall(self.socket, data)
 
     async def until(self, end: bytes, times: int = 1) -> bytes:
-        """What comes, until that has come so often."""
+        """Return what arrives until `end` has occurred `times` times."""
         came = b""
         while came.count(end) < times:
             data = await self.loop.sock_recv(self.socket, 1 << 16)
@@ -49,14 +49,14 @@ class Client:
         return came
 
     async def some(self, size: int) -> bytes:
-        """So much of what comes, or what is left."""
+        """Return at least `size` bytes, or fewer if the server disconnects before."""
         came = b""
         while len(came) < size and (data := await self.loop.sock_recv(self.socket, 1 << 16)):
             came += data
         return came
 
     async def to_the_end(self) -> bytes:
-        """What comes until the server hangs up."""
+        """Return what arrives until the server disconnects."""
         came = b""
         while True:
             try:
@@ -69,7 +69,7 @@ class Client:
 
 
 def problem_of(answer: bytes) -> dict[str, Any]:
-    """The problem document that is all of the answer's body."""
+    """Return the problem document that is the response's whole body."""
     head, body = answer.split(b"\r\n\r\n", 1)
     assert b"\r\ncontent-length: %d" % len(body) in head
     document: dict[str, Any] = json.loads(body)
@@ -77,7 +77,7 @@ def problem_of(answer: bytes) -> dict[str, Any]:
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the body of the request."""
+    """Respond with the body of the request."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -90,14 +90,14 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def large(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with much, and fails where the client does not ask for the end of the connection."""
+    """Send a large response; without a second request header (`connection: close`) it is left incomplete."""
     head = [(b"content-length", b"%d" % LARGE_BYTES)]
     await send({"type": "http.response.start", "status": 200, "headers": head})
     await send({"type": "http.response.body", "body": bytes(LARGE_BYTES), "more_body": len(scope["headers"]) < 2})
 
 
 async def kept(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with much, and keeps the connection."""
+    """Send a large, complete response."""
     head = [(b"content-length", b"%d" % LARGE_BYTES)]
     await send({"type": "http.response.start", "status": 200, "headers": head})
     await send({"type": "http.response.body", "body": bytes(LARGE_BYTES)})
@@ -105,7 +105,7 @@ async def kept(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def serving(app: ASGIApp = echo) -> AsyncIterator[tuple[Client, ServerState]]:
-    """A client that is connected, and what the server knows."""
+    """Yield a connected client and the server's state; at the end, wait for all connections and tasks to end."""
     loop, config, state = asyncio.get_running_loop(), Config(app, log_config=None, ws="none"), ServerState()
     config.load()
     made: dict[str, Any] = {}
@@ -121,7 +121,7 @@ async def serving(app: ASGIApp = echo) -> AsyncIterator[tuple[Client, ServerStat
 
 @pytest.mark.asyncio
 async def test_who_begins_with_tls_is_refused_at_once() -> None:
-    """In plain HTTP, which a client of TLS sees to be none; the SDK names the URL that is meant."""
+    """A client that starts with TLS is refused at once in plain HTTP; the SDK's hint names the http:// URL."""
     async with serving() as (client, _):
         host, port = client.socket.getpeername()
         with pytest.raises(ssl.SSLError):
@@ -136,7 +136,7 @@ async def test_who_begins_with_tls_is_refused_at_once() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("asked_before", [False, True])
 async def test_a_head_that_is_too_long_is_refused(asked_before: bool) -> None:
-    """The first one of a connection, and one on a connection that has asked before."""
+    """A request head above the limit is answered with 431, whether it is the first of its connection or a later one."""
     async with serving() as (client, _):
         if asked_before:
             await client.send(GET)
@@ -150,7 +150,7 @@ async def test_a_head_that_is_too_long_is_refused(asked_before: bool) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("chunk", [b"0\r\n" + LONG, b"1;" + LONG[3:]], ids=["trailers", "extension"])
 async def test_a_chunked_body_has_no_more_than_that_beside_its_bytes(chunk: bytes) -> None:
-    """Neither after its end nor in the head of a chunk."""
+    """Trailers or a chunk extension of a body in progress are answered with 431 if they exceed the header limit."""
     async with serving() as (client, state):
         await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
         while not state.tasks:
@@ -161,7 +161,7 @@ async def test_a_chunked_body_has_no_more_than_that_beside_its_bytes(chunk: byte
 
 @pytest.mark.asyncio
 async def test_a_large_body_in_small_chunks_is_a_body() -> None:
-    """What its chunks cost beside its bytes does not add up."""
+    """Chunk extensions do not add up: a body whose extensions together exceed the header limit is served."""
     async with serving() as (client, _):
         await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(100):
@@ -175,7 +175,7 @@ async def test_a_large_body_in_small_chunks_is_a_body() -> None:
 async def test_a_second_head_that_does_not_come_is_not_waited_for(
     begun: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has been answered before makes no difference."""
+    """A connection whose next head does not arrive within HEAD_S is closed, even if a request was answered before."""
     monkeypatch.setattr(http1, "HEAD_S", 0.05)
     async with serving() as (client, _):
         await client.send(GET)
@@ -186,7 +186,7 @@ async def test_a_second_head_that_does_not_come_is_not_waited_for(
 
 @pytest.mark.asyncio
 async def test_half_a_head_behind_a_request_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time begins with the end of the answer before it."""
+    """If an incomplete head follows a request, the connection is closed HEAD_S after the response."""
     monkeypatch.setattr(http1, "HEAD_S", 0.05)
     async with serving() as (client, _):
         await client.send(GET + b"GET / HT")
@@ -195,7 +195,7 @@ async def test_half_a_head_behind_a_request_is_not_waited_for(monkeypatch: pytes
 
 @pytest.mark.asyncio
 async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only heads are waited for so long: what comes after them has a pace of its own."""
+    """HEAD_S limits only the arrival of a head: once it is complete, the response may take longer."""
     monkeypatch.setattr(http1, "HEAD_S", 0.05)
     late = asyncio.Event()
 
@@ -215,7 +215,7 @@ async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest
 @pytest.mark.asyncio
 @pytest.mark.parametrize("ask", [b"connection: close\r\n", b""], ids=["closed", "failed"])
 async def test_an_answer_that_nobody_reads_is_not_kept(ask: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever closes the connection: what has not been read when its time is over is dropped."""
+    """On a closing connection, what the client has not read by the read deadline is dropped, whatever closed it."""
     monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.05)
     monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", LARGE_BYTES * 100)
     async with serving(large) as (client, state):
@@ -231,7 +231,7 @@ async def test_an_answer_that_nobody_reads_is_not_kept(ask: bytes, monkeypatch: 
 async def test_the_next_answer_does_not_wait_for_ever_for_one_before_it(
     again: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that is kept, and whose answer nobody reads, ends like one that is closed."""
+    """A kept-alive connection with an unread response ends at the read deadline, idle or with another request."""
     monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.05)
     monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", LARGE_BYTES * 100)
 
@@ -246,7 +246,7 @@ async def test_the_next_answer_does_not_wait_for_ever_for_one_before_it(
 
 @pytest.mark.asyncio
 async def test_a_kept_connection_whose_answers_are_read_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of what has been read is over: it does not run on into a rest, or into the next answer."""
+    """Once a response has been read, its read deadline is cancelled and cannot end an idle or busy connection."""
     monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.5)
     monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", LARGE_BYTES)
     async with serving(kept) as (client, state):
@@ -261,7 +261,7 @@ async def test_a_kept_connection_whose_answers_are_read_is_kept(monkeypatch: pyt
 
 @pytest.mark.asyncio
 async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long that takes after the server has said all."""
+    """A response read at the required pace arrives completely, however long after the server has written all of it."""
     monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.5)
     monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", LARGE_BYTES // 10)
     turn, came = asyncio.Event(), 0
@@ -276,7 +276,7 @@ async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch
 
 @pytest.mark.asyncio
 async def test_a_connection_that_has_ended_is_let_go() -> None:
-    """At once, and not when somebody looks for garbage."""
+    """A connection that has ended is freed, without reference cycles that keep it alive."""
     async with serving() as (client, state):
         await client.send(GET)
         await client.until(b"\r\n\r\n")
@@ -291,7 +291,7 @@ async def test_a_connection_that_has_ended_is_let_go() -> None:
 )
 @pytest.mark.parametrize("cut", [1 << 16, 1])
 async def test_an_offer_of_another_protocol_is_ignored(body: bytes, cut: int) -> None:
-    """The request is served with its body, and so is what follows it, however the bytes are cut."""
+    """A request that offers `Upgrade` is served with its body, as are those after it, however the bytes are split."""
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
     asked = 2 * (b"POST / HTTP/1.1\r\nhost: x\r\n" + offer + body)
     async with serving() as (client, _):
@@ -305,7 +305,7 @@ async def test_an_offer_of_another_protocol_is_ignored(body: bytes, cut: int) ->
 @pytest.mark.parametrize("cut", [1 << 16, 1])
 @pytest.mark.parametrize("connection", [b"close, Upgrade", b"Upgrade, close"])
 async def test_an_offer_with_the_last_request_is_ignored(connection: bytes, cut: int) -> None:
-    """It is served, and then the connection is closed, as was asked."""
+    """A request with both `Upgrade` and `close` is served, and then the connection is closed."""
     asked = b"POST / HTTP/1.1\r\nhost: x\r\nupgrade: h2c\r\ncontent-length: 5\r\nconnection: " + connection
     asked += b"\r\n\r\nhello"
     async with serving() as (client, _):
@@ -330,7 +330,7 @@ async def test_an_offer_with_the_last_request_is_ignored(connection: bytes, cut:
     ids=["method", "header", "length", "coding", "codings", "chunk"],
 )
 async def test_what_is_no_http_is_told_in_a_problem_document(asked: bytes) -> None:
-    """Bytes that cannot be read, and a coding of a body that would be taken for the body itself."""
+    """Invalid HTTP and transfer codings other than `chunked` are answered once, with 400 and a problem document."""
     async with serving() as (client, _):
         await client.send(asked)
         answer = await client.to_the_end()
@@ -342,7 +342,7 @@ async def test_what_is_no_http_is_told_in_a_problem_document(asked: bytes) -> No
 
 @pytest.mark.asyncio
 async def test_chunks_are_taken_in_any_case() -> None:
-    """The name of a coding is one whatever its letters."""
+    """The transfer coding `chunked` is recognized in any case."""
     async with serving() as (client, _):
         await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: Chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
         assert (await client.until(b"hello")).startswith(b"HTTP/1.1 200 ")
@@ -350,7 +350,7 @@ async def test_chunks_are_taken_in_any_case() -> None:
 
 @pytest.mark.asyncio
 async def test_many_offers_at_once_are_ignored() -> None:
-    """As many as come in one piece."""
+    """Hundreds of pipelined requests that offer `Upgrade` are all served."""
     asked = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
     async with serving() as (client, _):
         await client.send(asked * 900)
@@ -364,7 +364,7 @@ async def test_many_offers_at_once_are_ignored() -> None:
     ids=["preface", "settings", "half a head"],
 )
 async def test_http2_that_asks_for_nothing_is_not_kept(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first request's head has as long to arrive as in HTTP/1.1."""
+    """An HTTP/2 connection is closed if the head of its first request does not arrive within HEAD_S."""
     monkeypatch.setattr(protocol_detector, "HEAD_S", 0.05)
     async with serving() as (client, _):
         await client.send(begun)
@@ -373,7 +373,7 @@ async def test_http2_that_asks_for_nothing_is_not_kept(begun: bytes, monkeypatch
 
 @pytest.mark.asyncio
 async def test_http2_that_has_asked_may_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody counts the time between two requests."""
+    """An HTTP/2 connection may be idle between requests for longer than HEAD_S."""
     monkeypatch.setattr(protocol_detector, "HEAD_S", 0.05)
     rested = asyncio.Event()
     async with serving() as (client, _):
@@ -389,7 +389,7 @@ async def test_http2_that_has_asked_may_rest(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.asyncio
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the options have other names elsewhere")
 async def test_a_client_that_has_vanished_is_noticed() -> None:
-    """The kernel asks after a minute of silence whether the other side is still there."""
+    """TCP keep-alive is enabled: after a minute of silence the kernel probes whether the client is still there."""
     async with serving() as (client, state):
         await client.send(GET)
         await client.until(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""The client's HTTP/2, blocking and on asyncio, against scripted servers: answers, bodies, many requests at once."""
+"""The client's HTTP/2, blocking and on asyncio, against scripted servers: responses, bodies, concurrent requests."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from paramserver.wire import http2 as wire
 
 @both_clients
 def test_an_answer_arrives_however_it_is_cut(kind: Kind) -> None:
-    """Byte by byte, after a hint, padded, with trailers, beside frames that mean nothing to us."""
+    """A response arrives complete byte by byte, after a 103, padded, with trailers and between unknown frames."""
 
     def script(peer: Peer) -> None:
         stream = peer.until(wire.HEADERS)
@@ -44,7 +44,10 @@ def test_an_answer_arrives_however_it_is_cut(kind: Kind) -> None:
 @both_clients
 @pytest.mark.parametrize("piece_bytes", [7_000, 70_000, 700_000])
 def test_a_large_answer_is_put_where_it_belongs(kind: Kind, piece_bytes: int) -> None:
-    """However it is cut into frames and pieces, and whatever comes between: nothing is lost, moved or put twice."""
+    """A large response is received intact, mostly straight into the sink's memory, however it is split.
+
+    PING frames in between and the next response on the connection are not mixed with it.
+    """
     body, frame_bytes = bytes(range(251)) * 10_000, 600_000
 
     def script(peer: Peer) -> None:
@@ -70,7 +73,7 @@ def test_a_large_answer_is_put_where_it_belongs(kind: Kind, piece_bytes: int) ->
 
 @both_clients
 def test_a_body_of_many_pieces_is_one_body(kind: Kind) -> None:
-    """Small ones go with what follows them."""
+    """A request body given in several pieces, large, tiny or empty, arrives as one body."""
     pieces = [bytes([i]) * size for i, size in enumerate((5, 100_000, 0, 3, 7, 2_000_000, 1))]
     got: list[bytes] = []
 
@@ -89,7 +92,7 @@ def test_a_body_of_many_pieces_is_one_body(kind: Kind) -> None:
 
 @both_clients
 def test_a_body_goes_as_the_windows_allow(kind: Kind) -> None:
-    """Not a byte more than was granted, on the stream or the connection; then all of it."""
+    """A body is sent exactly as far as the windows of stream and connection allow, and then to its end."""
     body = bytes(range(256)) * 1000
 
     def script(peer: Peer) -> None:
@@ -117,7 +120,7 @@ def test_a_body_goes_as_the_windows_allow(kind: Kind) -> None:
 
 
 def test_the_reserved_bit_of_a_number_is_ignored() -> None:
-    """In a WINDOW_UPDATE it does not widen a window, and in a GOAWAY it does not turn a refused stream into another."""
+    """The reserved bit neither widens a window by WINDOW_UPDATE nor changes the last stream of a GOAWAY."""
     client, answer, reserved = http2.Client(), http2.Answer(None), 1 << 31
     stream = client.start_stream([], answer, bodyless=False)
 
@@ -133,7 +136,10 @@ def test_the_reserved_bit_of_a_number_is_ignored() -> None:
 
 @both_clients
 def test_a_window_is_widened_by_what_came_through_it(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream's by its own bytes and the connection's by all of them: more would be an error of ours."""
+    """The connection's window is widened by the bytes of all streams, and a stream's at most by its own.
+
+    Widening by more would violate flow control.
+    """
     monkeypatch.setattr(http2, "WINDOW_BYTES", 200_000)
 
     def script(peer: Peer) -> None:
@@ -155,7 +161,7 @@ def test_a_window_is_widened_by_what_came_through_it(kind: Kind, monkeypatch: py
 
 
 def test_an_answer_before_the_body_was_heard_is_an_answer() -> None:
-    """The rest of the body is not sent, and the next request takes another connection: this one was to block."""
+    """The blocking client returns a response that arrives while it sends the body, and opens a new connection next."""
 
     def refusing(peer: Peer) -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"too large"))
@@ -173,7 +179,7 @@ def test_an_answer_before_the_body_was_heard_is_an_answer() -> None:
 
 
 def test_what_nobody_waits_for_is_called_off_and_the_connection_goes_on() -> None:
-    """Answered before its body was heard, given up by its task, or too late: the shard is told, others are not."""
+    """A request answered early, cancelled or timed out has its stream reset; others on the connection are answered."""
 
     def script(peer: Peer) -> None:
         early = peer.until(wire.HEADERS)
@@ -202,15 +208,15 @@ def test_what_nobody_waits_for_is_called_off_and_the_connection_goes_on() -> Non
 
 
 class Refusing(Kept):
-    """A sink that finds something wrong."""
+    """A sink that rejects its data."""
 
     def feed(self, chunk: memoryview) -> None:
-        """Never right."""
+        """Reject the data."""
         raise problem("in_doubt", "not what was asked for")
 
 
 def test_many_requests_share_a_connection() -> None:
-    """Said in one piece, answered in any order and in pieces that alternate, and what is wrong with one is its own."""
+    """Concurrent requests go out in one write, are answered interleaved in any order, and fail independently."""
     pieces: list[bytes] = []
 
     def script(peer: Peer) -> None:
@@ -229,7 +235,7 @@ def test_many_requests_share_a_connection() -> None:
                 ends = wire.END_STREAM if at == 2 else 0
                 peer.send(wire.frame(wire.DATA, ends, stream, bytes([stream]) * 500_000))
         peer.send(peer.answer(streams[0], b"last"))
-        assert peer.until(wire.RST_STREAM) == streams[2]  # the one that was wrong
+        assert peer.until(wire.RST_STREAM) == streams[2]  # the one whose sink raised
 
     async def ask(loop: OnLoop, url: str, sinks: list[Kept]) -> list[Response | PsError]:
         first = await loop.transport.send(Request("GET", "/"), url)
@@ -249,7 +255,10 @@ def test_many_requests_share_a_connection() -> None:
 
 
 def test_a_shard_that_takes_one_request_at_a_time_gets_more_connections() -> None:
-    """No request waits for another one, which may be waiting for it."""
+    """If a shard allows one stream at a time, concurrent requests use more connections instead of waiting in turn.
+
+    A request that waited might be the one that the other depends on.
+    """
 
     def script(peer: Peer) -> None:
         peer.send(wire.settings({wire.MAX_CONCURRENT_STREAMS: 1}) + peer.answer(peer.until(wire.HEADERS), b"first"))
@@ -271,7 +280,7 @@ def test_a_shard_that_takes_one_request_at_a_time_gets_more_connections() -> Non
 
 
 def test_a_request_that_is_given_up_again_and_again_makes_no_heap_of_connections() -> None:
-    """It is tried once more on another connection, and there are two of them however often that happens."""
+    """A request whose stream is reset is retried on another connection; repeated resets never open a third one."""
 
     good = [b"first"]
 
@@ -282,10 +291,10 @@ def test_a_request_that_is_given_up_again_and_again_makes_no_heap_of_connections
             while True:
                 peer.send(wire.u32_frame(peer.until(wire.HEADERS), wire.RST_STREAM, wire.INTERNAL_ERROR))
         except AssertionError:
-            pass  # it has hung up
+            pass  # the client has disconnected
 
     with Server(OnLoop, failing) as server:
-        other = threading.Thread(target=server.serve, args=((failing,),))  # a third connection would find nobody
+        other = threading.Thread(target=server.serve, args=((failing,),))  # a third connection would not be served
         other.start()
         assert isinstance(server.ask(), Response)
         outcomes = [server.ask() for _ in range(5)]
@@ -294,7 +303,7 @@ def test_a_request_that_is_given_up_again_and_again_makes_no_heap_of_connections
 
 
 def test_a_transport_that_is_used_on_another_loop_begins_anew() -> None:
-    """Connections end with the loop that they are of."""
+    """A transport used on another event loop opens new connections: the old ones ended with their loop."""
 
     def script(peer: Peer) -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"ok"))

@@ -1,4 +1,4 @@
-"""Bodies that are read straight to where they belong, on a real connection whose other end is in the same process."""
+"""Bodies read straight into the sink's memory, on a real connection whose other end is in the same process."""
 
 import asyncio
 import socket
@@ -14,7 +14,7 @@ from paramserver_node.stream import BODY
 
 
 def into(sinks: list[Into]) -> ASGIApp:
-    """Takes each body into the next of the sinks."""
+    """Return an app that receives each body into the next sink; it answers 400 if that failed, else 200."""
     waiting = iter(sinks)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,7 +29,7 @@ def into(sinks: list[Into]) -> ASGIApp:
 
 
 async def answered(theirs: socket.socket, count: int) -> list[bytes]:
-    """The header blocks of so many answers."""
+    """Return the header blocks of the next `count` responses."""
     scanner, blocks = wire.Scanner(1 << 20, 1 << 16), list[bytes]()
     while len(blocks) < count:
         data = await asyncio.get_running_loop().sock_recv(theirs, 1 << 16)
@@ -38,7 +38,7 @@ async def answered(theirs: socket.socket, count: int) -> list[bytes]:
 
 
 async def asked(theirs: socket.socket, connection: Connection, stream: int) -> None:
-    """A request whose body is now wanted, as much of it as there is."""
+    """Send a request's head and wait until the app receives its body."""
     await asyncio.get_running_loop().sock_sendall(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, stream, ASKED))
     while stream not in connection._streams or connection._streams[stream]._sink is None:
         await asyncio.sleep(0)
@@ -49,7 +49,10 @@ async def asked(theirs: socket.socket, connection: Connection, stream: int) -> N
 @pytest.mark.parametrize("piece_bytes", [1_000, 30_000, BODY_BYTES])
 @pytest.mark.parametrize("threads", WAYS)
 async def test_a_body_is_put_where_it_belongs(frame_bytes: int, piece_bytes: int, threads: bool) -> None:
-    """However it is cut into frames and pieces; afterwards the connection waits for single bytes again."""
+    """A body arrives intact in its sink, however it is split; then single bytes wake the connection again.
+
+    All windows are returned, and no view of the sink's memory is kept.
+    """
     body, sink = bytes(range(251)) * (BODY_BYTES // 251) + bytes(BODY_BYTES % 251), Into()
     async with connected(into([sink]), threads=threads) as (theirs, connection):
         await asked(theirs, connection, 1)
@@ -62,15 +65,15 @@ async def test_a_body_is_put_where_it_belongs(frame_bytes: int, piece_bytes: int
         assert connection._receive_window + connection._used == CONNECTION_WINDOW_BYTES
         assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
         while sink.memory:
-            with suppress(BufferError):  # a thread lets go a moment later
-                sink.memory.clear()  # fails for ever where the connection still has a view of it
+            with suppress(BufferError):  # a thread releases its view a moment later
+                sink.memory.clear()  # fails forever if the connection still has a view of it
             await asyncio.sleep(0)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("threads", WAYS)
 async def test_other_frames_may_come_in_the_middle_of_a_body(threads: bool) -> None:
-    """A ping is answered, a second body that comes at the same time is not mixed with the first."""
+    """A PING and the frames of another body may come in the middle of a body; both bodies arrive intact."""
     body, sinks = bytes(range(251)) * (BODY_BYTES // 251) + bytes(BODY_BYTES % 251), [Into(), Into()]
     async with connected(into(sinks), threads=threads) as (theirs, connection):
         loop, frame_bytes = asyncio.get_running_loop(), 500_000
@@ -88,7 +91,7 @@ async def test_other_frames_may_come_in_the_middle_of_a_body(threads: bool) -> N
 @pytest.mark.asyncio
 @pytest.mark.parametrize("threads", WAYS)
 async def test_a_body_that_nobody_wants_any_more_holds_up_nothing(threads: bool) -> None:
-    """Refused, or given up by its client in the middle; what follows on the connection is served."""
+    """After a body that its app refuses or its client cancels halfway, the next request on the connection is served."""
     body, last = bytes(BODY_BYTES), Into()
     async with connected(into([Into(refuses_at=READ_BYTES), Into(), last]), threads=threads) as (theirs, connection):
         loop = asyncio.get_running_loop()
@@ -106,7 +109,7 @@ async def test_a_body_that_nobody_wants_any_more_holds_up_nothing(threads: bool)
 
 @pytest.mark.asyncio
 async def test_what_follows_the_end_of_a_body_is_not_taken_for_it() -> None:
-    """Also where it is read before anybody has seen the end: the client is told, and hung up on."""
+    """DATA after END_STREAM closes the connection and is not added to the body, even before the app sees the end."""
     sink = Into()
     async with connected(into([sink])) as (theirs, connection):
         await asked(theirs, connection, 1)
@@ -120,7 +123,7 @@ async def test_what_follows_the_end_of_a_body_is_not_taken_for_it() -> None:
 
 @pytest.mark.asyncio
 async def test_short_answers_to_several_go_together_and_none_is_lost_at_the_end() -> None:
-    """They wait for the end of a turn of the loop, and the end of the connection waits for them."""
+    """Short responses queued until the end of a loop iteration are all sent before a shutdown closes the connection."""
     async with connected(into([Into() for _ in range(9)])) as (theirs, connection):
         for stream in range(1, 19, 2):
             await asked(theirs, connection, stream)

@@ -1,4 +1,4 @@
-"""The client's HTTP/2 connections, blocking and on asyncio, where they end, break or fall silent."""
+"""The client's HTTP/2 connections, blocking and on asyncio, when they end, break or fall silent."""
 
 import gc
 import socket
@@ -22,7 +22,7 @@ from paramserver.wire import http2 as wire
 
 @both_clients
 def test_a_connection_that_ends_between_requests_is_replaced(kind: Kind) -> None:
-    """Closed, told to go away, or the next request refused: it is sent again on a fresh one."""
+    """If the server closes a connection, sends GOAWAY or refuses a stream, the request is sent on a new connection."""
 
     def closing(peer: Peer) -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
@@ -42,7 +42,7 @@ def test_a_connection_that_ends_between_requests_is_replaced(kind: Kind) -> None
 
 
 def test_an_address_without_a_kept_connection_is_forgotten() -> None:
-    """Restarted shards have new addresses: nothing is kept for the old ones."""
+    """Nothing is kept for an address without an idle connection, because restarted shards have new addresses."""
 
     def leaving(peer: Peer) -> None:
         stream = peer.until(wire.HEADERS)
@@ -56,7 +56,7 @@ def test_an_address_without_a_kept_connection_is_forgotten() -> None:
 
 @both_clients
 def test_a_request_that_breaks_in_the_middle_is_in_doubt(kind: Kind) -> None:
-    """On a fresh connection nobody can know whether it was done."""
+    """A request whose new connection breaks before the response is in doubt: it may have been executed."""
 
     def dying(peer: Peer) -> None:
         peer.until(wire.HEADERS)
@@ -73,7 +73,7 @@ def test_a_request_that_breaks_in_the_middle_is_in_doubt(kind: Kind) -> None:
 
 @both_clients
 def test_a_silent_server_that_lives_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives back each ping, so the answer may take its time."""
+    """A silent server that acknowledges every PING is waited for."""
     monkeypatch.setattr(http2, "SILENCE_S", 0.05)
 
     def script(peer: Peer) -> None:
@@ -91,7 +91,7 @@ def test_a_silent_server_that_lives_is_waited_for(kind: Kind, monkeypatch: pytes
 
 @both_clients
 def test_a_slow_server_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an answer whose pieces come far between, each counts, however much more of it is due."""
+    """Every piece of a slow response counts as a sign of life, even in the middle of a large frame."""
     monkeypatch.setattr(http2, "SILENCE_S", 0.1)
     body = bytes(range(250)) * 4000
 
@@ -112,7 +112,7 @@ def test_a_slow_server_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch
 
 @both_clients
 def test_a_silent_server_that_is_dead_is_given_up(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not give back a ping; and however lively, it has only as long as the request has."""
+    """A server that ignores a PING, or still has not answered at the request's timeout, is given up as in doubt."""
     monkeypatch.setattr(http2, "SILENCE_S", 0.05)
 
     def dead(peer: Peer) -> None:
@@ -126,7 +126,7 @@ def test_a_silent_server_that_is_dead_is_given_up(kind: Kind, monkeypatch: pytes
                 peer.until(wire.PING)
                 peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)))
         except (AssertionError, OSError):
-            pass  # it has hung up
+            pass  # the client has disconnected
 
     with Server(kind, dead, chatty) as server:
         outcomes = [server.ask(), server.ask(timeout_s=0.3)]
@@ -134,11 +134,11 @@ def test_a_silent_server_that_is_dead_is_given_up(kind: Kind, monkeypatch: pytes
 
 
 def test_a_server_that_was_slow_to_read_is_pinged_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That it once took nothing for a while says nothing of its silence later on: it may still say that it lives."""
+    """If sending to a server once timed out, its later silence is still answered with a PING before it is given up."""
     monkeypatch.setattr(http2, "SILENCE_S", 0.05)
 
     class Stalling(socket.socket):
-        """Its other end takes nothing at first."""
+        """A socket whose first send times out."""
 
         stalls = True
 
@@ -162,7 +162,7 @@ def test_a_server_that_was_slow_to_read_is_pinged_like_any(monkeypatch: pytest.M
 
 @both_clients
 def test_a_request_that_is_sent_again_has_no_more_time(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its first attempt took, on a connection that then breaks, is gone."""
+    """A retry on a new connection gets only the time that the first attempt has left of the request's timeout."""
     monkeypatch.setattr(http2, "SILENCE_S", 0.1)
 
     def pong(peer: Peer) -> None:
@@ -176,7 +176,7 @@ def test_a_request_that_is_sent_again_has_no_more_time(kind: Kind, monkeypatch: 
             pong(peer)
 
     def chatty(peer: Peer) -> None:
-        with suppress(AssertionError, OSError):  # it hangs up
+        with suppress(AssertionError, OSError):  # the client disconnects
             while True:
                 pong(peer)
 
@@ -191,7 +191,7 @@ def test_a_request_that_is_sent_again_has_no_more_time(kind: Kind, monkeypatch: 
 
 @both_clients
 def test_an_idle_connection_keeps_nothing_of_its_last_request(kind: Kind) -> None:
-    """Neither where the answer went, nor through it the client itself, which could then not be dropped in order."""
+    """An idle connection keeps no reference to its last request's sink, which could keep the client itself alive."""
 
     def script(peer: Peer) -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"abc"))
@@ -206,7 +206,7 @@ def test_an_idle_connection_keeps_nothing_of_its_last_request(kind: Kind) -> Non
 
 
 def test_a_client_that_is_dropped_leaves_no_socket_open() -> None:
-    """Also where it is part of a cycle, so that the order in which its parts are collected is nobody's."""
+    """A dropped client closes its sockets even as part of a reference cycle, whose parts are collected in any order."""
 
     def serve(peer: Peer) -> None:
         peer.send(wire.settings({}) + peer.answer(peer.until(wire.HEADERS), b"1"))
@@ -226,7 +226,7 @@ def test_a_client_that_is_dropped_leaves_no_socket_open() -> None:
 
 @both_clients
 def test_nobody_there_is_unreachable(kind: Kind) -> None:
-    """That nothing was done is certain."""
+    """A refused connection is `unreachable`, as the request was certainly not executed."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with closing(kind()) as transport:
@@ -244,7 +244,7 @@ def test_nobody_there_is_unreachable(kind: Kind) -> None:
 def test_a_push_that_a_shard_may_have_heard_before_it_died_is_in_doubt(
     kind: Kind, method: str, path: str, code: str
 ) -> None:
-    """Nobody answers the second attempt, but the first may have been done; what changes nothing was not."""
+    """If a shard dies with a request in flight, and the retry reaches nobody, a change is in doubt, a read is not."""
 
     def dying(peer: Peer) -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
@@ -260,7 +260,7 @@ def test_a_push_that_a_shard_may_have_heard_before_it_died_is_in_doubt(
 
 
 def test_when_nobody_is_there_any_more_all_kept_connections_are_let_go() -> None:
-    """The request after the first that nobody takes does not try them one by one."""
+    """Once a shard cannot be reached, all idle connections to it are dropped, so the next request does not try them."""
 
     def two(peer: Peer) -> None:
         stream, other = peer.until(wire.HEADERS), server.listener.accept()[0]
@@ -277,7 +277,7 @@ def test_when_nobody_is_there_any_more_all_kept_connections_are_let_go() -> None
         with ThreadPoolExecutor(2) as pool:
             asked = [pool.submit(server.ask) for _ in range(2)]
             wait(asked, return_when=FIRST_COMPLETED)
-            idle.set()  # the other one is the newer, which the next request takes
+            idle.set()  # the other connection becomes idle last, so the next request uses it
             assert all(isinstance(a.result(), Response) for a in asked)
         request = Request("POST", "/push", b"1")
         outcomes = [server.transport.send(request, server.url) for _ in range(2)]

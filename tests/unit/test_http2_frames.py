@@ -1,4 +1,4 @@
-"""HTTP/2 as bytes: frames, header blocks, and what a request is."""
+"""HTTP/2 on the wire: frames, header blocks, and the parsing of request headers."""
 
 from collections.abc import Sequence
 
@@ -28,9 +28,9 @@ frames = st.lists(
 def test_frames_are_found_wherever_the_bytes_are_cut(
     given_frames: list[tuple[int, int, bytes, int]], cuts: list[int], past_min: int
 ) -> None:
-    """Each frame comes once and whole, DATA in pieces without padding, its end with the last one; all bytes count.
+    """Frames are parsed alike however the bytes are split, and if the rest of a DATA frame is read past the scanner.
 
-    Also where what is due of a body is read past the scanner.
+    Each comes once and complete: DATA in pieces without padding, END_STREAM with the last, and all its bytes counted.
     """
     sent = b""
     for number, (kind, flags, payload, padding) in enumerate(given_frames):
@@ -76,7 +76,7 @@ def test_frames_are_found_wherever_the_bytes_are_cut(
     ],
 )
 def test_frames_that_cannot_be_are_refused(sent: bytes, code: int) -> None:
-    """Too long a payload, or padding that is longer than its frame."""
+    """A payload above the size limit, or padding that does not fit its frame, raises Http2Error."""
     with pytest.raises(Http2Error) as refused:
         list(Scanner(100, 50).scan(memoryview(sent)))
     assert refused.value.code == code
@@ -84,7 +84,7 @@ def test_frames_that_cannot_be_are_refused(sent: bytes, code: int) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 126, 127, 128, 254, 255, 300, 20_000])
 def test_headers_of_any_length_are_read_by_others(size: int) -> None:
-    """What is written without a table is what hpack reads."""
+    """hpack decodes header blocks that were encoded without the dynamic table, whatever the length of a field."""
     headers = [(b":status", b"200"), (b":status", b"404"), (b"x" * max(1, size), b"y" * size)]
     assert hpack.Decoder(1 << 20).decode(wire.encoded(headers), raw=True) == headers
 
@@ -94,7 +94,7 @@ words = st.sampled_from([b"a", b"bb", b"content-type", b"etag", b"longer-than-th
 
 @given(st.lists(st.lists(st.tuples(words, words), min_size=1, max_size=4), max_size=30), st.integers(0, 200))
 def test_what_was_read_before_is_not_taken_for_something_else(blocks: list[list[wire.Header]], size: int) -> None:
-    """The same bytes mean something else once a peer's table has changed."""
+    """A block is decoded correctly again after the peer's dynamic table has changed what the same bytes mean."""
     encoder, decoder = hpack.Encoder(), HeaderDecoder(1 << 16, tuple)
     encoder.header_table_size = size
     for headers in blocks:
@@ -114,7 +114,7 @@ def test_what_was_read_before_is_not_taken_for_something_else(blocks: list[list[
     ids=["short", "one long", "many", "many of the table", "nothing, said at length"],
 )
 def test_only_what_is_short_is_remembered(block: bytes, reads: int) -> None:
-    """What a connection keeps of its peer's headers is little, whatever the peer sends."""
+    """Only short header blocks are cached, so a connection holds little memory whatever its peer sends."""
     read: list[tuple[wire.Header, ...]] = []
 
     def kept(headers: Sequence[wire.Header]) -> int:
@@ -122,14 +122,14 @@ def test_only_what_is_short_is_remembered(block: bytes, reads: int) -> None:
         return len(read)
 
     decoder = HeaderDecoder(1 << 16, kept)
-    decoder.decode(b"\x20")  # a table without room, which no block changes
+    decoder.decode(b"\x20")  # an empty dynamic table, which no block changes
     read.clear()
     assert [decoder.decode(block) for _ in range(2)] == [1, reads]
     assert len(set(read)) == 1
 
 
 def test_headers_that_cannot_be_read_are_refused() -> None:
-    """An index that points nowhere, and more than is taken."""
+    """A header block with an invalid index, or above the size limit, raises Http2Error (COMPRESSION_ERROR)."""
     decoder = HeaderDecoder(100, list)
     for block in (b"\xff\xff\xff\xff\x0f", wire.encoded([(b"a", b"b" * 100)])):
         with pytest.raises(Http2Error) as refused:
@@ -138,7 +138,7 @@ def test_headers_that_cannot_be_read_are_refused() -> None:
 
 
 def test_a_request_is_what_asgi_calls_it() -> None:
-    """Method, path, query, and headers with the authority as host."""
+    """A request is parsed to the ASGI method, path, query and headers, with its authority as `host`, and its length."""
     scope = {
         "method": "POST", "path": "/p q", "raw_path": b"/p%20q", "query_string": b"x=1",
         "headers": [(b"host", b"a:1"), (b"a", b"b")],
@@ -150,7 +150,7 @@ def test_a_request_is_what_asgi_calls_it() -> None:
 
 
 def test_cookies_in_fields_of_their_own_are_one_header() -> None:
-    """So browsers send them, and so apps want them (RFC 9113, 8.2.3)."""
+    """Cookies that a browser sends in separate fields are joined into one header, as apps expect (RFC 9113, 8.2.3)."""
     asked = request_of([*ASKED, (b"cookie", b"a=1"), (b"c", b"d"), (b"cookie", b"b=2")])
     assert asked is not None
     assert [value for name, value in asked.scope["headers"] if name == b"cookie"] == [b"a=1; b=2"]
@@ -167,13 +167,13 @@ def test_cookies_in_fields_of_their_own_are_one_header() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_request_is_none(headers: list[wire.Header]) -> None:
-    """Something is missing, twice there, in the wrong place, no header of HTTP/2, or no length."""
+    """Headers that are missing, repeated, misplaced, not allowed in HTTP/2 or malformed make no request."""
     assert request_of(headers) is None
 
 
 @pytest.mark.parametrize("payload", [b"\x00\x05\x00\x00\x00", b"\x00\x04\x80\x00\x00\x00", b"\x00\x05\x00\x00\x3f\xff"])
 def test_settings_that_cannot_be_are_refused(payload: bytes) -> None:
-    """Not six bytes, a window too large, frames too small."""
+    """Settings of a wrong length, with too large a window or too small a frame size, raise Http2Error."""
     with pytest.raises(Http2Error):
         wire.parse_settings(memoryview(payload))
 
@@ -183,7 +183,7 @@ def test_settings_that_cannot_be_are_refused(payload: bytes) -> None:
     st.integers(0, 400),
 )
 def test_a_block_that_is_quickly_read_says_what_it_says(block: bytes, bytes_max: int) -> None:
-    """Where there is an answer without the table, it is the table's; none for what is cut off, or too long."""
+    """`decode_static` returns what hpack decodes, or None; always None for a truncated or too large block."""
     try:
         wanted = [
             (bytes(n), bytes(v)) for n, v in hpack.Decoder(max_header_list_size=bytes_max).decode(block, raw=True)
@@ -195,7 +195,7 @@ def test_a_block_that_is_quickly_read_says_what_it_says(block: bytes, bytes_max:
 
 
 def test_our_own_blocks_are_quickly_read() -> None:
-    """Short texts, with names that are in the table and names that are not."""
+    """`decode_static` reads our own blocks of short fields, with and without names of the static table."""
     headers = [*ASKED, (b":status", b"200"), (b":status", b"418"), (b"", b""), (b"x", b"v" * 126)]
     assert wire.decode_static(wire.encoded(headers), 1 << 16) == headers
     assert wire.decode_static(wire.encoded(headers), 400) is None

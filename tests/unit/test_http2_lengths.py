@@ -1,4 +1,4 @@
-"""What heads over HTTP/2 say of the length of their bodies, which must be true (RFC 9113, 8.1.1), or nothing."""
+"""The body length that an HTTP/2 request announces, which must be true (RFC 9113, 8.1.1) but may be missing."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ Read = Callable[[Scope, Receive], Coroutine[None, None, bool]]
 
 
 async def by_message(_: Scope, receive: Receive) -> bool:
-    """ASGI's messages."""
+    """Read the body as ASGI messages; return whether it ended, as opposed to a disconnect."""
     while (message := await receive())["type"] != "http.disconnect":
         if not message["more_body"]:
             return True
@@ -33,12 +33,12 @@ async def by_message(_: Scope, receive: Receive) -> bool:
 
 
 async def whole(scope: Scope, receive: Receive) -> bool:
-    """All of it, if it is here already."""
+    """Take the body whole if all of it has arrived, else read it as messages."""
     return scope["extensions"][BODY].whole() is not None or await by_message(scope, receive)
 
 
 async def to_its_place(scope: Scope, _: Receive) -> bool:
-    """Put where it belongs as it arrives."""
+    """Receive the body into a sink as it arrives."""
     ended: bool = await scope["extensions"][BODY].into(Into())
     return ended
 
@@ -47,7 +47,7 @@ READS = pytest.mark.parametrize("read", [by_message, whole, to_its_place])
 
 
 def applying(read: Read, applied: list[str]) -> ASGIApp:
-    """Reads a body and applies it."""
+    """Return an app that reads each body and, if it ended, records its path in `applied`."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if not await read(scope, receive):
@@ -60,13 +60,13 @@ def applying(read: Read, applied: list[str]) -> ASGIApp:
 
 
 def head(number: int, length: int, path: bytes, flags: int = 0) -> bytes:
-    """A request that says how long its body is."""
+    """Return the head of a request that announces the length of its body."""
     said = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b"content-length", b"%d" % length)]
     return wire.frame(wire.HEADERS, wire.END_HEADERS | flags, number, wire.encoded(said))
 
 
 async def ends_of(theirs: socket.socket, number: int) -> list[tuple[int, int]]:
-    """(stream, error, or 0 for an answer) of each request that ends, until that one has."""
+    """Return (stream, error code, or 0 for a response) of each request that ends, until `number` has."""
     scanner, ended = wire.Scanner(1 << 20, 1 << 20), list[tuple[int, int]]()
     while all(n != number for n, _ in ended):
         data = await asyncio.get_running_loop().sock_recv(theirs, 1 << 16)
@@ -88,7 +88,10 @@ async def ends_of(theirs: socket.socket, number: int) -> list[tuple[int, int]]:
 async def test_a_body_that_is_not_as_long_as_its_head_says_is_never_whole(
     read: Read, threads: bool, said: int, size: int
 ) -> None:
-    """With more bytes and with fewer, however it is read; the next request on the connection is served."""
+    """A body with more or fewer bytes than announced resets its stream, and is not applied, however it is read.
+
+    The next request on the connection is served.
+    """
     applied: list[str] = []
     async with connected(applying(read, applied), threads=threads) as (theirs, connection):
         loop = asyncio.get_running_loop()
@@ -105,7 +108,10 @@ async def test_a_body_that_is_not_as_long_as_its_head_says_is_never_whole(
 @pytest.mark.asyncio
 @pytest.mark.parametrize("size", [96, 100, 104])
 async def test_a_frame_whose_body_has_another_length_is_refused_once_it_is_here(size: int) -> None:
-    """Its header says 100 bytes, the request's head says nothing, and they come in two pieces."""
+    """A frame without content-length is refused at its end if its body is not of the length that its header gives.
+
+    The header gives 100 bytes, which come in two pieces.
+    """
 
     async def app(scope: Scope, receive: Receive, answer: Send) -> None:
         async def sized(frame: PushFrame) -> tuple[PushFrame, Body]:
@@ -126,27 +132,27 @@ async def test_a_frame_whose_body_has_another_length_is_refused_once_it_is_here(
     async with connected(app) as (theirs, _), asyncio.timeout(20.0):
         await send(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED) + wire.frame(wire.DATA, 0, 1, begun))
         await send(theirs, head(3, 0, b"/", wire.END_STREAM))
-        assert await ends_of(theirs, 3) == [(3, 0)]  # so the first one is being read
+        assert await ends_of(theirs, 3) == [(3, 0)]  # so the first request is being read by now
         await send(theirs, wire.frame(wire.DATA, wire.END_STREAM, 1, bytes(size - 10)))
         assert await ends_of(theirs, 1) == [(1, 0)]
     assert said == [400, 200 if size == 100 else 400]
 
 
 async def send(theirs: socket.socket, data: bytes) -> None:
-    """Those bytes."""
+    """Send these bytes."""
     await asyncio.get_running_loop().sock_sendall(theirs, data)
 
 
 @READS
 @pytest.mark.asyncio
 async def test_a_body_has_not_ended_before_its_last_frame(read: Read) -> None:
-    """All bytes that its head announces may be here, and then one more comes."""
+    """A body ends only with its last frame: one byte after all that were announced still resets its stream."""
     applied: list[str] = []
     async with connected(applying(read, applied)) as (theirs, _):
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(theirs, head(1, 5, b"/lie") + wire.frame(wire.DATA, 0, 1, b"hello"))
         await loop.sock_sendall(theirs, head(3, 0, b"/true", wire.END_STREAM))
-        assert await ends_of(theirs, 3) == [(3, 0)]  # so the first has been asked for all that is here
+        assert await ends_of(theirs, 3) == [(3, 0)]  # so the app has read all of the first that has arrived
         await loop.sock_sendall(theirs, wire.frame(wire.DATA, wire.END_STREAM, 1, b"!"))
         assert await ends_of(theirs, 1) == [(1, wire.PROTOCOL_ERROR)]
         assert applied == ["/true"]
@@ -155,7 +161,7 @@ async def test_a_body_has_not_ended_before_its_last_frame(read: Read) -> None:
 @READS
 @pytest.mark.asyncio
 async def test_trailers_end_a_body_too(read: Read) -> None:
-    """Fewer bytes than announced are fewer, whatever ends them."""
+    """A body that trailers end before its announced length resets its stream."""
     applied: list[str] = []
     trailers = wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, 1, wire.encoded([(b"x", b"y")]))
     async with connected(applying(read, applied)) as (theirs, _):
@@ -167,7 +173,10 @@ async def test_trailers_end_a_body_too(read: Read) -> None:
 @READS
 @pytest.mark.asyncio
 async def test_what_still_comes_of_a_refused_body_is_dropped(read: Read) -> None:
-    """Its client cannot know yet; neither its end nor its bytes make it whole, and its window is given back."""
+    """Data that still arrives for a refused body is dropped: it completes nothing, and its window is returned.
+
+    The client cannot know of the refusal yet.
+    """
     applied: list[str] = []
     async with connected(applying(read, applied)) as (theirs, connection):
         late = [wire.frame(wire.DATA, flags, 1, bytes(100)) for flags in (0, 0, wire.END_STREAM)]
@@ -189,7 +198,7 @@ async def test_what_still_comes_of_a_refused_body_is_dropped(read: Read) -> None
     ids=["none", "empty", "unannounced", "announced"],
 )
 async def test_an_optional_body_that_nobody_has_announced_is_read(frames: list[bytes], name: str | None) -> None:
-    """A client need not say how long it is: what it asks for must not be taken for what is asked for without a body."""
+    """An optional body is read whether or not its length is announced, so the request is not taken for one without."""
     read: list[str | None] = []
 
     async def app(scope: Scope, receive: Receive, answer: Send) -> None:

@@ -1,4 +1,4 @@
-"""What a client of the server's end may do, and may not, on a real connection."""
+"""What an HTTP/2 server allows its clients and what it does not, on real connections."""
 
 import asyncio
 import socket
@@ -17,13 +17,13 @@ OPENED = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED)
 
 
 async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers at once, without a word."""
+    """Send an empty response at once."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
 
 async def heard(theirs: socket.socket, until: int, of: int | None = None) -> tuple[int, bytes]:
-    """(flags, payload) of the next frame of that kind, and that stream."""
+    """Return (flags, payload) of the next frame of kind `until`, and of stream `of` if given."""
     scanner = wire.Scanner(1 << 14, 1 << 14)
     while data := await asyncio.get_running_loop().sock_recv(theirs, 1 << 16):
         for kind, flags, number, payload, _ in scanner.scan(memoryview(data)):
@@ -33,7 +33,7 @@ async def heard(theirs: socket.socket, until: int, of: int | None = None) -> tup
 
 
 async def code_of(theirs: socket.socket) -> int:
-    """Why the server goes away."""
+    """Return the error code of the server's GOAWAY."""
     return int.from_bytes((await heard(theirs, wire.GOAWAY))[1][4:8])
 
 
@@ -48,7 +48,7 @@ async def code_of(theirs: socket.socket) -> int:
     ],
 )
 async def test_who_sends_only_frames_of_no_use_is_cut_off(useless: bytes) -> None:
-    """They make work and move nothing, so a thousand of them are enough."""
+    """A client that sends more than COUNT_MAX frames without use is disconnected with ENHANCE_YOUR_CALM."""
     async with connected(nothing) as (theirs, _):
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
@@ -59,7 +59,7 @@ async def test_who_sends_only_frames_of_no_use_is_cut_off(useless: bytes) -> Non
 
 
 def test_who_was_calm_for_long_may_not_send_more_of_them_at_once() -> None:
-    """A day of rest allows no more than the first second; a ping now and then is allowed for ever."""
+    """A long rest allows no more useless frames at once than at first, and one a day is allowed forever."""
     days = iter([*range(3000), *[3000] * 2 * frame_abuse.COUNT_MAX])
     counted = frame_abuse.FrameAbuseLimit(lambda: 86_400.0 * next(days))
     for _ in range(2999 + frame_abuse.COUNT_MAX):
@@ -70,7 +70,7 @@ def test_who_was_calm_for_long_may_not_send_more_of_them_at_once() -> None:
 
 @pytest.mark.asyncio
 async def test_windows_that_the_client_widens_as_it_reads_are_no_folly() -> None:
-    """However many there are of them."""
+    """WINDOW_UPDATE frames of a client that reads its responses are not counted as abuse, however many there are."""
     async with connected(nothing) as (theirs, connection):
         loop = asyncio.get_running_loop()
         count = 2 * frame_abuse.COUNT_MAX
@@ -82,7 +82,7 @@ async def test_windows_that_the_client_widens_as_it_reads_are_no_folly() -> None
 
 @pytest.mark.asyncio
 async def test_the_reserved_bit_of_a_window_update_is_ignored() -> None:
-    """RFC 9113, 6.9: so the window is what the other 31 bits say."""
+    """A WINDOW_UPDATE with the reserved bit set widens the window by its other 31 bits (RFC 9113, 6.9)."""
     async with connected(nothing) as (theirs, connection):
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 31 | 4096))
@@ -93,7 +93,7 @@ async def test_the_reserved_bit_of_a_window_update_is_ignored() -> None:
 
 @pytest.mark.asyncio
 async def test_a_client_may_widen_both_windows_after_each_short_answer() -> None:
-    """So simple ones do; it is no folly, however many answers there are."""
+    """Widening both windows after each short response, as simple clients do, is not counted as abuse."""
     async with connected(nothing) as (theirs, _):
         loop, wider = asyncio.get_running_loop(), b""
         for n in range(1, 2 * frame_abuse.COUNT_MAX, 2):
@@ -104,7 +104,7 @@ async def test_a_client_may_widen_both_windows_after_each_short_answer() -> None
 
 @pytest.mark.asyncio
 async def test_bodies_that_wait_unread_leave_the_others_their_window() -> None:
-    """With most of the connection's window held by bodies that nobody reads, one that is read comes whole."""
+    """A body that is read arrives completely while unread bodies hold most of the connection's window."""
     waiting = CONNECTION_WINDOW_BYTES // UNREAD_BYTES_MAX - 1
     number, size = 2 * waiting + 1, 4 << 20
     took = asyncio.Event()
@@ -137,7 +137,7 @@ async def test_bodies_that_wait_unread_leave_the_others_their_window() -> None:
             if sent == size:
                 await took.wait()
                 break
-            # What the server says first of the connection's window comes on top of what every connection has.
+            # `allowed` already includes the server's first update, from the default to CONNECTION_WINDOW_BYTES.
             for kind, _, of, payload, _ in scanner.scan(memoryview(await loop.sock_recv(theirs, 1 << 16))):
                 by = int.from_bytes(payload)
                 if kind == wire.WINDOW_UPDATE and of in allowed and by != CONNECTION_WINDOW_BYTES - wire.WINDOW_BYTES:
@@ -146,7 +146,10 @@ async def test_bodies_that_wait_unread_leave_the_others_their_window() -> None:
 
 @pytest.mark.asyncio
 async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a slow way megabytes lie between it and the server, so that even its pings come late."""
+    """A client whose body is arriving is sent PINGs: over a slow path even replies to its own would come late.
+
+    Megabytes may then be in flight between it and the server.
+    """
     monkeypatch.setattr(stream, "PING_AFTER_S", 0.0)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,7 +165,7 @@ async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.Monke
 
 @pytest.mark.asyncio
 async def test_one_word_is_enough_for_all_bodies_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers each ping, and many of them at once would be taken for folly."""
+    """A client with many bodies in progress is sent a single PING, as many at once would look like abuse."""
     monkeypatch.setattr(stream, "PING_AFTER_S", 60.0)
     numbers = range(1, 200, 2)
 
@@ -189,7 +192,7 @@ async def test_one_word_is_enough_for_all_bodies_of_a_client(monkeypatch: pytest
 
 @pytest.mark.asyncio
 async def test_an_answer_ends_though_its_window_was_made_smaller_than_what_is_out() -> None:
-    """Its last frame is empty and needs no window; what the connection may send is as before."""
+    """A response whose window has become negative ends with an empty frame; the connection's window is unchanged."""
     smaller = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,7 +215,7 @@ async def test_an_answer_ends_though_its_window_was_made_smaller_than_what_is_ou
 
 @pytest.mark.asyncio
 async def test_settings_that_make_a_window_too_large_are_refused() -> None:
-    """A stream's window, widened as far as it goes, must not be passed by what all are to have (RFC 9113, 6.9.2)."""
+    """Settings that push a stream's window above the maximum are a FLOW_CONTROL_ERROR (RFC 9113, 6.9.2)."""
 
     async def silent(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()

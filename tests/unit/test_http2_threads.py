@@ -1,4 +1,4 @@
-"""Large bodies that threads move, beside whatever else happens on the connection meanwhile."""
+"""Large bodies moved by transfer threads, while other things happen on their connections."""
 
 import asyncio
 import socket
@@ -23,13 +23,13 @@ from paramserver_node.transfer_threads import ALTERNATION_S, TransferThreads
 pytestmark = LINUX
 
 ANSWER = bytes(range(251)) * (TRANSFER_BYTES_MAX // 200)
-"""More than one transfer, and more than a socket holds."""
+"""Larger than one transfer, and than a socket's send buffer."""
 TAKEN = wire.encoded([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/taken")])
 SMALL = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/small")])
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """A small answer, or a large one in uneven pieces."""
+    """Send a small response, or a large one in uneven pieces."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     if scope["path"] == "/small":
         await send({"type": "http.response.body", "body": b"small"})
@@ -41,7 +41,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Client:
-    """What has come on a plain socket."""
+    """A client on a plain socket; it collects the response bodies by stream."""
 
     def __init__(self, theirs: socket.socket) -> None:
         self.theirs = theirs
@@ -50,21 +50,21 @@ class Client:
         self._scanner = wire.Scanner(1 << 24, 1 << 16)
 
     async def greet(self, window: int = wire.WINDOW_MAX) -> None:
-        """Answers may be as long as that, and all together as long as they like."""
+        """Grant `window` bytes to each response, and 1 GiB more to the connection."""
         sent = wire.settings({wire.INITIAL_WINDOW_SIZE: window, wire.MAX_FRAME_SIZE: 1 << 20})
         await asyncio.get_running_loop().sock_sendall(
             self.theirs, sent + wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 30)
         )
 
     async def ask(self, *blocks: tuple[int, bytes]) -> None:
-        """Sends requests without bodies."""
+        """Send requests without bodies, each a stream and a header block."""
         sent = b""
         for stream, block in blocks:
             sent += wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, stream, block)
         await asyncio.get_running_loop().sock_sendall(self.theirs, sent)
 
     async def read(self, ends: Iterable[int]) -> None:
-        """Until these streams have ended."""
+        """Read until these streams have ended."""
         while not self.ended >= set(ends):
             data = await asyncio.get_running_loop().sock_recv(self.theirs, 1 << 18)
             assert data
@@ -76,14 +76,14 @@ class Client:
 
 
 async def until(connection: Connection, *, writes: bool) -> None:
-    """A thread has begun to write, or is back."""
+    """Wait until a thread is writing, or none is."""
     while connection._lent.writes != writes:
         await asyncio.sleep(0)
 
 
 @asynccontextmanager
 async def answering(window: int = wire.WINDOW_MAX) -> AsyncIterator[tuple[Client, Connection]]:
-    """A client whose answer a thread has begun to write."""
+    """Yield a client whose response a thread has begun to write, and the server's connection."""
     async with connected(app, threads=True) as (theirs, connection):
         client = Client(theirs)
         await client.greet(window)
@@ -94,7 +94,7 @@ async def answering(window: int = wire.WINDOW_MAX) -> AsyncIterator[tuple[Client
 
 @pytest.mark.asyncio
 async def test_an_answer_arrives_whole_and_small_ones_beside_it() -> None:
-    """Two large ones and two small ones on one connection, whose frames do not mix."""
+    """Two large and two small responses on one connection all arrive intact."""
     async with connected(app, threads=True) as (theirs, connection):
         client = Client(theirs)
         await client.greet()
@@ -106,7 +106,7 @@ async def test_an_answer_arrives_whole_and_small_ones_beside_it() -> None:
 
 @pytest.mark.asyncio
 async def test_the_event_loop_ends_what_a_slow_client_left() -> None:
-    """No thread waits for it; the frame in whose midst one gave up is finished, and nothing comes twice."""
+    """The event loop finishes what a thread stopped writing to a slow client; no byte is lost or sent twice."""
     async with answering() as (client, connection):
         await client.ask((3, SMALL))
         await until(connection, writes=False)
@@ -116,7 +116,7 @@ async def test_the_event_loop_ends_what_a_slow_client_left() -> None:
 
 @pytest.mark.asyncio
 async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
-    """What is not allowed yet is not sent, by whomever."""
+    """Neither a thread nor the event loop sends more of a response than the client's window allows."""
     async with answering(window=3_000_000) as (client, connection):
         await until(connection, writes=False)
         while connection._streams[1].send_window:
@@ -128,7 +128,7 @@ async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
 
 @pytest.mark.asyncio
 async def test_a_client_that_gives_up_or_hangs_up_is_written_to_no_more() -> None:
-    """Once the answer is cut off; once the connection is lost, of which the thread learns as well."""
+    """A response stops when the client resets its stream, and a writing thread stops when the client disconnects."""
     async with answering() as (client, connection):
         sent = wire.u32_frame(1, wire.RST_STREAM, wire.CANCEL)
         await asyncio.get_running_loop().sock_sendall(client.theirs, sent)
@@ -147,7 +147,10 @@ async def test_a_client_that_gives_up_or_hangs_up_is_written_to_no_more() -> Non
 async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A client that has its answer sends the next body before the event loop knows that the answer is out."""
+    """A body that begins to arrive while a thread writes a response is later received by a thread.
+
+    The client may send the rest before the event loop knows that the response is out.
+    """
     transfers, sinks, body = Mock(side_effect=sockets.receive), [], bytes(range(256)) * (BODY_BYTES >> 8)
 
     async def answers_or_takes(scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,7 +183,7 @@ async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_i
 @pytest.mark.asyncio
 @pytest.mark.parametrize("direction", ["send", "receive"])
 async def test_a_transfer_that_fails_ends_its_connection(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows how far it came, so the client is told at once, and not left to wait."""
+    """A transfer thread that raises closes its connection at once, as its progress is unknown."""
 
     def broken(*_: Any) -> NoReturn:
         raise MemoryError("planted")
@@ -206,7 +209,7 @@ async def test_a_transfer_that_fails_ends_its_connection(direction: str, monkeyp
 
 
 def test_why_a_socket_cannot_be_lent_is_logged_as_the_system_says_it(caplog: pytest.LogCaptureFixture) -> None:
-    """Too many open files are not the only reason."""
+    """If a socket cannot be duplicated for a thread, the log gives the system's reason."""
     lent = LentSocket(Mock(), -1, lambda: None)
 
     assert not lent.write([], lambda _: None)
@@ -215,7 +218,7 @@ def test_why_a_socket_cannot_be_lent_is_logged_as_the_system_says_it(caplog: pyt
 
 @pytest.mark.asyncio
 async def test_threads_move_bodies_while_several_connections_ask_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For one alone the event loop does, and again when the others have been silent for a while."""
+    """Threads are used only for a while after requests have alternated between connections, never for a single one."""
     loop, threads = asyncio.get_running_loop(), TransferThreads()
     time_s = [100.0]
     monkeypatch.setattr(threads, "_loop", Mock(wraps=loop, time=lambda: time_s[0]))
@@ -224,7 +227,7 @@ async def test_threads_move_bodies_while_several_connections_ask_in_turn(monkeyp
     def asks(by: int, after_s: float) -> None:
         time_s[0] += after_s
         threads.note_request(by)
-        taken.append(threads.send(-1, [], lambda _: None))  # nothing, to nowhere
+        taken.append(threads.send(-1, [], lambda _: None))  # no data, to no socket
 
     asks(3, 0.0)
     asks(3, ALTERNATION_S)
@@ -240,7 +243,10 @@ async def test_threads_move_bodies_while_several_connections_ask_in_turn(monkeyp
 
 @pytest.mark.asyncio
 async def test_who_asks_over_a_unix_socket_is_one_of_several(tmp_path: Path) -> None:
-    """No thread moves the bodies of such a connection, but its small calls are kept waiting by those of others."""
+    """A request over a Unix socket is noted as one of several connections, though no thread moves its bodies.
+
+    Its small calls, too, would wait for the large bodies of other connections.
+    """
     loop, stop, threads = asyncio.get_running_loop(), asyncio.Event(), Mock()
     serving = asyncio.create_task(serve_unix(app, str(tmp_path / "socket"), stop, transfer_threads=threads))
     with socket.socket(socket.AF_UNIX) as theirs:

@@ -1,4 +1,4 @@
-"""What a client leaves unread, on a real connection whose other end is in the same process."""
+"""Responses that a client does not read, on a real connection whose other end is in the same process."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ ASKED = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"
 
 @pytest.mark.asyncio
 async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() -> None:
-    """Answers wait when a little is unread, so requests do, and more of them are refused; none of it piles up."""
+    """If a client sends requests but reads nothing, only a bounded number is started and a bounded size buffered."""
     begun: list[int] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +51,7 @@ async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() ->
 @pytest.mark.asyncio
 @pytest.mark.parametrize("reads", [False, True])
 async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the app is done with it; a client that has read it may rest."""
+    """An unread response ends its connection even if the app is done with it; a client that has read it may be idle."""
     monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.02)
     size = 4 * len(ANSWER)
 
@@ -80,7 +80,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
 
 @pytest.mark.asyncio
 async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short answer has been read, and a long one is, however long it takes: the connection goes on."""
+    """A connection stays open while its long response is being read, though bytes are left unread all the time."""
     monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.5)
     monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", 1 << 40)
     checked = asyncio.Event()
@@ -116,7 +116,7 @@ async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monke
             await asyncio.sleep(0)
         scanner, ended = wire.Scanner(1 << 20, 1 << 20), set[int]()
         while ended != {1, 3}:
-            await asyncio.sleep(0)  # the server has its turn with every piece, so there is always something left
+            await asyncio.sleep(0)  # lets the server write after each piece, so that its buffer never runs empty
             data = await loop.sock_recv(theirs, 16 << 10)
             assert data, "the server has hung up"
             ended |= {n for _, flags, n, _, _ in scanner.scan(memoryview(data)) if n and flags & wire.END_STREAM}

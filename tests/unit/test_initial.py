@@ -1,4 +1,4 @@
-"""Initial values: pinned to golden numbers, the same however they are cut, and spread as torch's."""
+"""Initial values: pinned to golden numbers, independent of partitioning, and distributed as in torch."""
 
 from itertools import pairwise
 from math import sqrt
@@ -91,7 +91,7 @@ def test_initial_values_are_pinned(kind: str) -> None:
 @given(cuts=st.lists(st.integers(0, 700 * 200), max_size=6), kind=st.sampled_from(sorted(RANDOM)))
 @settings(max_examples=40, deadline=None)
 def test_no_partitioning_changes_initial_values(cuts: list[int], kind: str) -> None:
-    """Whoever draws whichever slice gets the bits of the whole."""
+    """Values drawn slice by slice have the bits of those drawn all at once, wherever the slices begin and end."""
     p = param(RANDOM[kind])
     bounds = [0, *sorted(cuts), p.size]
 
@@ -101,7 +101,7 @@ def test_no_partitioning_changes_initial_values(cuts: list[int], kind: str) -> N
 
 
 def test_blocks_parameters_and_seeds_differ() -> None:
-    """No two blocks, parameters or seeds share a stream."""
+    """No two blocks, parameters or seeds share a random stream."""
     init = InitSpec("normal", seed=1)
     whole = draw(param(init), 0, 3 * BLOCK // 2)
     heads = [
@@ -122,7 +122,7 @@ def test_blocks_parameters_and_seeds_differ() -> None:
         ("uniform", -1.0, 4.0 / sqrt(12.0), -3.0, 1.0),
         ("xavier_uniform", 0.0, 2.0 * sqrt(2.0 / 900), -2.0 * sqrt(6.0 / 900), 2.0 * sqrt(6.0 / 900)),
         ("xavier_normal", 0.0, 2.0 * sqrt(2.0 / 900), None, None),
-        # torch.nn.Linear's own: a = sqrt(5) bounds by 1/sqrt(fan_in)
+        # torch.nn.Linear's default: a = sqrt(5) gives the bound 1/sqrt(fan_in)
         ("kaiming_uniform", 0.0, 1.0 / sqrt(600.0), -1.0 / sqrt(200.0), 1.0 / sqrt(200.0)),
         ("kaiming_normal", 0.0, sqrt(2.0 / 700), None, None),
     ],
@@ -130,7 +130,7 @@ def test_blocks_parameters_and_seeds_differ() -> None:
 def test_values_are_spread_as_their_kind_says(
     kind: str, mean: float, std: float, low: float | None, high: float | None
 ) -> None:
-    """Mean, deviation and bounds are torch's for the shape (out, in)."""
+    """Mean, standard deviation and bounds of drawn values are those of torch for the shape (out, in)."""
     p = param(RANDOM[kind])
 
     values = draw(p, 0, p.size).astype(np.float64)
@@ -150,7 +150,7 @@ def test_values_are_spread_as_their_kind_says(
     [((8, 3), (3, 8)), ((8, 3, 5, 5), (75, 200)), ((8, 3, 7), (21, 56)), ((10,), (10, 10)), ((), (1, 1))],
 )
 def test_fans_are_torch_s(shape: tuple[int, ...], expected: tuple[int, int]) -> None:
-    """A shape is (out, in, ...); vectors and numbers, which torch refuses, have fans too."""
+    """Fans are those of torch for a shape (out, in, ...); vectors and scalars, which torch refuses, have fans, too."""
     assert fans(shape) == expected
 
 
@@ -159,14 +159,14 @@ def test_fans_are_torch_s(shape: tuple[int, ...], expected: tuple[int, int]) -> 
     [("linear", 1.0), ("sigmoid", 1.0), ("tanh", 5 / 3), ("relu", sqrt(2)), ("leaky_relu", 1.0), ("selu", 0.75)],
 )
 def test_kaiming_takes_torch_s_gains(nonlinearity: str, gain: float) -> None:
-    """The deviation is torch.nn.init.calculate_gain over the root of the fan; a = 1 makes leaky_relu linear."""
+    """The standard deviation is torch's calculate_gain over the root of the fan; with a = 1, leaky_relu is linear."""
     p = param(InitSpec("kaiming_normal", a=1.0, nonlinearity=nonlinearity))
 
     assert draw(p, 0, p.size).std() == pytest.approx(gain / sqrt(200.0), rel=0.01)
 
 
 def test_values_that_are_not_random() -> None:
-    """Zeros, a constant, and zeros until an upload arrives."""
+    """`zeros` and `upload` give zeros, `constant` its value, `normal` with std 0 its mean; drawing `file` raises."""
     assert not draw(param(InitSpec("zeros")), 5, 10).any()
     assert not draw(param(InitSpec("upload")), 5, 10).any()
     np.testing.assert_array_equal(draw(param(InitSpec("constant", value=0.3)), 5, 8), np.full(3, 0.3, np.float32))
@@ -177,13 +177,13 @@ def test_values_that_are_not_random() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (0, 140_001)])
 def test_a_slice_outside_the_parameter_raises(start: int, stop: int) -> None:
-    """A slice must lie inside the parameter."""
+    """Drawing a slice outside the parameter, or one that ends before it starts, raises ValueError."""
     with pytest.raises(ValueError, match="outside"):
         draw(param(RANDOM["normal"]), start, stop)
 
 
 def test_extreme_numbers_give_finite_values() -> None:
-    """A spec cannot make a model that starts with infinities."""
+    """The largest deviations and bounds of a spec still give finite initial values."""
     for init in (InitSpec("normal", std=9e37), InitSpec("uniform", low=-9e37, high=9e37)):
         p = param(init)
         values = draw(p, 0, p.size)

@@ -1,4 +1,4 @@
-"""How the writing of journals ends."""
+"""Stopping the journal writer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ pytestmark = pytest.mark.asyncio
 
 
 class Deaf:
-    """A journal whose client loses the cancellation of a write that is just being done."""
+    """A journal whose Redis client swallows the cancellation of a write in progress."""
 
     def __init__(self) -> None:
         self.writing = asyncio.Event()
 
     async def probe(self, *, fsync: bool) -> None:
-        """It can be written."""
+        """Succeed: the journal can be written."""
 
     async def append(self, batches: Sequence[Batch], *, fsync: bool) -> list[Verdict]:
-        """Ends well when it is cancelled."""
+        """Wait until cancelled, then return as if the batches were written."""
         self.writing.set()
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
@@ -34,7 +34,10 @@ class Deaf:
 
 
 async def test_it_ends_though_the_client_of_redis_has_lost_the_cancellation() -> None:
-    """As `asyncio.wait_for` of Python 3.11 does, by which that client sends: the process would never end."""
+    """A cancelled writer ends even if the Redis client swallows the cancellation; else its process would never end.
+
+    The client sends by `asyncio.wait_for`, which can do so in Python 3.11.
+    """
     journal: Any = Deaf()
     writer = JournalWriter(journal, Mock(), Mock(return_value=True))
     writing = asyncio.ensure_future(writer.run())

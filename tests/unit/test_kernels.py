@@ -1,4 +1,4 @@
-"""The fused steps and reductions: exact arithmetic, segments, refusal of NaN, element types, sums in order."""
+"""The fused optimizer steps and reductions: exact arithmetic, segments, NaN checks, dtypes, order of summation."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -40,14 +40,14 @@ def vector(seed: int, size: int = SIZE) -> F32:
 
 
 def state(o: OptimizerSpec, size: int = SIZE) -> list[F32]:
-    """Slots as after some steps: squares are positive, and at least the square of what is averaged."""
+    """Return the optimizer's slots, filled with nonnegative numbers."""
     return [np.abs(vector(10 + i, size)) + F(2 - i) for i in range(kernels.slot_count(o))]
 
 
 def run(
     o: OptimizerSpec, steps: Sequence[SegmentStep], w: F32, slots: Sequence[F32], grad: AnyArray, dtype: str = "float32"
 ) -> tuple[bool, list[F32]]:
-    """Whether the step was finite, and [values, *slots] after it; outputs start as garbage."""
+    """Return whether the step was finite, and [values, *slots] after it; the output buffers start with garbage."""
     out = [np.full(w.size, 7e7, F) for _ in range(1 + len(slots))]
     ok = kernels.apply(o, steps, w, slots, grad, dtype, out[0], out[1:])
     return ok, out
@@ -59,12 +59,12 @@ def same(a: Sequence[AnyArray], b: Sequence[AnyArray]) -> None:
 
 
 def bf16(a: F32) -> AnyArray:
-    """The upper halves, as uint16."""
+    """Return the upper halves, which are bfloat16 bits, as uint16."""
     return (a.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def test_sgd_is_exactly_two_roundings() -> None:
-    """SGD gives the bytes of w - lr * g in float32, so every machine gives the same."""
+    """SGD gives the bytes of w - lr * g in float32, the same on every machine."""
     w, g = vector(0), vector(1)
 
     _, (plain,) = run(OptimizerSpec("sgd"), [SegmentStep(0, SIZE, 0.1)], w, (), g)
@@ -76,7 +76,7 @@ def test_sgd_is_exactly_two_roundings() -> None:
 
 
 def test_adam_is_exactly_its_formula_in_float32() -> None:
-    """Adam gives the bytes of its formula, one rounding to each operation and none fused."""
+    """Adam gives the bytes of its formula with each operation rounded once, and none fused."""
     o, w, g = OptimizerSpec("adam"), vector(0), vector(1)
     m, v = vector(2), np.abs(vector(3))
 
@@ -90,7 +90,7 @@ def test_adam_is_exactly_its_formula_in_float32() -> None:
 
 @every_optimizer
 def test_a_step_leaves_its_inputs_alone(o: OptimizerSpec) -> None:
-    """The old version stays valid while, and after, the new one is computed."""
+    """A step does not change its inputs, so the old version stays valid while the new one is computed."""
     w, g, slots = vector(0), vector(1), state(o)
     kept = [a.copy() for a in (w, g, *slots)]
 
@@ -103,7 +103,7 @@ def test_a_step_leaves_its_inputs_alone(o: OptimizerSpec) -> None:
 
 @every_optimizer
 def test_each_segment_steps_by_its_own_numbers(o: OptimizerSpec) -> None:
-    """Rate, decay, step count, clip and scale of a segment act on its elements as if it were the whole partition."""
+    """A segment's rate, decay, step count, clip and scale act on its elements as if it were the whole partition."""
     w, g, slots = vector(0), vector(1), state(o)
     cuts = [0, 17, 18, 2050, 2100, SIZE]
     steps = [
@@ -123,7 +123,7 @@ def test_each_segment_steps_by_its_own_numbers(o: OptimizerSpec) -> None:
 
 @every_optimizer
 def test_neighbouring_segments_with_the_same_numbers_step_as_one(o: OptimizerSpec) -> None:
-    """Where the partition is cut into parameters does not change what is computed."""
+    """Adjacent segments with the same numbers give the same result as one, wherever parameters begin."""
     w, g, slots = vector(0), vector(1), state(o)
     cuts = [0, 1, 2, 900, 4000, SIZE]
     many = [SegmentStep(a, b, 0.1, 0.01, 3) for a, b in pairwise(cuts)]
@@ -136,7 +136,7 @@ def test_neighbouring_segments_with_the_same_numbers_step_as_one(o: OptimizerSpe
 
 @every_optimizer
 def test_untouched_and_frozen_elements_are_copied(o: OptimizerSpec) -> None:
-    """Inactive segments and elements in no segment keep values and slots, and their gradient is not even read."""
+    """Elements of inactive segments or of none keep values and slots, and their gradient is not even read."""
     w, g, slots = vector(0), vector(1), state(o)
     steps = [SegmentStep(100, 2500, 0.1), SegmentStep(2500, 2600, 0.1, active=False), SegmentStep(4000, 4000, 0.1)]
     touched = np.zeros(SIZE, bool)
@@ -152,7 +152,7 @@ def test_untouched_and_frozen_elements_are_copied(o: OptimizerSpec) -> None:
 
 
 def test_a_step_of_nothing_copies_everything() -> None:
-    """A push that touches no range of a partition leaves it as it is; ftrl at rate zero does too."""
+    """A step without segments, or of FTRL at a rate of zero, leaves values and slots as they are."""
     w, g = vector(0), vector(1)
     for o, steps in ((OptimizerSpec("adam"), []), (OptimizerSpec("ftrl"), [SegmentStep(0, SIZE, 0.0)])):
         slots = state(o)
@@ -163,7 +163,7 @@ def test_a_step_of_nothing_copies_everything() -> None:
 
 @every_optimizer
 def test_the_new_values_may_take_the_gradient_s_own_buffer(o: OptimizerSpec) -> None:
-    """A float32 gradient's receive buffer can become the next version."""
+    """New values may overwrite a float32 gradient in place, so its receive buffer can become the next version."""
     w, g, slots = vector(0), vector(1), state(o)
     steps = [SegmentStep(0, SIZE, 0.1)]
     _, expected = run(o, steps, w, slots, g)
@@ -176,7 +176,10 @@ def test_the_new_values_may_take_the_gradient_s_own_buffer(o: OptimizerSpec) -> 
 @every_optimizer
 @pytest.mark.parametrize("first", [0, 5], ids=["at the start", "in between"])
 def test_written_past_the_caches_the_bytes_are_the_same(o: OptimizerSpec, first: int) -> None:
-    """Wherever a parameter begins, also where an array does not begin a line, and not a byte beside it is written."""
+    """Nontemporal stores write the same bytes, and none outside the outputs, whatever the alignment.
+
+    Segments may begin anywhere, and the arrays need not begin at a cache line.
+    """
     size = 5000
     w, g, slots = vector(0, size), vector(1, size), state(o, size)
     steps = [SegmentStep(0, first, 0.1, active=False), SegmentStep(first, 4099, 0.1), SegmentStep(4099, size, 0.2)]
@@ -193,7 +196,7 @@ def test_written_past_the_caches_the_bytes_are_the_same(o: OptimizerSpec, first:
 
 
 def test_what_is_beyond_the_caches_counts_the_state() -> None:
-    """Adam goes through more than twice of what plain SGD does."""
+    """`exceeds_cache` counts the slots: it is true of Adam at a size at which it is not of plain SGD."""
     sgd, adam = OptimizerSpec("sgd"), OptimizerSpec("adam")
 
     assert kernels.exceeds_cache(adam, 2_500_000)
@@ -211,8 +214,10 @@ def encoded(values: F32, dtype: str) -> AnyArray:
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_optimizer
 def test_gradients_of_every_element_type_count_as_their_float32_values(o: OptimizerSpec, dtype: str) -> None:
-    """A float16, bfloat16 or float64 gradient gives the bytes that its values in float32 give, also where those are
-    read as they lie: with no clip, decay or scale."""
+    """A gradient of any dtype gives the same bytes as its values in float32.
+
+    That includes steps without clip, decay or scale, in which float32 is read in place.
+    """
     w, slots = vector(0), state(o)
     g = (bf16(vector(1)).astype(np.uint32) << 16).view(F).astype(np.float16).astype(F)  # exact in all four
     for step in (SegmentStep(3, 4001, 0.1, 0.01, 2, 2.0, 0.5), SegmentStep(3, 4001, 0.1)):
@@ -228,9 +233,9 @@ def test_gradients_of_every_element_type_count_as_their_float32_values(o: Optimi
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_optimizer
 def test_a_gradient_with_nan_or_infinity_is_refused(o: OptimizerSpec, dtype: str, bad: float) -> None:
-    """One NaN or infinity anywhere refuses the step, also where a clip or a rate of zero would hide it."""
+    """A step is refused for one NaN or infinity anywhere, even if a clip or a rate of zero would hide it."""
     w, slots, good = vector(0), state(o), encoded(vector(1), dtype)
-    zero = 0.1 if o.name == "ftrl" else 0.0  # whose rate of zero means no step
+    zero = 0.1 if o.name == "ftrl" else 0.0  # FTRL makes no step at a rate of zero
     for at, clip, lr in ((0, None, 0.1), (2047, 1.0, 0.1), (SIZE - 1, None, 0.1), (2048, None, zero)):
         grad = good.copy()
         grad[at : at + 1] = encoded(np.array([bad], F), dtype)
@@ -239,7 +244,7 @@ def test_a_gradient_with_nan_or_infinity_is_refused(o: OptimizerSpec, dtype: str
 
 
 def test_a_finite_gradient_whose_result_is_not_finite_is_refused() -> None:
-    """Overflow of a value, of a slot, or of a float64 gradient beyond float32 refuses the step."""
+    """A step is refused if a value or a slot overflows, or a float64 gradient exceeds float32."""
     w, big = vector(0, 8), np.full(8, 3e38, F)
     huge = np.full(8, 1e300)
 
@@ -251,7 +256,7 @@ def test_a_finite_gradient_whose_result_is_not_finite_is_refused() -> None:
 
 
 def test_what_counts_of_float64_is_what_it_is_in_float32() -> None:
-    """The first number that rounds to infinity there is infinite, the one before it is not."""
+    """A float64 element counts as finite exactly if it rounds to a finite float32."""
     beyond = np.float64(2.0**128 - 2.0**103)
     below = np.nextafter(beyond, 0.0)
     with np.errstate(over="ignore"):
@@ -269,7 +274,7 @@ def test_what_counts_of_float64_is_what_it_is_in_float32() -> None:
 
 
 def test_centred_rmsprop_stays_finite_when_rounding_makes_its_variance_negative() -> None:
-    """A constant gradient leaves a variance of about zero, which rounds below it now and then."""
+    """Centered RMSprop stays finite under a constant gradient, whose variance of about zero may round below zero."""
     o = OptimizerSpec("rmsprop", centered=True, alpha=0.9)
     g = np.abs(vector(0)) + F(0.1)
     w, slots = np.zeros(SIZE, F), list(kernels.initial_slots(o, np.zeros(SIZE, F)))
@@ -283,7 +288,7 @@ def test_centred_rmsprop_stays_finite_when_rounding_makes_its_variance_negative(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_half_precision_number_converts_exactly(dtype: str) -> None:
-    """All 65,536 bit patterns, subnormals, infinities and NaN included, become the float32 of the same value."""
+    """All 65,536 bit patterns, including subnormals, infinities and NaNs, convert to the float32 of the same value."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     if dtype == "float16":
         expected = bits.view(np.float16).astype(F)
@@ -301,7 +306,7 @@ def test_every_half_precision_number_converts_exactly(dtype: str) -> None:
 
 
 def test_gradients_may_be_read_only_and_unaligned() -> None:
-    """A gradient can lie anywhere in a received body."""
+    """A gradient may be read-only and unaligned, as a slice of a received body is."""
     w, g = vector(0), vector(1)
     body = b"x" + g.tobytes()
     received = np.frombuffer(body, F, offset=1)
@@ -331,7 +336,7 @@ def test_gradients_may_be_read_only_and_unaligned() -> None:
     ],
 )
 def test_arguments_that_do_not_fit_raise_before_anything_is_written(change: dict[str, Any]) -> None:
-    """A wrong length, type, stride or order of segments is a ValueError and writes nothing."""
+    """A wrong length, dtype, stride or order of segments raises ValueError, and nothing is written."""
     call: dict[str, Any] = {
         "steps": [SegmentStep(0, 8, 0.1)], "w": vector(0, 8), "slots": [vector(2, 8)], "grad": vector(1, 8),
         "dtype": "float32", "w_out": np.zeros(8, F), "slots_out": [np.zeros(8, F)],
@@ -348,7 +353,7 @@ def test_arguments_that_do_not_fit_raise_before_anything_is_written(change: dict
 @every_optimizer
 @pytest.mark.parametrize("nontemporal", [False, True], ids=["", "nontemporal"])
 def test_a_step_by_a_mean_is_the_mean_and_then_the_step(o: OptimizerSpec, nontemporal: bool) -> None:
-    """To the last bit, whatever the weights, the divisor and the order are, also of a gradient at an odd address."""
+    """`apply_mean` gives the bytes of `mean` and then `apply`, in any order of gradients and for an unaligned one."""
     w, slots = vector(0), state(o)
     raw = np.zeros(4 * SIZE + 1, np.uint8)[1:]
     raw[:] = vector(3).view(np.uint8)
@@ -366,7 +371,7 @@ def test_a_step_by_a_mean_is_the_mean_and_then_the_step(o: OptimizerSpec, nontem
 
 
 def test_a_mean_that_is_not_finite_is_seen_by_the_step() -> None:
-    """Of gradients that are finite each for itself."""
+    """`apply_mean` refuses a mean that overflows, though each of its gradients is finite."""
     w, parts = vector(0, 8), [(np.full(8, 3e38, F), 1.0)] * 2
     sgd, steps = OptimizerSpec("sgd"), [SegmentStep(0, 8, 0.0)]
 
@@ -377,7 +382,7 @@ def test_a_mean_that_is_not_finite_is_seen_by_the_step() -> None:
     ("parts", "divisor"), [([], 1.0), ([(vector(0, 8), 1.0)], 0.0), ([(vector(0, 8), 1.0), (vector(0, 9), 1.0)], 1.0)]
 )
 def test_a_step_by_a_mean_needs_parts_of_its_length(parts: list[tuple[F32, float]], divisor: float) -> None:
-    """And a divisor that is positive; else nothing is written."""
+    """`apply_mean` raises ValueError, and writes nothing, without parts, with divisor 0, or with unequal lengths."""
     out = np.zeros(8, F)
 
     with pytest.raises(ValueError, match=r"mean needs|lengths"):
@@ -386,11 +391,11 @@ def test_a_step_by_a_mean_needs_parts_of_its_length(parts: list[tuple[F32, float
     assert not out.any()
 
 
-BIG = (1 << 16) + 777  # mean works through blocks of 65,536
+BIG = (1 << 16) + 777  # `mean` works in blocks of 65,536
 
 
 def test_a_mean_is_the_float32_sum_in_the_order_given() -> None:
-    """The mean has the bytes of a left-to-right float32 sum, and another order gives other bytes."""
+    """A mean has the bytes of a float32 sum from left to right, and another order gives other bytes."""
     parts = [(vector(i, BIG) * F(10.0**i), "float32", 1.0 + 0.25 * i) for i in range(5)]
     out, other = np.empty(BIG, F), np.empty(BIG, F)
 
@@ -428,13 +433,13 @@ def test_a_mean_of_one_part_is_the_part() -> None:
 
 @pytest.mark.parametrize(("parts", "divisor"), [([], 1.0), ([(vector(0, 3), "float32", 1.0)], 0.0)])
 def test_a_mean_of_nothing_raises(parts: list[Any], divisor: float) -> None:
-    """No parts, or no positive divisor, is a ValueError."""
+    """A mean without parts, or with a divisor of 0, raises ValueError."""
     with pytest.raises(ValueError, match="mean"):
         kernels.mean(parts, divisor, np.empty(3, F))
 
 
 def test_accumulate_adds_in_place() -> None:
-    """out += weight * grad, in float32, for any element type."""
+    """`accumulate` computes out += weight * grad in float32, also for a float16 gradient."""
     out, g = vector(0), vector(1)
     expected = out + F(0.3) * g.astype(np.float16).astype(F)
 
@@ -447,7 +452,7 @@ def test_accumulate_adds_in_place() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_is_summed_in_float64(dtype: str) -> None:
-    """The 2-norm agrees with numpy's in float64, and large elements do not overflow it."""
+    """The 2-norm agrees with NumPy's in float64 for every dtype, also of few elements or none."""
     g = encoded(vector(1, BIG) * F(1e3), dtype)
     exact = (g.astype(np.uint32) << 16).view(F) if dtype == "bfloat16" else g
 
@@ -457,12 +462,12 @@ def test_a_norm_is_summed_in_float64(dtype: str) -> None:
 
 
 def test_the_norm_of_elements_whose_squares_leave_float32_is_finite() -> None:
-    """float64 holds the square of every float32."""
+    """The norm of float32 elements whose squares overflow float32 is finite, as float64 holds these squares."""
     assert kernels.norm2(np.array([3e38, 0.0], F)) == pytest.approx(float(F(3e38)))
 
 
 def test_nothing_is_compiled_after_warm_up() -> None:
-    """Every entry point has one compiled signature and makes no other, whatever arrays it is given."""
+    """After warm-up every function keeps its one compiled signature, whatever arrays it is given."""
     kernels.warm_up()
     frozen = vector(0, 64)
     frozen.flags.writeable = False
@@ -476,7 +481,7 @@ def test_nothing_is_compiled_after_warm_up() -> None:
 
 
 def test_slots_have_names_and_first_values() -> None:
-    """Each optimizer's state has its names in order, and starts at zero but for adagrad's accumulator."""
+    """Each slot has a name, and starts at zero for zero values, except for Adagrad's initial accumulator value."""
     for o in ALL:
         assert len(kernels.slot_names(o)) == kernels.slot_count(o)
         assert all(not s.any() for s in kernels.initial_slots(o, np.zeros(4, F)))

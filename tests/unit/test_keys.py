@@ -1,4 +1,4 @@
-"""psctl token and psctl secret, and which settings are never shown."""
+"""`psctl token`, `psctl secret`, and settings whose values are never shown."""
 
 import json
 import os
@@ -19,7 +19,10 @@ def psctl(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
 
 
 def test_a_secret_is_made_for_its_owner_and_never_overwritten(tmp_path: Path) -> None:
-    """The file is readable by its owner alone and holds one key; a second call leaves it and says so."""
+    """`psctl secret FILE` writes one key, readable by its owner only; a second call fails and leaves the file.
+
+    Without a file, it prints a new key.
+    """
     file = tmp_path / "secret"
 
     made, again, printed = (
@@ -39,7 +42,7 @@ def test_a_secret_is_made_for_its_owner_and_never_overwritten(tmp_path: Path) ->
 
 
 def test_a_token_is_printed_and_nothing_else(tmp_path: Path) -> None:
-    """With the secret at hand, by file or by state directory, the one line on standard output is a good token."""
+    """`psctl token` prints only a valid token, made with the first key of the secret file or state directory."""
     key = tokens.new_key()
     (tmp_path / "secret").write_text(f"{key}\n{tokens.new_key()}\n")
     (tmp_path / ".paramserver").mkdir()
@@ -67,7 +70,7 @@ def test_a_token_is_printed_and_nothing_else(tmp_path: Path) -> None:
     ],
 )
 def test_tokens_that_cannot_be_are_refused(tmp_path: Path, words: list[str], code: int, text: str) -> None:
-    """Another role, a name that would break the token, an end in the past."""
+    """An unknown role, a name that would break the token's format, or a negative lifetime is refused."""
     done = psctl(tmp_path, *words, PARAMSERVER_SECRET=tokens.new_key())
 
     assert (done.returncode, done.stdout) == (code, "")
@@ -75,7 +78,7 @@ def test_tokens_that_cannot_be_are_refused(tmp_path: Path, words: list[str], cod
 
 
 def test_without_a_secret_there_is_no_token(tmp_path: Path) -> None:
-    """It says where the secret may be; one that could be guessed is refused, and not shown."""
+    """Without a secret, `psctl token` fails and names the setting; a guessable secret is refused and not shown."""
     none = psctl(tmp_path, "token")
     weak = psctl(tmp_path, "token", PARAMSERVER_SECRET="hunter2")
 
@@ -86,7 +89,7 @@ def test_without_a_secret_there_is_no_token(tmp_path: Path) -> None:
 
 
 def test_the_settings_that_are_shown_hold_no_secret(tmp_path: Path) -> None:
-    """`psctl config` says that a secret, a token or a password is set, and from where, but not which."""
+    """`psctl config` lists secret and token as set, but shows no secret, token or password."""
     secret, token = tokens.new_key(), "ps1.admin.x.0.abc"
     env = {"PARAMSERVER_SECRET": secret, "PARAMSERVER_TOKEN": token, "PARAMSERVER_REDIS": "redis://:hunter2@r:6379/0"}
 

@@ -1,4 +1,4 @@
-"""What a client holds of its machine's shards, and when it asks for more."""
+"""The cache of values leased from shards on the same machine, and when a push requests new ones."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from paramserver.client.windows import Windows
 
 
 class Shard(SameHost):
-    """Leases of which those in `present` are confirmed; `ended` are over."""
+    """Confirms the leases in `present`, and records in `ended` those that the cache has ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Shard(SameHost):
         self.ended += [lease.number for lease in leased]
 
     def lend(self, number: int) -> LeasedValues:
-        """A lease of the present values."""
+        """Return values with a new lease, which becomes the only confirmed one."""
         self.present = {number}
         return LeasedValues(self, Windows(), [Leased("unix://x/requests", number, ())], [])
 
@@ -36,12 +36,12 @@ def origin(version: int, model: str = "m") -> Origin:
 
 @pytest.fixture
 def shard() -> Shard:
-    """A shard without leases."""
+    """Return a shard without leases."""
     return Shard()
 
 
 def test_what_is_confirmed_is_the_answer_and_what_is_not_is_given_back_at_once(shard: Shard) -> None:
-    """A lease that is past is over before the request that the pull then makes, so that its memory is free."""
+    """Lookup returns confirmed values, and ends leases no longer confirmed at once, so that their memory is free."""
     cache = LeaseCache(shard)
     cache.pulled(origin(3), shard.lend(1))
     found = cache.lookup("m", 1, None, 0)
@@ -56,7 +56,7 @@ def test_what_is_confirmed_is_the_answer_and_what_is_not_is_given_back_at_once(s
 
 
 def test_only_what_the_caller_asked_for_is_an_answer(shard: Shard) -> None:
-    """Another creation, another timeline, or a version that it has not reached are asked for."""
+    """Lookup returns nothing for another model, timeline or generation, or if the version is not reached."""
     cache = LeaseCache(shard)
     cache.pulled(origin(3), shard.lend(1))
     assert cache.lookup("other", 1, None, 0) is None
@@ -67,7 +67,10 @@ def test_only_what_the_caller_asked_for_is_an_answer(shard: Shard) -> None:
 
 
 def test_a_version_does_not_tell_which_commits_are_in_the_values(shard: Shard) -> None:
-    """Whoever waits for a clock gets what is known to have reached it; an assignment has raised the version beyond."""
+    """Lookup with a minimum clock returns only values known to include it, whatever their version.
+
+    Assignments raise the version, too.
+    """
     cache = LeaseCache(shard)
     cache.pulled(origin(7), shard.lend(1))
     assert cache.lookup("m", 1, 0, 0, 1) is None
@@ -79,7 +82,7 @@ def test_a_version_does_not_tell_which_commits_are_in_the_values(shard: Shard) -
 
 
 def test_a_push_asks_for_what_it_makes_where_pulls_follow_pushes(shard: Shard) -> None:
-    """Not before anybody has pulled, not without a pull in between, and seldom where others push meanwhile."""
+    """A push requests values only if a pull followed the last push, and rarely while others' pushes make them stale."""
     cache = LeaseCache(shard)
     assert not cache.should_request_values("m")
     cache.pulled(origin(0), shard.lend(1))
@@ -97,7 +100,7 @@ def test_a_push_asks_for_what_it_makes_where_pulls_follow_pushes(shard: Shard) -
     assert sum(asked) <= IN_VAIN_MAX + 4
     assert any(asked[-RARELY:])
 
-    for i in range(2 * RARELY):  # alone again
+    for i in range(2 * RARELY):  # the others have stopped pushing
         if cache.should_request_values("m"):
             cache.pushed(origin(100 + i), shard.lend(1000 + i))
         assert cache.lookup("m", 1, None, 0) is not None
@@ -105,7 +108,7 @@ def test_a_push_asks_for_what_it_makes_where_pulls_follow_pushes(shard: Shard) -
 
 
 def test_leases_of_few_models_are_held(shard: Shard) -> None:
-    """Who reads many models holds the memory of the last ones only."""
+    """Leases of the KEPT_MAX most recently used models are kept, and those of others are ended."""
     cache = LeaseCache(shard)
     for i in range(3 * KEPT_MAX):
         cache.pulled(origin(0, f"m{i}"), shard.lend(i))

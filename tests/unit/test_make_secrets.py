@@ -1,4 +1,4 @@
-"""The script that makes the secrets, against files and against an HTTPS server that keeps three Secrets."""
+"""deploy/make_secrets.py with folders, and with an HTTPS server that mimics the Kubernetes API."""
 
 import base64
 import importlib.util
@@ -27,7 +27,7 @@ PATH = "/api/v1/namespaces/somewhere/secrets/"
 
 @pytest.fixture
 def script(tmp_path: Path) -> ModuleType:
-    """The script as a module, with a service account of its own."""
+    """Return the script as a module, with a service account in `tmp_path`."""
     spec = importlib.util.spec_from_file_location("make_secrets", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -41,7 +41,7 @@ def script(tmp_path: Path) -> ModuleType:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, Any]]]:
-    """Secrets as `kubectl apply` leaves them, behind the two calls of the Kubernetes API that the script makes."""
+    """Yield three empty Secrets, served by the two calls of the Kubernetes API that the script makes."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make a certificate: apt install openssl")
     key, certificate = tmp_path / "key.pem", tmp_path / "ca.crt"
@@ -69,10 +69,10 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
             self.end_headers()
             self.wfile.write(json.dumps(secret).encode())
 
-        do_GET = do_PATCH = answer  # the names are the base class's
+        do_GET = do_PATCH = answer  # names given by the base class
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing is logged."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -88,7 +88,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
 
 
 def test_secrets_are_made_once(tmp_path: Path) -> None:
-    """The first call writes every file, the next leaves them; what clients and nodes read fits together."""
+    """The first call writes every file and the next changes none; password, secret and tokens fit together."""
 
     def make(place: Path) -> dict[str, str]:
         command = [sys.executable, str(SCRIPT), "folders", "--host", "redis"]
@@ -117,7 +117,7 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
 
 
 def test_tokens_follow_a_secret_that_was_changed(script: ModuleType, tmp_path: Path) -> None:
-    """With a new key in front the next start makes the tokens anew; a password of Redis that is there stays."""
+    """After a new key is put first in the secret, the next run makes new tokens; an existing Redis password stays."""
     kinds = ("redis", "cluster", "tokens")
     for kind in kinds:
         (tmp_path / kind).mkdir()
@@ -138,7 +138,7 @@ def test_tokens_follow_a_secret_that_was_changed(script: ModuleType, tmp_path: P
 
 
 def test_kubernetes_secrets_are_filled_once(script: ModuleType, kept: dict[str, dict[str, Any]]) -> None:
-    """Empty Secrets get their keys, filled ones keep them, and one that only lost its tokens gets those that fit."""
+    """Empty Secrets are filled and filled ones stay; lost tokens are made again from the existing secret."""
     assert script.fill(script.Secrets(), "redis") == ["redis", "cluster", "tokens"]
     filled = json.dumps(kept)
     assert script.fill(script.Secrets(), "redis") == []
@@ -155,7 +155,7 @@ def test_kubernetes_secrets_are_filled_once(script: ModuleType, kept: dict[str, 
 
 
 def test_of_two_jobs_at_once_one_gives_way(script: ModuleType, kept: dict[str, dict[str, Any]]) -> None:
-    """A Secret that another has filled since it was read is not filled again."""
+    """Writing a Secret that has changed since it was read fails with 409, so that only one of two jobs fills it."""
     place = script.Secrets()
     place.read("redis")
     kept["redis"]["metadata"]["resourceVersion"] = "8"

@@ -1,4 +1,4 @@
-"""What containers and Kubernetes are told: files that parse, agree with each other and with the software."""
+"""The files for Compose, Kubernetes and monitoring parse, and agree with each other and with the software."""
 
 import importlib.util
 import json
@@ -45,14 +45,14 @@ def compose() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def objects() -> list[dict[str, Any]]:
-    """Every document of the folder `k8s`, in the order in which `kubectl apply -f` takes them."""
+    """Return every document of the folder `k8s`, in the order in which `kubectl apply -f` applies them."""
     paths = sorted((ROOT / "k8s").iterdir())
     assert [p.name for p in paths if not re.fullmatch(r"\d\d-[a-z-]+\.yaml", p.name)] == []
     return [d for p in paths for d in yaml.safe_load_all(p.read_text(encoding="utf-8")) if d is not None]
 
 
 def pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The pod template of each workload, by kind and name."""
+    """Return the pod template of each workload, by kind and name."""
     found = {
         f"{d['kind']}/{d['metadata']['name']}": d["spec"]["template"]
         for d in objects
@@ -72,7 +72,7 @@ def own_images(texts: Iterator[str]) -> set[str]:
 
 
 def test_the_tag_of_every_image_is_the_version() -> None:
-    """Compose, the manifests, the Dockerfiles' own lines and the documentation all name this version's images."""
+    """Compose, the manifests, the Dockerfiles and the documentation name only images of this version."""
     paths = [
         *(ROOT / "k8s").iterdir(),
         *GPU.iterdir(),
@@ -95,7 +95,7 @@ def test_the_tag_of_every_image_is_the_version() -> None:
 def test_every_setting_in_an_environment_is_one_that_a_service_knows(
     compose: dict[str, Any], objects: list[dict[str, Any]]
 ) -> None:
-    """A misspelt PARAMSERVER_ variable would be ignored without a word."""
+    """Every PARAMSERVER_ variable is a setting of some service; a misspelled one would be ignored silently."""
     known = {PREFIX + f.name.upper() for service in SERVICES for f in fields(service)}
     given = {name for s in compose["services"].values() for name in s.get("environment", {})}
     given |= set(named(objects, "ConfigMap", "paramserver")["data"])
@@ -108,7 +108,7 @@ def test_every_setting_in_an_environment_is_one_that_a_service_knows(
 
 
 def test_commands_are_those_that_the_package_installs(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-    """What the containers start exists: a script of the package, a file of the image or a module."""
+    """Containers start only scripts of the package and files that are copied into the image."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     started = [s["command"] for s in compose["services"].values() if own_images(iter([s.get("image", "")]))]
     started += [c.get("args") or c["command"] for pod in pods(objects).values() for c in pod["spec"]["containers"]]
@@ -126,7 +126,7 @@ def test_commands_are_those_that_the_package_installs(compose: dict[str, Any], o
 
 
 def test_the_series_trains_what_its_workers_allow(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-    """psctl takes each series' options, it asks for as many workers as there are, and they run what it names."""
+    """psctl accepts the options of each series, which match the number of workers and the entries that they allow."""
     containers = {n: (p, p["spec"]["containers"][0]) for n, p in pods(objects).items()}
     (gpu,) = yaml.safe_load_all((GPU / "workers.yaml").read_text(encoding="utf-8"))
     services, pool = compose["services"], containers["Deployment/worker"][1]["args"]
@@ -153,7 +153,7 @@ def test_the_series_trains_what_its_workers_allow(compose: dict[str, Any], objec
 
 
 def test_the_spec_without_torch_is_that_of_the_network() -> None:
-    """`deploy/digits_torch.yaml` names the parameters of the torch example with their shapes."""
+    """`deploy/digits_torch.yaml` lists the parameters of the torch example with their shapes."""
     spec = read(ROOT / "deploy/digits_torch.yaml")
     assert sum(prod(p["shape"]) for p in spec["params"].values()) == 38_282
     if importlib.util.find_spec("torch") is None:
@@ -164,7 +164,7 @@ def test_the_spec_without_torch_is_that_of_the_network() -> None:
 
 
 def test_compose_publishes_on_this_machine_only(compose: dict[str, Any]) -> None:
-    """What is published has no TLS: each port is bound to 127.0.0.1, Redis has none."""
+    """Compose binds each published port to 127.0.0.1, as there is no TLS, and publishes none of Redis."""
     ports = {name: s["ports"] for name, s in compose["services"].items() if "ports" in s}
 
     assert ports == {
@@ -177,7 +177,10 @@ def test_compose_publishes_on_this_machine_only(compose: dict[str, Any]) -> None
 
 
 def test_compose_restarts_what_dies_and_waits_for_what_ends(compose: dict[str, Any]) -> None:
-    """One-shot containers are waited for by another service, so that `up --wait` succeeds; the others live on."""
+    """Compose restarts one-shot containers only on failure, and all others always.
+
+    For a one-shot container another service waits, as otherwise `up --wait` would fail.
+    """
     services = compose["services"]
     completed = {
         name
@@ -198,7 +201,7 @@ def test_compose_restarts_what_dies_and_waits_for_what_ends(compose: dict[str, A
 
 
 def test_two_schedulers_are_the_same_but_for_their_names(compose: dict[str, Any]) -> None:
-    """Everybody is told of both, each advertises its own name, and both write checkpoints into one folder."""
+    """Shards and clients have both schedulers' URLs; each scheduler advertises its name, and they share checkpoints."""
     services = compose["services"]
     urls = ",".join(f"http://{name}:8700" for name in sorted(SCHEDULERS))
     for name in SCHEDULERS:
@@ -212,7 +215,7 @@ def test_two_schedulers_are_the_same_but_for_their_names(compose: dict[str, Any]
 
 
 def test_shards_and_workers_share_memory_by_path_and_user(compose: dict[str, Any]) -> None:
-    """One volume in memory lies at the same path on both sides and belongs to the user of both images."""
+    """Shards and workers mount one tmpfs volume at the same path, owned by the user of both images."""
     services = compose["services"]
     for name in ("shard", "worker", "worker-gpu"):
         (mount,) = [v for v in services[name]["volumes"] if v.startswith("shared-memory:")]
@@ -226,10 +229,10 @@ def test_shards_and_workers_share_memory_by_path_and_user(compose: dict[str, Any
 
 
 def test_pods_have_no_rights_and_fixed_images(objects: list[dict[str, Any]]) -> None:
-    """Every pod meets the restricted standard and takes the image that is there."""
+    """Every pod meets the `restricted` security standard, pulls only missing images and requests CPU and memory."""
     for name, pod in pods(objects).items():
         spec = pod["spec"]
-        assert spec["enableServiceLinks"] is False, name  # its SCHEDULER_PORT and the like would look like settings
+        assert spec["enableServiceLinks"] is False, name  # else SCHEDULER_PORT and the like would look like settings
         assert spec["securityContext"]["runAsNonRoot"] is True, name
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
         for c in spec["containers"]:
@@ -246,7 +249,7 @@ def test_pods_have_no_rights_and_fixed_images(objects: list[dict[str, Any]]) -> 
 
 
 def test_selectors_find_pods_and_ports(objects: list[dict[str, Any]]) -> None:
-    """Every Service, disruption budget and policy selects a pod that exists; named ports are the containers'."""
+    """Every Service, disruption budget and policy selects a pod that exists; a Service has its containers' ports."""
     labels = [pod["metadata"]["labels"] for pod in pods(objects).values()]
     seen = 0
     for d in objects:
@@ -264,7 +267,7 @@ def test_selectors_find_pods_and_ports(objects: list[dict[str, Any]]) -> None:
 
 
 def test_only_scheduler_and_shards_reach_redis(objects: list[dict[str, Any]]) -> None:
-    """The policy of Redis names exactly its two clients, and no other policy opens Redis to more."""
+    """The network policy of Redis admits only schedulers and shards, and no other policy selects Redis."""
     policy = named(objects, "NetworkPolicy", "redis")["spec"]
     others = [d["spec"] for d in objects if d["kind"] == "NetworkPolicy" and d["metadata"]["name"] != "redis"]
 
@@ -281,7 +284,7 @@ def test_only_scheduler_and_shards_reach_redis(objects: list[dict[str, Any]]) ->
 
 
 def test_nodes_of_kubernetes_have_addresses_time_and_probes(objects: list[dict[str, Any]]) -> None:
-    """Two schedulers that everybody knows by name; a node has time to drain, and is started once it has recovered."""
+    """All nodes know both schedulers by name; probes allow time for recovery, and the grace period time to drain."""
     config = named(objects, "ConfigMap", "paramserver")["data"]
     scheduler = named(objects, "StatefulSet", "scheduler")["spec"]
     urls = [f"http://scheduler-{i}.{scheduler['serviceName']}:8700" for i in range(scheduler["replicas"])]
@@ -302,7 +305,7 @@ def test_nodes_of_kubernetes_have_addresses_time_and_probes(objects: list[dict[s
 
 
 def memory_limit(objects: list[dict[str, Any]], name: str) -> int:
-    """What the container of that StatefulSet may take, in bytes."""
+    """Return the memory limit of the container of that StatefulSet, in bytes."""
     (container,) = pods(objects)[f"StatefulSet/{name}"]["spec"]["containers"]
     text = container["resources"]["limits"]["memory"]
     assert text.endswith("Gi")
@@ -310,17 +313,17 @@ def memory_limit(objects: list[dict[str, Any]], name: str) -> int:
 
 
 def test_a_full_redis_refuses_before_it_is_killed(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-    """It takes half of its pod's memory: an AOF rewrite may copy all of it; compose gives it no limit to keep to."""
+    """Redis uses at most half of its pod's memory, as an AOF rewrite may copy all of it; in Compose it has no limit."""
     (container,) = pods(objects)["StatefulSet/redis"]["spec"]["containers"]
     args = container["args"]
     text = args[args.index("--maxmemory") + 1]
-    assert text.endswith("gb")  # gigabytes of Redis are those of 1024
+    assert text.endswith("gb")  # to Redis, 1gb is 1024^3 bytes
     assert int(text.removesuffix("gb")) << 30 == memory_limit(objects, "redis") // 2
     assert not {"mem_limit", "deploy"} & set(compose["services"]["redis"])
 
 
 def test_a_redis_by_hand_is_started_as_the_manifests_start_theirs(objects: list[dict[str, Any]]) -> None:
-    """Command lines in the documentation have the same rules for a full Redis and its file, and show no password."""
+    """Documented `redis-server` commands have the memory and persistence options of the manifests, and no password."""
     (container,) = pods(objects)["StatefulSet/redis"]["spec"]["containers"]
     rules = {"--maxmemory", "--maxmemory-policy", "--appendonly"}
     ours = {a: b for a, b in pairwise(container["args"]) if a in rules}
@@ -334,21 +337,24 @@ def test_a_redis_by_hand_is_started_as_the_manifests_start_theirs(objects: list[
 
 
 def test_a_scheduler_has_memory_for_every_checkpoint_that_redis_has_room_for(objects: list[dict[str, Any]]) -> None:
-    """Redis is to have six times a model's state; the leader holds it twice while it writes a checkpoint."""
+    """A scheduler's memory holds twice the largest model state, as the leader needs to write a checkpoint.
+
+    The largest state is a sixth of the memory of Redis.
+    """
     state = memory_limit(objects, "redis") // 6
 
     assert memory_limit(objects, "scheduler") >= 2 * state + (300 << 20)
 
 
 def test_nothing_outside_the_cluster_reaches_a_service(objects: list[dict[str, Any]]) -> None:
-    """What is served has no TLS: there is no load balancer, no node port, no ingress and no host network."""
+    """There is no load balancer, node port, ingress or host network, because nothing is served with TLS."""
     assert {d["spec"].get("type", "ClusterIP") for d in objects if d["kind"] == "Service"} == {"ClusterIP"}
     assert "Ingress" not in {d["kind"] for d in objects}
     assert not any(pod["spec"].get("hostNetwork") for pod in pods(objects).values())
 
 
 def test_no_file_holds_a_password(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-    """The Secrets are empty as applied and Redis reads its password from a file."""
+    """Secrets are empty as applied, Redis includes a file for its password, and no file shows a password or token."""
     secrets = [d for d in objects if d["kind"] == "Secret"]
 
     assert {s["metadata"]["name"] for s in secrets} == {"redis", "cluster", "tokens"}
@@ -359,7 +365,7 @@ def test_no_file_holds_a_password(compose: dict[str, Any], objects: list[dict[st
 
 
 def test_the_dashboard_and_the_rules_are_where_they_are_looked_for(compose: dict[str, Any]) -> None:
-    """Each panel asks the provisioned data source, the files are mounted, and every job is a service."""
+    """Panels query the provisioned data source, dashboard and rules are mounted, and every scrape job is a service."""
     (source,) = read(GRAFANA / "provisioning/datasources/prometheus.yml")["datasources"]
     (provider,) = read(GRAFANA / "provisioning/dashboards/paramserver.yml")["providers"]
     board = json.loads((GRAFANA / "dashboards/paramserver.json").read_text())
@@ -375,12 +381,15 @@ def test_the_dashboard_and_the_rules_are_where_they_are_looked_for(compose: dict
 
 
 def files_of(names: dict[str, str], mounts: dict[str, str]) -> set[str]:
-    """Which of these files named by PARAMSERVER_..._FILE variables lie in a folder that is mounted."""
+    """Return those files named by PARAMSERVER_..._FILE variables that are in a mounted folder."""
     return {path for name, path in names.items() if name.endswith("_FILE") and path.rpartition("/")[0] in mounts}
 
 
 def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-    """Who makes tokens, and nobody else, mounts the secret; a worker mounts its token; every file named is mounted."""
+    """Only nodes, series and the container that makes it mount the secret; workers mount a token, not the secret.
+
+    Every file that a container's environment names is mounted.
+    """
     of_nodes = NODES | {"series", "series-gpu"}
     of_workers = {"worker", "worker-gpu"}
     secret, token, redis = "/run/cluster/secret", "/run/tokens/worker", "/run/paramserver/redis-url"
@@ -413,7 +422,7 @@ def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], obje
 
 
 def test_one_job_fills_every_secret(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-    """Only it may speak to the API, about exactly the Secrets there are; Prometheus reads a file that it writes."""
+    """Only the make-secrets job may use the API, for exactly these Secrets; Prometheus reads a token that it writes."""
     (rule,) = named(objects, "Role", "make-secrets")["rules"]
     (job,) = [p for n, p in pods(objects).items() if n == "Job/make-secrets"]
     accounts = {n: p["spec"].get("serviceAccountName") for n, p in pods(objects).items()}

@@ -1,4 +1,4 @@
-"""A call costs by the partitions it touches, not by those that the model has: steps are counted, nothing is timed."""
+"""The cost of a call depends on the partitions it touches, not on those of the model; accesses are counted."""
 
 import sys
 from collections.abc import Iterator
@@ -29,12 +29,12 @@ from .sharding import Now, Shards, drive, terms
 
 WIDTH = 4
 STEPS_MAX = 64
-"""More than a search by halves through all partitions takes, a few times over; far less than a walk through them."""
+"""More than a few binary searches through all partitions take, and far less than an iteration over them."""
 EDGES = pytest.mark.parametrize("index", [0, PARTITIONS_MAX // 2, PARTITIONS_MAX - 1])
 
 
 class Looks:
-    """How many elements of the sequences and mappings under watch were looked at."""
+    """Counts the elements read from the sequences and mappings that it wraps."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -78,7 +78,7 @@ class Looks:
 
 
 class Wide(Shards):
-    """One parameter over as many partitions as there can be."""
+    """Shards that hold one parameter in the largest number of partitions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Wide(Shards):
 
 @EDGES
 def test_a_client_looks_at_the_partitions_of_a_call_alone(index: int) -> None:
-    """What it knows of the others is not walked through, whether the call is for the first of them or the last."""
+    """A client's push and pull of one partition do not iterate over the others, whether it is the first or the last."""
     shards, now, cluster, looks = Wide(), Now(), Cluster(("http://given:1",)), Looks()
     ranges = {"w": [(index * WIDTH, (index + 1) * WIDTH)]}
 
@@ -101,7 +101,7 @@ def test_a_client_looks_at_the_partitions_of_a_call_alone(index: int) -> None:
         drive(transfer.push(cluster, "m", Deadline.after(30, now), grads, terms(seq), ranges=ranges), shards, now)
         drive(transfer.pull(cluster, "m", Deadline.after(30, now), ranges=ranges), shards, now)
 
-    call(1)  # the map is fetched, and what follows from it once is made
+    call(1)  # fetches the map and fills the caches derived from it
     model_map = cluster._maps["m"]
     object.__setattr__(model_map, "owners", looks.sequence(model_map.owners))
     model_map.layout.__dict__["bounds"] = looks.sequence(model_map.layout.bounds)
@@ -113,7 +113,7 @@ def test_a_client_looks_at_the_partitions_of_a_call_alone(index: int) -> None:
 
 @EDGES
 def test_a_shard_looks_at_the_partitions_of_a_request_alone(index: int) -> None:
-    """A push, its duplicate and a pull of one partition of thousands."""
+    """A shard handles a push, its duplicate and a pull of one partition without iterating over thousands of others."""
     driver, looks = ShardDriver(checked=False), Looks()
     driver.serve(wide())
     (model,) = driver.core.models.values()
@@ -129,7 +129,7 @@ def test_a_shard_looks_at_the_partitions_of_a_request_alone(index: int) -> None:
 
 
 def test_pushes_that_wait_for_partitions_are_not_tried_again_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a shard takes over a model, one partition after the other comes in: trying costs by their number alone."""
+    """While partitions of a model arrive one by one, waiting pushes cost time linear in their number."""
     partitions, pushes = 128, 4
     looks = Mock(side_effect=ServedModel.owned)
     monkeypatch.setattr(ServedModel, "owned", lambda *args: looks(*args))
@@ -147,7 +147,7 @@ def test_pushes_that_wait_for_partitions_are_not_tried_again_for_each_of_them(mo
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are files on Linux")
 def test_a_lease_that_runs_out_costs_by_its_partitions() -> None:
-    """The files of a client that was killed are removed without a look at all others for each of them."""
+    """When a lease expires, the buffer files of its client are removed without iterating over all others for each."""
     partitions, looks, now = 64, Looks(), Now()
     with TemporaryDirectory() as root:
         folder = SharedFolder.open(root, "s", 1 << 26)
@@ -167,7 +167,7 @@ def test_a_lease_that_runs_out_costs_by_its_partitions() -> None:
 
 
 def test_cuts_that_wait_are_not_looked_at_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a commit that is to be stored every partition has one: putting them into the queue, and out, costs as many."""
+    """At a commit with a cut, queueing and dropping the cuts of all partitions takes a linear number of comparisons."""
     partitions = 128
     driver = ShardDriver(eager=False, checked=False)
     view = driver.serve(wide(partitions, consistency={"mode": "sync"}))
@@ -189,7 +189,7 @@ def test_cuts_that_wait_are_not_looked_at_for_each_other(monkeypatch: pytest.Mon
 
 
 def test_what_is_to_be_stored_now_is_not_gone_through_with_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard that stops stores all partitions, one after the other: a snapshot has no price for those behind it."""
+    """A stopping shard stores its partitions one by one, without going through those still waiting each time."""
     partitions = 128
     driver = ShardDriver(checked=False)
     driver.serve(wide(partitions))
@@ -206,7 +206,10 @@ def test_what_is_to_be_stored_now_is_not_gone_through_with_every_event(monkeypat
 
 
 def test_first_values_that_can_be_drawn_again_are_not_stored() -> None:
-    """Thousands of snapshots of a new model would stand in the way of its first minute; only what changes is stored."""
+    """Initial values that can be drawn again are not stored; only a partition that has changed is.
+
+    Thousands of snapshots of a new model would otherwise slow down its first minute.
+    """
     driver = ShardDriver(checked=False)
     driver.eager = False
     driver.serve(wide())
@@ -223,7 +226,7 @@ def test_first_values_that_can_be_drawn_again_are_not_stored() -> None:
 
 
 def test_first_values_that_were_set_are_stored_at_once() -> None:
-    """Nobody could draw them again; the partitions beside them are what their settings say."""
+    """An initial value that was uploaded is stored as soon as the model is ready; partitions still as drawn are not."""
     driver = ShardDriver(checked=False)
     view = driver.serve(wide(8), ready=False)
     part = AssignPart(3, np.full(WIDTH, 5.0, np.float32), "float32", finite=True)

@@ -1,4 +1,4 @@
-"""What is wrong in a request is told within bounds: nobody reads a million errors, and no node waits for that."""
+"""Bounds on error reports: a request with very many errors costs a node little, and its response stays short."""
 
 import difflib
 from typing import Any
@@ -22,7 +22,7 @@ def model(count: int) -> ModelSpec:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many names were compared letter by letter, call by call."""
+    """Return a list that receives the number of names that each call of difflib compares."""
     calls: list[int] = []
     original = difflib.get_close_matches
 
@@ -41,7 +41,7 @@ def refused(call: Any) -> PsError:
 
 
 def test_a_list_of_errors_says_how_many_more_there_are() -> None:
-    """32 are listed, the last line counts the others; the answer stays small."""
+    """A combined error lists 32 errors, and its last entry counts the others."""
     error = combined([problem("invalid_field", f"f{i}: is wrong", where=f"f{i}") for i in range(100)])
 
     assert [e.get("where") for e in error.errors[:-1]] == [f"f{i}" for i in range(32)]
@@ -50,7 +50,7 @@ def test_a_list_of_errors_says_how_many_more_there_are() -> None:
 
 
 def test_near_names_are_looked_for_at_a_bounded_cost(compared: list[int]) -> None:
-    """Of 4,096 wrong names the first few get the nearest one of 4,096, for which a few pairs are compared."""
+    """Of 4,096 wrong names only the first few get a hint, for which only a few of 4,096 names are compared."""
     layout = Layout(model(4096))
     wrong = [name.replace("weight", "weihgt") for name in layout.by_name]
 
@@ -64,7 +64,7 @@ def test_near_names_are_looked_for_at_a_bounded_cost(compared: list[int]) -> Non
 
 
 def test_unknown_fields_of_a_spec_are_counted_up_to_a_bound(compared: list[int]) -> None:
-    """More fields than any object has are refused by their number; many wrong ones of many objects end the look."""
+    """An object with too many fields is refused by their number, and a spec is checked only up to 1024 errors."""
     body = {"name": "x", "params": {"w": {"shape": [1]}}}
     wrong = {f"field{i}": 1 for i in range(26)}
 
@@ -80,14 +80,14 @@ def test_unknown_fields_of_a_spec_are_counted_up_to_a_bound(compared: list[int])
 
 
 def test_a_long_value_is_shown_in_part() -> None:
-    """Neither a name nor a value of megabytes comes back."""
+    """An error about a name and a value of a megabyte each quotes only a part of them."""
     error = refused(lambda: ModelSpec.parse({"name": "x", "params": {"n" * (1 << 20): {"shape": "a" * (1 << 20)}}}))
 
     assert len(str(error.document())) < 4096
 
 
 def test_patterns_and_names_are_compared_within_a_bound() -> None:
-    """The same pattern counts once; too many different ones are refused at once."""
+    """Equal patterns count once, and too many different patterns for a large model are refused."""
     layout = Layout(model(4096))
 
     assert len(matched(layout, ["p*"] * 4096)) == 4096
@@ -104,7 +104,7 @@ def test_patterns_and_names_are_compared_within_a_bound() -> None:
     ],
 )
 def test_wrong_bodies_of_control_routes_are_told_in_part(body: dict[str, Any], compared: list[int]) -> None:
-    """Of a list the first wrong element, of unknown fields the first ones, with a hint for a few."""
+    """The error for a control body lists at most 32 errors, with hints for a few unknown fields."""
     error = refused(lambda: bodies.check(bodies.Lease, body))
 
     assert error.code == "invalid_field"
@@ -113,5 +113,5 @@ def test_wrong_bodies_of_control_routes_are_told_in_part(body: dict[str, Any], c
 
 
 def test_a_control_body_of_too_many_fields_is_refused_by_their_number() -> None:
-    """Nobody looks at each of them."""
+    """A control body with too many fields is refused by their number alone."""
     assert refused(lambda: bodies.check(bodies.Lease, {f"{i:x}": 1 for i in range(300_000)})).code == "too_large"

@@ -1,4 +1,4 @@
-"""What every service shares, around a small app: problems, media types, ids, drains, paths, role marks."""
+"""What all services share, around a small app: problem documents, media types, request ids, draining, roles."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ def make_app() -> FastAPI:
 
 
 def served(outside: bool) -> ASGIApp:
-    """The app with the middleware around it, as the scheduler has it, or inside, as the shard has it."""
+    """Return the app with the middleware around it, as in the scheduler, or inside it, as in the shard."""
     app = make_app()
     if outside:
         return NodeMiddleware(app)
@@ -108,7 +108,7 @@ def code_of(answer: httpx.Response) -> str:
 async def test_every_failure_is_a_problem_document(
     method: str, path: str, status: int, code: str, outside: bool
 ) -> None:
-    """Unknown routes, methods, query values, paths, and our own bugs answer problem details with a request id."""
+    """Unknown routes, wrong methods, query values or paths, and bugs are answered with a problem document and an id."""
     answer = await ask(method, path, outside=outside)
 
     assert (answer.status_code, code_of(answer)) == (status, code)
@@ -117,7 +117,7 @@ async def test_every_failure_is_a_problem_document(
 
 @pytest.mark.asyncio
 async def test_what_the_core_tells_of_a_bug_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Also from an endpoint that no router asks, and with what was wrong, as the answer says."""
+    """An internal error from an endpoint without a router is answered as `internal`, and logged with its cause."""
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
         raise as_problem(ZeroDivisionError("of ours"))
@@ -135,7 +135,7 @@ async def test_what_the_core_tells_of_a_bug_is_in_the_log(caplog: pytest.LogCapt
 
 @pytest.mark.asyncio
 async def test_a_refusal_says_when_to_come_back() -> None:
-    """`Retry-After` is whole seconds, at least one; odd characters and numbers do not break an error's document."""
+    """A refusal's `Retry-After` is whole seconds, at least 1; NaN and lone surrogates do not break its document."""
     answer = await ask("POST", "/refuse", content=b"{}")
 
     assert code_of(answer) == "queue_full"
@@ -146,7 +146,7 @@ async def test_a_refusal_says_when_to_come_back() -> None:
 
 @pytest.mark.asyncio
 async def test_request_ids_are_echoed_or_made() -> None:
-    """A plain id comes back as it was sent; anything else gets a new one."""
+    """A valid request id is echoed; a request with an invalid one gets a new id."""
     kept = await ask("GET", "/livez", headers={"x-request-id": "run-7/w0:12"})
     made = [await ask("GET", "/livez", headers={"x-request-id": bad}) for bad in ("", "a b", "x" * 200)]
 
@@ -178,7 +178,7 @@ async def test_request_ids_are_echoed_or_made() -> None:
     ],
 )
 async def test_bad_bodies_are_refused(body: bytes, headers: dict[str, str], status: int, code: str) -> None:
-    """A body that cannot be read, or an answer that could not be, is a 4xx with its code."""
+    """An invalid body, or an `Accept` that cannot be met, is refused with a 4xx and its code."""
     answer = await ask("POST", "/echo", content=body, headers=headers)
 
     assert (answer.status_code, code_of(answer)) == (status, code)
@@ -201,7 +201,7 @@ async def test_bad_bodies_are_refused(body: bytes, headers: dict[str, str], stat
     ],
 )
 async def test_media_types_are_negotiated(content_type: str | None, accept: str | None, answered: str) -> None:
-    """Content-Type says how a body is read, Accept how it is answered, a msgpack body msgpack where Accept is open."""
+    """Content-Type says how a body is read, Accept how it is answered; if Accept is open, msgpack gets msgpack."""
     headers = {k: v for k, v in (("content-type", content_type), ("accept", accept or "")) if v is not None}
     value = {"w": [0.1, None, "é", 1 << 63]}
     packed = content_type is not None and "msgpack" in content_type
@@ -215,7 +215,7 @@ async def test_media_types_are_negotiated(content_type: str | None, accept: str 
 
 @pytest.mark.asyncio
 async def test_what_a_media_type_cannot_say_does_not_break_an_answer() -> None:
-    """NaN, integers beyond 64 bits and half surrogate pairs in a document are answered as the nearest thing."""
+    """What a media type cannot express, such as NaN, huge integers or lone surrogates, is replaced in responses."""
     as_json = (await ask("GET", "/odd")).json()
     as_msgpack = msgpack.unpackb((await ask("GET", "/odd", headers={"accept": "application/msgpack"})).content)
 
@@ -225,7 +225,7 @@ async def test_what_a_media_type_cannot_say_does_not_break_an_answer() -> None:
 
 @pytest.mark.asyncio
 async def test_readiness_says_what_is_missing() -> None:
-    """A node that is not ready answers 503 with the reason, while it is alive."""
+    """A live node that is not ready answers 503 on /readyz, with the reason."""
     assert (await ask("GET", "/livez")).status_code == 200
     waiting = await ask("GET", "/readyz")
 
@@ -234,7 +234,7 @@ async def test_readiness_says_what_is_missing() -> None:
 
 @pytest.mark.asyncio
 async def test_metrics_are_labelled_by_route_not_by_path() -> None:
-    """Paths that clients make up do not become labels."""
+    """Metrics are labeled by route, so that paths made up by clients do not become labels."""
     app = served(True)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as client:
         for path in ("/items/first-name", "/items/second-name", "/made/up"):
@@ -247,7 +247,7 @@ async def test_metrics_are_labelled_by_route_not_by_path() -> None:
 
 
 async def exchange(app: ASGIApp, scope: Scope, pieces: list[Message]) -> tuple[list[Message], int]:
-    """What the app sends for a request that comes in pieces, and how many pieces had been read when it began."""
+    """Return what the app sends for a request in pieces, and how many were unread when the response began."""
     sent: list[Message] = []
     left = list(pieces)
     unread_at_start = -1
@@ -275,10 +275,13 @@ def scope_of(method: str, raw_path: bytes, headers: list[tuple[bytes, bytes]]) -
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", [b"/refuse", b"/nothing", b"/echo", b"/a%zz"])
 async def test_a_body_nobody_wants_is_read_before_the_answer_begins(path: bytes) -> None:
-    """Whatever the route does, the request's last byte is read first: the shard's server needs it so."""
+    """A refused request's body is read to its end before the response begins, whatever the route does.
+
+    A client that sends all of its body before it reads would lose an earlier response.
+    """
     pieces: list[Message] = [
         {"type": "http.request", "body": b"x" * 600, "more_body": i < 4} for i in range(5)
-    ]  # together above the bound of the route
+    ]  # together above the limit of the route
 
     sent, unread = await exchange(served(True), scope_of("POST", path, [(b"content-length", b"3000")]), pieces)
 
@@ -288,7 +291,7 @@ async def test_a_body_nobody_wants_is_read_before_the_answer_begins(path: bytes)
 
 @pytest.mark.asyncio
 async def test_a_body_that_is_cut_off_is_refused() -> None:
-    """A client that hangs up in the middle of its body has sent nothing."""
+    """A request whose client disconnects in the middle of its body is refused."""
     pieces: list[Message] = [{"type": "http.request", "body": b"{}", "more_body": True}]
 
     sent, _ = await exchange(served(True), scope_of("POST", b"/echo", []), pieces)
@@ -299,8 +302,10 @@ async def test_a_body_that_is_cut_off_is_refused() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("version", ["1.1", "2"])
 async def test_a_reader_has_time_for_what_it_is_sent(version: str) -> None:
-    """A piece of an answer may take as long as it takes at the slowest pace that is allowed, besides `PATIENCE_S`; over
-    HTTP/1.1 it waits for the one before it as well."""
+    """A piece of a response may take `PATIENCE_S` plus its size at the slowest allowed pace.
+
+    Over HTTP/1.1 the size of the piece before is added, as a piece waits for that, too.
+    """
     sizes = [2 << 20, 100]
     dues: list[float] = []
 
@@ -323,7 +328,7 @@ async def test_a_reader_has_time_for_what_it_is_sent(version: str) -> None:
 
 
 class Expired(Deadlines):
-    """Its clock stands at the deadline that was waited for last."""
+    """Deadlines whose clock stands at the last one that was waited for."""
 
     due_s = 0.0
 
@@ -337,7 +342,7 @@ class Expired(Deadlines):
 
 @pytest.mark.asyncio
 async def test_a_body_that_is_too_slow_is_refused_with_the_time_that_it_had() -> None:
-    """What has arrived of it has earned it more time, which the message counts."""
+    """The error for a slow body states the time that it had, which includes that for the bytes that arrived."""
     size = 2 * PACE_BYTES_PER_S
     pieces: list[Message] = [{"type": "http.request", "body": bytes(size), "more_body": True}]
     sent: list[Message] = []
@@ -363,7 +368,7 @@ async def test_a_body_that_is_too_slow_is_refused_with_the_time_that_it_had() ->
 
 @pytest.mark.asyncio
 async def test_an_answer_that_is_not_read_is_cut_off_with_the_time_that_it_had() -> None:
-    """A large piece has more time than a small one, which the error counts."""
+    """The error for an unread response states the time that it had, which depends on the size of the piece."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -389,7 +394,7 @@ async def test_an_answer_that_is_not_read_is_cut_off_with_the_time_that_it_had()
 async def test_who_does_not_read_is_cut_off_without_a_word_of_a_bug(
     outside: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log has one line of it, and no traceback."""
+    """Disconnecting a client that does not read logs a single INFO line, without a traceback."""
     monkeypatch.setattr(middleware, "PATIENCE_S", 0.0)
 
     async def receive() -> Message:
@@ -417,7 +422,7 @@ header_names = st.sampled_from([b"accept", b"content-type", b"content-length", b
     st.binary(max_size=60),
 )
 def test_no_bytes_make_a_server_error(path: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-    """Any path, headers and body answer something below 500."""
+    """Any path, headers and body are answered completely, with a status below 500."""
     piece: Message = {"type": "http.request", "body": body, "more_body": False}
     app = served(True)
 
@@ -429,7 +434,7 @@ def test_no_bytes_make_a_server_error(path: bytes, headers: list[tuple[bytes, by
 
 
 def test_routes_without_a_mark_are_found() -> None:
-    """A route that nobody classified is listed, also when it comes with an included router."""
+    """A route without a role is listed by `unmarked`, also if it comes from an included router."""
     app = make_app()
     assert roles.unmarked(app) == []
     assert {"/echo", "/livez", "/metrics"} <= {getattr(r, "path", "") for r in roles.routes(app)}
@@ -443,7 +448,7 @@ def test_routes_without_a_mark_are_found() -> None:
 
 @pytest.mark.asyncio
 async def test_chunked_bodies_are_read_whole() -> None:
-    """A body without a length is read to its end."""
+    """A chunked body, which has no announced length, is read to its end."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for piece in (b'{"a"', b": [1,", b" 2]}"):

@@ -1,4 +1,4 @@
-"""Redis that is away, silent or refusing becomes one error that says to come back later."""
+"""A Redis that is down, silent or refusing becomes one error, `storage_unavailable`; and ports for test servers."""
 
 import socket
 
@@ -13,7 +13,7 @@ from paramserver_node import redis_server
 @pytest.mark.asyncio
 @pytest.mark.parametrize("listening", [False, True])
 async def test_a_redis_that_does_not_answer_is_storage_unavailable(listening: bool) -> None:
-    """Nobody at the address, or somebody who never says a word: within the timeout, with the same code."""
+    """A Redis that is down, or never answers, becomes `storage_unavailable` with a time after which to retry."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         if not listening:
@@ -33,7 +33,7 @@ async def test_a_redis_that_does_not_answer_is_storage_unavailable(listening: bo
     "error", [OutOfMemoryError("maxmemory"), ReadOnlyError("replica"), BusyLoadingError("loading")]
 )
 def test_a_redis_that_refuses_is_storage_unavailable(error: RedisError) -> None:
-    """A full, read-only or loading Redis is the same to whoever asked."""
+    """The errors of a full, read-only or loading Redis become `storage_unavailable`."""
     with pytest.raises(Unavailable) as caught, node_redis.unavailable_if_away():
         raise error
 
@@ -41,6 +41,6 @@ def test_a_redis_that_refuses_is_storage_unavailable(error: RedisError) -> None:
 
 
 def test_no_port_is_given_twice() -> None:
-    """Two servers that are to be started do not get one port, however many there were before."""
+    """`free_port` never returns a port twice, so that two servers about to start do not share one."""
     ports = [redis_server.free_port() for _ in range(1000)]
     assert len(set(ports)) == len(ports)

@@ -1,4 +1,4 @@
-"""The optimizers and schedules against torch (stored and, where it is installed, live) and FTRL against its paper."""
+"""Optimizers and schedules against torch (stored results, and live if it is installed), and FTRL against its paper."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -41,12 +41,12 @@ def golden() -> Iterator[Any]:
 
 
 def optimizer(fields: dict[str, Any]) -> OptimizerSpec:
-    """The spec of these fields, with the defaults that a model's creation fills in."""
+    """Return the spec with these fields, and the defaults that creating a model fills in."""
     return ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "optimizer": fields}).optimizer
 
 
 def trajectory(o: OptimizerSpec, w: F32, grads: F32, decay: float | None = None) -> F32:
-    """Values [steps, size] after each gradient [steps, size], float32."""
+    """Return the values after each step, float32 [steps, size], for gradients of the same shape."""
     slots = kernels.initial_slots(o, w)
     out = np.empty_like(grads)
     weight_decay = o.weight_decay if decay is None else decay
@@ -59,13 +59,13 @@ def trajectory(o: OptimizerSpec, w: F32, grads: F32, decay: float | None = None)
 
 
 def close(ours: AnyArray, theirs: AnyArray) -> None:
-    """Within what 100 roundings of float32 leave: 1e-5 relative, 2e-6 absolute for values of the order of one."""
+    """Assert equality up to 100 float32 roundings: 1e-5 relative, 2e-6 absolute for values of the order of one."""
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", STEP_CASES)
 def test_a_hundred_steps_follow_the_stored_trajectory_of_torch(name: str, golden: Any) -> None:
-    """Each optimizer, with defaults and with every hyperparameter set, gives torch's values over 100 steps."""
+    """Each optimizer, with defaults and with all hyperparameters set, gives torch's stored values over 100 steps."""
     ours = trajectory(optimizer(generate.CASES["steps"][name]["ours"]), golden["w"], golden["grads"])
 
     theirs = golden[f"steps/{name}"]
@@ -76,7 +76,7 @@ def test_a_hundred_steps_follow_the_stored_trajectory_of_torch(name: str, golden
 @needs_torch
 @pytest.mark.parametrize("name", STEP_CASES)
 def test_a_hundred_steps_follow_the_installed_torch(name: str) -> None:
-    """The same comparison at every step, against the torch that is installed."""
+    """Each optimizer gives the values of the installed torch at every one of 100 steps."""
     w, grads = generate.inputs()
     case = generate.CASES["steps"][name]
 
@@ -84,7 +84,7 @@ def test_a_hundred_steps_follow_the_installed_torch(name: str) -> None:
 
 
 def test_the_stored_inputs_are_those_the_generator_makes(golden: Any) -> None:
-    """The golden file belongs to this generator and to these cases."""
+    """The golden file holds the inputs and cases of its generator, which cover all optimizers that torch has."""
     w, grads = generate.inputs()
 
     np.testing.assert_array_equal(golden["w"], w)
@@ -101,7 +101,7 @@ def rates(fields: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("name", SCHEDULE_CASES)
 def test_a_schedule_gives_the_stored_rates_of_torch(name: str, golden: Any) -> None:
-    """Each schedule, with and without warm-up, gives the rates of torch's scheduler."""
+    """Each schedule, with and without warm-up, gives the stored rates of torch's scheduler."""
     ours = rates(generate.CASES["schedules"][name]["ours"])
 
     np.testing.assert_allclose(ours, golden[f"schedules/{name}"], rtol=1e-9)
@@ -110,7 +110,7 @@ def test_a_schedule_gives_the_stored_rates_of_torch(name: str, golden: Any) -> N
 @needs_torch
 @pytest.mark.parametrize("name", SCHEDULE_CASES)
 def test_a_schedule_gives_the_rates_of_the_installed_torch(name: str) -> None:
-    """The same against the torch that is installed."""
+    """Each schedule gives the rates of the installed torch's scheduler."""
     case = generate.CASES["schedules"][name]
 
     np.testing.assert_allclose(rates(case["ours"]), generate.rates_of_torch(case), rtol=1e-9)
@@ -152,7 +152,7 @@ def test_ftrl_follows_the_paper(l1: float, l2: float) -> None:
 
 
 def test_ftrl_keeps_initial_values_that_are_not_zero() -> None:
-    """A step without a gradient leaves initial values where they were, though FTRL computes them from its state."""
+    """A step with a zero gradient keeps nonzero initial values, though FTRL computes values from its state."""
     w = np.array([0.5, -2.0, 0.0, 1e-3], np.float32)
     o = optimizer({"name": "ftrl", "lr": 0.1, "l1": 0.25, "l2": 0.1})
 
@@ -162,7 +162,7 @@ def test_ftrl_keeps_initial_values_that_are_not_zero() -> None:
 
 
 def test_sum_adds_gradients() -> None:
-    """`sum` is w += g whatever the rate, and whatever the decay."""
+    """`sum` computes w += g, whatever the decay."""
     w, grads = generate.inputs()
 
     ours = trajectory(optimizer({"name": "sum"}), w, grads, decay=0.5)

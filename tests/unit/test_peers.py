@@ -1,4 +1,4 @@
-"""What a shard makes of the answers of other shards, which a scripted server gives."""
+"""Unreadable responses of another shard, played by a scripted server, as `PeerClient` reports them."""
 
 import pytest
 from tests.unit.scripted_server import Blocking, Peer, Server
@@ -20,7 +20,7 @@ PUSH, PULL = PushFrame("m", [PushPart(0, None, None)], forwarded=True), PullFram
     ids=["nothing", "less than a prefix", "no frame", "a length that is no number"],
 )
 async def test_an_unreadable_answer_is_no_fault_of_the_client(length: bytes, body: bytes) -> None:
-    """A push may have been applied, so it is in doubt; a pull is unavailable."""
+    """After an unreadable response a push is in doubt, because it may have been applied, and a pull is unavailable."""
 
     def script(peer: Peer) -> None:
         peer.send(wire.settings({}))

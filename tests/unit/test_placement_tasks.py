@@ -1,4 +1,4 @@
-"""Placement balances, and every range of data is worked on."""
+"""Placement of partitions on shards, and datasets whose ranges are leased to workers."""
 
 from collections import Counter
 from random import Random
@@ -14,7 +14,7 @@ from paramserver.errors import NotFoundError, RequestError
 
 @given(st.lists(st.integers(1, 1 << 26), min_size=1, max_size=200), st.integers(1, 12))
 def test_placement_is_balanced_within_one_partition(sizes: list[int], shards: int) -> None:
-    """The most and the least loaded shard differ by no more than the largest partition."""
+    """The loads of the most and the least loaded shard differ by no more than the largest partition."""
     names = [f"s{i}" for i in range(shards)]
     placed = assign(dict(enumerate(sizes)), names, {}, {})
     load = Counter({n: 0 for n in names})
@@ -30,7 +30,7 @@ def test_placement_is_balanced_within_one_partition(sizes: list[int], shards: in
     st.data(),
 )
 def test_orphans_go_where_least_is(sizes: list[int], shards: int, data: st.DataObject) -> None:
-    """After a death the survivors are balanced within one partition again, and what they had stays."""
+    """Assigning a dead shard's partitions leaves the survivors' loads within the largest partition of each other."""
     names = [f"s{i}" for i in range(shards)]
     placed = assign(dict(enumerate(sizes)), names, {}, {})
     dead = data.draw(st.sampled_from(names))
@@ -45,7 +45,7 @@ def test_orphans_go_where_least_is(sizes: list[int], shards: int, data: st.DataO
 
 
 def test_many_small_models_spread() -> None:
-    """Ties are broken by what a shard holds in all, so models of one partition do not pile up."""
+    """Ties are broken by a shard's bytes of all models, so models of one partition spread over the shards."""
     total = {"a": 0, "b": 0, "c": 0}
     for _ in range(9):
         (shard,) = assign({0: 10}, total, {}, total).values()
@@ -56,7 +56,7 @@ def test_many_small_models_spread() -> None:
 
 @given(st.lists(st.integers(0, 60)))
 def test_range_sets_hold_what_was_put_in(numbers: list[int]) -> None:
-    """Against a plain set, with runs that are sorted and never touch."""
+    """A RangeSet contains the same numbers as a plain set, in sorted runs that never touch."""
     runs = RangeSet()
     for n in numbers:
         runs.add(n)
@@ -75,7 +75,7 @@ def test_range_sets_hold_what_was_put_in(numbers: list[int]) -> None:
     st.integers(0, 1 << 32),
 )
 def test_every_range_of_every_pass_is_done(tasks: int, passes: int, assignment: str, workers: int, seed: int) -> None:
-    """Workers die with ranges in hand and the scheduler restarts, yet in the end all is done, at least once."""
+    """Every range of every pass is done at least once, although workers die with leases and the scheduler restarts."""
     data = Dataset(DatasetSpec.check("d", tasks, 1, None, None, assignment, passes))
     random = Random(seed)
     done: Counter[tuple[int, int]] = Counter()
@@ -109,7 +109,7 @@ def test_every_range_of_every_pass_is_done(tasks: int, passes: int, assignment: 
 
 
 def test_static_ranges_belong_to_positions() -> None:
-    """Range i goes to the (i mod workers)-th worker; when there are fewer, they take over the rest."""
+    """Static assignment gives range i to the (i mod workers)-th worker; with fewer workers, those left get the rest."""
     data = Dataset(DatasetSpec.check("d", None, None, [[i, i + 1] for i in range(6)], "file:///x", "static", 1))
     assert [data.lease("b", 1, 1, 2)["index"] for _ in range(3)] == [1, 3, 5]  # type: ignore[index]
     assert data.lease("b", 1, 1, 2) is None
@@ -117,7 +117,7 @@ def test_static_ranges_belong_to_positions() -> None:
 
 
 def test_passes_without_end_overlap_by_one() -> None:
-    """The second pass begins while the first is being worked on; the third does not."""
+    """Without a limit of passes, the second begins during the first, and the third once the first is done."""
     data = Dataset(DatasetSpec.check("d", 2, 1, None, None, "dynamic", None))
     assert [data.lease("a", 1, 0, 1)["pass"] for _ in range(4)] == [0, 0, 1, 1]  # type: ignore[index]
     assert data.lease("a", 1, 0, 1) is None
@@ -129,7 +129,7 @@ def test_passes_without_end_overlap_by_one() -> None:
 
 
 def test_wrong_datasets_and_tasks_are_refused() -> None:
-    """Each wrong field is named; ids that name nothing are not found."""
+    """A dataset with a wrong field raises RequestError; a malformed task id or one without a range, NotFoundError."""
     for fields in (
         ("evaluate", 10, 1, None, None, "dynamic", 1),
         ("d", 0, 1, None, None, "dynamic", 1),

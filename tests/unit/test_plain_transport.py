@@ -1,4 +1,4 @@
-"""The transport of forked children: what becomes of a request whose kept connection has ended."""
+"""The transport of forked children: requests on a kept connection that the node closes."""
 
 import socket
 from typing import Any
@@ -17,13 +17,13 @@ RUN = b"POST /runs"
 
 
 class Node:
-    """Answers one request on each connection, hears a second one and hangs up."""
+    """A server that answers one request per connection, reads a second one and closes the connection."""
 
     def __init__(self) -> None:
         self.heard: list[bytes] = []
 
     def __call__(self, connected: socket.socket) -> None:
-        """One connection."""
+        """Serve one connection."""
         self.heard.append(connected.recv(65536).split(b" HTTP")[0])
         connected.sendall(OK)
         if said := connected.recv(65536):
@@ -31,7 +31,7 @@ class Node:
 
 
 def asked(transport: PlainTransport, url: str, call: Any) -> Any:
-    """What a call gives that this transport performs."""
+    """Return the result of a call whose requests this transport sends."""
     requests = next(call)
     try:
         while True:
@@ -41,7 +41,7 @@ def asked(transport: PlainTransport, url: str, call: Any) -> Any:
 
 
 def test_what_may_have_been_done_is_not_sent_again() -> None:
-    """A run that the node began before the connection broke would be begun twice."""
+    """If a kept connection breaks, a request that may have created a run raises InDoubt and is not sent again."""
     node, transport = Node(), PlainTransport(NO_CREDENTIALS)
     with serving(node) as url:
         transport.send(Request("GET", "/livez"), url)
@@ -52,7 +52,7 @@ def test_what_may_have_been_done_is_not_sent_again() -> None:
 
 
 def test_what_changes_nothing_is_sent_again() -> None:
-    """At once, on another connection."""
+    """If a kept connection breaks, a GET is sent again at once on another connection."""
     node, transport = Node(), PlainTransport(NO_CREDENTIALS)
     with serving(node) as url:
         outcomes = [transport.send(Request("GET", path), url) for path in ("/a", "/b")]
@@ -62,7 +62,7 @@ def test_what_changes_nothing_is_sent_again() -> None:
 
 
 def test_a_connection_that_the_node_has_closed_is_not_used_again() -> None:
-    """A request that would get no answer there is in no doubt: it goes out on another connection, once."""
+    """If the node has closed a kept connection, a request that must not be repeated is sent once, on another one."""
     heard: list[bytes] = []
 
     def serve(connected: socket.socket) -> None:
@@ -74,7 +74,7 @@ def test_a_connection_that_the_node_has_closed_is_not_used_again() -> None:
         transport.send(Request("GET", "/livez"), url)
         (kept,) = transport._idle[url]
         assert kept.sock is not None
-        kept.sock.recv(1, socket.MSG_PEEK)  # returns when the node has hung up
+        kept.sock.recv(1, socket.MSG_PEEK)  # returns once the node has closed the connection
         assert asked(transport, url, control.post_unrepeatable("/runs", {}, Deadline.after(5.0))) == {}
         transport.close()
     assert heard == [b"GET /livez", RUN]

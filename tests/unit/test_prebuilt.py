@@ -1,4 +1,4 @@
-"""The kernels as a library of their own: the same bytes as numba's, and never one of another source."""
+"""Prebuilt kernel libraries: they give the same bytes as numba, and one built from other source is not loaded."""
 
 import itertools
 import re
@@ -25,7 +25,7 @@ STEPS = [SegmentStep(0, 1000, 0.1), SegmentStep(1500, SIZE, 0.05, 0.01, 3, 0.5, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the libraries of this machine's kind of processor."""
+    """A folder with the libraries for this machine's architecture."""
     if not all(map(shutil.which, ("cc", "nm", "objdump"))):
         pytest.skip("needs a C compiler and binutils: apt install gcc libc6-dev")
     target = tmp_path_factory.mktemp("prebuilt")
@@ -51,7 +51,7 @@ def gradients(rng: np.random.Generator) -> dict[str, AnyArray]:
 
 
 def everything() -> list[bytes | float | bool]:
-    """The results of every function for every optimizer and dtype."""
+    """Return the results of every kernel function, for every optimizer and dtype."""
     rng = np.random.default_rng(7)
     grads = gradients(rng)
     found: list[bytes | float | bool] = []
@@ -80,7 +80,10 @@ def everything() -> list[bytes | float | bool]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_library_gives_the_bytes_that_numba_gives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every level, optimizer and dtype; what is not finite is seen, and an odd address does no harm."""
+    """Every library that this processor can run gives numba's bytes, for every optimizer and dtype.
+
+    The input includes a non-finite value, which must be detected, and a gradient at an odd address.
+    """
     expected = everything()
     assert expected[-1] is False
     runnable = prebuilt.levels()
@@ -99,7 +102,7 @@ def test_every_library_gives_the_bytes_that_numba_gives(folder: Path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_library_can_write_past_the_caches(folder: Path) -> None:
-    """The stores are whole vectors: results would be the same without them, and large updates slower by half."""
+    """Every library has nontemporal vector stores: without them results are the same, large updates slower by half."""
     for library in folder.iterdir():
         text = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
         assert len(re.findall(r"\bv?movntp[sd]\b.*[xyz]mm|\bstnp\b", text)) > 10, library.name
@@ -109,7 +112,7 @@ def test_every_library_can_write_past_the_caches(folder: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere the event loop moves all bodies")
 def test_a_library_moves_bodies_as_the_compiler_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images have the loops without numba."""
+    """The socket loops of a prebuilt library, which images use without numba, move bodies in both directions."""
     monkeypatch.setattr(sockets, "_loops", prebuilt.load(folder))
     with connected_pair() as ends:
         both_ways(*ends)
@@ -117,7 +120,7 @@ def test_a_library_moves_bodies_as_the_compiler_does(folder: Path, monkeypatch: 
 
 
 def test_a_library_of_another_source_is_not_taken(tmp_path: Path) -> None:
-    """The name says what it was made from: one that does not fit is no library, and none is no fault."""
+    """A library whose name has the digest of other source is ignored; neither that nor a missing folder is an error."""
     for level in prebuilt.levels():
         (tmp_path / f"{level}-0123456789abcdef.so").write_bytes(b"of another version")
 
@@ -126,7 +129,7 @@ def test_a_library_of_another_source_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_a_fitting_library_that_is_damaged_is_an_error(tmp_path: Path) -> None:
-    """It is not passed over: an image without numba would have nothing else."""
+    """A library with the right digest that cannot be loaded raises OSError: an image without numba has nothing else."""
     for level in prebuilt.levels():
         (tmp_path / f"{level}-{prebuilt.digest()}.so").write_bytes(b"\x7fELF no more")
 

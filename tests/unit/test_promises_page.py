@@ -1,4 +1,4 @@
-"""docs/promises.md names proofs that exist, and has a place for every figure that is measured."""
+"""docs/promises.md names tests that exist, and has a place for every measured figure."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ PAGE = (ROOT / "docs" / "promises.md").read_text()
 
 
 def test_every_proof_is_a_test() -> None:
-    """Each test that the page names is there under that name."""
+    """Every test file and test function that the page names exists."""
     named = re.findall(r"`(tests/[a-z_/]+\.py)(?:::(test_[a-z0-9_]+))?`", PAGE)
 
     assert len(named) > 30
@@ -18,7 +18,7 @@ def test_every_proof_is_a_test() -> None:
 
 
 def test_every_figure_has_its_place() -> None:
-    """The tables that are written by command find their marks, once each."""
+    """The page has the start and end marker of every generated table exactly once."""
     source = (ROOT / "tests/chaos/figures.py").read_text() + (ROOT / "tests/chaos/long.py").read_text()
     figures = {n for names in re.findall(r"for f in \(([a-z, ]+)\)", source) for n in names.split(", ")}
 

@@ -1,4 +1,4 @@
-"""Work that is given up when something else ends first."""
+"""Work that is cancelled when something else ends first."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from paramserver_node.race import race, while_there
 
 
 class Side:
-    """One side of a race: gives its value, or raises it, once it may go; remembers how it ended."""
+    """One side of a race: returns or raises its value once `may_go` is set, and records how it ended."""
 
     def __init__(self, value: int | Exception = 0, *, goes: bool = False) -> None:
         self.may_go = asyncio.Event()
@@ -49,7 +49,7 @@ async def test_work_that_fails_first() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("value", [0, KeyError("end")])
 async def test_an_end_that_is_over_first(value: int | Exception) -> None:
-    """However it ended."""
+    """If the end is done first, however it ended, `race` returns None and cancels the work."""
     work, end = Side(7), Side(value, goes=True)
     assert await race(work.run(), end.run()) is None
     assert work.ended == "CancelledError"
@@ -67,7 +67,7 @@ async def test_of_both_at_once_the_work_counts(value: int | Exception) -> None:
 async def test_whoever_is_cancelled_leaves_neither_behind() -> None:
     work, end = Side(), Side()
     racing = asyncio.ensure_future(race(work.run(), end.run()))
-    await asyncio.sleep(0)  # both have begun
+    await asyncio.sleep(0)  # both start
     await asyncio.sleep(0)
     racing.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Records: what the core passes around."""
+"""Records: the immutable values that the core passes around."""
 
 import dataclasses
 import pkgutil
@@ -13,7 +13,7 @@ from paramserver.types import ModelKey, PartitionKey, PushId
 
 
 def test_a_record_is_a_value_that_does_not_change() -> None:
-    """Records of equal fields are equal and one key of a dictionary, also within each other; none can be changed."""
+    """Records with equal fields, nested or not, are equal and the same dictionary key, and no field can be changed."""
     key = PartitionKey(ModelKey("m", 1), 2)
     assert {key: "here"}[PartitionKey(ModelKey("m", 1), 2)] == "here"
     assert key != PartitionKey(ModelKey("m", 2), 2)
@@ -23,14 +23,17 @@ def test_a_record_is_a_value_that_does_not_change() -> None:
 
 
 def records(of: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
-    """Every class of records that derives from that one."""
+    """Yield every direct and indirect subclass of that record class."""
     for cls in of.__subclasses__():
         yield cls
         yield from records(cls)
 
 
 def test_every_record_is_frozen_and_has_defaults_of_its_own_kind() -> None:
-    """A `field` of dataclasses would be taken for the default itself, and neither msgspec nor mypy says so."""
+    """Every record is frozen, and no default is a `dataclasses.field(...)`.
+
+    Msgspec would take that object for the default itself; neither msgspec nor mypy reports it.
+    """
     for module in pkgutil.walk_packages(paramserver.core.__path__, "paramserver.core."):
         import_module(module.name)
     ours = [cls for cls in records(msgspec.Struct) if cls.__module__.startswith("paramserver")]

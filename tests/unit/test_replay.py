@@ -1,4 +1,4 @@
-"""Replay against the live partition: any prefix of the journal, on any snapshot, gives the same bytes."""
+"""Replay compared with the live partition: any prefix of the journal, on any snapshot, gives the same bytes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ def spec(optimizer: str = "adam", mode: str = "async") -> ModelSpec:
 
 
 class Recorder(InMemoryStore):
-    """A store that also keeps every entry it was ever given, as it comes back from msgpack."""
+    """A store that also keeps every entry ever appended, after a round trip through msgpack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def held(part: HeldPart) -> tuple[Any, ...]:
 
 
 def fingerprint(state: LoadedState) -> dict[str, Any]:
-    """All that a partition is, in a form that compares."""
+    """Return the whole state of a partition in comparable form."""
     return {
         "values": state.state.values.tobytes(),
         "slots": [s.tobytes() for s in state.state.slots],
@@ -91,17 +91,17 @@ def fingerprint(state: LoadedState) -> dict[str, Any]:
 
 @dataclass
 class Recording:
-    """What one partition was, command by command."""
+    """The journal of one partition, and its states along the way."""
 
     spec: ModelSpec
     first: LoadedState
     entries: list[JournalEntry]
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """lsn -> what the live partition was right after it, where that was looked at."""
+    """lsn -> fingerprint of the live partition right after that entry, where one was taken."""
     snapshots: list[LoadedState] = field(default_factory=list)
 
     def check(self) -> None:
-        """Replay from the first values and from every snapshot, compared wherever the live one was looked at."""
+        """Replay from the initial values and from every snapshot; compare wherever there is a fingerprint."""
         assert [e.lsn for e in self.entries] == list(range(1, len(self.entries) + 1))
         for base in (self.first, *self.snapshots):
             run = Replay(KEY, base, self.spec, Layout(self.spec), perform)
@@ -114,7 +114,7 @@ class Recording:
 
 
 class Session:
-    """Plays commands on a live partition and looks at it after each."""
+    """Executes commands on a live partition and takes a fingerprint after each."""
 
     def __init__(self, start: ModelSpec) -> None:
         self.store = Recorder()
@@ -131,7 +131,7 @@ class Session:
         return self.driver.core.models["m"].partitions[0]
 
     def look(self) -> None:
-        """Note what the live partition is now."""
+        """Take a fingerprint of the live partition."""
         capture = loaded(self.partition.capture())
         self.recording.states[capture.lsn] = fingerprint(capture)
 
@@ -140,7 +140,7 @@ class Session:
         return np.random.default_rng(self.seq).standard_normal(n).astype(np.float32)
 
     def do(self, command: tuple[Any, ...]) -> None:
-        """One command; a refusal is as good as any other outcome."""
+        """Execute one command; it may be refused with one of the expected codes."""
         name, *args = command
         code = ""
         try:
@@ -194,7 +194,7 @@ class Session:
         steps = (3, 4) if restore else None
         version = (
             2 * self.partition.version % 7 if restore else 0
-        )  # as a checkpoint says: beyond the present one or not
+        )  # a checkpoint's version: above the present one or not
         ranges = ((2, 4),) if ranged else None
         part = AssignPart(0, data, "float32", True, ranges, slots, steps, version=version)
         self.driver.send(SetReceived(self.driver.request(), "m", (part,), restore=restore))
@@ -249,7 +249,10 @@ COMMANDS = st.one_of(
 def test_any_prefix_on_any_snapshot_gives_the_live_partition(
     optimizer: str, start: str, commands: list[tuple[Any, ...]]
 ) -> None:
-    """Values, optimizer state, versions, clocks, windows, keys, staged and buffered parts and settings are the same."""
+    """Replaying any prefix of the journal on any snapshot gives the state that the live partition had.
+
+    Compared are values, optimizer state, versions, clocks, windows, keys, staged and buffered parts, and settings.
+    """
     session = Session(spec(optimizer, start))
 
     for command in commands:
@@ -288,7 +291,7 @@ SCRIPT: tuple[tuple[Any, ...], ...] = (
 
 
 def recorded() -> Recording:
-    """A run in which every kind of command occurs."""
+    """Return the recording of `SCRIPT`, which has every kind of journal entry."""
     session = Session(spec())
     for command in SCRIPT:
         session.do(command)
@@ -297,7 +300,7 @@ def recorded() -> Recording:
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_a_restore_to_a_later_version_is_replayed_and_one_without_is_read(ready: bool) -> None:
-    """The version that a partition goes on at is in the entry; entries of before have none, and raise it by one."""
+    """A restore's version is replayed from `least` in its entry; older entries without it are replayed as with 0."""
     session = Session(spec())
     assert session.driver.view is not None
     session.driver.send(replace(session.driver.view, ready=ready))
@@ -316,7 +319,7 @@ def test_a_restore_to_a_later_version_is_replayed_and_one_without_is_read(ready:
 
 
 def test_the_script_has_every_kind_of_command() -> None:
-    """So that what is planted below is met."""
+    """The script makes every kind of journal entry and a snapshot with held parts, which the faults below need."""
     recording = recorded()
 
     assert {e.kind for e in recording.entries} == set(KINDS)
@@ -334,7 +337,7 @@ def changed(kind: str, name: str, change: Callable[[Any], Any]) -> Callable[[Rec
 
 
 def without(kind: str) -> Callable[[Recording], None]:
-    """Replay passes over a kind of command."""
+    """Return a fault after which replay ignores the entries of a kind."""
 
     def plant(recording: Recording) -> None:
         for i, entry in enumerate(recording.entries):
@@ -368,7 +371,7 @@ PLANTED: dict[str, Callable[[Recording], None]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_noticed(name: str) -> None:
-    """The comparison above fails, or replay refuses, whichever number of a command is wrong."""
+    """If entries have a wrong number or are ignored, replay raises CorruptState or differs from the live partition."""
     recording = recorded()
     before = list(recording.entries)
     PLANTED[name](recording)
@@ -379,7 +382,7 @@ def test_a_planted_fault_is_noticed(name: str) -> None:
 
 
 def test_an_entry_that_is_missing_is_told_by_its_number() -> None:
-    """A hole is CorruptState and never passed over; entries that the snapshot holds already are."""
+    """A gap in the journal raises CorruptState with the missing numbers, unless the snapshot contains those entries."""
     recording = recorded()
     layout = Layout(recording.spec)
     del recording.entries[4]
@@ -393,7 +396,7 @@ def test_an_entry_that_is_missing_is_told_by_its_number() -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, "merge"])
 def test_a_damaged_head_is_corrupt_state(kind: str) -> None:
-    """Whatever a head lacks, replay says which entry cannot be read, and nothing else."""
+    """An entry of an unknown kind or with an incomplete head raises CorruptState, which names the entry."""
     recording = recorded()
     layout = Layout(recording.spec)
     at = next(i for i, e in enumerate(recording.entries) if e.kind == kind) if kind != "merge" else 3
@@ -404,7 +407,7 @@ def test_a_damaged_head_is_corrupt_state(kind: str) -> None:
 
 
 def test_what_was_replayed_is_durable_and_counted() -> None:
-    """A partition without any snapshot counts as stored once it has a journal."""
+    """A partition without a snapshot counts as stored once entries are replayed, and their bytes are counted."""
     recording = recorded()
     layout = Layout(recording.spec)
 

@@ -1,4 +1,4 @@
-"""The learning rate of an update: warm-up, where schedules end, and scaling by workers."""
+"""The learning rate of an update: warm-up, the end of schedules, and scaling by workers."""
 
 import pytest
 from msgspec.structs import replace
@@ -10,7 +10,7 @@ PLAIN = OptimizerSpec("sgd", lr=0.1)
 
 
 def test_warm_up_rises_to_the_whole_rate_before_the_schedule_begins() -> None:
-    """The first update has 1/warmup of the rate, the warm-up's last all of it, and step 0 of the schedule follows."""
+    """Warm-up rises from 1/warmup of the rate to the whole rate; step 0 of the schedule follows."""
     o = replace(PLAIN, schedule=ScheduleSpec("step", step_size=2, gamma=0.5, warmup=4))
 
     rates = [learning_rate(o, t, 1) for t in range(9)]
@@ -29,7 +29,7 @@ def test_cosine_stays_at_its_end() -> None:
 
 @pytest.mark.parametrize("kind", ["constant", "step", "exponential", "cosine"])
 def test_linear_scaling_multiplies_by_the_live_workers(kind: str) -> None:
-    """With linear scaling n workers have n times the rate, and none live counts as one; without it none matter."""
+    """With linear scaling the rate is multiplied by the live workers, none counting as one; else they do not matter."""
     o = replace(PLAIN, schedule=ScheduleSpec(kind, step_size=3, gamma=0.9, t_max=20, warmup=2))
     scaled = replace(o, linear_scaling=True)
 
@@ -41,7 +41,7 @@ def test_linear_scaling_multiplies_by_the_live_workers(kind: str) -> None:
 
 
 def test_a_growing_schedule_stays_a_number() -> None:
-    """A gamma above one never overflows into an exception or an infinite rate."""
+    """A schedule with a gamma above one never ends in an overflow error or an infinite rate."""
     for kind in ("step", "exponential"):
         o = replace(PLAIN, schedule=ScheduleSpec(kind, gamma=10.0))
         assert 1e30 < learning_rate(o, 1 << 40, 1) < 3.5e38

@@ -1,4 +1,4 @@
-"""When the scheduler's core has checkpoints written, which of them stay, and what a restore makes."""
+"""Checkpoints in the scheduler's core: when they are written, which are kept, and what a restore does."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SYNC = {"consistency": {"mode": "sync"}}
 
 
 def finish(d: Driver) -> io.WriteCheckpoint:
-    """Completes the checkpoint that is being written."""
+    """Complete the checkpoint that is being written; return its effect."""
     effect = next(w for w in d.work if isinstance(w, io.WriteCheckpoint))
     d.work.remove(effect)
     d.do(io.CheckpointWritten(effect.model, effect.name, 10, [0, 0, 0, 0], "/x"))
@@ -26,7 +26,7 @@ def finish(d: Driver) -> io.WriteCheckpoint:
 
 
 def test_checkpoints_in_sync_are_of_one_clock() -> None:
-    """In a training: of the next cut; standing still: of the present clock, and commits wait meanwhile."""
+    """In sync, a checkpoint is of the next cut or, if the model is idle, of the present clock while commits wait."""
     d = Driver()
     d.model(**SYNC)
     a = d.join("a")
@@ -50,7 +50,7 @@ def test_checkpoints_in_sync_are_of_one_clock() -> None:
 
 
 def reading_current() -> tuple[Driver, Any, int, io.WriteCheckpoint]:
-    """A model that stands at clock 2, beyond its cut, is being read; its worker, who asked, and what is read."""
+    """Begin a checkpoint of an idle model at clock 2, beyond its cut; return driver, worker, request and effect."""
     d, a = beyond_its_cut()
     asked = d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
     d.wait(1.5)
@@ -61,7 +61,10 @@ def reading_current() -> tuple[Driver, Any, int, io.WriteCheckpoint]:
 
 
 def test_what_was_read_of_a_model_that_went_back_meanwhile_is_no_checkpoint() -> None:
-    """It may have come to the same clock again with other values; whoever asked is told, and the training goes on."""
+    """If a model rolls back while a checkpoint reads its current state, the checkpoint fails with `conflict`.
+
+    The model may have reached the same clock again with other values.  Training and later checkpoints go on.
+    """
     d, a, asked, effect = reading_current()
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
     d.beats()
@@ -79,7 +82,10 @@ def test_what_was_read_of_a_model_that_went_back_meanwhile_is_no_checkpoint() ->
 
 
 def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
-    """What a restore sets keeps the clock, by which nobody could tell what was read before and what after."""
+    """A restore is refused while a checkpoint reads the current state, and accepted once it is written.
+
+    A restore keeps the clock, so the clock could not tell which partitions were read before it and which after.
+    """
     d, _, asked, effect = reading_current()
     with pytest.raises(PsError, match="mine") as refused:
         d.ask(lambda n: io.StartRestore(n, "m"))
@@ -90,7 +96,7 @@ def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
 
 
 def test_who_joins_a_restored_model_begins_with_the_state_that_the_checkpoint_has() -> None:
-    """Whether it was there before or not, under the next leader too; who lives keeps what it was given till then."""
+    """A worker, known or not, that joins after a restore gets its state from the checkpoint, also by a new leader."""
     d = Driver()
     d.model()
     a = d.join("a")
@@ -117,7 +123,7 @@ def test_who_joins_a_restored_model_begins_with_the_state_that_the_checkpoint_ha
     ],
 )
 def test_a_state_that_no_worker_could_have_told_is_not_taken_from_a_client(workers: dict[str, Any]) -> None:
-    """Names and sizes are those of workers, and nothing of the request is kept."""
+    """Restored states are refused, and none is kept, if one has a name or value that no worker could have sent."""
     d = Driver()
     d.model()
     with pytest.raises(PsError) as refused:
@@ -127,7 +133,7 @@ def test_a_state_that_no_worker_could_have_told_is_not_taken_from_a_client(worke
 
 
 def test_more_states_than_a_model_may_have_workers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of workers that are known come first; nobody is forgotten for one that may never come."""
+    """Restored states beyond the limit of workers are dropped; no known worker is forgotten to make room for one."""
     monkeypatch.setattr(limits, "WORKERS_PER_MODEL_MAX", 2)
     d = Driver()
     d.model()
@@ -137,7 +143,7 @@ def test_more_states_than_a_model_may_have_workers_are_left_out(monkeypatch: pyt
 
 
 def test_the_last_and_the_best_checkpoints_stay() -> None:
-    """keep 2 and the best by metric; one named by a user is never removed."""
+    """The newest `keep` checkpoints, the best by metric and all named by users are kept."""
     d = Driver()
     d.model(checkpoint={"every_clocks": 10, "keep": 2})
     a = d.join("a")
@@ -153,7 +159,7 @@ def test_the_last_and_the_best_checkpoints_stay() -> None:
 
 
 def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
-    """Until then the model initializes; a failed one leaves nothing."""
+    """A model created by a restore is `initializing` until that finishes, then `ready`, or removed if it fails."""
     d = Driver()
     d.shard("s0")
     for error in (None, PsError("corrupt_state", "torn")):
@@ -174,7 +180,7 @@ def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
 
 @pytest.mark.parametrize("name", ["latest", "best"])
 def test_no_checkpoint_is_called_as_the_newest_or_the_best_is(name: str) -> None:
-    """It is refused, and one that an older version let be called so does not stand in for what the word means."""
+    """`latest` and `best` are refused as names, and do not find a checkpoint that an older release let be named so."""
     d = Driver()
     d.model()
     with pytest.raises(PsError, match="stands for the") as refused:

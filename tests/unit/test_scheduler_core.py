@@ -14,7 +14,7 @@ SYNC = {"consistency": {"mode": "sync"}}
 
 
 def test_a_model_without_any_shard_is_refused_and_nothing_is_kept() -> None:
-    """503 no_shards; the same request succeeds once a shard has joined."""
+    """Creating a model without shards gets `no_shards` and stores nothing; it succeeds once shards have joined."""
     d = Driver()
     with pytest.raises(Unavailable) as e:
         d.ask(lambda n: io.CreateModel(n, SPEC, "x"))
@@ -30,7 +30,7 @@ def test_a_model_without_any_shard_is_refused_and_nothing_is_kept() -> None:
      ["unix:///run/s0"], ["http://s0:1", "unix://run/s0"], ["http://s0:1\n"], ["http://1.2.3:1"]],
 )  # fmt: skip
 def test_a_shard_that_nobody_can_reach_does_not_join(addresses: list[str]) -> None:
-    """An address must be a URL to connect to, the first one from other machines too: else its partitions are lost."""
+    """A shard is refused if an address is no usable URL or the first is local: its partitions would be unreachable."""
     d = Driver()
     with pytest.raises(RequestError, match=r"addresses: must be like http://HOST:PORT") as e:
         d.ask(lambda n: io.JoinShard(n, "s0", addresses))
@@ -42,13 +42,13 @@ def test_a_shard_that_nobody_can_reach_does_not_join(addresses: list[str]) -> No
     "address", ["https://s0", "http://s0.of_a-pod.svc.:8701", "http://[fd00::5]:8701", "http://10.0.0.5:1/below/a/path"]
 )
 def test_a_shard_may_be_reached_in_several_ways(address: str) -> None:
-    """By name or IP address, with or without a port, below a path, and by a socket on its own machine."""
+    """A shard may have a host name or IP address, with or without port and path, and a local socket besides."""
     d = Driver()
     assert d.ask(lambda n: io.JoinShard(n, "s0", [address, "unix:///dev/shm/a b/requests"]))["epoch"] == 1
 
 
 def test_creation_is_answered_when_every_partition_is_served() -> None:
-    """The 201 waits for both owners; the same spec is 200, also without a number of partitions, another one 409."""
+    """Creating a model waits until all owners serve it; the same spec, even without `partitions`, is accepted again."""
     d = Driver()
     d.shard("s0")
     d.shard("s1")
@@ -65,7 +65,7 @@ def test_creation_is_answered_when_every_partition_is_served() -> None:
 
 
 def test_a_model_deleted_and_made_anew_has_a_higher_generation() -> None:
-    """Waiters of the old one are told; its fields are gone from the store."""
+    """Deleting a model answers its waiters and drops its fields; created again, it has a higher generation."""
     d = Driver()
     d.model(**SYNC)
     a, b = d.join("a"), d.join("b")
@@ -79,7 +79,7 @@ def test_a_model_deleted_and_made_anew_has_a_higher_generation() -> None:
 
 
 def test_what_a_deleted_model_left_is_deleted_whoever_leads_by_then() -> None:
-    """The next leader begins anew, until nothing is left."""
+    """A new leader starts deleting a deleted model's keys again, unless all are reported deleted."""
     d = Driver()
     d.model(name="a.b")
     d.ask(lambda n: io.DeleteModel(n, "a.b"))
@@ -96,7 +96,7 @@ def test_what_a_deleted_model_left_is_deleted_whoever_leads_by_then() -> None:
 
 
 def test_async_death_of_a_shard_moves_its_partitions_alone() -> None:
-    """The others keep their tokens and nobody's clock changes."""
+    """In async, only a dead shard's partitions move, from snapshots; other tokens and the timeline stay the same."""
     d = Driver()
     before = d.model()["partitions"]
     del d.shards["s1"]
@@ -110,7 +110,7 @@ def test_async_death_of_a_shard_moves_its_partitions_alone() -> None:
 
 
 def test_partitions_without_a_living_shard_wait_for_the_next_one() -> None:
-    """Both shards die; a newcomer takes everything."""
+    """After all shards have died, partitions have no owner until the next shard joins and gets them all."""
     d = Driver()
     d.model()
     d.shards.clear()
@@ -121,7 +121,7 @@ def test_partitions_without_a_living_shard_wait_for_the_next_one() -> None:
 
 
 def test_a_shard_that_joins_again_is_a_new_incarnation() -> None:
-    """Its heartbeats under the old epoch are fenced, and its partitions get new tokens."""
+    """A shard that joins again keeps its partitions under new tokens, and heartbeats of its old epoch are fenced."""
     d = Driver()
     before = d.model()["partitions"]
     d.shard("s1")
@@ -135,7 +135,10 @@ def test_a_shard_that_joins_again_is_a_new_incarnation() -> None:
 
 
 def test_sync_goes_back_to_the_newest_cut_when_a_shard_dies() -> None:
-    """All partitions get new tokens, the timeline rises, and workers are told the clock."""
+    """When a sync model loses a shard, all partitions go back to the newest cut under new tokens on a new timeline.
+
+    Workers get `rolled_back` with that timeline and the clock of the cut.
+    """
     d = Driver()
     d.model(**SYNC)
     a = d.join("a")
@@ -161,7 +164,7 @@ def test_sync_goes_back_to_the_newest_cut_when_a_shard_dies() -> None:
 
 
 def test_a_leader_that_takes_over_after_a_rollback_makes_no_commit_for_clocks_of_before() -> None:
-    """A worker joined at a later clock than the model went back to: what it had done then counts no more."""
+    """A new leader makes no commit from clocks that a worker reached before a rollback."""
     d, a = beyond_its_cut()
     b = d.join("b")
     assert b["clock"] == 2
@@ -176,7 +179,7 @@ def test_a_leader_that_takes_over_after_a_rollback_makes_no_commit_for_clocks_of
 
 
 def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
-    """The parked request is answered with 409, not left to its deadline."""
+    """A rollback answers a parked clock request with `rolled_back` at once, not at its deadline."""
     d = Driver()
     d.model(consistency={"mode": "sync", "min_workers": 2})
     a = d.join("a")
@@ -187,7 +190,7 @@ def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
 
 
 def test_entering_sync_makes_one_clock_and_a_cut() -> None:
-    """The timeline rises, the first commit is empty and a cut, and the workers begin after it."""
+    """Switching to sync begins a new timeline with an empty commit that is a cut; workers continue after it."""
     d = Driver()
     d.model()
     a = d.join("a")
@@ -205,7 +208,7 @@ def test_entering_sync_makes_one_clock_and_a_cut() -> None:
 
 
 def test_assignments_count_in_a_synchronous_models_version_and_not_in_its_clock() -> None:
-    """Who waits at a clock is told the version that all partitions have with its commit, whatever is heard later."""
+    """Assignments raise a sync model's version but not its clock, which is the version told to a released worker."""
     d = Driver()
     d.assigned = 3
     d.model(**SYNC)
@@ -220,7 +223,10 @@ def test_assignments_count_in_a_synchronous_models_version_and_not_in_its_clock(
 
 
 def test_a_new_leader_takes_no_model_for_untouched_of_which_it_has_not_heard() -> None:
-    """What plain clients have trained is in no clock; begun anew, a death would draw the initial values again."""
+    """A new leader that has heard no versions does not take a model for untouched: it is recovered from snapshots.
+
+    Pushes of plain clients raise no clock.  Taken for untouched, the model would draw its initial values again.
+    """
     d = Driver()
     d.model()
     for owner in d.core._c.models["m"].owners:
@@ -232,7 +238,10 @@ def test_a_new_leader_takes_no_model_for_untouched_of_which_it_has_not_heard() -
 
 
 def test_a_death_before_the_first_cut_of_a_sync_phase_goes_back_to_snapshots() -> None:
-    """The first commit is made again, once every partition is served under its new token."""
+    """If a shard is lost before a sync phase has a cut, snapshots are loaded and the first commit is made again.
+
+    That commit waits until every partition is served under its new token.
+    """
     d = Driver()
     d.model()
     a = d.join("a")
@@ -253,7 +262,7 @@ def test_a_death_before_the_first_cut_of_a_sync_phase_goes_back_to_snapshots() -
 
 
 def test_a_shard_whose_redis_is_another_one_is_refused() -> None:
-    """What its Redis holds of this term or a later one lets it in, and that it does not answer."""
+    """A shard joins if its Redis has the leader's term or a later one, or does not answer; an older term is refused."""
     d = Driver()
     d.shard("s0")
     stored, term = dict(d.hash), d.core.read.term
@@ -269,7 +278,7 @@ def test_a_shard_whose_redis_is_another_one_is_refused() -> None:
 
 
 def test_quorum_late_workers_are_dropped_or_folded() -> None:
-    """With drop the late clock is in no commit; with fold it is in the next one; both are told where to go on."""
+    """A late clock is in no commit with `drop`, in the next one with `fold`; the worker is told where to continue."""
     for late, listed in (("drop", [["m/a", 1]]), ("fold", [["m/a", 1], ["m/b", 0]])):
         d = Driver()
         d.model(consistency={"mode": "sync", "quorum": 0.5, "late": late, "min_workers": 2})
@@ -283,7 +292,7 @@ def test_quorum_late_workers_are_dropped_or_folded() -> None:
 
 
 def test_min_workers_and_waiting_for_are_said() -> None:
-    """Who waits is told for whom, first for workers to come, then by name."""
+    """A clock report that is not released names what it waits for: first workers yet to join, then those behind."""
     d = Driver()
     d.model(consistency={"mode": "sync", "min_workers": 2})
     a = d.join("a")
@@ -294,7 +303,7 @@ def test_min_workers_and_waiting_for_are_said() -> None:
 
 
 def test_a_dead_worker_opens_the_barrier_and_is_fenced() -> None:
-    """The one parked is released at the lease's end; it was alive all the time for it was parked."""
+    """A worker whose lease expires is fenced until it rejoins; a parked one counts as alive and is released then."""
     d = Driver()
     d.model(consistency={"mode": "sync", "min_workers": 2})
     a, b = d.join("a"), d.join("b")
@@ -309,7 +318,7 @@ def test_a_dead_worker_opens_the_barrier_and_is_fenced() -> None:
 
 
 def test_ssp_blocks_who_is_too_far_ahead() -> None:
-    """Staleness 2: the third clock ahead waits for the slowest."""
+    """In ssp with staleness 2, a worker three clocks ahead waits for the slowest one."""
     d = Driver()
     d.model(consistency={"mode": "ssp", "staleness": 2})
     a, b = d.join("a"), d.join("b")
@@ -321,7 +330,7 @@ def test_ssp_blocks_who_is_too_far_ahead() -> None:
 
 
 def test_join_takes_ids_ranks_and_epochs_as_told() -> None:
-    """Names get the model's prefix, ranks are unique among the living, epochs lie above what is asked."""
+    """Names get the model's prefix, ranks are unique among live workers, and epochs are higher than `above`."""
     d = Driver()
     d.model()
     assert d.ask(lambda n: io.JoinWorker(n, "m"))["worker"] == "m/w0"
@@ -337,7 +346,7 @@ def test_join_takes_ids_ranks_and_epochs_as_told() -> None:
 
 
 def test_uploads_are_complete_when_every_parameter_is_in() -> None:
-    """The token is given once, again only after it ran out, and the model is ready with the last parameter."""
+    """The upload token is granted again only after it has expired; the model is ready once everything is uploaded."""
     d = Driver()
     up = {"shape": [4], "init": {"kind": "upload"}}
     made = d.model(params={"w": up, "b": up}, partitions=2)
@@ -355,7 +364,7 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
 
 
 def test_uploaded_values_survive_a_shard_before_the_first_commit() -> None:
-    """In sync every partition stores them as the cut of clock 0, so nobody has to upload them again."""
+    """In sync, uploaded values are the cut of clock 0, so they survive the loss of a shard before the first commit."""
     d = Driver()
     up = {"shape": [4], "init": {"kind": "upload"}}
     d.model(params={"w": up}, consistency={"mode": "sync"})
@@ -368,7 +377,7 @@ def test_uploaded_values_survive_a_shard_before_the_first_commit() -> None:
 
 
 def test_a_dead_workers_data_comes_back() -> None:
-    """Its range goes to another worker, who waits for it; nothing of the dataset is left out."""
+    """The range leased to a dead worker goes to another one that waits for data, so the dataset is finished."""
     d = Driver()
     d.model()
     a, b = d.join("a"), d.join("b")
@@ -385,7 +394,7 @@ def test_a_dead_workers_data_comes_back() -> None:
 
 
 def test_who_waits_for_data_holds_no_barrier_up() -> None:
-    """Sync: one worker has the last range, the other finds none; the clocks of the first go on."""
+    """In sync, commits do not wait for a worker that waits for data."""
     d = Driver()
     d.model(consistency={"mode": "sync", "min_workers": 2})
     a, b = d.join("a"), d.join("b")
@@ -398,7 +407,7 @@ def test_who_waits_for_data_holds_no_barrier_up() -> None:
 
 
 def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
-    """Every 5 clocks one task; its result is a point of the series at that clock."""
+    """Every `evaluate_every` clocks one worker gets an evaluation task; its result is a metric at that clock."""
     d = Driver()
     d.model(evaluate_every=5)
     a, b = d.join("a"), d.join("b")
@@ -414,7 +423,7 @@ def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
 
 
 def test_patch_gives_a_revision_that_the_next_commit_names() -> None:
-    """What cannot change is refused and changes nothing."""
+    """PATCH makes a revision, which the next commit names; a patch of a fixed field is refused and makes none."""
     d = Driver()
     d.model(**SYNC)
     a = d.join("a")
@@ -427,7 +436,7 @@ def test_patch_gives_a_revision_that_the_next_commit_names() -> None:
 
 
 def test_linear_scaling_makes_a_revision_of_each_join() -> None:
-    """Semantics 8: live workers belong to the revision."""
+    """With linear scaling each join makes a revision, because live workers belong to the revision (semantics 8)."""
     d = Driver()
     d.model(optimizer={"name": "sgd", "linear_scaling": True})
     d.join("a")
@@ -437,7 +446,7 @@ def test_linear_scaling_makes_a_revision_of_each_join() -> None:
 
 
 def test_refused_clocks_change_nothing() -> None:
-    """A clock far beyond the open one is refused in sync."""
+    """In sync, a negative clock or one far beyond the open one is refused, and no commit is made."""
     d = Driver()
     d.model(**SYNC)
     a: Any = d.join("a")
@@ -447,7 +456,10 @@ def test_refused_clocks_change_nothing() -> None:
 
 
 def test_what_cannot_be_given_back_is_not_taken() -> None:
-    """State and arguments are kept as they are, so they must be finite, 64 bits, Unicode and bounded."""
+    """A worker state must be JSON of bounded size and depth, with finite or 64-bit numbers, or it is refused.
+
+    Metrics that are not finite are dropped.
+    """
     d = Driver()
     d.model()
     a = d.join("a")
@@ -463,7 +475,10 @@ def test_what_cannot_be_given_back_is_not_taken() -> None:
 
 
 def test_a_worker_may_ask_for_a_longer_lease() -> None:
-    """A person at a shell is not declared dead within seconds, nor by the next scheduler; odd leases are refused."""
+    """A worker may ask for a longer lease, such as for a person at a shell; a new leader honors it.
+
+    A lease out of range is refused.
+    """
     d = Driver()
     d.model(**SYNC)
     joined = d.ask(lambda n: io.JoinWorker(n, "m", "anna", lease_s=60))
@@ -481,7 +496,7 @@ def test_a_worker_may_ask_for_a_longer_lease() -> None:
 
 
 def test_metrics_are_known_after_a_restart() -> None:
-    """The newest points of each series are stored within ten seconds, and go with their model."""
+    """The newest 500 points of a series are stored within ten seconds, survive a restart, and go with their model."""
     d = Driver()
     d.model()
     for i in range(600):
@@ -497,7 +512,7 @@ def test_metrics_are_known_after_a_restart() -> None:
 
 
 def test_metrics_are_not_stored_while_redis_is_away() -> None:
-    """They would be copied again and again for nobody: they are once Redis is back."""
+    """Metrics are not stored while Redis is away, but as soon as it is back."""
     d = Driver()
     d.model()
     d.do(io.StorageChanged("Redis does not answer"))
@@ -510,7 +525,7 @@ def test_metrics_are_not_stored_while_redis_is_away() -> None:
 
 
 def test_a_scheduler_that_stood_still_declares_nobody_dead_for_it() -> None:
-    """After a pause of the scheduler itself everyone has the rest of their lease, and then no more than that."""
+    """After the scheduler itself was paused, shards and workers have the rest of their lease, and no more."""
     d = Driver()
     d.model()
     d.join("a")

@@ -1,4 +1,4 @@
-"""The scheduler's core in synchronous mode: which clocks become cuts, and who is told."""
+"""Cuts in the scheduler's core: which clocks become cuts, and what shards are told."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ SYNC: dict[str, Any] = {"consistency": {"mode": "sync"}}
 
 
 def test_a_cut_counts_once_every_partition_has_stored_it() -> None:
-    """Half of the reports are not enough, and no second cut is begun before."""
+    """A cut counts once every partition has stored it, and no other cut is begun before."""
     d = Driver()
     d.model(**SYNC)
     a = d.join("a")
@@ -34,7 +34,7 @@ def test_a_cut_counts_once_every_partition_has_stored_it() -> None:
 
 
 def test_a_whole_cut_is_told_before_the_next_one_is_asked_for() -> None:
-    """Shards keep two snapshots, one of them the newest whole cut, so they must know it when they store another."""
+    """A complete cut is published before the next is requested, so shards keep it as one of their two snapshots."""
     d, _ = beyond_its_cut(after_s=6)
     told, asked = d.published[-2:]
     assert (told["type"], told["cut"]) == ("model", 1)
@@ -42,7 +42,7 @@ def test_a_whole_cut_is_told_before_the_next_one_is_asked_for() -> None:
 
 
 def test_a_model_that_rests_is_cut_where_it_stands() -> None:
-    """When no commit has come for a while its last clock becomes a cut, to which a death goes back."""
+    """After SNAPSHOT_INTERVAL_S without a commit, the present clock becomes a cut that a later rollback uses."""
     d, _ = beyond_its_cut()
     d.wait(limits.SNAPSHOT_INTERVAL_S - 1)
     assert (d.core.read.model("m")["cut"], d.document("m")["cut_asked"]) == (1, None)
@@ -60,7 +60,7 @@ def test_a_model_that_rests_is_cut_where_it_stands() -> None:
 
 
 def test_the_cut_of_a_model_that_rests_holds_no_commit_up() -> None:
-    """A commit that comes before all have stored it is made at once, and the cut is whole all the same."""
+    """A commit does not wait for the cut of an idle model, and that cut still completes, also under a new leader."""
     d, a = beyond_its_cut()
     d.now += limits.SNAPSHOT_INTERVAL_S
     d.do(io.Tick())
@@ -72,7 +72,7 @@ def test_the_cut_of_a_model_that_rests_holds_no_commit_up() -> None:
 
 
 def test_a_last_shard_that_ends_gets_its_models_cut_at_once() -> None:
-    """Nobody can take what it has: its drain asks for a cut of the present clock, whatever the time since the last."""
+    """If the last shard drains, a cut of the present clock is requested at once: no shard can take its partitions."""
     d = Driver()
     d.model(**SYNC)
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
@@ -89,7 +89,7 @@ def test_a_last_shard_that_ends_gets_its_models_cut_at_once() -> None:
 
 
 def journaled_and_cut() -> tuple[Driver, Any]:
-    """A journaled model whose clock 1 is to be a cut, which nobody has stored yet, and its worker."""
+    """Return a journaled model whose second commit is a cut that no shard has stored yet, and its worker."""
     d = Driver()
     d.model(**SYNC, ack="journaled", checkpoint={"every_clocks": 1})
     a = d.join("a")
@@ -101,13 +101,16 @@ def journaled_and_cut() -> tuple[Driver, Any]:
 
 
 def join(d: Driver, name: str) -> None:
-    """That shard is started anew, and has not loaded anything yet."""
+    """Start or restart that shard; it has not loaded anything yet."""
     d.shards[name] = d.ask(lambda n: io.JoinShard(n, name, [f"http://{name}:1"]))["epoch"]
 
 
 @pytest.mark.parametrize("loss", ["shard", "redis"])
 def test_a_cut_that_can_not_become_whole_any_more_is_given_up_for_another(loss: str) -> None:
-    """By its journal a new owner may begin beyond the clock; of what had been stored an emptied Redis has nothing."""
+    """If a shard is lost or Redis is emptied, a pending cut is given up for the next one with all partitions served.
+
+    With its journal a new owner may start beyond the cut's clock; an emptied Redis has lost what was stored of it.
+    """
     d, a = journaled_and_cut()
     d.beat("s0")
     if loss == "shard":
@@ -128,7 +131,7 @@ def test_a_cut_that_can_not_become_whole_any_more_is_given_up_for_another(loss: 
 
 
 def test_a_sync_phase_that_is_left_before_its_first_commit_leaves_nothing_behind() -> None:
-    """What waits for that commit, as moves do, need not wait any more."""
+    """Leaving sync before the phase's first commit cancels that commit, so moves no longer wait for it."""
     d = Driver()
     d.model()
     d.clock(d.join("a"), 3)

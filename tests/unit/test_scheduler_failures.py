@@ -1,4 +1,4 @@
-"""Failures that nobody foresaw: met while a request is looked at, they are its alone; met later, nothing goes on."""
+"""Bugs in the scheduler's core: one met during validation fails that request alone, a later one ends the process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +17,11 @@ from .scheduling import SPEC, Driver
 
 
 class Bug(Exception):
-    """What nobody foresaw."""
+    """An unexpected exception."""
 
 
 def fails(*args: Any, **kwargs: Any) -> Any:
-    """Stands for code of ours."""
+    """Replacement for a function of the core that has a bug."""
     raise Bug
 
 
@@ -42,7 +42,7 @@ LOOKS: list[tuple[Any, str, Callable[[int], io.Event]]] = [
 def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_refused_alone(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, make: Callable[[int], io.Event]
 ) -> None:
-    """It is told that we have one, which the log can tell, and nothing has changed: the same again is done."""
+    """A bug met while a request is validated gets InternalError with the bug as its cause, and nothing is stored."""
     d = Driver()
     d.model()
     before = dict(d.hash)
@@ -67,7 +67,10 @@ LATER: list[tuple[Any, str, io.Event]] = [
 def test_a_bug_that_may_have_left_something_half_decided_is_not_kept_quiet(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, event: io.Event
 ) -> None:
-    """Also before anything was to be stored: the process is to end (see `Runtime.send`)."""
+    """A bug met after validation is raised by `handle`, so that the process ends, even if nothing was to be stored yet.
+
+    See `Runtime.send`.
+    """
     d = Driver()
     d.model()
     d.join("a")

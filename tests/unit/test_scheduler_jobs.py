@@ -1,4 +1,4 @@
-"""What a job that fails leaves: an answer to who waits for it, and a scheduler that goes on."""
+"""Jobs of the scheduler: a failed one answers the request that waits for it, and the scheduler goes on."""
 
 import asyncio
 import errno
@@ -33,7 +33,7 @@ FROM_FILE: dict[str, Any] = {"w": {"shape": [64], "init": {"kind": "file", "path
 
 
 async def performed(d: Driver, state_dir: Path, shards: Any) -> None:
-    """All jobs that the core has asked for run to their ends, which it hears of."""
+    """Run all jobs that the core has requested to their end, and report the results to it."""
     runtime: Any = SimpleNamespace(core=d.core, send=d.do)
     unused: Any = Mock()
     async with asyncio.TaskGroup() as group:
@@ -46,7 +46,7 @@ async def performed(d: Driver, state_dir: Path, shards: Any) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("work", ["checkpoint", "files"])
 async def test_a_bug_in_a_job_ends_the_job_alone(tmp_path: Path, work: str) -> None:
-    """Who waits is told that we have a bug, and the other tasks of the scheduler go on."""
+    """A bug in a job fails the waiting request with `internal`, and the scheduler's task group goes on."""
     d = Driver()
     shards = Mock(states=Mock(side_effect=ZeroDivisionError), assign=Mock(side_effect=ZeroDivisionError))
     if work == "checkpoint":
@@ -69,7 +69,10 @@ async def test_a_bug_in_a_job_ends_the_job_alone(tmp_path: Path, work: str) -> N
 async def test_a_checkpoint_in_sync_whose_partitions_are_not_of_its_clock_is_a_conflict(
     tmp_path: Path, clocks: tuple[int, int], told: str | None
 ) -> None:
-    """Versions differ where values were assigned; clocks do where the model went back while it was read."""
+    """A checkpoint in sync fails with `conflict` if partitions were read at another clock; versions may differ.
+
+    Versions differ after assignments; clocks differ if the model rolled back while it was read.
+    """
     d = Driver()
     d.model(consistency={"mode": "sync"}, partitions=2)
     a = d.join("a")
@@ -90,7 +93,7 @@ async def test_a_checkpoint_in_sync_whose_partitions_are_not_of_its_clock_is_a_c
 
 @pytest.mark.asyncio
 async def test_a_disk_that_refuses_a_checkpoint_is_not_asked_again(tmp_path: Path) -> None:
-    """What it said is told to who waits, as a refusal: sent again at once, the same would be written in vain."""
+    """A disk error fails a checkpoint with `disk_refuses` and its text; not retryable, because it would occur again."""
     d = Driver()
     d.model(partitions=1)
     asked = d.send(lambda n: io.RequestCheckpoint(n, "m"))
@@ -108,7 +111,7 @@ async def test_a_disk_that_refuses_a_checkpoint_is_not_asked_again(tmp_path: Pat
 @pytest.mark.asyncio
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
 async def test_a_lack_of_file_descriptors_is_not_blamed_on_the_disk(tmp_path: Path, number: int) -> None:
-    """It passes, so the request may be repeated; and who waits is told what is lacking."""
+    """A lack of file descriptors, which passes, is reported as such and as retryable, not as an error of the disk."""
     d = Driver()
     d.model(partitions=1)
     asked = d.send(lambda n: io.RequestCheckpoint(n, "m"))
@@ -122,14 +125,14 @@ async def test_a_lack_of_file_descriptors_is_not_blamed_on_the_disk(tmp_path: Pa
 
 
 def tensor_file(dtype: str, item_bytes: int) -> bytes:
-    """A safetensors file with 64 zeros `w` in that dtype."""
+    """Return a safetensors file with a tensor `w` of 64 zeros in that dtype."""
     head = json.dumps({"w": {"dtype": dtype, "shape": [64], "data_offsets": [0, 64 * item_bytes]}}).encode()
     return struct.pack("<Q", len(head)) + head + bytes(64 * item_bytes)
 
 
 @pytest.mark.parametrize(("dtype", "item_bytes"), [("F8_E4M3", 1), ("BF16", 2)])
 def test_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path, dtype: str, item_bytes: int) -> None:
-    """A file with such a tensor is the fault of who named it as first values."""
+    """A file of initial values with a dtype that numpy lacks is refused as `invalid_field`, and named."""
     (tmp_path / "first.safetensors").write_bytes(tensor_file(dtype, item_bytes))
     layout = Layout(ModelSpec.parse(SPEC | {"params": FROM_FILE}))
 
@@ -142,7 +145,7 @@ def test_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path, dtype: str, item_by
 async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard that joined under an unparsable address is waited for like one that is away."""
+    """A shard with an unparsable address is `unavailable`, like one that does not answer."""
     monkeypatch.setattr("paramserver_scheduler.shards.PATIENCE_S", 0.0)
     (tmp_path / "first.safetensors").write_bytes(tensor_file("F32", 4))
     layout = Layout(ModelSpec.parse(SPEC | {"params": FROM_FILE}))
@@ -162,7 +165,7 @@ async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
 async def test_what_a_restore_sets_is_sent_again_on_the_timeline_that_a_death_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each request names the present one, until it is taken or the time is up."""
+    """A restore request that is refused with `rolled_back` is sent again with the model's present timeline."""
     monkeypatch.setattr("paramserver_scheduler.shards.RETRY_S", 0.0)
     shards, timelines = ShardClient(), iter([1, 2, 2])
     named: list[int | None] = []
@@ -182,7 +185,7 @@ async def test_what_a_restore_sets_is_sent_again_on_the_timeline_that_a_death_be
 
 @pytest.mark.asyncio
 async def test_of_a_file_that_is_read_again_only_what_was_lost_is_set(tmp_path: Path) -> None:
-    """The other partitions of a parameter keep what they were trained to."""
+    """When a file is read again after a loss, only lost partitions are set; the others keep their trained values."""
     (tmp_path / "first.safetensors").write_bytes(tensor_file("F32", 4))
     d = Driver()
     d.shard("s0")
@@ -208,7 +211,7 @@ async def test_of_a_file_that_is_read_again_only_what_was_lost_is_set(tmp_path: 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("holder", ["s", "another"])
 async def test_a_checkpoint_of_another_creation_is_not_restored_for_this_ones(tmp_path: Path, holder: str) -> None:
-    """A folder of the same name that an earlier model has left where this scheduler looks first is not taken for it."""
+    """A folder here that an earlier model of that name left is not restored, whichever scheduler has the checkpoint."""
     d = saved(tmp_path)
     d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
     d.do(io.CheckpointWritten(ModelKey("m", 1), "mine", 10, [0] * 4, scheduler=holder))
@@ -220,19 +223,19 @@ async def test_a_checkpoint_of_another_creation_is_not_restored_for_this_ones(tm
 
 
 class BlindRuntime:
-    """Hands events to the core, but finds Redis away before those of one kind are taken in, or once they are."""
+    """A runtime for which Redis is away at events of one kind, before the core handles them or after (`taken_in`)."""
 
     def __init__(self, d: Driver, kind: type, taken_in: bool) -> None:
         self.core, self.d = d.core, d
         self.kind, self.taken_in = kind, taken_in
 
     def send(self, event: io.Event) -> None:
-        """Nobody waits for it."""
+        """Handle an event that needs no reply."""
         self.d.open[0] = event
         self.d.do(event)
 
     async def ask(self, make: Any) -> Answer:
-        """The answer, or 503."""
+        """Return the answer; raises `storage_unavailable` at events of that kind."""
         away = isinstance(make(0), self.kind)
         if away and not self.taken_in:
             raise problem("storage_unavailable", "Redis does not answer")
@@ -245,7 +248,10 @@ class BlindRuntime:
 
 @pytest.mark.parametrize("creation", ["2-5.0", None, "1-4.0"])
 def test_only_what_the_same_creation_wrote_is_replaced_or_removed(tmp_path: Path, creation: str | None) -> None:
-    """Another generation of the name, one of another cluster, and one of before creations were noted stay."""
+    """A checkpoint is replaced or removed only by the creation of the model that wrote it.
+
+    One of another generation or cluster stays, and so does an old one that records only another generation.
+    """
     store = CheckpointStore(tmp_path)
     state = PartitionState(np.zeros(64, np.float32), (), (0,))
     own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
@@ -267,7 +273,7 @@ def test_only_what_the_same_creation_wrote_is_replaced_or_removed(tmp_path: Path
 
 
 def test_a_folder_that_is_called_latest_is_not_the_newest_for_that(tmp_path: Path) -> None:
-    """An older version let one be called so: it is had where a living model's record names it, not as an alias."""
+    """`latest` is the newest checkpoint, even if an older release let one be named so; its creation finds that one."""
     store = CheckpointStore(tmp_path)
     state = PartitionState(np.zeros(64, np.float32), (), (0,))
     own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
@@ -279,7 +285,7 @@ def test_a_folder_that_is_called_latest_is_not_the_newest_for_that(tmp_path: Pat
 
 
 def test_a_name_that_another_creation_has_is_not_used() -> None:
-    """By the rule the next number is; a user is told."""
+    """If another creation uses a checkpoint's name, an automatic one takes the next number; a user's request fails."""
     d = Driver()
     d.model()
     conflict = problem("conflict", "exists already")
@@ -302,7 +308,7 @@ def test_a_name_that_another_creation_has_is_not_used() -> None:
 
 
 def saved(state_dir: Path) -> Driver:
-    """A cluster with a model of which there is a checkpoint `mine`."""
+    """Return a cluster with a model that has a checkpoint `mine` on disk."""
     d = Driver()
     d.model()
     values = {"w": np.zeros(64, np.float32)}
@@ -314,7 +320,7 @@ def saved(state_dir: Path) -> Driver:
 @pytest.mark.parametrize("taken_in", [True, False])
 @pytest.mark.parametrize("kind", [io.StartRestore, io.RestoreFinished])
 async def test_a_restore_that_redis_cuts_short_is_over(tmp_path: Path, kind: type, taken_in: bool) -> None:
-    """Whether the core was told of its beginning and its end or not, the next restore is taken in."""
+    """If Redis fails at the start or end of a restore, handled by the core or not, the next restore can start."""
     d = saved(tmp_path)
     unused, blind = Mock(), cast(Any, BlindRuntime(d, kind, taken_in))
     async with asyncio.TaskGroup() as group:
@@ -328,7 +334,7 @@ async def test_a_restore_that_redis_cuts_short_is_over(tmp_path: Path, kind: typ
 
 @pytest.mark.asyncio
 async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
-    """It is refused while the first goes on, of which the model knows till its end."""
+    """A second restore is refused while the first is in progress, and the first goes on and succeeds."""
     d = saved(tmp_path)
     begun, goes_on = asyncio.Event(), asyncio.Event()
 
@@ -352,7 +358,7 @@ async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_keys_of_a_model_that_is_gone_are_deleted_once_redis_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two passes must succeed before the core hears that nothing is left."""
+    """A deleted model's keys are deleted in two passes, each retried while Redis is away, before that is reported."""
     monkeypatch.setattr("paramserver_scheduler.jobs.SETTLE_S", 0.0)
     passes: Iterator[list[bytes] | OSError] = iter([[b"{m.1/0}state"], OSError("away"), []])
     d = Driver()

@@ -1,4 +1,4 @@
-"""Late clocks in sync with a quorum: each that was worked on enters a list once, none that was left out ever does."""
+"""Late clocks in sync with a quorum: commits list each finished clock once, and never one that the worker skipped."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ FOLD: dict[str, Any] = {"consistency": {"mode": "sync", "quorum": 0.5, "late": "
 
 
 def gone_on(to: int = 3) -> tuple[Driver, Any, Any]:
-    """Of two workers the first has gone on to that clock without the second."""
+    """Return a driver with two workers, of which the first has reached that clock without the second."""
     d = Driver()
     d.model(**FOLD)
     a, b = d.join("a"), d.join("b")
@@ -25,18 +25,21 @@ def gone_on(to: int = 3) -> tuple[Driver, Any, Any]:
 
 
 def beat(d: Driver, worker: Any, clock: int, since: int | None = None) -> None:
-    """The worker says that it lives and where it is."""
+    """Send a heartbeat of the worker with its clock."""
     d.ask(lambda n: io.WorkerHeartbeat(n, "m", worker["worker"], worker["epoch"], clock, since=since))
 
 
 def listed_of(d: Driver, worker: Any) -> list[int]:
-    """The clocks that commits have listed for it, in order."""
+    """Return the clocks that commits have listed for the worker, in order."""
     return [c for commit in d.commits() for name, _, _, c, _ in commit["contributions"] if name == worker["worker"]]
 
 
 @pytest.mark.parametrize("since", [None, 3])
 def test_clocks_that_a_worker_was_told_to_leave_out_are_never_listed(since: int | None) -> None:
-    """Though its heartbeats say the clock it goes on at: no mean is divided by what nobody has pushed."""
+    """Clocks that a worker was told to skip are not listed when its heartbeats report a later one.
+
+    Otherwise a mean would be divided by a contribution that was never pushed.
+    """
     d, a, b = gone_on()
     assert d.result(d.clock_of(b, 1))["clock"] == 3
     beat(d, b, 3, since)
@@ -47,7 +50,7 @@ def test_clocks_that_a_worker_was_told_to_leave_out_are_never_listed(since: int 
 
 
 def test_who_heard_from_a_shard_where_to_go_on_says_so() -> None:
-    """The scheduler has told it nothing; `since` is all that there is."""
+    """If a shard told a worker where to continue, `since` in its reports keeps the clocks before from being listed."""
     d, a, b = gone_on()
     beat(d, b, 3, 3)
     d.clock_of(a, 4)
@@ -59,7 +62,7 @@ def test_who_heard_from_a_shard_where_to_go_on_says_so() -> None:
 
 
 def test_a_push_that_ends_its_iteration_stands_for_that_clock_alone() -> None:
-    """A shard tells of the clock that is open; those before it the worker has left out."""
+    """A clock that a shard reports for a worker is listed alone, without earlier clocks that the worker skipped."""
     d, a, b = gone_on()
     told(d, b, "s0", clock=4, shards=1)
     d.clock_of(a, 4)
@@ -70,7 +73,7 @@ def test_a_push_that_ends_its_iteration_stands_for_that_clock_alone() -> None:
 
 @pytest.mark.parametrize("when", ["reported before", "reported after"])
 def test_a_late_clock_is_folded_whoever_leads_by_then(when: str) -> None:
-    """Its report is stored before it is answered, and whoever leads knows which clocks are still to be told."""
+    """With `fold`, a new leader lists a late clock, whether it was reported before the change of leader or after it."""
     d, a, b = gone_on()
     if when == "reported before":
         d.clock_of(b, 1)
@@ -87,7 +90,7 @@ def test_a_late_clock_is_folded_whoever_leads_by_then(when: str) -> None:
 
 
 def test_another_leader_knows_where_a_worker_was_told_to_go_on() -> None:
-    """Also a plain client's, which never says `since`."""
+    """A new leader knows where a worker was told to continue, also if the worker never reports `since`."""
     d, a, b = gone_on()
     d.clock_of(b, 1)
     d.clock_of(a, 4)
@@ -103,7 +106,7 @@ def test_another_leader_knows_where_a_worker_was_told_to_go_on() -> None:
 
 @pytest.mark.parametrize("leader", ["the same", "another"])
 def test_who_is_told_of_a_rollback_leaves_out_what_lies_before_the_clock_it_is_told(leader: str) -> None:
-    """A client that never says `since` goes on at the clock that the refusal names, whoever leads by then."""
+    """Without `since`, clocks before the one named by `rolled_back` count as skipped, also under another leader."""
     d, a, b = gone_on(1)
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
     d.beats()
@@ -124,7 +127,7 @@ def test_who_is_told_of_a_rollback_leaves_out_what_lies_before_the_clock_it_is_t
 
 @pytest.mark.parametrize("since", [-1, 5])
 def test_a_beginning_that_cannot_be_is_refused(since: int) -> None:
-    """It lies between the first clock and the one reported."""
+    """A `since` below 0 or above the reported clock is refused."""
     d, _, b = gone_on()
     with pytest.raises(PsError) as refused:
         beat(d, b, 4, since)

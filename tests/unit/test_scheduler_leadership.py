@@ -1,4 +1,4 @@
-"""What a leader that stood still asks before it answers, on a clock that the test moves."""
+"""A leader that was paused renews its lease before it answers; the test moves the clock."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from paramserver_scheduler.lease import Deposed
 
 
 class AskedLease:
-    """A lease of which the test says how long each renewal takes, and how it ends."""
+    """A lease whose renewals the test ends, when and how it likes."""
 
     term = 1
 
@@ -19,14 +19,14 @@ class AskedLease:
         self.asked: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
 
     async def renew(self) -> None:
-        """Ends when the test says so."""
+        """Wait until the test ends this renewal."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.asked.put_nowait(answer)
         await answer
 
 
 class Stood:
-    """A leadership whose process stands still whenever the test says so."""
+    """A leadership whose process the test pauses by advancing `now`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -36,13 +36,13 @@ class Stood:
         self.leadership = Leadership(lease, lambda _: None, lambda: None, self.nobody)
 
     async def nobody(self) -> bool:
-        """No other scheduler leads."""
+        """Report that no other scheduler leads."""
         return False
 
 
 @pytest.mark.asyncio
 async def test_an_answer_that_is_older_than_the_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis renewed the lease, then the process stood still, and another leads when it reads that."""
+    """A renewal begun before a pause does not confirm the leader: it renews again and learns that it is deposed."""
     s = Stood(monkeypatch)
     first = asyncio.ensure_future(s.leadership._renew_shared())
     before = await s.asked.get()
@@ -61,7 +61,7 @@ async def test_an_answer_that_is_older_than_the_pause_does_not_count(monkeypatch
 async def test_one_question_after_the_pause_is_enough_however_long_it_takes(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
-    """Redis being slow, or away, deposes nobody; what comes next is answered without a question."""
+    """One renewal after a pause confirms the leader, even if it is slow or Redis is away; later calls ask nothing."""
     s = Stood(monkeypatch)
     s.now += 30.0
     leads = asyncio.ensure_future(s.leadership.confirm())

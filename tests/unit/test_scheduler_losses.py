@@ -1,4 +1,4 @@
-"""Shards are gone, Redis is emptied, values were never stored: what the scheduler keeps, and gives to whom."""
+"""Losses in the scheduler's core: shards die, Redis is emptied, or values were never stored."""
 
 import pytest
 
@@ -13,11 +13,11 @@ from .scheduling import EIGHT, SPEC, Driver, row, wishes
 JOURNALED = {"ack": "journaled", "consistency": {"mode": "sync"}}
 
 
-# --- shards that are gone
+# --- dead shards
 
 
 def test_the_dead_are_fenced_in_the_write_that_gives_their_partitions_away() -> None:
-    """By lease, by goodbye and by a newer incarnation of the name."""
+    """A shard that dies, leaves or rejoins is fenced in the same write that reassigns its partitions."""
     d = Driver()
     d.model()
     d.wait(6, shards=False)
@@ -37,7 +37,7 @@ def test_the_dead_are_fenced_in_the_write_that_gives_their_partitions_away() -> 
 
 
 def test_a_shard_that_was_scaled_away_leaves_the_lists_after_a_minute() -> None:
-    """A dead one stays longer; its epochs go on either way."""
+    """A shard that left is listed for a minute, a dead one longer, and their epochs still rise after that."""
     d = Driver()
     for name in ("s0", "s1", "s2"):
         d.shard(name)
@@ -59,7 +59,7 @@ def test_a_shard_that_was_scaled_away_leaves_the_lists_after_a_minute() -> None:
 
 
 def test_names_of_the_dead_are_bounded_and_their_epochs_not_given_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a restart; the fence of a forgotten name goes with it."""
+    """Names of dead shards are bounded, with their fences, and their epochs are not reused, even after a restart."""
     monkeypatch.setattr(limits, "SHARD_NAMES_MAX", 4)
     d = Driver()
     for i in range(10):
@@ -74,7 +74,7 @@ def test_names_of_the_dead_are_bounded_and_their_epochs_not_given_out_again(monk
 
 
 def test_shards_that_come_back_one_by_one_share_again() -> None:
-    """After all have gone the first gets everything, and the others their part of it."""
+    """After all shards have left, the first to return gets all partitions, and the next one its share of them."""
     d = Driver()
     d.model(**EIGHT)
     for s in ("s0", "s1"):
@@ -92,7 +92,10 @@ def test_shards_that_come_back_one_by_one_share_again() -> None:
 
 
 def test_an_emptied_redis_gets_everything_back_and_owners_keep_their_memory() -> None:
-    """All fields, fences and new tokens of the new term, with the token under which each was held."""
+    """After Redis is emptied the leader stores all fields, fences and new tokens again, and owners keep their memory.
+
+    The documents name the token under which each owner holds its partition.
+    """
     d = Driver()
     d.model(**EIGHT)
     d.join("a")
@@ -109,10 +112,10 @@ def test_an_emptied_redis_gets_everything_back_and_owners_keep_their_memory() ->
     assert [o[2]["from"] for o in owners] == owned
     assert all(o[1] > make_token(d.term, 0) for o in owners)
     assert sorted(d.tokens.values()) == sorted(o[1] for o in owners)
-    # Emptied again before anybody has heard of it: what they hold is older still.
+    # Emptied again before any shard was told: they still hold them under the first tokens.
     d.empty_redis()
     assert [o[2]["from"] for o in d.document()["owners"]] == owned
-    # And a leader that takes over now says the same.
+    # A leader that takes over now publishes the same.
     d.restart()
     document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
     assert [o[2]["from"] for o in document["owners"]] == owned
@@ -123,8 +126,10 @@ def test_an_emptied_redis_gets_everything_back_and_owners_keep_their_memory() ->
 
 
 def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_emptied() -> None:
-    """The old owner still has it in memory, though the new one has died meanwhile; one whose new owner was told of it
-    stays with that one."""
+    """If Redis is emptied, a partition handed over goes back to its old owner, unless its new owner was told.
+
+    The old owner still has it in memory, whether the new one is alive or not.
+    """
     for unseen, died in ((True, False), (True, True), (False, False)):
         d = Driver()
         d.model(**EIGHT)
@@ -145,7 +150,7 @@ def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_empti
 
 
 def test_a_sync_model_whose_redis_was_emptied_goes_on_and_makes_a_cut() -> None:
-    """Nobody rolls back; the next commit is a cut, since the old ones are gone."""
+    """A sync model does not roll back when Redis is emptied; its next commit is a cut, as the old ones are lost."""
     d = Driver()
     d.model(consistency={"mode": "sync"})
     a = d.join("a")
@@ -165,7 +170,7 @@ def test_a_sync_model_whose_redis_was_emptied_goes_on_and_makes_a_cut() -> None:
 
 
 def test_moves_under_way_are_withdrawn_when_redis_was_emptied() -> None:
-    """The owners keep what they have, under new tokens; then the moves are begun anew."""
+    """When Redis is emptied, moves in progress are withdrawn, owners keep their partitions, and moves begin again."""
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
@@ -182,7 +187,7 @@ def test_moves_under_way_are_withdrawn_when_redis_was_emptied() -> None:
 
 
 def test_a_journaled_sync_model_never_rolls_back() -> None:
-    """A shard's death gives its partitions to others from snapshot and journal; the clocks go on."""
+    """When a shard of a journaled sync model dies, only its partitions get new tokens; clock and timeline stay."""
     d = Driver()
     d.model(**JOURNALED)
     a = d.join("a")
@@ -200,7 +205,7 @@ def test_a_journaled_sync_model_never_rolls_back() -> None:
 
 
 def test_commit_records_of_a_journaled_model_stay_until_they_are_durable_everywhere() -> None:
-    """However long that takes and however often the leader dies, a new owner finds each commit it lacks."""
+    """Commit records of a journaled model are kept, across leaders, until they are durable on all partitions."""
     d = Driver()
     d.durable = False
     d.model(**JOURNALED)
@@ -224,7 +229,7 @@ def test_commit_records_of_a_journaled_model_stay_until_they_are_durable_everywh
 
 
 def test_a_journaled_model_goes_on_once_what_held_it_up_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many commits as are kept were decided before one was stored; the heartbeat that tells so lets it go on."""
+    """A journaled model stops at COMMITS_KEPT commits that are not durable, and goes on once heartbeats say so."""
     monkeypatch.setattr("paramserver.core.worker_desk.COMMITS_KEPT", 8)
     d = Driver()
     d.durable = False
@@ -241,7 +246,7 @@ def test_a_journaled_model_goes_on_once_what_held_it_up_is_durable(monkeypatch: 
 
 
 def test_assignments_do_not_make_commits_count_as_durable() -> None:
-    """They raise the version above the clock: a commit is kept by the clock that a new owner would begin with."""
+    """Commits are kept by the durable clock, where a new owner starts, not by the version, which assignments raise."""
     d = Driver()
     d.assigned = 10
     d.model(**JOURNALED)
@@ -254,11 +259,11 @@ def test_assignments_do_not_make_commits_count_as_durable() -> None:
     assert [c["t"] for c in document["commits"]] == [1, 2, 3]
 
 
-# --- values that nobody stored
+# --- values that were never stored
 
 
 def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() -> None:
-    """The owner died before its first snapshot: what is lost is missing, an upload brings it back, the rest stays."""
+    """If an owner dies before its first snapshot, the lost parameters are missing until they are uploaded again."""
     params = {"w": {"shape": [32], "init": {"kind": "upload"}}, "b": {"shape": [32], "init": {"kind": "zeros"}}}
     d = Driver()
     d.shard("s0")
@@ -281,12 +286,12 @@ def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() 
     assert after["state"] == "initializing"
     assert after["missing"] == ["w"]
     assert d.document()["owners"][0][2] == {"source": "init"}
-    d.beat("s1", lost=lost)  # Said again of a token that is over: nothing happens.
+    d.beat("s1", lost=lost)  # Reported again under an old token: ignored.
     number = d.send(lambda n: io.CreateModel(n, {"name": "m", "params": params, "partitions": 4}, "another"))
     d.beats()
     assert d.result(number)["upload_token"] == "another"
     given = [[i, p["incarnation"]] for i, p in enumerate(d.core.read.model("m")["partitions"]) if i < 2]
-    with pytest.raises(PsError, match="lost their values"):  # as from a shard that has not heard of all that was lost
+    with pytest.raises(PsError, match="lost their values"):  # as from a shard that does not know of all losses
         d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "another", given[1:]))
     assert d.core.read.model("m")["state"] == "initializing"
     d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "another", given))
@@ -297,7 +302,7 @@ GONE = problem("invalid_field", "'first' cannot be read")
 
 
 def from_a_file() -> Driver:
-    """A model whose values came from a file."""
+    """Return a driver with a model whose initial values were read from a file."""
     d = Driver()
     d.shard("s0")
     d.shard("s1")
@@ -310,7 +315,7 @@ def from_a_file() -> Driver:
 
 
 def read(d: Driver, error: PsError | None = None) -> io.LoadFiles:
-    """The one reading of the file that is under way ends."""
+    """Finish the only read of the file in progress; return its effect."""
     (effect,) = d.work
     assert isinstance(effect, io.LoadFiles)
     d.work.clear()
@@ -319,14 +324,14 @@ def read(d: Driver, error: PsError | None = None) -> io.LoadFiles:
 
 
 def lose(d: Driver, index: int) -> None:
-    """The owner of that partition finds nothing stored of it."""
+    """Report that the partition's owner found nothing stored of it."""
     model = d.core.read.model("m")
     place = model["partitions"][index]
     d.beat(place["shard"], lost=[["m", 1, index, place["incarnation"]]])
 
 
 def dies(d: Driver, name: str) -> list[int]:
-    """A shard dies, and nothing of its partitions is stored; which these are."""
+    """Let a shard die whose partitions were never stored; return their indexes."""
     mine = [i for i, shard in enumerate(d.owners()) if shard == name]
     del d.shards[name]
     d.wait(6)
@@ -336,11 +341,14 @@ def dies(d: Driver, name: str) -> list[int]:
 
 
 def test_a_model_that_was_complete_outlives_a_file_that_cannot_be_read_again() -> None:
-    """It waits and says why, tries again also under another leader, and sets what was lost alone."""
+    """A model that was complete waits for a file that cannot be read again, and then sets only its lost partitions.
+
+    Meanwhile it reports the error and retries the read, also under another leader.
+    """
     d = from_a_file()
     lost = dies(d, "s0")
     assert len(lost) == 2
-    read(d)  # for the first partition that was told of; the others came meanwhile
+    read(d)  # for the first partition reported; the others were reported meanwhile
     assert list(read(d, GONE).partitions) == lost
     model = d.core.read.model("m")
     assert (model["state"], model["missing"], model["files_error"]) == ("initializing", ["w"], GONE.detail)
@@ -359,7 +367,7 @@ def test_a_model_that_was_complete_outlives_a_file_that_cannot_be_read_again() -
 
 
 def test_a_second_loss_before_the_first_is_made_good_keeps_the_others() -> None:
-    """Partitions whose owner lives go on with what they have; those of the second shard are looked for as well."""
+    """If another shard is lost before a file is read again, its partitions are set, too; those of live owners stay."""
     d = from_a_file()
     d.shard("s2")
     first = dies(d, "s0")
@@ -378,7 +386,7 @@ def test_a_second_loss_before_the_first_is_made_good_keeps_the_others() -> None:
 
 @pytest.mark.parametrize("way", ["restore", "upload"])
 def test_what_a_file_does_not_give_back_may_come_otherwise(way: str) -> None:
-    """A restore, or the parameter's values themselves, make the model complete, and the file is not read any more."""
+    """If a file cannot be read again, a restore or an upload completes the model, and the file is not read any more."""
     d = from_a_file()
     dies(d, "s0")
     read(d)
@@ -396,7 +404,7 @@ def test_what_a_file_does_not_give_back_may_come_otherwise(way: str) -> None:
 
 
 def test_a_model_that_was_never_complete_goes_with_its_file() -> None:
-    """Nobody has trained it, and who creates it is told why it is not there."""
+    """A model that was never complete is removed if its file cannot be read, and the create request gets the error."""
     d = Driver()
     d.shard("s0")
     params = {"w": {"shape": [64], "init": {"kind": "file", "path": "first"}}}

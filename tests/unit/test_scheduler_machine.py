@@ -1,4 +1,4 @@
-"""The scheduler under any order of joins, clocks, deaths and kills of itself: what must hold, holds."""
+"""Invariants of the scheduler under any order of joins, clocks, deaths and kills of the scheduler."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .scheduling import Driver
 
 NAMES = ("a", "b", "c", "d")
 CRASH = st.one_of(st.none(), st.none(), st.integers(0, 5))
-"""After how many effects of an event the scheduler is killed."""
+"""The number of an event's effects after which the scheduler is killed; None: it is not."""
 
 
 class Training(RuleBasedStateMachine):
@@ -25,7 +25,7 @@ class Training(RuleBasedStateMachine):
         super().__init__()
         self.d = Driver()
         self.workers: dict[str, dict[str, Any]] = {}
-        """What each worker knows: its join's reply, the clock it works on, the request it is parked at."""
+        """What each worker knows: the reply to its join, the clock it works on, its parked request."""
         self.epochs: dict[str, int] = {}
         self.seen = 0
         self.listed: set[tuple[int, str, int, int]] = set()
@@ -36,7 +36,7 @@ class Training(RuleBasedStateMachine):
         self.d.model(consistency=self.mode)
 
     def _kill_scheduler(self) -> None:
-        """Its workers notice, and ask again."""
+        """Drop the workers' parked requests, so that they ask again."""
         for w in self.workers.values():
             w["parked"] = None
 
@@ -55,7 +55,7 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), crash=CRASH)
     def work(self, data: st.DataObject, crash: int | None) -> None:
-        """One who is not parked finishes an iteration, and waits at the clock."""
+        """A worker that is not parked finishes an iteration, and waits at the clock."""
         name = data.draw(st.sampled_from(sorted(self.workers)))
         w = self.workers[name]
         if w["parked"] is None:
@@ -76,7 +76,7 @@ class Training(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1, 6]))
     def wait(self, seconds: int) -> None:
-        """Who is not parked dies in six seconds."""
+        """Let time pass; a worker that is not parked dies within six seconds."""
         self.d.wait(seconds)
 
     @rule()
@@ -89,7 +89,7 @@ class Training(RuleBasedStateMachine):
         self._kill_scheduler()
 
     def collect(self) -> None:
-        """Workers read their replies."""
+        """Let the workers read their replies."""
         for name, w in list(self.workers.items()):
             reply = self.d.replies.get(w["parked"] or -1)
             if reply is None:
@@ -106,7 +106,7 @@ class Training(RuleBasedStateMachine):
                 w["clock"] = max(w["asked"], reply["clock"])
 
     def released(self, w: dict[str, Any], reply: dict[str, Any]) -> None:
-        """Checked by the subclasses."""
+        """Check a released worker; for subclasses."""
 
     @invariant()
     def commits_are_contiguous_and_list_each_clock_once(self) -> None:
@@ -134,7 +134,7 @@ class Training(RuleBasedStateMachine):
             assert (model["timeline"], model["clock"] - 1) >= self.last
 
     def teardown(self) -> None:
-        """Whoever is parked when all others have died is answered: a death never leaves a barrier shut."""
+        """Parked workers are answered once all others have died: a death never leaves a barrier closed."""
         self.collect()
         parked = {n: w for n, w in self.workers.items() if w["parked"] is not None}
         enough = self.mode.get("min_workers", 1) == 1
@@ -144,19 +144,19 @@ class Training(RuleBasedStateMachine):
 
 
 class SyncTraining(Training):
-    """All of the living must report."""
+    """A commit needs the reports of all live workers."""
 
     mode = {"mode": "sync"}  # noqa: RUF012
 
 
 class FoldTraining(Training):
-    """Half of the living, late gradients in the next commit."""
+    """A commit needs the reports of half the live workers; late gradients enter the next one."""
 
     mode = {"mode": "sync", "quorum": 0.5, "late": "fold"}  # noqa: RUF012
 
 
 class SspTraining(Training):
-    """Nobody is more than two clocks ahead of the slowest living worker."""
+    """No worker is more than two clocks ahead of the slowest live one."""
 
     mode = {"mode": "ssp", "staleness": 2}  # noqa: RUF012
 

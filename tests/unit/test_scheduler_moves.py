@@ -1,4 +1,4 @@
-"""Partitions move, shards come and drain: what the scheduler decides, event by event."""
+"""The scheduler's decisions when shards join or drain and partitions move, event by event."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from .scheduling import EIGHT, SPEC, Driver, code, row, wishes
 
 
 def drain(d: Driver, shard: str, state: str = "draining", epoch: int | None = None) -> Any:
-    """The answer to a change of that shard's state."""
+    """Change that shard's state; return the answer."""
     return d.ask(lambda n: io.SetShardState(n, shard, state, epoch))
 
 
 def test_a_shard_that_joins_gets_its_share_while_the_others_keep_theirs() -> None:
-    """Eight partitions on two shards: a third gets two or three, each under a new token and from its snapshot."""
+    """A third shard gets two or three of eight partitions, under new tokens and from snapshots; the rest stays."""
     d = Driver()
     before = d.model(**EIGHT)["partitions"]
     d.shard("s2")
@@ -38,7 +38,7 @@ def test_a_shard_that_joins_gets_its_share_while_the_others_keep_theirs() -> Non
 
 
 def test_the_owner_keeps_a_partition_until_it_has_said_that_all_of_it_is_stored() -> None:
-    """A wish changes nothing but the document; the word of another wish, token or shard changes nothing at all."""
+    """A partition moves only when its owner reports it stored under the current token and release number."""
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
@@ -57,7 +57,7 @@ def test_the_owner_keeps_a_partition_until_it_has_said_that_all_of_it_is_stored(
 
 
 def test_a_late_word_of_a_withdrawn_wish_hands_nothing_over() -> None:
-    """The owner has changed the partition since; only the present wish's number counts."""
+    """A late report for a withdrawn release request moves nothing, because the partition may have changed since."""
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
@@ -76,7 +76,7 @@ def test_a_late_word_of_a_withdrawn_wish_hands_nothing_over() -> None:
 
 
 def test_a_new_leader_knows_nothing_of_its_predecessors_wishes() -> None:
-    """Its first documents ask for nothing, so owners go on; then it asks anew, under numbers of its own."""
+    """A new leader publishes no release request at first, ignores reports for old ones, and then makes its own."""
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
@@ -92,7 +92,7 @@ def test_a_new_leader_knows_nothing_of_its_predecessors_wishes() -> None:
 
 
 def test_a_target_that_dies_gets_nothing_and_the_owner_goes_on() -> None:
-    """The wish is gone from the document, and the partition stays where it is."""
+    """If the target of a move dies, the release request is withdrawn and the partition stays with its owner."""
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
@@ -105,7 +105,7 @@ def test_a_target_that_dies_gets_nothing_and_the_owner_goes_on() -> None:
 
 
 def test_an_owner_that_does_not_hand_over_is_let_be_for_a_while() -> None:
-    """After half a minute it keeps the partition; it is asked again after as long."""
+    """An owner that does not hand over within MOVE_S keeps its partition, and other partitions are requested."""
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
@@ -121,7 +121,7 @@ def test_an_owner_that_does_not_hand_over_is_let_be_for_a_while() -> None:
 
 
 def test_a_draining_shard_ends_with_nothing_and_gets_nothing() -> None:
-    """Its heartbeats say so; a model made meanwhile goes to the others; its name is active again when it joins anew."""
+    """A draining shard loses all partitions and gets none, even of new models or by a new leader, until it rejoins."""
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
@@ -145,7 +145,7 @@ def test_a_draining_shard_ends_with_nothing_and_gets_nothing() -> None:
 
 
 def test_a_drain_that_is_called_off_leaves_the_rest_where_it_is() -> None:
-    """`active` withdraws what was asked for."""
+    """Setting a draining shard to `active` withdraws the pending moves, and it keeps its partitions."""
     d = Driver()
     d.model(**EIGHT)
     drain(d, "s1")
@@ -156,7 +156,7 @@ def test_a_drain_that_is_called_off_leaves_the_rest_where_it_is() -> None:
 
 
 def test_a_drain_is_refused_with_figures_when_the_others_lack_memory() -> None:
-    """Unless a limit is unknown, or the shard goes in any case."""
+    """A drain is refused if the other shards lack memory, unless a limit is unknown or the shard itself requests it."""
     d = Driver()
     d.model(**EIGHT, optimizer={"name": "adam"})
     drain(d, "s1")
@@ -178,7 +178,7 @@ def test_a_drain_is_refused_with_figures_when_the_others_lack_memory() -> None:
 
 
 def test_the_last_shard_may_drain_and_keeps_what_it_has() -> None:
-    """There is nobody to take it; what has no owner goes to a draining one rather than to nobody."""
+    """If all shards drain, they keep their partitions, and partitions without an owner go to a draining shard."""
     d = Driver()
     d.shard("s0")
     d.shard("s1")
@@ -193,7 +193,7 @@ def test_the_last_shard_may_drain_and_keeps_what_it_has() -> None:
 
 
 def test_nothing_moves_while_redis_is_away() -> None:
-    """Wishes are withdrawn, so that owners serve; they come back with Redis."""
+    """While Redis is away moves are withdrawn, so that owners serve, and none begins; they begin again afterwards."""
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
@@ -207,7 +207,7 @@ def test_nothing_moves_while_redis_is_away() -> None:
 
 
 def test_cuts_and_moves_do_not_meet() -> None:
-    """While a cut is being stored nothing moves, and while something moves no cut begins."""
+    """No partition moves while a cut is being stored, and no cut begins while a partition moves."""
     d = Driver()
     d.model(**EIGHT, consistency={"mode": "sync"})
     a = d.join("a")
@@ -234,7 +234,7 @@ def test_cuts_and_moves_do_not_meet() -> None:
 
 
 def test_load_moves_partitions_when_bytes_are_level() -> None:
-    """The two busy ones of one shard are parted."""
+    """Where shards hold equal bytes, two busy partitions of one shard are separated."""
     d = Driver()
     d.model()
     assert d.owners() == ["s0", "s1", "s0", "s1"]
@@ -249,7 +249,7 @@ def test_load_moves_partitions_when_bytes_are_level() -> None:
 
 
 def test_heartbeats_that_make_no_sense_are_refused() -> None:
-    """Every list is checked before anything is changed."""
+    """A shard's heartbeat with a malformed field is refused as `invalid_field`."""
     d = Driver()
     d.model()
     for wrong in (
@@ -266,7 +266,7 @@ def test_heartbeats_that_make_no_sense_are_refused() -> None:
 
 
 def test_a_model_that_the_shards_have_no_memory_for_is_refused_with_figures() -> None:
-    """Values and state are counted twice, and with them what was promised and is not served yet."""
+    """A new model needs free memory for twice its values and optimizer state, beside models that are not served yet."""
     d = Driver()
     d.shard("s0")
     d.shard("s1")
@@ -295,7 +295,7 @@ def test_a_model_that_the_shards_have_no_memory_for_is_refused_with_figures() ->
 
 
 def test_an_optimizer_that_the_shards_have_no_memory_for_is_refused_with_figures() -> None:
-    """Counted is what it holds beyond the one before it; one that holds less may come at any time."""
+    """A patch to an optimizer needs free memory for the state it adds; one with less state is always accepted."""
     d = Driver()
     d.model(optimizer={"name": "momentum"})
     needed = 64 * 4 * 2
@@ -319,7 +319,7 @@ def test_an_optimizer_that_the_shards_have_no_memory_for_is_refused_with_figures
 
 
 def test_a_model_is_taken_where_a_limit_is_unknown() -> None:
-    """What nobody knows is no reason to refuse."""
+    """A model is accepted without a check of memory if the limit of a shard is unknown."""
     d = Driver()
     d.shard("s0")
     d.shard("s1")

@@ -1,7 +1,7 @@
-"""Who owns what, under any order of joins, deaths, drains, take-overs and losses of Redis: nothing twice or lost.
+"""Ownership under any order of joins, deaths, drains, takeovers and losses of Redis: nothing is owned twice or lost.
 
-Shards are modelled by what they hold: each partition's value counts the pushes that it took.  Two leaders may be about
-at once, the older one without knowing that it was deposed.
+A shard is modeled by the partitions it holds, each with the number of pushes it has taken as its value.  There may be
+two leaders at once, the older one not knowing that it was deposed.
 """
 
 import copy
@@ -26,7 +26,7 @@ PARTITIONS = 6
 
 
 class Redis:
-    """What the leaders write, under their terms, and the partitions' snapshots, under their tokens."""
+    """A model of Redis: the leaders' state, guarded by terms, and the partitions' snapshots, guarded by tokens."""
 
     def __init__(self) -> None:
         self.term = 0
@@ -35,12 +35,12 @@ class Redis:
         self.fences: dict[str, int] = {}
         self.snapshots: dict[int, int] = {}
         self.newest: dict[int, int] = {}
-        """The highest token that each partition ever had."""
+        """The highest token that each partition has had."""
         self.before: dict[int, int] = {}
-        """Token -> the one it took the place of."""
+        """Token -> the token it replaced."""
 
     def write(self, term: int, effects: Sequence[io.Effect]) -> bool:
-        """One script: all of it or, for who is deposed, nothing."""
+        """Write all effects at once and return True, or nothing and return False if the leader is deposed."""
         if term < self.term:
             return False
         for effect in effects:
@@ -81,12 +81,12 @@ class Holder:
     term: int = 0
 
     def released(self) -> list[Any]:
-        """What it would say now of partitions that it holds for others."""
+        """Return the release reports of the partitions that it has stored for their new owners."""
         return [["m", 1, i, h.token, h.value, h.wish] for i, h in self.memory.items() if h.wish and h.stored]
 
 
 class Leader:
-    """A scheduler that believes to lead."""
+    """A scheduler that believes it leads."""
 
     def __init__(self, redis: Redis, now: float) -> None:
         redis.term += 1
@@ -97,7 +97,7 @@ class Leader:
         self.requests = 0
 
     def do(self, make: Any, now: float) -> Any:
-        """Handles an event; its reply, or None when it was deposed on the way."""
+        """Handle an event; return its reply, if any.  A deposed leader sends only replies that wait for no write."""
         self.requests += 1
         event = make(self.requests)
         effects = self.core.handle(event, now)
@@ -119,7 +119,7 @@ class Leader:
 
 
 class Owners(RuleBasedStateMachine):
-    """Three names of shards, six partitions, one leader that leads and perhaps one that thinks so."""
+    """Up to three shards, six partitions, a leader, and perhaps a deposed one that still believes it leads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,13 +129,13 @@ class Owners(RuleBasedStateMachine):
         self.leaders = [self.leader]
         self.shards: dict[str, Holder] = {}
         self.floor = dict.fromkeys(range(PARTITIONS), 0)
-        """What each partition's value must be."""
+        """The value that each partition must have."""
         self.broken: set[int] = set()
-        """Tokens whose holder died, so that `applied` may lose what it had not stored."""
+        """Tokens whose holder died; at `applied`, what it had not stored may be lost."""
         self.late: list[tuple[str, int, list[Any]]] = []
-        """(shard, epoch, what it has released) of heartbeats that are under way."""
+        """(shard, epoch, release reports) of heartbeats that arrive late."""
         self.mishaps = 4
-        """Each begins much anew; with too many of them nothing would ever get far."""
+        """How many more failures may happen; with too many, everything would restart before much has happened."""
 
     @initialize()
     def start(self) -> None:
@@ -156,7 +156,7 @@ class Owners(RuleBasedStateMachine):
         self._follow(self.shards[name], self.leader)
 
     def _break(self, name: str) -> None:
-        """Nobody will find again what that shard has in memory."""
+        """Remove that shard; what it has in memory is lost."""
         shard = self.shards.pop(name, None)
         if shard is not None:
             self.broken |= {h.token for h in shard.memory.values()}
@@ -177,7 +177,7 @@ class Owners(RuleBasedStateMachine):
             self._join(shard.name)
 
     def _take(self, shard: Holder) -> None:
-        """One document of its feed."""
+        """Process one document of the shard's feed."""
         doc = shard.feed.popleft()
         if doc["term"] < shard.term:
             return
@@ -224,7 +224,7 @@ class Owners(RuleBasedStateMachine):
         if isinstance(answer, PsError) and shard.leader is self.leader:
             self._join(shard.name)
 
-    # --- what may happen
+    # --- rules
 
     def some(self, data: st.DataObject) -> Holder:
         return self.shards[data.draw(st.sampled_from(sorted(self.shards)))]
@@ -232,7 +232,7 @@ class Owners(RuleBasedStateMachine):
     @precondition(lambda self: self.mishaps)
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: str) -> None:
-        """A new shard, or one that was killed and is back at once."""
+        """A new shard joins, or one that was killed restarts at once."""
         self.mishaps -= 1
         self._join(name)
 
@@ -251,7 +251,7 @@ class Owners(RuleBasedStateMachine):
     @precondition(lambda self: self.shards)
     @rule(data=st.data(), count=st.integers(1, 4))
     def hear(self, data: st.DataObject, count: int) -> None:
-        """A shard reads on in its feed."""
+        """A shard reads more of its feed."""
         shard = self.some(data)
         for _ in range(min(count, len(shard.feed))):
             self._take(shard)
@@ -264,7 +264,7 @@ class Owners(RuleBasedStateMachine):
     @precondition(lambda self: self.late)
     @rule(data=st.data())
     def hear_what_was_said_long_ago(self, data: st.DataObject) -> None:
-        """It arrives at whoever leads by now."""
+        """A late heartbeat arrives at the present leader."""
         name, epoch, released = self.late[data.draw(st.integers(0, len(self.late) - 1))]
         made = lambda n: io.ShardHeartbeat(n, name, epoch, {}, (), (), released)  # noqa: E731
         self.leader.do(made, self.now)
@@ -272,7 +272,7 @@ class Owners(RuleBasedStateMachine):
     @precondition(lambda self: self.shards)
     @rule(silent=st.sets(st.sampled_from(NAMES), max_size=2), hand_over=st.booleans())
     def go_on(self, silent: set[str], hand_over: bool) -> None:
-        """Most shards read all there is, are pushed to, store everything, and say so at once or are heard late."""
+        """All but silent shards read their feeds, take a push, store everything, and report that at once or late."""
         for shard in [s for n, s in self.shards.items() if n not in silent]:
             while shard.feed:
                 self._take(shard)
@@ -298,7 +298,7 @@ class Owners(RuleBasedStateMachine):
     @precondition(lambda self: self.shards)
     @rule(data=st.data())
     def store(self, data: st.DataObject) -> None:
-        """Snapshots of everything, those of what is to be handed over included."""
+        """A shard stores snapshots of all its partitions, also of those to be handed over."""
         self._store(self.some(data))
 
     def _store(self, shard: Holder) -> None:
@@ -308,7 +308,7 @@ class Owners(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 3.0]), silent=st.sets(st.sampled_from(NAMES), max_size=1))
     def wait(self, seconds: float, silent: set[str]) -> None:
-        """Time passes with heartbeats of most; whoever is silent for long is dead to the leader."""
+        """Time passes with heartbeats of all but silent shards; one that is silent for long is declared dead."""
         self._wait(seconds, silent)
 
     def _wait(self, seconds: float, silent: set[str]) -> None:
@@ -327,14 +327,14 @@ class Owners(RuleBasedStateMachine):
 
     @rule()
     def redis_is_away_for_a_moment(self) -> None:
-        """What was asked for is withdrawn, and asked for again."""
+        """Redis is away: release requests are withdrawn, and made again afterwards."""
         for reason in ("away", ""):
             self.leader.do(lambda n, reason=reason: io.StorageChanged(reason), self.now)
 
     @precondition(lambda self: self.mishaps)
     @rule(known=st.booleans())
     def take_over(self, known: bool) -> None:
-        """Another scheduler leads from now on; the old one is dead, or has not noticed."""
+        """Another scheduler takes over; the old one is dead (`known`), or has not noticed."""
         self.mishaps -= 1
         old, self.leader = self.leader, Leader(self.redis, self.now)
         self.leaders = [self.leader] if known else [self.leader, old]
@@ -345,14 +345,14 @@ class Owners(RuleBasedStateMachine):
     @precondition(lambda self: self.shards)
     @rule(data=st.data())
     def connect_anew(self, data: st.DataObject) -> None:
-        """A shard's feed is cut, and it finds the leader or the one who was."""
+        """A shard's feed breaks, and it connects to the leader or to the deposed one."""
         leader = data.draw(st.sampled_from([x for x in self.leaders if not x.stopped]))
         self._follow(self.some(data), leader)
 
     @precondition(lambda self: self.mishaps)
     @rule()
     def empty_redis(self) -> None:
-        """Everything in Redis is gone; what no living owner holds in memory is lost."""
+        """Redis loses everything; what no live owner has in memory is lost."""
         self.mishaps -= 1
         term = self.redis.term
         holders = {(i, h.token) for s in self.shards.values() for i, h in s.memory.items()}
@@ -367,7 +367,7 @@ class Owners(RuleBasedStateMachine):
             if shard.leader is not self.leader:
                 self._follow(shard, self.leader)
 
-    # --- what must hold
+    # --- invariants
 
     @invariant()
     def at_most_one_shard_can_store_a_partition(self) -> None:
@@ -386,7 +386,7 @@ class Owners(RuleBasedStateMachine):
                 assert self.redis.tokens[p["index"]] == p["incarnation"]
 
     def teardown(self) -> None:
-        """Left alone, everything comes to rest: nobody is asked for anything, all is served and evenly owned."""
+        """Without failures the cluster settles: no moves are left, all is served, evenly owned and has its value."""
         if not self.leader.core.read.models():
             return
         self.leaders = [self.leader]
@@ -405,7 +405,7 @@ class Owners(RuleBasedStateMachine):
         assert model["served"]
         active = [s for s in lines if s["state"] == "active"]
         assert not any(s["moves"] for s in lines)
-        if active:  # else all drain, and nobody is there to take anything
+        if active:  # otherwise all are draining, and no shard takes partitions
             assert max(s["partitions"] for s in active) <= -(-PARTITIONS // len(active))
             assert not any(s["partitions"] for s in lines if s["state"] == "draining")
         for p in model["partitions"]:

@@ -1,4 +1,4 @@
-"""Runs and the worker pool, and what of the whole cluster survives a kill of the scheduler."""
+"""Runs and the worker pool, and what survives a kill of the scheduler."""
 
 import json
 from typing import Any
@@ -15,33 +15,33 @@ ENTRY = "paramserver.examples.digits:train"
 
 
 def run(d: Driver, **fields: Any) -> Any:
-    """A run of model m."""
+    """Create a run of model m."""
     return d.ask(lambda n: io.CreateRun(n, "m", ENTRY, **fields))
 
 
 def member(d: Driver, name: str, *allow: str) -> Any:
-    """A process joins the pool."""
+    """Let a process join the pool."""
     return d.ask(lambda n: io.JoinPool(n, name, allow or ("paramserver.examples",)))
 
 
 def beat(d: Driver, m: Any) -> Any:
-    """Its heartbeat's answer."""
+    """Send the member's heartbeat; return the answer."""
     return d.ask(lambda n: io.PoolHeartbeat(n, m["member"], m["epoch"]))
 
 
 def done(d: Driver, m: Any, place: int = 0, error: str | None = None, attempt: int | None = None) -> Any:
-    """It has come to the end of its place in run-1."""
+    """Report that the member has finished its place in run-1, or failed there."""
     return d.ask(lambda n: io.PlaceDone(n, "run-1", place, m["member"], m["epoch"], error, attempt))
 
 
 def state(d: Driver) -> tuple[str, str]:
-    """State and reason of run-1."""
+    """Return state and reason of run-1."""
     doc = d.core.read.run("run-1")
     return doc["state"], doc["reason"]
 
 
 def test_a_run_without_workers_says_so_and_how_to_start_some() -> None:
-    """Waiting; with one of two it runs and says that one more can join."""
+    """A run without workers is `waiting` and says how to start some; with one of two it is `running` and says so."""
     d = Driver()
     d.model()
     made = run(d, workers=2)
@@ -60,7 +60,7 @@ def test_a_run_without_workers_says_so_and_how_to_start_some() -> None:
 
 
 def test_only_who_allows_the_entry_gets_a_place() -> None:
-    """A prefix is of whole module names."""
+    """Only a member that allows the module of the entry gets a place; prefixes match whole module names."""
     d = Driver()
     d.model()
     run(d)
@@ -70,7 +70,7 @@ def test_only_who_allows_the_entry_gets_a_place() -> None:
 
 
 def test_a_run_says_that_idle_workers_may_not_import_its_entry() -> None:
-    """It names them, what they allow and how to start one that may, for as long as they are there."""
+    """While idle workers may not import a run's entry, its reason says how many, what they allow and what to start."""
     d = Driver()
     d.model()
     a = member(d, "a", "tr")
@@ -90,7 +90,10 @@ def test_a_run_says_that_idle_workers_may_not_import_its_entry() -> None:
 
 
 def test_an_exception_that_is_reported_again_counts_once() -> None:
-    """The answer to its report may be lost; the place is the same member's again by then, under another attempt."""
+    """Repeated reports of an exception in one attempt count once, and reports of an earlier attempt are ignored.
+
+    The answer to a report may be lost, and by then the member may have the same place again, with a new attempt.
+    """
     d = Driver()
     d.model()
     run(d)
@@ -106,7 +109,7 @@ def test_an_exception_that_is_reported_again_counts_once() -> None:
 
 
 def test_a_run_that_is_made_smaller_ends_where_all_that_is_left_of_it_is_done() -> None:
-    """The place that it loses is nobody's any more, whatever is reported of it."""
+    """A run reduced to places that are all done is finished, and reports for the removed place change nothing."""
     d = Driver()
     d.model()
     run(d, workers=2)
@@ -120,7 +123,7 @@ def test_a_run_that_is_made_smaller_ends_where_all_that_is_left_of_it_is_done() 
 
 
 def test_a_worker_that_raises_is_restarted_three_times() -> None:
-    """The fourth exception fails the run with its traceback, and the member is free for others."""
+    """A worker that raises is restarted three times; then the run fails with the traceback and the member is free."""
     d = Driver()
     d.model()
     run(d)
@@ -135,7 +138,7 @@ def test_a_worker_that_raises_is_restarted_three_times() -> None:
 
 
 def test_a_member_that_dies_frees_its_place_without_a_restart() -> None:
-    """Another takes it over; the dead one is fenced."""
+    """When a member dies another one takes its place, no restart is counted, and the dead one is fenced."""
     d = Driver()
     d.model()
     run(d)
@@ -150,7 +153,10 @@ def test_a_member_that_dies_frees_its_place_without_a_restart() -> None:
 
 
 def test_a_member_that_was_forgotten_comes_back_under_a_higher_epoch() -> None:
-    """The last 256 dead ones are remembered; an old process of a forgotten one is fenced, by the next leader too."""
+    """A member forgotten after 256 other dead ones rejoins under a higher epoch, even under a new leader.
+
+    Its old process is fenced.
+    """
     d = Driver()
     forgotten = member(d, "old")
     for name in ("old", *(f"p{i}" for i in range(256))):
@@ -165,7 +171,7 @@ def test_a_member_that_was_forgotten_comes_back_under_a_higher_epoch() -> None:
 
 
 def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
-    """Five clocks were done before; the worker is told to stop when five more are."""
+    """A stop rule of five clocks ends a run five clocks after it began, and its worker is told to stop."""
     d = Driver()
     d.model()
     before = d.join("x")
@@ -185,7 +191,7 @@ def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
 
 
 def test_the_rank_of_a_worker_whose_run_is_over_goes_to_the_next_run() -> None:
-    """A run may begin before the last one's workers have heard that it is over; nobody else's rank is taken so."""
+    """A worker of a new run takes the rank of a worker whose run is over, which is fenced; other ranks are refused."""
     d = Driver()
     d.model()
     run(d)
@@ -204,7 +210,7 @@ def test_the_rank_of_a_worker_whose_run_is_over_goes_to_the_next_run() -> None:
 
 
 def test_stop_by_metric_and_by_minutes() -> None:
-    """A metric that reaches its bound, or the minutes in which the run was running."""
+    """A run ends when a metric reaches its bound, or after its minutes of running."""
     d = Driver()
     d.model()
     run(d, stop={"metric": {"name": "accuracy", "at_least": 0.9}})
@@ -223,7 +229,7 @@ def test_stop_by_metric_and_by_minutes() -> None:
 
 @pytest.mark.parametrize("stop", [{"name": "loss", "at_least": 1.0}, {"name": "loss", "at_most": 0.0}])
 def test_a_value_that_is_not_finite_ends_no_run(stop: dict[str, Any]) -> None:
-    """An infinite loss has reached nothing, and is in no series that could tell why the run ended."""
+    """A metric that is not finite meets no stop rule and is not recorded."""
     d = Driver()
     d.model()
     run(d, stop={"metric": stop})
@@ -234,7 +240,7 @@ def test_a_value_that_is_not_finite_ends_no_run(stop: dict[str, Any]) -> None:
 
 
 def test_pause_and_resume() -> None:
-    """Its workers hear `paused`; paused time does not count, and an ended run cannot be resumed."""
+    """Workers of a paused run get `paused`, after it is resumed `active`; a stopped run cannot be resumed."""
     d = Driver()
     d.model()
     run(d)
@@ -248,7 +254,7 @@ def test_pause_and_resume() -> None:
 
 
 def test_fewer_workers_stop_the_last_places() -> None:
-    """From two to one: the second member is told to stop and idles after its place is done."""
+    """Reducing a run to one worker stops the member in the last place, which is given out when the run grows again."""
     d = Driver()
     d.model()
     run(d, workers=2)
@@ -264,7 +270,10 @@ def test_fewer_workers_stop_the_last_places() -> None:
 
 
 def test_a_place_that_was_taken_away_stays_so_under_the_next_leader() -> None:
-    """Its number is another member's by then: who had it is told to stop, and its end is not the other's."""
+    """A member whose place was removed and given to another one is told to stop, also by a new leader.
+
+    Its report does not end the other member's place.
+    """
     d = Driver()
     d.model()
     pool = [member(d, f"p{i}") for i in range(3)]
@@ -282,7 +291,7 @@ def test_a_place_that_was_taken_away_stays_so_under_the_next_leader() -> None:
 
 
 def test_wrong_runs_are_refused() -> None:
-    """Unknown models, entries that are none, rules that say nothing; one run at a time per model."""
+    """A run with an unknown model, a malformed field or entry, or for a model that already has one is refused."""
     d = Driver()
     with pytest.raises(NotFoundError):
         run(d)
@@ -308,7 +317,7 @@ def test_wrong_runs_are_refused() -> None:
 
 
 def test_runs_are_listed_newest_first() -> None:
-    """Whoever asks wants to see what happened last."""
+    """Runs are listed newest first."""
     d = Driver()
     d.model()
     d.model(name="n")
@@ -318,7 +327,7 @@ def test_runs_are_listed_newest_first() -> None:
 
 
 def test_a_run_is_kept_until_its_workers_have_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many runs come after it, and over a kill of the scheduler; then it goes as the oldest one does."""
+    """An ended run is kept beyond the limit of runs, also across a restart, until its workers have reported."""
     monkeypatch.setattr(limits, "RUNS_KEPT_MAX", 1)
     d = Driver()
     d.model()
@@ -338,7 +347,7 @@ def test_a_run_is_kept_until_its_workers_have_reported(monkeypatch: pytest.Monke
 
 
 def test_a_stored_place_in_a_run_that_is_gone_is_no_place() -> None:
-    """Older versions have stored such: the member is told of the run that waits."""
+    """A member whose stored place is in a run that is gone (older releases stored such) gets one in a waiting run."""
     d = Driver()
     d.model()
     run(d)
@@ -351,7 +360,7 @@ def test_a_stored_place_in_a_run_that_is_gone_is_no_place() -> None:
 
 
 def test_everything_survives_a_kill_of_the_scheduler() -> None:
-    """Models, owners, workers, data, runs, members, checkpoints and evaluations are as they were told."""
+    """After a kill of the scheduler, model, owners, worker, data, run, pool member and evaluation are as before."""
     d = Driver()
     d.model(evaluate_every=2, consistency={"mode": "sync"})
     run(d, stop={"clocks": 100})
@@ -393,7 +402,7 @@ def test_everything_survives_a_kill_of_the_scheduler() -> None:
 
 
 def test_a_state_of_a_newer_version_is_refused_by_name() -> None:
-    """Nothing is guessed from fields or formats that are not known."""
+    """A stored field of unknown name or format, or with missing values, raises CorruptState."""
     d = Driver()
     d.model()
     for name, text in (("shard:s0", '{"format": 2}'), ("future:x", "{}"), ("model:m", '{"format": 1}')):

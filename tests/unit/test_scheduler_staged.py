@@ -1,4 +1,4 @@
-"""The scheduler's core where shards report the end of an iteration for a worker, with the push that ended it."""
+"""The scheduler's core when shards report a worker's clock for it, with the push that ends an iteration."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SYNC: dict[str, Any] = {"consistency": {"mode": "sync"}}
 def told(
     d: Driver, worker: Any, shard: str, *, clock: int = 1, seq: int = 1, shards: int = 2, other: Any = None
 ) -> None:
-    """That shard has its part of the push that ends the worker's iteration."""
+    """Report that the shard has staged its part of the push that ends the worker's iteration."""
     model = d.core.read.model("m")
     said = {
         "shard": shard,
@@ -33,7 +33,7 @@ def told(
 
 
 def test_a_clock_counts_when_every_shard_of_its_push_has_told_it() -> None:
-    """One of two shards is not enough, however often it says so; then the commit comes without a request."""
+    """A clock counts once every shard of its last push has reported it, without a report by the worker."""
     d = Driver()
     d.model(**SYNC)
     a = d.join("a")
@@ -49,7 +49,7 @@ def test_a_clock_counts_when_every_shard_of_its_push_has_told_it() -> None:
 
 
 def test_what_is_too_far_ahead_is_not_counted() -> None:
-    """No request waits for a refusal; the worker meets it when it reports the clock itself."""
+    """A shard's report of a clock more than CLOCKS_AHEAD_MAX ahead is ignored, as no request waits for a refusal."""
     d = Driver()
     d.model(consistency={"mode": "sync", "min_workers": 2})
     a, _ = d.join("a"), d.join("b")
@@ -61,7 +61,7 @@ def test_what_is_too_far_ahead_is_not_counted() -> None:
 
 
 def test_it_waits_for_the_others_as_any_report() -> None:
-    """The commit lists those who reported themselves and those for whom a shard did."""
+    """A commit waits for all workers, and lists those that reported themselves and those for which a shard did."""
     d = Driver()
     d.model(**SYNC)
     a, b = d.join("a"), d.join("b")
@@ -75,7 +75,7 @@ def test_it_waits_for_the_others_as_any_report() -> None:
 
 
 def test_parts_of_two_pushes_do_not_make_one() -> None:
-    """A shard that has an earlier push of the clock may not have the one that its worker sent in its place."""
+    """Reports for two pushes of a clock do not add up: a shard with the first may lack the one that replaced it."""
     d = Driver()
     d.model(**SYNC)
     a = d.join("a")
@@ -94,7 +94,7 @@ def test_parts_of_two_pushes_do_not_make_one() -> None:
      {"clock": 0}, {"model": "z"}, {"shard": "s9"}],
 )  # fmt: skip
 def test_what_is_not_of_the_present_is_left_alone(other: dict[str, Any]) -> None:
-    """Another incarnation of the shard, model or worker, another timeline or another clock: nothing happens."""
+    """A report from or for another incarnation, or with another timeline or clock than the present ones, is ignored."""
     d = Driver()
     d.model(**SYNC)
     a = d.join("a")
@@ -105,7 +105,7 @@ def test_what_is_not_of_the_present_is_left_alone(other: dict[str, Any]) -> None
 
 
 def test_a_shard_that_was_given_up_reports_nothing_any_more() -> None:
-    """What it has staged is nobody's: its partitions are with another shard, which does not have it."""
+    """A report by a dead shard is ignored: its partitions have a new owner, which does not have what it has staged."""
     d = Driver()
     d.model(**SYNC, ack="journaled")
     a = d.join("a")
@@ -122,7 +122,7 @@ def test_a_shard_that_was_given_up_reports_nothing_any_more() -> None:
 
 
 def test_modes_without_clocks_leave_it_alone() -> None:
-    """A report that was under way when the model left sync changes nothing."""
+    """A shard's report of a clock changes nothing in a model that is not in sync."""
     d = Driver()
     d.model()
     a = d.join("a")
@@ -133,7 +133,7 @@ def test_modes_without_clocks_leave_it_alone() -> None:
 
 
 def test_a_commit_says_that_workers_are_to_ask() -> None:
-    """As long as one of them is asked to finish, or an evaluation waits, they report their clocks themselves."""
+    """While an evaluation waits or a worker drains, commits have `asks` set: workers report clocks themselves."""
     d = Driver()
     d.model(**SYNC)
     a, b = d.join("a"), d.join("b")

@@ -1,4 +1,4 @@
-"""What becomes of tasks whose worker lives on without working on them."""
+"""Task leases of live workers, evaluations, and the registration of datasets."""
 
 import json
 from typing import Any
@@ -14,14 +14,14 @@ from .scheduling import Driver
 
 
 def lease(d: Driver, worker: Any, holding: list[str] | None, dataset: str = "train") -> Any:
-    """The task that a worker gets which says that it works on these."""
+    """Return the task leased to the worker, which lists the tasks it still holds in `holding`."""
     e = worker["epoch"]
     return d.ask(lambda n: io.LeaseTask(n, "m", worker["worker"], e, dataset, holding=holding))["task"]
 
 
 @pytest.fixture
 def two() -> tuple[Driver, Any, Any]:
-    """Two workers of a model with a dataset of two ranges, of which the first has one."""
+    """A model with a dataset of two ranges, and two workers, the first of which has leased range 0."""
     d = Driver()
     d.model()
     a, b = d.join("a"), d.join("b")
@@ -33,7 +33,7 @@ def two() -> tuple[Driver, Any, Any]:
 def test_a_range_that_its_worker_does_not_hold_any_more_is_free_with_its_next_lease(
     two: tuple[Driver, Any, Any],
 ) -> None:
-    """It left the loop, or never got the answer that gave it the range; others keep theirs."""
+    """A lease request frees the ranges of its worker that it does not list in `holding`, and no other worker's."""
     d, a, b = two
     assert lease(d, b, [])["start"] == 10
 
@@ -44,7 +44,7 @@ def test_a_range_that_its_worker_does_not_hold_any_more_is_free_with_its_next_le
 
 
 def test_a_range_that_is_given_back_goes_to_who_waits(two: tuple[Driver, Any, Any]) -> None:
-    """The worker itself comes after them."""
+    """A range freed by a lease request goes to a request that was already waiting, not back to its worker."""
     d, a, b = two
     lease(d, b, [])
     waiting = d.send(lambda n: io.LeaseTask(n, "m", b["worker"], 1, "train", 30.0, ["train:0:1"]))
@@ -54,7 +54,7 @@ def test_a_range_that_is_given_back_goes_to_who_waits(two: tuple[Driver, Any, An
 
 
 def test_what_a_worker_says_it_holds_stays_its_own(two: tuple[Driver, Any, Any]) -> None:
-    """Two loops of one worker have a range each."""
+    """A range listed in `holding` stays leased to its worker, so that two loops of one worker get one range each."""
     d, a, _ = two
 
     assert lease(d, a, ["train:0:0"])["start"] == 10
@@ -62,7 +62,7 @@ def test_what_a_worker_says_it_holds_stays_its_own(two: tuple[Driver, Any, Any])
 
 
 def test_a_client_that_does_not_say_what_it_holds_keeps_all(two: tuple[Driver, Any, Any]) -> None:
-    """As a plain client that has several ranges at a time."""
+    """A lease request without `holding` frees nothing, so that a plain client can work on several ranges."""
     d, a, _ = two
 
     assert lease(d, a, None)["start"] == 10
@@ -70,7 +70,7 @@ def test_a_client_that_does_not_say_what_it_holds_keeps_all(two: tuple[Driver, A
 
 
 def test_an_evaluation_that_failed_is_made_again() -> None:
-    """By the same worker, which says that it makes none."""
+    """An evaluation that its worker no longer lists in `holding` is leased again, even to the same worker."""
     d = Driver()
     d.model()
     a = d.join("a")
@@ -82,7 +82,7 @@ def test_an_evaluation_that_failed_is_made_again() -> None:
 
 
 def test_at_most_eight_evaluations_are_kept() -> None:
-    """However many are requested and leased; the newest is among them."""
+    """At most EVALUATIONS_MAX evaluations are kept, however many are requested and leased, always with the newest."""
     d = Driver()
     d.model()
     a = d.join("a")
@@ -96,7 +96,10 @@ def test_at_most_eight_evaluations_are_kept() -> None:
 
 
 def test_the_ranges_of_all_datasets_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request of 60 bytes makes up to 100,000; what is there already is answered as ever."""
+    """A dataset that would raise the ranges of all models above TASKS_MAX is refused; existing ones are not.
+
+    A request of 60 bytes creates up to 100,000 ranges.
+    """
     monkeypatch.setattr(limits, "TASKS_MAX", 25)
     d = Driver()
     d.model()
@@ -127,7 +130,7 @@ def test_the_ranges_of_all_datasets_together_are_bounded(monkeypatch: pytest.Mon
 def test_a_dataset_that_comes_again_otherwise_is_told_what_differs(
     two: tuple[Driver, Any, Any], fields: dict[str, Any], told: str
 ) -> None:
-    """The refusal names each field that is not as it was registered, and no other."""
+    """Registering a dataset again with different fields is refused, and the error names exactly those fields."""
     given = {"size": 20, "task_size": 10, **fields}
     with pytest.raises(ConflictError, match=f"is already registered with different {told} "):
         two[0].ask(lambda n: io.RegisterDataset(n, "m", "train", **given))

@@ -1,4 +1,4 @@
-"""What the scheduler keeps of workers, and what it asks of them."""
+"""Workers in the scheduler: heartbeats, stored state, joins, draining and clock reports."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from .scheduling import Driver, code
 
 
 def beat(d: Driver, worker: Any, **fields: Any) -> Any:
-    """The answer to that worker's heartbeat."""
+    """Send a heartbeat of the worker; return the reply."""
     return d.ask(lambda n: io.WorkerHeartbeat(n, "m", worker["worker"], worker["epoch"], **fields))
 
 
 @pytest.mark.parametrize("wrong", [{"metrics": {"x" * 65: 1.0}}, {"state": [0] * 30_000}, {"clock": -1}])
 def test_a_heartbeat_that_says_something_wrong_is_a_sign_of_life(wrong: dict[str, Any]) -> None:
-    """It is refused with the reason, and the lease goes on."""
+    """An invalid heartbeat is refused, but renews the worker's lease all the same."""
     d = Driver()
     d.model()
     a = d.join("a")
@@ -32,7 +32,7 @@ def test_a_heartbeat_that_says_something_wrong_is_a_sign_of_life(wrong: dict[str
 
 
 def test_a_workers_state_is_known_after_a_restart() -> None:
-    """Also of one that lives on and has nothing new to say."""
+    """A worker's state survives a scheduler restart, whether the worker lives on or joins again."""
     d = Driver()
     d.model()
     beat(d, d.join("a"), state={"epoch": 7})
@@ -44,7 +44,7 @@ def test_a_workers_state_is_known_after_a_restart() -> None:
 
 
 def test_a_state_that_has_not_changed_is_not_stored_again() -> None:
-    """A plain client may send it with every heartbeat."""
+    """A heartbeat with an unchanged state stores nothing, because a plain client may send it with every heartbeat."""
     d = Driver()
     d.model()
     a = d.join("a")
@@ -56,7 +56,7 @@ def test_a_state_that_has_not_changed_is_not_stored_again() -> None:
 
 
 def test_a_worker_that_drains_goes_on_to_after_a_restart() -> None:
-    """Whoever asked it to finish was told 200; its next incarnation is not asked."""
+    """A worker asked to drain still drains after a scheduler restart; once it joins again, it is active."""
     d = Driver()
     d.model()
     a = d.join("a")
@@ -69,7 +69,7 @@ def test_a_worker_that_drains_goes_on_to_after_a_restart() -> None:
 
 
 def test_a_model_named_like_an_ended_run_has_workers_of_its_own() -> None:
-    """Only workers of the model that the run trained are asked to stop."""
+    """Stopping a run stops the workers of the model it trained, not those of a model named like the run."""
     d = Driver()
     d.model()
     d.ask(lambda n: io.CreateRun(n, "m", "paramserver.examples.digits:train"))
@@ -85,7 +85,7 @@ def test_a_model_named_like_an_ended_run_has_workers_of_its_own() -> None:
 
 
 def test_a_join_whose_answer_was_lost_leaves_no_worker_behind() -> None:
-    """The same attempt again is the same worker, with its rank; another attempt is another one."""
+    """A join repeated with the same `attempt` is the same worker with its rank; another attempt is another worker."""
     d = Driver()
     d.model()
     lost = d.join(None, rank=0, attempt="x")
@@ -100,7 +100,10 @@ def test_a_join_whose_answer_was_lost_leaves_no_worker_behind() -> None:
 
 @pytest.mark.parametrize("mode", ["ssp", "async"])
 def test_who_joins_just_after_a_change_of_leader_begins_where_the_others_are(mode: str) -> None:
-    """As they were a second before, and not where they once joined; they need not have been heard of yet."""
+    """A worker that joins right after a change of leader starts at the others' last stored clock.
+
+    It does not start where they once joined, and need not wait until the new leader has heard from them.
+    """
     d = Driver()
     d.model(consistency={"mode": mode})
     a, b = d.join("a"), d.join("b")
@@ -116,7 +119,10 @@ def test_who_joins_just_after_a_change_of_leader_begins_where_the_others_are(mod
 
 
 def test_how_far_a_worker_is_ahead_is_counted_from_the_clock_that_is_open() -> None:
-    """Not from its own last report, or report by report it could be ahead without a bound; a repetition is taken."""
+    """The limit on clocks ahead counts from the open clock, not from the worker's last report.
+
+    Otherwise a worker could get ahead without bound, report by report.  A repeated report is accepted.
+    """
     d = Driver()
     d.model(consistency={"mode": "sync", "min_workers": 2})
     a, _ = d.join("a"), d.join("b")
@@ -126,7 +132,7 @@ def test_how_far_a_worker_is_ahead_is_counted_from_the_clock_that_is_open() -> N
 
 
 def test_a_report_that_is_refused_wakes_nobody() -> None:
-    """A worker without data holds no barrier up, until it reports a clock that can be."""
+    """After a refused clock report, a worker without data still does not hold up the barrier."""
     d = Driver()
     d.model(consistency={"mode": "sync"})
     a, b = d.join("a"), d.join("b")
@@ -139,7 +145,7 @@ def test_a_report_that_is_refused_wakes_nobody() -> None:
 
 @pytest.mark.parametrize("wrong", [{"clock": 1 << 20}, {"clock": 1, "since": 2}, {"clock": 1, "timeline": 7}])
 def test_a_heartbeat_that_is_refused_leaves_the_state_as_it_was(wrong: dict[str, Any]) -> None:
-    """Whoever sent it does not know that it was taken, and sends it again."""
+    """A refused heartbeat does not store the state it carries, because its sender will send it again."""
     d = Driver()
     d.model(consistency={"mode": "sync"})
     a = d.join("a")
@@ -150,7 +156,7 @@ def test_a_heartbeat_that_is_refused_leaves_the_state_as_it_was(wrong: dict[str,
 
 
 def test_a_join_that_is_refused_takes_no_name() -> None:
-    """The next one without a name gets the one that was free."""
+    """A refused join uses up no name: the next worker without a name gets the first free one."""
     d = Driver()
     d.model()
     d.join("a", rank=0)
@@ -160,7 +166,7 @@ def test_a_join_that_is_refused_takes_no_name() -> None:
 
 
 def test_a_worker_that_left_cannot_be_asked_to_finish() -> None:
-    """The refusal says that it is no longer live, where of one that never came it says so."""
+    """Draining a worker that left is refused as no longer live, and one that never joined as not joined."""
     d = Driver()
     d.model()
     a = d.join("a")

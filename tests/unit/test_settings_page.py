@@ -18,7 +18,7 @@ SECTIONS: dict[type[Settings], tuple[str, ...]] = {
 
 
 def listed(section: str) -> dict[str, str]:
-    """The settings in the table below that heading, each with what stands for its default."""
+    """Return the settings in the table below that heading, each with the text in its column for the default."""
     text = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
     table = next(t for t in text if t.startswith(section + "\n"))
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|([^|]*)\| [^|]{5,} \|$", table, re.MULTILINE)
@@ -27,7 +27,7 @@ def listed(section: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("settings", SECTIONS)
 def test_the_page_lists_every_setting_with_its_default(settings: type[Settings]) -> None:
-    """A default that is empty says in words what is taken instead, or nothing."""
+    """The page lists exactly the settings of the service, each with its default unless that is empty."""
     found = {name: default for section in SECTIONS[settings] for name, default in listed(section).items()}
 
     assert set(found) == {f.name for f in fields(settings)}

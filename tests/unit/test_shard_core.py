@@ -1,4 +1,4 @@
-"""The shard's core, event by event: pulls, assignments, ownership, snapshots; see `test_shard_pushes`."""
+"""The shard's core, event by event: pulls, assignments, ownership and snapshots (pushes: `test_shard_pushes`)."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def refused(driver: ShardDriver, request: int) -> PsError:
 
 
 def test_pulls_wait_for_a_version() -> None:
-    """A waiting pull is released by the version it asked for, or hears the present one at its deadline."""
+    """A pull with `min_version` is answered with that version, or refused with the present one at its deadline."""
     driver = ShardDriver()
     driver.serve(spec(8, 2))
 
@@ -61,7 +61,7 @@ def test_pulls_wait_for_a_version() -> None:
 
 
 def test_a_client_that_has_gone_frees_its_place() -> None:
-    """A withdrawn pull is neither answered nor kept."""
+    """A waiting pull whose client has gone is neither answered nor kept."""
     driver = ShardDriver()
     driver.serve(spec())
     request = driver.ask((0,), min_version=1, wait_s=60.0)
@@ -74,7 +74,7 @@ def test_a_client_that_has_gone_frees_its_place() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    """Beyond the bound a request is told to come again, and nothing waits longer for it."""
+    """While QUEUED_REQUESTS_MAX requests are waiting, another one is refused at once with `queue_full`."""
     driver = ShardDriver()
     driver.serve(spec())
     for _ in range(limits.QUEUED_REQUESTS_MAX):
@@ -86,7 +86,7 @@ def test_the_queue_is_bounded() -> None:
 
 
 def test_requests_wait_for_a_partition_that_is_being_loaded() -> None:
-    """What arrives before the state does is answered when it is there, or 503 after a lease."""
+    """Requests for a partition that is being loaded wait for it, for at most LEASE_S, and then get 503 `loading`."""
     driver = ShardDriver(eager=False)
     view = driver.serve(spec())
     push, pull = driver.submit({0: ones()}), driver.ask((0,))
@@ -102,7 +102,7 @@ def test_requests_wait_for_a_partition_that_is_being_loaded() -> None:
 
 
 def test_pushes_that_wait_for_partitions_run_in_order_of_arrival() -> None:
-    """Whichever partition is there first: one that waited for two comes before a later one that needs one of them."""
+    """Pushes that wait for partitions run in order of arrival, whichever partition is loaded first."""
     driver = ShardDriver(eager=False)
     driver.serve(spec(2, 2))
     both, one = driver.submit({0: ones(1), 1: ones(1)}), driver.submit({0: ones(1)})
@@ -115,7 +115,7 @@ def test_pushes_that_wait_for_partitions_run_in_order_of_arrival() -> None:
 
 
 def test_a_failed_load_is_told_and_tried_again() -> None:
-    """Waiting requests hear the reason; the load is asked for again after a second."""
+    """When a load fails, waiting requests get its error, and the load is retried after a second."""
     driver = ShardDriver(eager=False)
     driver.serve(spec())
     (load,) = driver.pending
@@ -131,7 +131,7 @@ def test_a_failed_load_is_told_and_tried_again() -> None:
 
 
 def test_initial_values_are_uploaded_before_anything_else() -> None:
-    """While a model initializes, sets leave version 0, pushes hear 503 and pulls wait; then version 0 is served."""
+    """While a model initializes, assignments leave version 0, pushes get 503 and pulls wait for version 0."""
     driver = ShardDriver()
     view = driver.serve(spec(), ready=False)
     pull, hasty = driver.ask((0,), wait_s=20.0), driver.ask((0,))
@@ -149,7 +149,7 @@ def test_initial_values_are_uploaded_before_anything_else() -> None:
 
 
 def test_an_assignment_to_a_value_that_has_changed_changes_nothing() -> None:
-    """It is for a version of a shard's: a push that was there first, or another owner, makes all of it void."""
+    """An assignment with expected versions is refused as a whole if one partition has another version or owner."""
     driver = ShardDriver()
     driver.serve(spec(8, 2))
     stands = [(p.version, p.incarnation) for p in driver.pull(0, 1).parts]
@@ -170,7 +170,7 @@ def test_an_assignment_to_a_value_that_has_changed_changes_nothing() -> None:
 
 
 def test_an_assignment_is_a_version() -> None:
-    """Values change, optimizer state and windows stay."""
+    """An assignment changes the values and raises the version, but keeps optimizer state and push windows."""
     driver = ShardDriver()
     driver.serve(spec(optimizer={"name": "momentum", "lr": 1.0}))
     driver.push({0: ones()}, PushId("w", 1, 0))
@@ -185,7 +185,7 @@ def test_an_assignment_is_a_version() -> None:
 
 
 def test_losing_a_partition_answers_what_waits_and_what_runs() -> None:
-    """Queued and running requests hear 421; the other partition of a running request is unchanged."""
+    """When a partition is lost, its queued and running requests get 421 and change no other partition."""
     driver = ShardDriver()
     view = driver.serve(spec(8, 2))
     driver.eager = False
@@ -202,7 +202,7 @@ def test_losing_a_partition_answers_what_waits_and_what_runs() -> None:
 
 
 def test_a_model_that_is_gone_or_replaced_is_told_apart() -> None:
-    """Waiting requests hear that it was deleted, or which generation took its place."""
+    """Waiting requests are told that their model was deleted, or which generation replaced it."""
     driver = ShardDriver()
     view = driver.serve(spec())
     first = driver.ask((0,), min_version=1, wait_s=60.0)
@@ -219,7 +219,7 @@ def test_a_model_that_is_gone_or_replaced_is_told_apart() -> None:
 
 
 def test_a_changed_partition_is_stored_after_five_seconds_and_a_crash_loses_what_came_after() -> None:
-    """A new shard goes on from the snapshot: values, window and version; a later push is applied anew."""
+    """A changed partition is stored after SNAPSHOT_INTERVAL_S, and after a crash the next owner starts from there."""
     store = InMemoryStore()
     driver = ShardDriver(store)
     driver.serve(spec())
@@ -238,7 +238,7 @@ def test_a_changed_partition_is_stored_after_five_seconds_and_a_crash_loses_what
 
 
 def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None:
-    """The second waits for the first; a refused one is tried again a second later, behind the other."""
+    """Snapshots are written one at a time; a failed one is retried a second later, behind the other."""
     driver = ShardDriver()
     driver.serve(spec(8, 2))
     driver.advance(6.0)
@@ -263,7 +263,7 @@ def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None
 
 
 def failing(driver: ShardDriver, bad: set[int], seconds: float, push: int | None = None) -> list[int]:
-    """Let time pass in which snapshots of these partitions fail; the partitions of all that were tried."""
+    """Advance the time while snapshots of the `bad` partitions fail; return the partition of each attempt."""
     tried = []
     for _ in range(round(seconds * 10)):
         while driver.pending:
@@ -283,7 +283,10 @@ def failing(driver: ShardDriver, bad: set[int], seconds: float, push: int | None
 
 
 def test_partitions_that_cannot_be_stored_do_not_hold_up_those_that_can() -> None:
-    """They are tried each second; what has changed is stored after its five, and they after it."""
+    """Partitions whose snapshots fail are retried, but do not delay those that can be stored.
+
+    They are stored, too, once their snapshots succeed.
+    """
     driver = ShardDriver()
     driver.serve(spec(32, 8))
     driver.push({i: ones() for i in range(7)})
@@ -300,7 +303,10 @@ def test_partitions_that_cannot_be_stored_do_not_hold_up_those_that_can() -> Non
 
 
 def test_while_redis_is_away_one_snapshot_a_second_is_tried() -> None:
-    """Each costs a copy of its partition's state; all are stored soon after it is back."""
+    """While every snapshot fails, about one a second is tried, and all are stored within 2 s after Redis is back.
+
+    Each attempt costs a copy of its partition's state.
+    """
     driver = ShardDriver()
     driver.serve(spec(32, 8))
     driver.push({i: ones() for i in range(8)})
@@ -315,7 +321,7 @@ def test_while_redis_is_away_one_snapshot_a_second_is_tried() -> None:
 
 
 def test_the_next_snapshot_begins_when_the_one_before_is_stored() -> None:
-    """How fast bytes go to Redis is a setting of who writes them, and nothing else slows them down."""
+    """The next snapshot begins as soon as the one before is stored; only the writer limits the rate of bytes."""
     driver = ShardDriver()
     driver.serve(spec(8, 2))
     driver.push({i: ones() for i in (0, 1)})
@@ -330,7 +336,7 @@ def test_the_next_snapshot_begins_when_the_one_before_is_stored() -> None:
 
 
 def test_a_capture_is_one_moment() -> None:
-    """What a checkpoint reads stays as it was while pushes go on."""
+    """A capture, which a checkpoint reads, stays as it was while later pushes are applied."""
     driver = ShardDriver()
     driver.serve(spec())
     driver.push({0: ones()})

@@ -1,4 +1,4 @@
-"""Cuts of models in sync: when they are stored, and what is stored beside them."""
+"""Cuts of models in sync: when they are stored, and in which order with other snapshots."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ from .partitions import ROSTER, WORKERS, complete, journaled, listed, ones, pend
 
 
 def synced(partitions: int = 1) -> ModelSpec:
-    """`spec` of a model in sync."""
+    """Return `spec` of a model in sync."""
     return spec(partitions, consistency={"mode": "sync"})
 
 
 def cut_beside_what_is_due(partitions: int) -> ShardDriver:
-    """A cut of a model in sync is wanted, and a moment later all of a small model that is not will be due."""
+    """Return a shard with a requested cut of a sync model, 0.1 s before all of a small async model is due."""
     driver = ShardDriver()
     driver.serve(synced(partitions), workers=ROSTER)
     model = driver.view
@@ -34,7 +34,7 @@ def cut_beside_what_is_due(partitions: int) -> ShardDriver:
 
 
 def test_a_cut_is_stored_reported_and_what_a_rollback_goes_back_to() -> None:
-    """After a recovery under a new timeline the model is that of the cut's clock; older pushes hear where it is."""
+    """A cut is stored and reported; a rollback under a new timeline returns to its clock and refuses older pushes."""
     store = InMemoryStore()
     driver = ShardDriver(store)
     view = driver.serve(synced(2), workers=ROSTER)
@@ -64,7 +64,7 @@ def test_a_cut_is_stored_reported_and_what_a_rollback_goes_back_to() -> None:
 
 
 def test_of_the_cuts_that_wait_the_oldest_and_the_newest_are_stored() -> None:
-    """Of each partition, while another is being stored: so one completes however fast they come."""
+    """Of a partition's waiting cuts only the oldest and the newest are stored, so one completes at any rate of cuts."""
     driver = ShardDriver()
     driver.serve(synced(2), workers=ROSTER)
     driver.advance(1.0)
@@ -85,7 +85,7 @@ def test_of_the_cuts_that_wait_the_oldest_and_the_newest_are_stored() -> None:
 
 
 def test_cuts_and_what_else_is_due_share_the_way() -> None:
-    """Neither cuts without an end nor models in async starve: while both wait each gets half of the bytes."""
+    """While cuts and other due snapshots wait, each kind gets half of the bytes written, so neither starves."""
     driver = cut_beside_what_is_due(2)
     driver.commit(1, cut=True)
     driver.advance(0.1)
@@ -103,7 +103,7 @@ def test_cuts_and_what_else_is_due_share_the_way() -> None:
 
 
 def test_a_snapshot_does_not_overtake_a_cut_of_its_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cut is older, and stored after it would be taken for the newest state."""
+    """A snapshot waits for an earlier cut of its partition, which, if stored last, would count as the newest state."""
     driver = ShardDriver()
     driver.serve(journaled(partitions=2, consistency={"mode": "sync"}), workers=ROSTER)
     driver.advance(10.0)
@@ -123,7 +123,7 @@ def test_a_snapshot_does_not_overtake_a_cut_of_its_partition(monkeypatch: pytest
 
 @pytest.mark.parametrize("ack", ["applied", "journaled"])
 def test_a_cut_that_could_not_be_stored_is_tried_again(ack: str) -> None:
-    """The leader waits for it, and begins no other and moves nothing till then."""
+    """A cut whose write failed is written again: until it is stored, the leader begins no other cut and no move."""
     driver = ShardDriver()
     driver.serve(journaled(ack=ack, consistency={"mode": "sync"}), workers=ROSTER)
     driver.advance(10.0)
@@ -140,7 +140,7 @@ def test_a_cut_that_could_not_be_stored_is_tried_again(ack: str) -> None:
 
 
 def test_a_cut_that_cannot_be_stored_holds_up_no_other() -> None:
-    """Neither cuts of others, nor what else has changed."""
+    """A cut that keeps failing delays neither the cuts of other partitions nor other due snapshots."""
     driver = cut_beside_what_is_due(3)
     bad, failed = PartitionKey(ModelKey("m", 1), 0), 0
     for _ in range(30):
@@ -161,7 +161,7 @@ def test_a_cut_that_cannot_be_stored_holds_up_no_other() -> None:
 
 
 def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_come() -> None:
-    """Once, of a model that rests or of one that has not come there yet."""
+    """A cut asked for at the present or a later clock is stored once, as soon as the partition is at that clock."""
     driver = ShardDriver()
     view = driver.serve(synced(), workers=ROSTER)
     driver.advance(1.0)
@@ -184,7 +184,7 @@ def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_co
 
 
 def test_a_move_that_was_called_off_stores_nothing_in_the_place_of_a_cut() -> None:
-    """What was to be stored for the move is not, when its first attempt failed and the partition stays."""
+    """A failed snapshot for a move is not retried once the move is called off, so it cannot replace a cut."""
     store = InMemoryStore()
     driver = ShardDriver(store)
     view = driver.serve(synced(), workers=ROSTER)
@@ -205,7 +205,7 @@ def test_a_move_that_was_called_off_stores_nothing_in_the_place_of_a_cut() -> No
 
 
 def test_before_the_first_commit_there_is_a_cut() -> None:
-    """A synchronous model is stored at the clock it begins with, so that a recovery always has where to go."""
+    """A synchronous model has a cut of its first clock before any commit, so that a recovery always has a target."""
     driver = ShardDriver()
     driver.serve(synced(2))
     driver.advance(1.0)
@@ -214,7 +214,7 @@ def test_before_the_first_commit_there_is_a_cut() -> None:
 
 
 def test_a_journaled_model_has_no_cut_before_the_first_commit() -> None:
-    """A recovery never goes back to it, so its first values are not held in memory beside the present ones."""
+    """A journaled model has no cut of its first clock, because a recovery never returns to it."""
     driver = ShardDriver()
     driver.serve(journaled(consistency={"mode": "sync"}))
     driver.advance(10.0)
@@ -227,7 +227,7 @@ def test_a_journaled_model_has_no_cut_before_the_first_commit() -> None:
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["being written", "waiting"])
 def test_a_cut_that_redis_lost_is_stored_again_before_what_came_after_it(lost: int) -> None:
-    """The leader waits for it; and what is stored last is taken for the newest state, so that is all there is."""
+    """A cut that Redis lost is stored again first, and then the whole state, since the last one stored counts."""
     driver = ShardDriver()
     driver.serve(journaled(partitions=2, consistency={"mode": "sync"}), workers=ROSTER)
     driver.advance(10.0)
@@ -247,7 +247,7 @@ def test_a_cut_that_redis_lost_is_stored_again_before_what_came_after_it(lost: i
 
 
 def test_a_cut_that_redis_lost_is_tried_until_it_is_stored() -> None:
-    """No failure lets what came after it go before."""
+    """A cut that Redis lost is retried until it is stored, and no failure lets the whole state go first."""
     driver = ShardDriver()
     driver.serve(journaled(consistency={"mode": "sync"}), workers=ROSTER)
     driver.advance(10.0)
@@ -270,7 +270,7 @@ def test_a_cut_that_redis_lost_is_tried_until_it_is_stored() -> None:
 
 
 def test_a_cut_that_was_dropped_for_a_move_is_taken_anew_when_it_is_asked_for() -> None:
-    """Redis was emptied, so the leader gave it up, and had the partition moved before it was stored again."""
+    """A cut dropped for a move after Redis was emptied is taken again when the leader asks for it."""
     driver = ShardDriver()
     serving = driver.serve(synced(), workers=ROSTER)
     driver.commit(0, cut=True)

@@ -1,4 +1,4 @@
-"""Failures that nobody foresaw: who met one is told so, nothing of it is done, and nobody behind it waits for ever."""
+"""Unforeseen exceptions: the request is answered 500, nothing of it is applied, and those behind it go on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +17,11 @@ from paramserver.types import F32, PushId
 
 
 class Bug(Exception):
-    """What nobody foresaw."""
+    """An exception that no code expects."""
 
 
 def fails(*args: Any, **kwargs: Any) -> Any:
-    """Stands for code of ours."""
+    """Stand in for a function with a bug: raise `Bug`."""
     raise Bug
 
 
@@ -30,7 +30,7 @@ def ones(n: int = 4) -> F32:
 
 
 def served(**fields: Any) -> ShardDriver:
-    """Two partitions of four elements, which add up what they get."""
+    """Return a shard that serves two partitions of four elements with optimizer `sum`."""
     driver = ShardDriver()
     spec = {"name": "m", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 2} | fields
     driver.serve(ModelSpec.parse(spec), workers={"r/a": (1, 0)})
@@ -38,28 +38,28 @@ def served(**fields: Any) -> ShardDriver:
 
 
 def assign(driver: ShardDriver) -> int:
-    """Sevens for partition 0."""
+    """Assign sevens to partition 0; return the request."""
     request = driver.request()
     driver.send(SetReceived(request, "m", (AssignPart(0, ones() * 7, "float32", True),)))
     return request
 
 
 def capture(driver: ShardDriver) -> int:
-    """The whole of partition 0."""
+    """Ask for a capture of partition 0; return the request."""
     request = driver.request()
     driver.send(CaptureReceived(request, "m", 0))
     return request
 
 
 def told(driver: ShardDriver, request: int) -> None:
-    """That request heard of a bug, which the log can tell."""
+    """Assert that the request got an internal error whose cause, for the log, is the bug."""
     outcome = driver.replies[request]
     assert isinstance(outcome, InternalError)
     assert isinstance(outcome.__cause__, Bug)
 
 
 def test_a_push_that_meets_a_bug_as_it_starts_leaves_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is answered 500 and not applied anywhere; what stands behind it goes on, and sent again it is new."""
+    """A push that meets a bug as it starts is applied nowhere, leaves every queue, and sent again is new."""
     driver = served()
     with monkeypatch.context() as broken:
         broken.setattr(PushOperation, "_start", fails)
@@ -70,7 +70,7 @@ def test_a_push_that_meets_a_bug_as_it_starts_leaves_its_lines(monkeypatch: pyte
 
 
 def test_of_those_that_start_together_one_that_meets_a_bug_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others were due by the same event, and are computed."""
+    """Of pushes started by the same event, one that meets a bug is refused and the others are applied."""
     driver = served()
     driver.eager = False
     first = driver.submit({0: ones(), 1: ones()})
@@ -88,7 +88,7 @@ def test_of_those_that_start_together_one_that_meets_a_bug_is_refused_alone(monk
 
 
 def test_an_assignment_that_meets_a_bug_as_it_starts_leaves_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a push does."""
+    """An assignment that meets a bug as it starts is refused and leaves the queue, so the next one is applied."""
     driver = served()
     with monkeypatch.context() as broken:
         broken.setattr(set_operation, "AssignTask", fails)
@@ -109,7 +109,7 @@ def test_an_assignment_that_meets_a_bug_as_it_starts_leaves_its_line(monkeypatch
 def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_over(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, request_of: Callable[[ShardDriver], int]
 ) -> None:
-    """It keeps no place among those that wait."""
+    """A request that meets a bug during admission is refused and no longer counted as waiting."""
     driver = served()
     monkeypatch.setattr(where, name, fails)
     told(driver, request_of(driver))
@@ -117,7 +117,7 @@ def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_over(
 
 
 def test_a_request_that_was_answered_before_the_bug_gets_no_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gets exactly one."""
+    """A request that was answered before the bug gets no second answer."""
     driver = served()
     take = pulls.PullDesk.take
 
@@ -131,7 +131,7 @@ def test_a_request_that_was_answered_before_the_bug_gets_no_second_answer(monkey
 
 
 def test_a_pull_that_meets_a_bug_is_over_whoever_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push that makes the version for which it waits is none the worse for it."""
+    """A waiting pull that meets a bug is refused, and the push that woke it is applied as usual."""
     driver = served()
     pull = driver.ask((0,), min_version=1, wait_s=10.0)
     with monkeypatch.context() as broken:
@@ -142,7 +142,7 @@ def test_a_pull_that_meets_a_bug_is_over_whoever_wakes_it(monkeypatch: pytest.Mo
 
 
 def test_a_bug_that_leaves_something_half_done_is_not_kept_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One partition holds its part of the push and the other does not: the process is to end (see `Runtime.feed`)."""
+    """A bug that leaves a push staged on one of two partitions is raised, and ends the process (`Runtime.feed`)."""
     driver = served(consistency={"mode": "sync"})
     stage = Partition.stage
 

@@ -1,4 +1,4 @@
-"""Acknowledgement levels: who is answered when, and what is journaled."""
+"""Acknowledgement levels: what is journaled, and when requests are answered."""
 
 import random
 
@@ -24,7 +24,7 @@ from .partitions import ROSTER, WORKERS, apply, complete, done, entries, journal
 
 
 def test_a_push_is_applied_then_journaled_then_acknowledged() -> None:
-    """Its value is seen before the reply; the reply comes with the watermark and says that it is durable."""
+    """A push is applied and visible first, then journaled, and then acknowledged with its durable version."""
     driver = slow()
 
     request = driver.submit({0: ones()}, PushId("w", 1, 0))
@@ -43,7 +43,7 @@ def test_a_push_is_applied_then_journaled_then_acknowledged() -> None:
 
 @pytest.mark.parametrize("mode", ["async", "buffered", "sync"])
 def test_at_level_applied_nothing_is_journaled(mode: str) -> None:
-    """Pushes, assignments, commits, flushes and settings leave no entry, and replies wait for nothing."""
+    """At level `applied` pushes, assignments, commits, flushes and settings are answered without journal entries."""
     driver = slow(ack="applied", consistency={"mode": mode})
 
     requests = [driver.submit({0: ones()}, PushId(WORKERS[0], 1, i), clock=0) for i in range(9)]
@@ -59,7 +59,7 @@ def test_at_level_applied_nothing_is_journaled(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "buffered"])
 def test_a_snapshot_holds_what_was_pushed_not_what_lies_there_now(mode: str) -> None:
-    """It is written when the gradient is applied, and its memory its sender's again for the next one."""
+    """A snapshot written after a held gradient was applied has it as pushed, though its memory was reused since."""
     driver = slow(consistency={"mode": mode} | ({"count": 2, "interval_ms": 60_000} if mode == "buffered" else {}))
     gradient = ones()
     driver.submit({0: gradient}, PushId(WORKERS[0], 1, 0), clock=0 if mode == "sync" else None)
@@ -84,7 +84,7 @@ def test_a_snapshot_holds_what_was_pushed_not_what_lies_there_now(mode: str) -> 
 
 
 def test_a_push_that_is_refused_after_it_was_accepted_says_so() -> None:
-    """Its memory may still be read, so its sender is not to use it again."""
+    """A push refused after it was applied says so, because its memory may still be read and must not be reused."""
     driver = slow()
     request = driver.submit({0: ones()}, PushId("w", 1, 0))
     apply(driver)
@@ -96,7 +96,7 @@ def test_a_push_that_is_refused_after_it_was_accepted_says_so() -> None:
 
 
 def test_a_push_waits_for_every_partition_it_touches() -> None:
-    """The watermark of one of two is not enough."""
+    """A push is acknowledged once it is durable on every partition it touches, not on one of two."""
     driver = slow(partitions=2)
     request = driver.submit({0: ones(), 1: ones()}, PushId("w", 1, 0))
     apply(driver)
@@ -110,7 +110,7 @@ def test_a_push_waits_for_every_partition_it_touches() -> None:
 
 
 def test_a_duplicate_waits_until_its_original_is_durable() -> None:
-    """An answer to a duplicate is a promise too; once it is durable, another is answered at once."""
+    """A duplicate is acknowledged only once its original is durable, and at once after that."""
     driver = slow()
     first = driver.submit({0: ones()}, PushId("w", 1, 0))
     apply(driver)
@@ -125,7 +125,7 @@ def test_a_duplicate_waits_until_its_original_is_durable() -> None:
 
 
 def test_a_crash_loses_nothing_that_was_acknowledged() -> None:
-    """The next owner has what was journaled, its windows and its version, and takes again what was not."""
+    """The next owner has every acknowledged push, the windows and the version, and accepts an unjournaled push anew."""
     store = InMemoryStore()
     driver = ShardDriver(store)
     driver.serve(journaled())
@@ -146,7 +146,7 @@ def test_a_crash_loses_nothing_that_was_acknowledged() -> None:
 
 
 def test_the_older_snapshot_and_the_journal_give_the_same() -> None:
-    """The journal is kept from the older of two snapshots on; a damaged newest one costs nothing."""
+    """If the newest snapshot is damaged, the older one and the journal, kept from there on, give the same bytes."""
     store = InMemoryStore()
     driver = ShardDriver(store)
     driver.serve(journaled(optimizer={"name": "adam", "lr": 0.1}))
@@ -167,7 +167,7 @@ def test_the_older_snapshot_and_the_journal_give_the_same() -> None:
 
 
 def test_what_is_buffered_is_journaled_and_the_flush_says_when_it_was_applied() -> None:
-    """Held parts survive a crash, and so does the moment at which they became one step."""
+    """Buffered pushes and their flushes are journaled, so the next owner applies the same means at the same points."""
     store = InMemoryStore()
     buffered = journaled(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000})
     driver = ShardDriver(store)
@@ -186,7 +186,7 @@ def test_what_is_buffered_is_journaled_and_the_flush_says_when_it_was_applied() 
 
 
 def test_a_synchronous_owner_that_dies_costs_no_rollback() -> None:
-    """Staged parts are journaled before their ack, so the next owner takes the commit that the leader has decided."""
+    """Staged parts are journaled before their ack, so the next owner applies decided commits without a rollback."""
     store = InMemoryStore()
     sync = journaled(optimizer={"name": "adam", "lr": 0.1}, consistency={"mode": "sync"})
     driver, straight = ShardDriver(store), ShardDriver()
@@ -212,7 +212,7 @@ def test_a_synchronous_owner_that_dies_costs_no_rollback() -> None:
 
 
 def test_assignments_are_journaled_from_the_first_upload_on() -> None:
-    """What was uploaded before the model was ready survives its owner, at version 0."""
+    """Values uploaded before the model is ready are journaled and survive the loss of their owner, at version 0."""
     store = InMemoryStore()
     driver = ShardDriver(store)
     view = driver.serve(journaled(), ready=False)
@@ -232,7 +232,10 @@ def test_assignments_are_journaled_from_the_first_upload_on() -> None:
 def test_a_push_that_asks_for_more_than_the_models_level_waits_for_a_snapshot(
     level: str, asked: str, fsync: bool
 ) -> None:
-    """The snapshot is taken at once; what comes while it is being written waits for the next one."""
+    """A push that asks for a higher level is acknowledged once a snapshot, begun after it at once, is stored.
+
+    A push that comes while that snapshot is being written waits for the next one.
+    """
     driver = slow(ack=level)
     first = driver.submit({0: ones()}, PushId("w", 1, 0), ack=asked)
     plain = driver.submit({0: ones()}, PushId("w", 1, 1))
@@ -259,7 +262,10 @@ def test_a_push_that_asks_for_more_than_the_models_level_waits_for_a_snapshot(
 
 
 def test_a_model_in_sync_gives_its_own_level_and_no_more() -> None:
-    """What is staged at level `applied` becomes durable with its clock, which waits for the ack: so it is refused."""
+    """A push to a model in sync is refused if it asks for more than the model's level, or for an unknown one.
+
+    What is staged at level `applied` becomes durable with its clock, and the clock waits for the ack.
+    """
     driver = slow(ack="applied", consistency={"mode": "sync"})
 
     request = driver.submit({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0, ack="journaled")
@@ -271,7 +277,7 @@ def test_a_model_in_sync_gives_its_own_level_and_no_more() -> None:
 
 
 def test_at_level_fsynced_entries_and_snapshots_are_to_be_on_disk() -> None:
-    """Every effect says so."""
+    """At level `fsynced` every journal and snapshot effect asks for an fsync."""
     driver = slow(ack="fsynced")
 
     driver.submit({0: ones()}, PushId("w", 1, 0))
@@ -283,7 +289,7 @@ def test_at_level_fsynced_entries_and_snapshots_are_to_be_on_disk() -> None:
 
 
 def test_much_journal_is_snapshotted_before_the_interval_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what a new owner has to replay is bounded."""
+    """A snapshot is taken early once the journal has SNAPSHOT_JOURNAL_BYTES, which bounds what is replayed."""
     monkeypatch.setattr(limits, "SNAPSHOT_JOURNAL_BYTES", 1000)
     driver = slow()
 
@@ -296,7 +302,7 @@ def test_much_journal_is_snapshotted_before_the_interval_is_over(monkeypatch: py
 
 
 def test_a_commit_that_changes_nothing_and_parts_that_are_dropped_are_journaled_too() -> None:
-    """The version and what is staged are the same for the next owner: a late part kept by `fold`, then its end."""
+    """Empty commits and dropped parts are journaled, so the next owner has the same version and staged parts."""
     store = InMemoryStore()
     sync = journaled(consistency={"mode": "sync", "late": "fold"})
     driver = ShardDriver(store)
@@ -317,7 +323,7 @@ def test_a_commit_that_changes_nothing_and_parts_that_are_dropped_are_journaled_
 
 
 def test_a_hundred_thousand_duplicate_deliveries_are_exact() -> None:
-    """In random order within the window each push counts once, and every answer quotes its first version."""
+    """Of 100,000 deliveries in random order within the window each push counts once and keeps its first version."""
     driver = ShardDriver(checked=False)
     driver.serve(journaled(ack="applied"))
     rng = random.Random(7)

@@ -1,6 +1,6 @@
-"""The shard's core against a simple sequential model, under duplicates, reordering and crashes of jobs in flight.
+"""The shard's core against a sequential model, with duplicates, reordering and crashes while jobs are in flight.
 
-Every push adds a power of two to its partitions, so a value tells exactly which pushes it holds, and how often.
+Every push adds its own power of two, so a value shows which pushes it contains and that none counts twice.
 """
 
 from typing import Any
@@ -36,11 +36,11 @@ def model(ack: str) -> ModelSpec:
 
 
 class AsyncShard(RuleBasedStateMachine):
-    """Pushes in any order and number; jobs complete when they like, or die with the process.  At level `applied`."""
+    """Level `applied`: pushes in any order and number; jobs complete in any order, or die with the process."""
 
     ACK = "applied"
     REFUSALS: frozenset[str] = frozenset(("wrong_owner", "loading"))
-    """A request may hear that its partition is elsewhere, or that it takes too long to move."""
+    """Codes of allowed refusals: the partition has another owner, or takes too long to move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class AsyncShard(RuleBasedStateMachine):
         self.open: dict[int, int] = {}
         """Request -> index into `sent`."""
         self.acked: list[dict[int, int]] = [{} for _ in range(PARTITIONS)]
-        """Of each partition: push -> version it was answered with, in this incarnation."""
+        """For each partition: push -> version it was answered with, in this incarnation."""
         self.versions = [0] * PARTITIONS
         self.wish = 0
         self.unseeded: set[int] = set()
-        """Partitions that an emptied Redis may still lack."""
+        """Partitions that may not have been stored again since Redis was emptied."""
         self.start()
 
     def start(self) -> None:
@@ -67,19 +67,19 @@ class AsyncShard(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        """The first push exists, so that every rule can run."""
+        """Send a first push, so that every rule can run."""
         self.new_push("a", {0})
 
     @precondition(lambda self: len(self.sent) < PUSHES)
     @rule(worker=st.sampled_from(WORKERS), parts=parts_of_a_push)
     def new_push(self, worker: str, parts: set[int]) -> None:
-        """A push that was never sent before."""
+        """Send a new push."""
         self.sent.append((PushId(worker, 1, len(self.sent)), frozenset(parts)))
         self.deliver(len(self.sent) - 1)
 
     @rule(data=st.data())
     def again(self, data: st.DataObject) -> None:
-        """A push is delivered once more."""
+        """Deliver an earlier push once more."""
         self.deliver(data.draw(st.integers(0, len(self.sent) - 1)))
 
     def deliver(self, index: int) -> None:
@@ -91,19 +91,19 @@ class AsyncShard(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.pending)
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
-        """Something under way comes to its end, in any order."""
+        """Complete one pending effect, in any order."""
         self.driver.complete(data.draw(st.integers(0, len(self.driver.pending) - 1)))
         self.collect()
 
     @rule()
     def pass_time(self) -> None:
-        """Snapshots fall due."""
+        """Let snapshots become due."""
         self.driver.advance(6.0)
         self.collect()
 
     @rule()
     def crash(self) -> None:
-        """The process dies with all that is in flight; another goes on from the stored snapshots."""
+        """Kill the process with everything in flight; another continues from the stored snapshots."""
         self.token += 1
         stored = self.stored()
         self.start()
@@ -111,17 +111,17 @@ class AsyncShard(RuleBasedStateMachine):
             self.recovered(i, stored)
 
     def stored(self) -> set[int]:
-        """Partitions of which Redis has a snapshot."""
+        """Return the partitions of which Redis has a snapshot."""
         return {key.index for key in self.store.kept}
 
     def recovered(self, index: int, stored: set[int]) -> None:
-        """A partition was loaded after its owner was lost: at this level it may have lost what no snapshot held."""
+        """Forget acknowledged pushes that a reloaded partition lacks; at this level those in no snapshot are lost."""
         held = self.holds(index)
         self.acked[index] = {k: v for k, v in self.acked[index].items() if k in held}
 
     @rule(index=st.integers(0, PARTITIONS - 1))
     def lose_and_regain(self, index: int) -> None:
-        """One partition goes away and comes back from its snapshot under a newer token."""
+        """Lose one partition, and load it again from its snapshot under a newer token."""
         stored = self.stored()
         self.tell(owned={k: v for k, v in self.view.owned.items() if k != index})
         self.regain(index)
@@ -134,11 +134,11 @@ class AsyncShard(RuleBasedStateMachine):
         return self.driver.view
 
     def tell(self, **changes: Any) -> None:
-        """The document of the model changes."""
+        """Send the shard a changed document of the model."""
         self.driver.send(replace(self.view, **changes))
 
     def regain(self, index: int) -> None:
-        """A new ownership of the partition begins, and is loaded."""
+        """Own the partition under a new token, and load it."""
         self.token += 1
         release, renewed = (
             {k: v for k, v in m.items() if k != index} for m in (self.view.release, self.view.kept_from)
@@ -151,7 +151,7 @@ class AsyncShard(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, PARTITIONS - 1))
     def hold(self, index: int) -> None:
-        """The leader wants a partition handed over."""
+        """Request that a partition be handed over."""
         self.wish += 1
         self.tell(release=dict(self.view.release) | {index: self.wish})
         self.collect()
@@ -159,7 +159,7 @@ class AsyncShard(RuleBasedStateMachine):
     @precondition(lambda self: self.view.release)
     @rule(data=st.data())
     def call_off(self, data: st.DataObject) -> None:
-        """The leader wants it no more."""
+        """Call off a requested handover."""
         index = data.draw(st.sampled_from(sorted(self.view.release)))
         self.tell(release={k: v for k, v in self.view.release.items() if k != index})
         self.collect()
@@ -167,7 +167,7 @@ class AsyncShard(RuleBasedStateMachine):
     @precondition(lambda self: any(self.driver.core.released()))
     @rule()
     def hand_over(self) -> None:
-        """What is released goes to its next owner, who has every acknowledged push of it, at any level."""
+        """Give released partitions to their next owner, which must have every acknowledged push, at any level."""
         for _, _, index, token, version, wish in list(self.driver.core.released()):
             assert (token, wish) == (self.view.owned[index], self.view.release[index])
             self.regain(index)
@@ -177,7 +177,7 @@ class AsyncShard(RuleBasedStateMachine):
 
     @rule()
     def redis_is_emptied(self) -> None:
-        """Owners keep what they have, under new tokens, and store it again; what was on its way is refused."""
+        """Empty Redis: owners keep their state under new tokens and store it again; writes in flight are refused."""
         self.driver.store = self.store = InMemoryStore()
         self.token += 1
         self.tell(owned=dict.fromkeys(self.view.owned, self.token), kept_from=dict(self.view.owned), source="snapshot")
@@ -185,12 +185,12 @@ class AsyncShard(RuleBasedStateMachine):
         self.collect()
 
     def holds(self, partition: int) -> set[int]:
-        """The pushes whose gradient the partition's value holds; each at most once, or the value would not decode."""
+        """Return the pushes contained in the partition's value; a push applied twice would read as another push."""
         value = int(self.driver.values(partition)[0])
         return {k for k in range(PUSHES) if value >> k & 1}
 
     def collect(self) -> None:
-        """Compare every new answer with what was answered before."""
+        """Compare every new answer with earlier answers to the same push."""
         for request, index in list(self.open.items()):
             outcome = self.driver.replies.get(request)
             if outcome is None:
@@ -207,7 +207,7 @@ class AsyncShard(RuleBasedStateMachine):
 
     @invariant()
     def values_hold_what_was_acknowledged(self) -> None:
-        """Every acknowledged push of this incarnation is in the value, and the version counts the pushes in it."""
+        """The value contains every acknowledged push of this incarnation, and the version counts the pushes in it."""
         for i in range(PARTITIONS):
             pulled = self.driver.pull(i)
             assert isinstance(pulled, PullDone)
@@ -219,7 +219,7 @@ class AsyncShard(RuleBasedStateMachine):
             self.versions[i] = pulled.version
 
     def teardown(self) -> None:
-        """When everything has come to its end nothing waits."""
+        """Once all effects have completed, no request, held part or queued journal byte is left."""
         self.tell(release={})
         for _ in range(2):
             self.driver.settle()
@@ -232,13 +232,13 @@ class AsyncShard(RuleBasedStateMachine):
 
 
 class JournaledShard(AsyncShard):
-    """The same at level `journaled`: whatever dies, no acknowledged push is lost and none is applied twice."""
+    """Level `journaled`: whatever dies, no acknowledged push is lost and none is applied twice."""
 
     ACK = "journaled"
     REFUSALS = AsyncShard.REFUSALS | {"storage_unavailable"}
 
     def recovered(self, index: int, stored: set[int]) -> None:
-        """Nothing is lost but what an emptied Redis had not been given again."""
+        """Require every acknowledged push, unless Redis was emptied and the partition not yet stored again."""
         if index in self.unseeded - stored:
             super().recovered(index, stored)
         self.unseeded.discard(index)
@@ -246,12 +246,12 @@ class JournaledShard(AsyncShard):
 
     @rule(reason=st.sampled_from(("", "Redis does not answer")))
     def storage(self, reason: str) -> None:
-        """Redis is away, or back."""
+        """Redis goes away, or comes back."""
         self.driver.send(StorageChanged(reason))
 
 
 class SyncShard(RuleBasedStateMachine):
-    """Pushes of three clocks and their commits, delivered in any order and number, to two shards: both must agree."""
+    """Pushes and commits of four clocks in any order and number give the same bytes as without reordering."""
 
     CLOCKS = 4
 
@@ -285,7 +285,7 @@ class SyncShard(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), ahead=st.integers(0, 1), k=st.integers(0, 1))
     def deliver(self, worker: str, ahead: int, k: int) -> None:
-        """One of a worker's two pushes of an open clock arrives, perhaps not for the first time."""
+        """Deliver one of a worker's two pushes of the open or the next clock, perhaps not for the first time."""
         item = (f"r/{worker}", self.decided + ahead, k)
         done = self.push(self.driver, *item)
         assert done.duplicate == (item in self.delivered)
@@ -294,7 +294,7 @@ class SyncShard(RuleBasedStateMachine):
     @precondition(lambda self: self.decided < SyncShard.CLOCKS)
     @rule()
     def decide(self) -> None:
-        """The leader lists whoever has both pushes in; the reference shard does it all in order."""
+        """Decide a commit of the workers whose two pushes were delivered, and apply it on the reference shard."""
         t = self.decided
         ready = [w for w in self.roster if {(w, t, 0), (w, t, 1)} <= self.delivered]
         for worker in ready:
@@ -308,12 +308,12 @@ class SyncShard(RuleBasedStateMachine):
     @precondition(lambda self: self.decided > 0)
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
-        """Any decided commit arrives, early, late or once more."""
+        """Deliver any decided commit: early, late or once more."""
         t = data.draw(st.integers(0, self.decided - 1))
         self.driver.commit(t, *reversed(self.lists[t]))
 
     def teardown(self) -> None:
-        """When all commits have arrived, both shards hold the same bytes."""
+        """Once all commits have arrived, both shards have the same bytes."""
         for t in range(self.decided):
             self.driver.commit(t, *self.lists[t])
         ours, theirs = (d.pull(0).parts[0] for d in (self.driver, self.straight))

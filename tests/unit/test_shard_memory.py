@@ -1,4 +1,4 @@
-"""Pooled buffers, .npy headers and partitions' stored form."""
+"""Pooled buffers, .npy headers and the stored form of partitions."""
 
 import io
 import random
@@ -18,11 +18,11 @@ from paramserver_shard.arrays import npy_header, read_npy
 from paramserver_shard.buffers import PAGE_BYTES, SMALL_BYTES, BufferPool
 from paramserver_shard.snapshots import first_state, from_stored, to_stored
 
-COUNT = SMALL_BYTES  # elements; four times the bytes below which nothing is pooled
+COUNT = SMALL_BYTES  # elements of four bytes each: four times the smallest size that is pooled
 
 
 def test_memory_returns_to_the_pool_only_with_its_last_view() -> None:
-    """A slice of a reinterpreted view keeps the memory lent; when it goes, the next buffer is the same memory."""
+    """Memory stays lent while any view of a view of it exists; after the last one, the next buffer reuses it."""
     pool = BufferPool()
     buffer = pool.take(COUNT)
     address = buffer.ctypes.data
@@ -38,7 +38,7 @@ def test_memory_returns_to_the_pool_only_with_its_last_view() -> None:
 
 
 def test_the_pool_keeps_a_bounded_amount() -> None:
-    """What comes back beyond the bound is given to the operating system."""
+    """The pool keeps at most `kept_bytes_max` of the memory that is returned to it."""
     pool = BufferPool(kept_bytes_max=8 * COUNT)
     buffers = [pool.take(COUNT) for _ in range(5)]
     buffers.clear()
@@ -47,7 +47,7 @@ def test_the_pool_keeps_a_bounded_amount() -> None:
 
 
 def test_a_buffer_holds_hardly_more_than_was_asked_for() -> None:
-    """Pages beyond its use are memory too: a partition of 5 MB takes no 5.2."""
+    """A buffer takes at most 1/128 or one page more than was asked for, because unused pages are memory, too."""
     pool = BufferPool()
     for size in (5_000_000, 40_000_000, SMALL_BYTES + 1):
         buffer = pool.take_bytes(size)
@@ -56,7 +56,7 @@ def test_a_buffer_holds_hardly_more_than_was_asked_for() -> None:
 
 
 def test_partitions_of_nearly_one_size_share_their_memory() -> None:
-    """Even where a step between two sizes lies between them: what one gives back serves the other."""
+    """Buffers of almost equal size serve each other, even if a step between two pooled sizes lies between them."""
     pool = BufferPool()
     step = 16 << 10
     smaller, larger = 240 * step, 240 * step + PAGE_BYTES
@@ -74,7 +74,7 @@ def test_partitions_of_nearly_one_size_share_their_memory() -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 1, 4), (0,)])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_npy_headers_are_numpys(shape: tuple[int, ...], dtype: str) -> None:
-    """NumPy reads what is written here, and what NumPy writes is read here."""
+    """NumPy reads .npy headers that are written here, and files that NumPy writes are read here."""
     array = np.ones(shape, dtype)
     assert np.array_equal(np.load(io.BytesIO(npy_header(dtype, shape) + array.tobytes())), array)
     file = io.BytesIO()
@@ -97,25 +97,25 @@ def test_npy_headers_are_numpys(shape: tuple[int, ...], dtype: str) -> None:
     ],
 )
 def test_damaged_npy_files_are_refused(header: bytes) -> None:
-    """A header that lies, or is no header, is a RequestError and never anything else."""
+    """A .npy header that is malformed or lies raises RequestError and never anything else."""
     with pytest.raises(RequestError):
         read_npy(npy(header) + bytes(4))
 
 
 @pytest.mark.parametrize("shape", [(0,) * 100, (0, 2**70), (0, 2**40, 2**40)])
 def test_a_npy_file_without_values_has_no_shape_beyond_numpys(shape: tuple[int, ...]) -> None:
-    """A size of 0 makes the number of bytes right, whatever the others are."""
+    """A shape that NumPy cannot hold is refused, although a size of 0 in it makes the number of bytes right."""
     with pytest.raises(RequestError):
         read_npy(npy(repr({"descr": "<f4", "fortran_order": False, "shape": shape}).encode()))
 
 
 def npy(header: bytes) -> bytes:
-    """A .npy file with that header, up to its values."""
+    """Return a .npy file with that header, up to its values."""
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
 
 
 def test_a_capture_survives_being_stored() -> None:
-    """Values, slots, steps, push memory and held gradients come back as they were."""
+    """Values, slots, steps, push memory and held gradients survive the conversion to the stored form and back."""
     spec = ModelSpec.parse(
         {
             "name": "m",
@@ -142,7 +142,7 @@ def test_a_capture_survives_being_stored() -> None:
 
 
 def test_rows_are_taken_while_threads_take_and_let_go() -> None:
-    """Nobody is handed what another holds, and nothing breaks where lists of buffers change under their readers."""
+    """`take_free` returns no buffer in use and does not fail while other threads take and release buffers."""
     pool = BufferPool(kept_bytes_max=24 * COUNT)
     values = [pool.take(COUNT, shared=True) for _ in range(8)]
     over, failed = threading.Event(), []

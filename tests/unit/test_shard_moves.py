@@ -1,4 +1,4 @@
-"""Partitions that change hands while they live: holding, handing over, calling off, renewed tokens."""
+"""Moves of partitions between live shards: holding requests, handing over, calling off."""
 
 import pytest
 from msgspec.structs import replace
@@ -40,7 +40,7 @@ KEY = PartitionKey(ModelKey("m", 1), 0)
 
 @pytest.mark.parametrize("ack", LEVELS)
 def test_a_move_is_lossless_at_every_level(ack: str) -> None:
-    """What runs ends, what is new waits, the whole state is stored at once; the next owner knows every push."""
+    """In a move running pushes end, new ones wait, and the next owner has the whole state with every push."""
     driver = ShardDriver()
     driver.serve(spec(ack=ack))
     driver.push({0: ones()}, PushId("w", 1, 0))
@@ -71,7 +71,7 @@ def test_a_move_is_lossless_at_every_level(ack: str) -> None:
 
 
 def test_what_is_buffered_moves_along_with_its_deadline() -> None:
-    """The interval ends while the partition is held: its next owner applies the mean of all of it."""
+    """Buffered pushes move with their deadline: if it passes during the move, the next owner applies the mean."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "buffered", "count": 3, "interval_ms": 500}))
     for i, value in enumerate((1.0, 3.0)):
@@ -89,7 +89,7 @@ def test_what_is_buffered_moves_along_with_its_deadline() -> None:
 
 @pytest.mark.parametrize("ack", LEVELS)
 def test_what_is_staged_moves_along_and_commits_catch_up(ack: str) -> None:
-    """A commit that is decided while the partition is held is taken by its next owner, with the same bytes."""
+    """Staged parts move, and the next owner applies a commit decided during the move, with the same bytes."""
     adam = spec(ack=ack, optimizer={"name": "adam", "lr": 0.1}, consistency={"mode": "sync"})
     driver, straight = ShardDriver(), ShardDriver()
     decided = tuple(Contribution(w, 1, i, 0) for i, w in enumerate(WORKERS))
@@ -114,7 +114,7 @@ def test_what_is_staged_moves_along_and_commits_catch_up(ack: str) -> None:
 
 
 def test_settings_that_change_meanwhile_are_taken_up_by_the_next_owner() -> None:
-    """The state carries the settings it had; the newer ones come after it, in their order."""
+    """Settings changed during a move are adopted by the next owner, after those that the state carries."""
     driver = ShardDriver()
     driver.serve(spec(optimizer={"name": "sgd", "lr": 1.0}, consistency={"mode": "buffered", "count": 2}))
     driver.push({0: ones(4.0)}, PushId("w", 1, 0))
@@ -132,7 +132,7 @@ def test_settings_that_change_meanwhile_are_taken_up_by_the_next_owner() -> None
 
 @pytest.mark.parametrize("ack", LEVELS)
 def test_a_move_that_is_called_off_goes_on_as_if_nothing_had_been(ack: str) -> None:
-    """What waited runs in its order, the flush that was due comes, and settings and commits are taken up."""
+    """When a move is called off, waiting pushes run, due flushes are made and new settings are adopted."""
     driver = ShardDriver()
     driver.serve(spec(ack=ack, consistency={"mode": "buffered", "count": 9, "interval_ms": 500}))
     driver.push({0: ones(2.0)}, PushId("w", 1, 0))
@@ -155,7 +155,7 @@ def test_a_move_that_is_called_off_goes_on_as_if_nothing_had_been(ack: str) -> N
 
 
 def test_a_release_request_under_another_number_is_another_request() -> None:
-    """What was stored for the first does not count for the second unless nothing has run in between."""
+    """A partition released under one number is released again under the next, and its waiting push stays unapplied."""
     driver = ShardDriver()
     driver.serve(spec())
     request_release(driver, 0, number=1)
@@ -171,7 +171,7 @@ def test_a_release_request_under_another_number_is_another_request() -> None:
 
 
 def test_a_push_of_several_partitions_holds_up_nobody_else() -> None:
-    """It waits aside, so the partition that stays goes on; called off, it runs on both."""
+    """A push that waits for a moving partition blocks no other partition, and runs if the move is called off."""
     driver = ShardDriver()
     driver.serve(spec(2))
 
@@ -187,7 +187,7 @@ def test_a_push_of_several_partitions_holds_up_nobody_else() -> None:
 
 
 def test_a_request_waits_no_longer_than_a_lease_for_a_move() -> None:
-    """Then it hears 503 and comes again."""
+    """A request that has waited LEASE_S for a move gets 503 `loading`."""
     driver = ShardDriver()
     driver.serve(spec())
     request_release(driver, 0)
@@ -199,7 +199,7 @@ def test_a_request_waits_no_longer_than_a_lease_for_a_move() -> None:
 
 
 def test_a_partition_that_is_still_being_loaded_is_handed_over_as_soon_as_it_is_there() -> None:
-    """The release request came first."""
+    """A partition whose release is requested while it is loading is handed over as soon as it is loaded."""
     driver = ShardDriver(eager=False)
     driver.serve(spec())
     request_release(driver, 0)
@@ -211,13 +211,13 @@ def test_a_partition_that_is_still_being_loaded_is_handed_over_as_soon_as_it_is_
 
 
 def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
-    """Partitions are written one after the other; a failure is repeated a second later, behind the other."""
+    """Moves do not wait for the snapshot budget; they are written one by one, and retried a second after a failure."""
     driver = ShardDriver()
     driver.serve(spec(3))
     driver.push({i: ones() for i in range(3)})
     driver.eager = False
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
-    assert [e.capture.key.index for e in pending(driver, StoreSnapshot)] == [0]  # and waits for the budget
+    assert [e.capture.key.index for e in pending(driver, StoreSnapshot)] == [0]  # its write waits for the budget
 
     request_release(driver, 1, 2)
     _, first = driver.pending
@@ -234,7 +234,7 @@ def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
 
 
 def test_the_last_snapshot_written_is_the_whole_state() -> None:
-    """While an older one of the same partition is being written, the hand-over waits for it, and for no other."""
+    """The snapshot for a move waits for an older one of the same partition, so that the whole state is written last."""
     driver = ShardDriver()
     driver.serve(spec())
     driver.push({0: ones()})
@@ -262,7 +262,7 @@ def test_the_last_snapshot_written_is_the_whole_state() -> None:
 
 
 def test_staged_parts_of_ended_workers_stay_while_a_partition_is_held() -> None:
-    """A held state stands still; when the move is called off, they go."""
+    """Staged parts of ended workers stay while the partition is held, and are dropped when the move is called off."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
     driver.commit(0)
@@ -277,7 +277,7 @@ def test_staged_parts_of_ended_workers_stay_while_a_partition_is_held() -> None:
 
 
 def test_the_document_that_calls_a_move_off_takes_nothing_from_the_commits_that_it_brings() -> None:
-    """A late part of a worker that has ended since is listed in one of them: it goes only once that is applied."""
+    """A document that calls off a move applies its commits before it drops staged parts of ended workers."""
     driver = ShardDriver()
     driver.serve(spec(2, consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
     driver.push({0: ones(), 1: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
@@ -292,7 +292,7 @@ def test_the_document_that_calls_a_move_off_takes_nothing_from_the_commits_that_
 
 
 def test_the_next_owner_lets_go_what_ended_workers_pushed_ahead() -> None:
-    """It is handed over as it was staged, and its worker is in no roster that the next owner ever hears of."""
+    """The next owner drops parts that ended workers staged ahead, which no roster it receives would name."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
     for worker in WORKERS:
@@ -305,7 +305,7 @@ def test_the_next_owner_lets_go_what_ended_workers_pushed_ahead() -> None:
 
 
 def test_a_cut_is_not_all_that_is_handed_over() -> None:
-    """At level applied it leaves out what is staged, which the next owner needs."""
+    """A stored cut does not complete a move, because at level `applied` it lacks staged parts that are needed."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "sync", "quorum": 0.5, "late": "fold"}), workers=ROSTER)
     driver.push({0: ones()}, PushId(WORKERS[0], 1, 1), clock=0)

@@ -1,4 +1,4 @@
-"""A shard that stood still while it worked on a request, by its endpoints, which ask before they answer."""
+"""A shard that was paused during a request: its endpoints check that it may serve before they answer."""
 
 import time
 from types import SimpleNamespace
@@ -25,40 +25,40 @@ FRAME = encode_header(PushFrame("m", [PushPart(0, None, None)]))
 
 
 class Shard:
-    """Endpoints of a shard that stands still for longer than it may while it does what is asked; it has done it."""
+    """Endpoints of a shard that is paused while it executes the request, for so long that it may not serve any more."""
 
     def __init__(self) -> None:
         self.stood_still = False
         self.after_push = False
-        """Whether what follows an accepted push fails."""
+        """Whether the step that follows an accepted push fails."""
 
     def check_serving(self) -> None:
-        """The rule's answer."""
+        """Refuse after the pause, as a shard without contact does."""
         if self.stood_still:
             raise problem("unavailable", "this shard has no contact with a scheduler or Redis")
 
     async def work(self, *_: Any) -> Any:
-        """Whatever it is asked."""
+        """Execute a push, or a push with a pull."""
         self.stood_still = True
         if self.after_push:
             raise after_push(problem("storage_unavailable", "Redis does not answer"), DONE)
         return DONE
 
     async def frame_work(self, *_: Any) -> Any:
-        """A frame."""
+        """Execute a push that came as a frame."""
         return await self.work(), None
 
     async def pulled(self, *_: Any) -> Any:
-        """Fails once it has stood still, as a shard that has been fenced."""
+        """Refuse a pull after the pause, as a shard that has been fenced does."""
         self.stood_still = True
         raise problem("loading", "the partition is being read")
 
     async def read(self, *_: Any) -> Any:
-        """A push frame that has arrived."""
+        """Return a push frame that has arrived."""
         return SimpleNamespace(frame=PushFrame("m", [])), Body(())
 
     async def ask(self, path: str, body: bytes, kind: str) -> dict[str, Any]:
-        """The problem document that a request is answered with."""
+        """Send a request; return the problem document of its 503 answer."""
         names: Any = SimpleNamespace(push=self.work, pushpull=self.work, pull=self.pulled)
         frames: Any = SimpleNamespace(push=self.frame_work, lease_after=lambda *_: None, prepare_push=None)
         reader: Any = SimpleNamespace(read=self.read)
@@ -89,7 +89,7 @@ class Shard:
     ids=["push", "push-failing", "frame", "frame-failing", "pushpull-failing"],
 )
 async def test_a_push_is_in_doubt_then(path: str, body: bytes, kind: str, failing: bool) -> None:
-    """It was applied, but another shard may own the partition by now: what became of it is not said."""
+    """After the pause a push is answered `in_doubt` without its state: the partition may have another owner by now."""
     shard = Shard()
     shard.after_push = failing
     document = await shard.ask(path, body, kind)
@@ -99,5 +99,5 @@ async def test_a_push_is_in_doubt_then(path: str, body: bytes, kind: str, failin
 
 @pytest.mark.asyncio
 async def test_a_pull_is_not() -> None:
-    """Nothing is lost by pulling again."""
+    """After the pause a pull keeps its own error, not `in_doubt`, because repeating it loses nothing."""
     assert (await Shard().ask("/pull", b"{}", "application/json"))["code"] == "loading"

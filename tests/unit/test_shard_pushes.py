@@ -1,4 +1,4 @@
-"""The shard's core, event by event: what becomes of pushes, in each mode but sync."""
+"""The shard's core, event by event: pushes in every mode but sync."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from .test_shard_core import ones, refused, spec
 
 
 def test_a_push_is_applied_and_its_duplicate_answered_with_the_original_version() -> None:
-    """The second delivery changes nothing and quotes the version of the first, though others came since."""
+    """A second delivery changes nothing and is answered with the version of the first, even after other pushes."""
     driver = ShardDriver()
     driver.serve(spec())
 
@@ -26,7 +26,7 @@ def test_a_push_is_applied_and_its_duplicate_answered_with_the_original_version(
 
 
 def test_a_duplicate_waits_for_its_original_in_flight() -> None:
-    """Two deliveries that overlap are applied once, and both hear the same version."""
+    """Two overlapping deliveries of a push are applied once, and both are answered with the same version."""
     driver = ShardDriver()
     driver.serve(spec())
     driver.eager = False
@@ -42,7 +42,7 @@ def test_a_duplicate_waits_for_its_original_in_flight() -> None:
 
 
 def test_parts_that_came_before_are_skipped_one_by_one() -> None:
-    """A push whose parts travelled in several requests is applied once on each partition."""
+    """A push whose parts arrive in several requests is applied once on each partition."""
     driver = ShardDriver()
     driver.serve(spec(8, 2))
     push_id = PushId("w", 1, 0)
@@ -56,7 +56,7 @@ def test_parts_that_came_before_are_skipped_one_by_one() -> None:
 
 
 def test_a_request_runs_on_all_its_partitions_or_on_none() -> None:
-    """One part that is refused keeps every other part of the request from being applied."""
+    """If one part of a request is refused, none of its parts is applied."""
     driver = ShardDriver()
     driver.serve(spec(8, 2))
     driver.push({1: ones()}, PushId("w", 1, 0))
@@ -70,7 +70,7 @@ def test_a_request_runs_on_all_its_partitions_or_on_none() -> None:
 
 
 def test_operations_that_share_a_partition_run_in_order_of_arrival() -> None:
-    """A push of two partitions waits for both, and nobody overtakes it on either."""
+    """A push of two partitions waits for both, and no later push overtakes it on either."""
     driver = ShardDriver()
     driver.serve(spec(8, 2))
     driver.eager = False
@@ -91,7 +91,7 @@ def test_operations_that_share_a_partition_run_in_order_of_arrival() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_not_remembered(value: float) -> None:
-    """The same push id may come again with finite content."""
+    """A gradient that is not finite changes nothing, and its push id may come again with finite content."""
     driver = ShardDriver()
     driver.serve(spec())
 
@@ -103,7 +103,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_not_remembered(val
 
 
 def test_a_result_that_would_not_be_finite_is_refused_and_not_remembered() -> None:
-    """A finite gradient that overflows the values is refused on every partition of the request."""
+    """A push whose result would overflow is refused on all of its partitions, and may be sent again."""
     driver = ShardDriver()
     driver.serve(spec(8, 2))
     driver.push({0: ones(value=3e38)})
@@ -132,7 +132,7 @@ def test_a_range_push_moves_and_counts_only_what_it_names() -> None:
 
 @pytest.mark.parametrize("ranges", [(), ((1, 1),), ((2, 3), (1, 2)), ((0, 2), (1, 3)), ((3, 5),)])
 def test_ranges_that_do_not_fit_are_refused(ranges: tuple[tuple[int, int], ...]) -> None:
-    """Empty, unordered, overlapping and outlying ranges are the caller's error."""
+    """Empty, unordered, overlapping and out-of-bounds ranges are refused with `invalid_range`."""
     driver = ShardDriver()
     driver.serve(spec())
 
@@ -143,7 +143,10 @@ def test_ranges_that_do_not_fit_are_refused(ranges: tuple[tuple[int, int], ...])
 
 
 def test_generation_timeline_and_owner_are_checked() -> None:
-    """Each kind of stale request hears what has changed."""
+    """A push with an old generation, timeline or owner is refused with the present one, and changes nothing.
+
+    One with a generation that the shard does not know yet is told to retry.
+    """
     driver = ShardDriver()
     driver.serve(spec(8, 2), timeline=3, clock=5, owned={0: 1})
     driver.send(MapChanged(17))
@@ -165,7 +168,7 @@ def test_generation_timeline_and_owner_are_checked() -> None:
 
 
 def test_version_lag_scales_or_refuses() -> None:
-    """A base two versions back gives a third of the step, or 409 beyond the bound; another incarnation has no lag."""
+    """A lag of two gives a third of the step, one beyond the bound is refused, and another incarnation has no lag."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "async", "lag": "scale"}))
     driver.push({0: ones()})
@@ -184,7 +187,7 @@ def test_version_lag_scales_or_refuses() -> None:
 
 
 def test_the_schedule_counts_versions_and_settings_change_in_order_of_arrival() -> None:
-    """A step schedule halves the rate by the partition's own version; a queued push sees the settings before it."""
+    """A schedule counts the partition's versions, and a push uses the settings that were in force as it was queued."""
     driver = ShardDriver()
     schedule = {"kind": "step", "step_size": 2, "gamma": 0.5}
     driver.serve(spec(optimizer={"name": "sgd", "lr": 1.0, "schedule": schedule}))
@@ -202,7 +205,7 @@ def test_the_schedule_counts_versions_and_settings_change_in_order_of_arrival() 
 
 
 def test_another_optimizer_starts_with_fresh_state() -> None:
-    """Values stay, slots and step counts begin anew."""
+    """Changing the optimizer keeps the values, and starts with fresh slots and step counts."""
     driver = ShardDriver()
     driver.serve(spec(optimizer={"name": "adam", "lr": 0.1}))
     driver.push({0: ones()})
@@ -216,7 +219,7 @@ def test_another_optimizer_starts_with_fresh_state() -> None:
 
 
 def test_clipping_by_norm_needs_the_whole_gradients_norm() -> None:
-    """The frame's norm scales the push; without it the push is refused."""
+    """With `clip_norm`, a push is scaled by the norm in its frame, and refused without one."""
     driver = ShardDriver()
     driver.serve(spec(optimizer={"name": "sum", "clip_norm": 1.0}))
 
@@ -229,7 +232,7 @@ def test_clipping_by_norm_needs_the_whole_gradients_norm() -> None:
 
 
 def test_ids_of_the_scheduler_are_asked_for_once() -> None:
-    """In async an unknown id with '/' is asked about; a worker that pushed before is not asked about again."""
+    """In async the scheduler is asked once about a worker id with '/'; unknown ids and old epochs are refused."""
     driver = ShardDriver()
     driver.serve(spec())
 
@@ -249,7 +252,7 @@ def test_ids_of_the_scheduler_are_asked_for_once() -> None:
 
 
 def test_ssp_takes_pushes_of_joined_workers_only() -> None:
-    """No id and a free id are refused at once; a joined one that the roster lacks is asked about."""
+    """In ssp pushes without a joined worker's id are refused; the scheduler is asked about ids the roster lacks."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "ssp"}), workers={"r/w0": (1, 0)})
 
@@ -263,7 +266,7 @@ def test_ssp_takes_pushes_of_joined_workers_only() -> None:
 
 
 def test_buffered_applies_the_mean_of_every_k_pushes_in_order() -> None:
-    """Two of three wait with the version before; the third applies the mean; the interval applies a rest."""
+    """Buffered pushes are applied as the mean of every `count`, in order, or of the rest after the interval."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "buffered", "count": 3, "interval_ms": 500}))
 
@@ -278,7 +281,7 @@ def test_buffered_applies_the_mean_of_every_k_pushes_in_order() -> None:
 
 
 def test_buffered_with_a_count_of_one_is_async() -> None:
-    """Each push is applied at once and says so."""
+    """With a count of one, buffered mode applies each push at once and says so."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "buffered", "count": 1}))
 
@@ -286,7 +289,7 @@ def test_buffered_with_a_count_of_one_is_async() -> None:
 
 
 def test_leaving_buffered_flushes() -> None:
-    """What is held is applied before a push under the new settings."""
+    """Leaving buffered mode applies the buffered pushes before any push under the new settings."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "buffered", "count": 9}))
     driver.push({0: ones()})
@@ -299,7 +302,7 @@ def test_leaving_buffered_flushes() -> None:
 
 
 def test_a_snapshot_carries_what_is_buffered() -> None:
-    """A push that a window remembers is in the values or in the buffer, also after a crash."""
+    """A snapshot contains buffered pushes, so after a crash every push in the window is applied or buffered."""
     store = InMemoryStore()
     driver = ShardDriver(store)
     buffered = spec(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000})

@@ -1,4 +1,4 @@
-"""What a Redis that is away, slow, emptied or another's does to a shard that journals."""
+"""A journaling shard whose Redis is away, cannot fsync, has lost data, or names another owner."""
 
 import pytest
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from .partitions import apply, complete, done, entries, ones, pending, refused, 
 
 
 def test_a_duplicate_does_not_count_as_stored_what_redis_has_lost() -> None:
-    """Once everything is to be stored again, its answer waits for that."""
+    """After Redis was emptied, a duplicate is acknowledged only once the partition is stored again."""
     driver = slow()
     first = driver.submit({0: ones()}, PushId("w", 1, 0))
     driver.settle()
@@ -34,7 +34,10 @@ def test_a_duplicate_does_not_count_as_stored_what_redis_has_lost() -> None:
 
 
 def test_while_redis_is_away_new_pushes_are_refused_and_waiting_ones_give_up_in_time() -> None:
-    """503 at once, nothing applied; who waits hears 503 after a while, and its push is a duplicate later."""
+    """While Redis is away new pushes get 503 at once and are not applied; waiting ones get 503 after JOURNAL_WAIT_S.
+
+    The waiting push was applied, so sent again it is a duplicate.
+    """
     driver = slow()
     waiting = driver.submit({0: ones()}, PushId("w", 1, 0))
     apply(driver)
@@ -58,7 +61,7 @@ def test_while_redis_is_away_new_pushes_are_refused_and_waiting_ones_give_up_in_
 
 
 def test_a_redis_that_cannot_sync_refuses_that_level_alone() -> None:
-    """`fsynced` hears 503 and is never downgraded; `journaled` goes on."""
+    """If Redis cannot fsync, a push that asks for `fsynced` gets 503, and `journaled` pushes are acknowledged."""
     driver = slow()
     driver.send(StorageChanged("", "appendonly is off"))
 
@@ -72,7 +75,7 @@ def test_a_redis_that_cannot_sync_refuses_that_level_alone() -> None:
 
 
 def test_an_owner_that_was_replaced_in_redis_serves_no_longer() -> None:
-    """Waiting replies hear 421, so do new requests, whatever the feed still says; a newer token is taken up."""
+    """An owner that Redis reports as replaced refuses waiting and new pushes with 421 until it has a newer token."""
     driver = slow()
     assert driver.view is not None
     waiting = driver.submit({0: ones()}, PushId("w", 1, 0))
@@ -93,7 +96,7 @@ def test_an_owner_that_was_replaced_in_redis_serves_no_longer() -> None:
 
 
 def test_a_running_job_of_a_replaced_owner_is_answered_too() -> None:
-    """Its result is not made visible, and its push hears 421."""
+    """A push that is being computed when its owner is replaced gets 421."""
     driver = slow()
     request = driver.submit({0: ones()}, PushId("w", 1, 0))
     key = driver.core.models["m"].partitions[0].key
@@ -105,7 +108,7 @@ def test_a_running_job_of_a_replaced_owner_is_answered_too() -> None:
 
 
 def test_what_waits_to_be_journaled_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound pushes hear 503; room is made when entries become durable."""
+    """While the journal queue is full pushes are refused with `queue_full`, until its entries are durable."""
     driver = slow()
     first = driver.submit({0: ones()}, PushId("w", 1, 0))
     apply(driver)
@@ -125,7 +128,7 @@ def test_what_waits_to_be_journaled_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_journal_that_lost_entries_goes_on_from_a_snapshot() -> None:
-    """Till it is stored, no journaled entry counts: what would load them would find the hole."""
+    """Once Redis has lost journal entries, no later entry counts as durable until the whole state is stored."""
     driver = slow()
     first = driver.submit({0: ones()}, PushId("w", 1, 0))
     apply(driver)

@@ -1,4 +1,4 @@
-"""The shard's core in synchronous mode: staging, commits, timelines; see `test_shard_cuts`."""
+"""The shard's core in synchronous mode: staging, commits and settings (cuts: `test_shard_cuts`)."""
 
 import random
 from typing import Any
@@ -47,7 +47,7 @@ def ones(n: int = 4, value: float = 1.0) -> F32:
 
 
 def test_a_commit_applies_the_mean_of_its_list() -> None:
-    """Pushes are staged with the version before; the commit adds the sum over the list's length, worker by worker."""
+    """Pushes are staged and leave the version; the commit applies their sum divided by the length of its list."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
 
@@ -64,7 +64,7 @@ def test_a_commit_applies_the_mean_of_its_list() -> None:
 
 
 def test_a_weighted_list_divides_by_the_sum_of_weights() -> None:
-    """Weights of the pushes multiply, weights of the list divide."""
+    """A commit divides the weighted sum of the pushes by the sum of the weights in its list."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
     stage(driver, 0, 0, 4.0, weight=3.0)
@@ -76,7 +76,7 @@ def test_a_weighted_list_divides_by_the_sum_of_weights() -> None:
 
 
 def test_every_commit_is_a_version_even_where_nothing_came() -> None:
-    """Partitions that no listed push touched go on to the next version with the same values."""
+    """A commit raises the version of every partition, and keeps the values of those that no listed push touched."""
     driver = ShardDriver()
     driver.serve(spec(8, 2), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
@@ -88,7 +88,7 @@ def test_every_commit_is_a_version_even_where_nothing_came() -> None:
 
 
 def test_two_hundred_arrival_orders_of_one_clock_give_the_same_bytes() -> None:
-    """Sums run by (rank, seq) whatever the order of arrival, so values and moments are bit-identical."""
+    """Sums run in order of (rank, seq), so values and moments are bit-identical for any order of arrival."""
     rng, numbers = random.Random(11), np.random.default_rng(7)
     pushes = [
         (rank, seq, numbers.standard_normal(256).astype(np.float32) * np.float32(10.0 ** rng.randrange(-3, 4)))
@@ -113,7 +113,7 @@ def test_two_hundred_arrival_orders_of_one_clock_give_the_same_bytes() -> None:
 
 
 def test_commits_apply_once_and_in_order_of_their_clocks() -> None:
-    """Early, doubled and old commits change nothing before, or beyond, their turn; a gap asks for the feed anew."""
+    """Commits are applied once and in clock order; an early one waits, and the gap before it requests a resync."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
@@ -130,7 +130,7 @@ def test_commits_apply_once_and_in_order_of_their_clocks() -> None:
 
 
 def test_commits_that_come_before_the_partition_is_loaded_wait_for_it() -> None:
-    """The view's tail and single commits are applied once the state is there."""
+    """Commits that arrive while the partition is loading are applied once it is loaded."""
     driver = ShardDriver(eager=False)
     view = driver.serve(spec(), workers=ROSTER)
     driver.commit(0)
@@ -143,7 +143,7 @@ def test_commits_that_come_before_the_partition_is_loaded_wait_for_it() -> None:
 
 
 def test_a_late_push_is_dropped_and_says_so() -> None:
-    """Under `drop` it is accepted, discarded and told, again to its duplicate; its clock's list is unchanged."""
+    """Under `drop` a late push is accepted, discarded and marked late, and so is its duplicate."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
     driver.commit(0)
@@ -157,7 +157,7 @@ def test_a_late_push_is_dropped_and_says_so() -> None:
 
 
 def test_what_a_commit_left_out_is_dropped_or_folded() -> None:
-    """Under `drop` unlisted parts go with their clock; under `fold` they wait until listed or their epoch ends."""
+    """Under `drop` unlisted parts go with their clock; under `fold` they stay until listed or their epoch ends."""
     for late, want in (("drop", 0.0), ("fold", 4.0)):
         driver = ShardDriver()
         view = driver.serve(spec(late=late), workers=ROSTER)
@@ -171,7 +171,7 @@ def test_what_a_commit_left_out_is_dropped_or_folded() -> None:
 
 
 def test_a_folded_gradient_that_can_never_be_listed_is_let_go() -> None:
-    """Lists of one worker only go forward, so what lies before its newest one is dropped; others' parts stay."""
+    """Under `fold` a worker's parts older than its newest listed clock, which no list can name, are dropped."""
     driver = ShardDriver()
     driver.serve(spec(late="fold"), workers=ROSTER)
     stage(driver, 0, 0, 4.0)
@@ -189,7 +189,7 @@ def test_a_folded_gradient_that_can_never_be_listed_is_let_go() -> None:
 
 
 def test_what_a_dead_worker_has_pushed_ahead_is_let_go_with_its_epoch() -> None:
-    """No list will ever name it.  Who is in no roster yet has just joined, and its parts stay; so do others'."""
+    """Parts staged ahead are dropped when their worker's epoch ends, but kept for a worker not yet in any roster."""
     driver = ShardDriver(roster=lambda ask: WorkerAnswered(ask.request, 1, 2, True))
     view = driver.serve(spec(late="fold"), workers={w: ROSTER[w] for w in WORKERS[:2]})
     for rank, clock in ((0, 0), (0, 7), (1, 7), (2, 7)):
@@ -205,7 +205,7 @@ def test_what_a_dead_worker_has_pushed_ahead_is_let_go_with_its_epoch() -> None:
 
 
 def test_what_a_commit_still_to_come_lists_of_a_dead_worker_stays_until_then() -> None:
-    """The roster may be heard of before a commit that was decided earlier."""
+    """Parts of a dead worker stay until a commit that lists them, which was decided before the roster changed."""
     driver = ShardDriver()
     view = driver.serve(spec(late="fold"), workers=ROSTER)
     stage(driver, 0, 1, 2.0)
@@ -219,7 +219,7 @@ def test_what_a_commit_still_to_come_lists_of_a_dead_worker_stays_until_then() -
 
 
 def test_no_push_is_staged_for_a_clock_that_is_too_far_ahead() -> None:
-    """As the scheduler takes no report of one; what is held is bounded by the clocks that will be reached."""
+    """A push more than CLOCKS_AHEAD_MAX ahead of the open clock is refused, as the scheduler refuses such a report."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
     stage(driver, 0, limits.CLOCKS_AHEAD_MAX, 1.0)
@@ -232,7 +232,7 @@ def test_no_push_is_staged_for_a_clock_that_is_too_far_ahead() -> None:
 
 
 def test_pushes_that_sync_cannot_take_are_refused() -> None:
-    """No worker, no clock, a replaced epoch."""
+    """In sync a push without a joined worker, without a clock or with a replaced epoch is refused."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER | {"r/w0": (2, 0)})
 
@@ -247,7 +247,7 @@ def test_pushes_that_sync_cannot_take_are_refused() -> None:
 
 
 def test_staged_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push beyond the bound hears 503, is not remembered, and is taken once there is room."""
+    """A push beyond STAGED_BYTES_MAX gets `queue_full`, is not remembered, and is accepted once there is room."""
     monkeypatch.setattr(limits, "STAGED_BYTES_MAX", 32)
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
@@ -263,7 +263,7 @@ def test_staged_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_commit_whose_result_is_not_finite_keeps_the_values() -> None:
-    """The clock goes on, the values stay, and it is counted."""
+    """A commit whose result is not finite raises the version, keeps the values, and is counted."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
     stage(driver, 0, 0, 3e38)
@@ -277,7 +277,7 @@ def test_a_commit_whose_result_is_not_finite_keeps_the_values() -> None:
 
 
 def test_what_float32_cannot_hold_is_not_staged() -> None:
-    """It would be infinite in the mean, and everybody else's gradient be lost with it."""
+    """A gradient that overflows float32 is refused, because it would make the mean of all workers infinite."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
@@ -292,7 +292,7 @@ def test_what_float32_cannot_hold_is_not_staged() -> None:
 
 
 def test_settings_change_at_the_commit_that_names_their_revision() -> None:
-    """A commit decided before the change uses the settings before, though the shard knows the new ones already."""
+    """A commit uses the settings of the revision it names, even if the shard knows newer ones already."""
     driver = ShardDriver()
     driver.serve(spec(optimizer={"name": "sgd", "lr": 1.0}), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
@@ -306,7 +306,7 @@ def test_settings_change_at_the_commit_that_names_their_revision() -> None:
 
 
 def test_a_commit_of_a_revision_not_heard_of_waits_for_it() -> None:
-    """The commit is applied when the view brings the settings."""
+    """A commit that names a revision unknown to the shard is applied once the shard receives its settings."""
     driver = ShardDriver()
     driver.serve(spec(optimizer={"name": "sgd", "lr": 1.0}), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
@@ -319,7 +319,7 @@ def test_a_commit_of_a_revision_not_heard_of_waits_for_it() -> None:
 
 
 def test_leaving_sync_drops_the_open_clock_and_entering_begins_at_the_leaders() -> None:
-    """Decided commits come first, then staged parts go; a new phase begins with a cut at the clock it is told."""
+    """Leaving sync applies decided commits and drops staged parts; a new phase begins with a cut at its first clock."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
@@ -334,13 +334,13 @@ def test_leaving_sync_drops_the_open_clock_and_entering_begins_at_the_leaders() 
     driver.commit(7, listed(2, 7))
 
     assert driver.values() == [4.0] * 4
-    assert driver.pull(0).version == 8  # the clock, from the first commit on
+    assert driver.pull(0).version == 8  # the version is the clock from the first commit on
     driver.advance(1.0)
     assert [row[4] for row in driver.core.cuts()] == [7]
 
 
 def test_lag_is_counted_at_the_commit() -> None:
-    """A gradient of an older base weighs less by the versions between, however early it was staged."""
+    """A gradient is scaled by the versions between its base and its commit, however early it was staged."""
     driver = ShardDriver()
     driver.serve(spec(lag="scale"), workers=ROSTER)
     stage(driver, 0, 1, 4.0, base=(0, 1))
@@ -352,7 +352,7 @@ def test_lag_is_counted_at_the_commit() -> None:
 
 
 def test_a_pull_waits_for_a_clock_whatever_the_version() -> None:
-    """`min_clock` counts commits alone: values that were assigned meanwhile make a version, but no clock."""
+    """A pull with `min_clock` waits for commits: an assignment raises the version, but not the clock."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
@@ -370,7 +370,7 @@ def test_a_pull_waits_for_a_clock_whatever_the_version() -> None:
 
 
 def test_out_of_sync_no_pull_waits_for_a_clock() -> None:
-    """Not one that waited when the mode was changed, nor one that comes later; entering it, they wait for its turn."""
+    """Out of sync no pull waits for `min_clock`, not even one that already did; back in sync, pulls wait again."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
@@ -395,7 +395,7 @@ def test_out_of_sync_no_pull_waits_for_a_clock() -> None:
 def test_a_pull_that_waits_for_a_commit_is_not_looked_at_for_each_of_its_partitions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A pull of many partitions costs by their number, not by its square."""
+    """Waking a pull of n partitions costs a number of checks that is linear in n, not quadratic."""
     partitions = 256
     looks = Mock(side_effect=ServedModel.owned)
     driver = ShardDriver()
@@ -413,7 +413,7 @@ def test_a_pull_that_waits_for_a_commit_is_not_looked_at_for_each_of_its_partiti
 
 
 def test_a_commit_is_computed_on_all_partitions_together_and_lost_ones_do_not_hold_up_the_rest() -> None:
-    """It is one job; of a partition that has another owner meanwhile the result is let go."""
+    """A commit of several partitions is one job, whose result is discarded for a partition lost meanwhile."""
     driver = ShardDriver()
     driver.serve(spec(3, 3), workers=ROSTER)
     driver.push({i: ones(1) for i in range(3)}, PushId(WORKERS[0], 1, 0), clock=0)
@@ -435,8 +435,10 @@ def test_a_commit_is_computed_on_all_partitions_together_and_lost_ones_do_not_ho
 
 
 def test_a_worker_goes_on_without_asking_once_nothing_of_its_push_is_left() -> None:
-    """Not where a commit left it out to be folded into a later one, where there were further ones, nor where the
-    scheduler has something to say."""
+    """A worker may go on without asking the scheduler only after a commit that listed its push.
+
+    Not if the commit left the push out for a later one, if further commits came, or if the scheduler needs a report.
+    """
     driver = ShardDriver()
     driver.serve(spec(late="fold"), workers=ROSTER)
     served = driver.core.find_model(ModelKey("m", 1))

@@ -1,4 +1,4 @@
-"""Owners that are given newer tokens: what they keep in memory, and store again."""
+"""Owners that are given newer tokens: what they keep in memory and store again."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ KEY = PartitionKey(ModelKey("m", 1), 0)
 
 @pytest.mark.parametrize("ack", LEVELS)
 def test_a_renewed_token_keeps_memory_and_stores_everything_again(ack: str) -> None:
-    """Redis was emptied: values, windows and what runs stay; replies of before wait for the new snapshot."""
+    """Renewed after Redis was emptied, an owner keeps its state, and replies wait until all of it is stored again."""
     driver = ShardDriver()
     driver.serve(spec(ack=ack))
     driver.push({0: ones()}, PushId("w", 1, 0))
@@ -64,7 +64,7 @@ def test_a_renewed_token_keeps_memory_and_stores_everything_again(ack: str) -> N
 
 
 def test_a_newer_token_without_that_word_is_a_new_ownership() -> None:
-    """Memory counts only for who holds the token that is renewed, or a later one."""
+    """A newer token keeps the memory only if `kept_from` is the token that the shard holds, or an earlier one."""
     driver = ShardDriver()
     driver.serve(spec(), owned={0: 5})
     driver.push({0: ones()}, PushId("w", 1, 0))
@@ -79,7 +79,7 @@ def test_a_newer_token_without_that_word_is_a_new_ownership() -> None:
 
 
 def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
-    """What Redis lost of a recovery's target is in memory still."""
+    """A cut of a model in sync that Redis lost is stored again from memory under the renewed token."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
     driver.commit(0, cut=True)
@@ -96,7 +96,7 @@ def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
 
 @pytest.mark.parametrize("lost", ["renewed", "told"])
 def test_a_cut_of_a_model_that_has_left_sync_is_not_stored_again(lost: str) -> None:
-    """Its time is over: a new owner begins with what came after it, whoever notices that Redis was emptied."""
+    """After sync is left, its cut is not stored again, whoever notices that Redis was emptied; later values are."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
     driver.commit(0, cut=True)
@@ -119,7 +119,7 @@ def test_a_cut_of_a_model_that_has_left_sync_is_not_stored_again(lost: str) -> N
 
 @pytest.mark.parametrize("outcome", [SnapshotStored, SnapshotFailed])
 def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> None:
-    """Neither one that waits its turn nor one that fails takes the place of what comes after; one that ends is none."""
+    """Once sync is left, cuts that wait or fail are dropped, and one that is being stored does not count as a cut."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
     driver.advance(1.0)
@@ -143,7 +143,10 @@ def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> 
 
 
 def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothing() -> None:
-    """Parts of it may be among what is lost; a release request withdrawn meanwhile changes nothing about the next."""
+    """A snapshot in flight when Redis lost data does not count, because parts of it may be lost, too.
+
+    A release request that is called off meanwhile does not change that.
+    """
     driver = ShardDriver()
     driver.serve(spec(ack="journaled"))
     driver.advance(1.0)
@@ -168,7 +171,7 @@ def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothin
 
 
 def test_a_partition_that_is_handed_over_when_redis_is_emptied_is_stored_anew() -> None:
-    """It counts as released again only under its new token."""
+    """A released partition whose token is renewed counts as released only once stored under the new token."""
     driver = ShardDriver()
     driver.serve(spec())
     driver.push({0: ones()}, PushId("w", 1, 0))
@@ -184,7 +187,7 @@ def test_a_partition_that_is_handed_over_when_redis_is_emptied_is_stored_anew() 
 
 
 def test_an_owner_that_redis_refused_before_it_was_renewed_has_its_memory_still() -> None:
-    """The new token is in Redis before the owner hears of it: what it is refused for is its own renewal."""
+    """An owner whose writes Redis refuses keeps its memory, because the cause may be its own renewed token."""
     driver = ShardDriver()
     driver.serve(spec(ack="journaled"))
     driver.push({0: ones()}, PushId("w", 1, 0))
@@ -203,19 +206,19 @@ def test_an_owner_that_redis_refused_before_it_was_renewed_has_its_memory_still(
 
 
 def kept(**fields: Any) -> tuple[ShardDriver, int]:
-    """A journaled shard with one push, whose ownership was refused: Redis has forgotten it."""
+    """Return a journaled shard with one push, and the request of that push."""
     driver = ShardDriver()
     driver.serve(spec(ack="journaled", **fields), workers=ROSTER)
     return driver, driver.submit({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0 if "consistency" in fields else None)
 
 
 def renew(driver: ShardDriver, **fields: Any) -> None:
-    """The leader tells that the refused ownership is this shard's under a new token."""
+    """Give the refused partition back to this shard under a new token."""
     driver.send(replace(view(driver), owned={0: 2}, kept_from={0: 1}, **fields))
 
 
 def test_what_was_kept_is_flushed_when_it_is_due() -> None:
-    """The time came while it was nobody's."""
+    """A buffer whose deadline passed while the partition had no owner is flushed after the renewal."""
     driver, _ = kept(consistency={"mode": "buffered", "count": 4, "interval_ms": 1000})
     driver.send(JournalRefused(KEY, 1))
     driver.advance(2.0)
@@ -226,7 +229,7 @@ def test_what_was_kept_is_flushed_when_it_is_due() -> None:
 
 
 def test_what_was_kept_learns_of_settings_that_changed_meanwhile() -> None:
-    """They are those of its model."""
+    """Settings that changed while the partition had no owner apply after the renewal."""
     driver, _ = kept()
     driver.send(JournalRefused(KEY, 1))
     driver.patch({"optimizer": {"name": "sgd", "lr": 5.0}})
@@ -236,7 +239,7 @@ def test_what_was_kept_learns_of_settings_that_changed_meanwhile() -> None:
 
 
 def test_what_was_kept_takes_the_commit_that_waited() -> None:
-    """It stood in line behind an assignment when the ownership was refused."""
+    """A commit queued behind an assignment when the ownership was refused is applied after the renewal."""
     driver, _ = kept(consistency={"mode": "sync"})
     driver.eager = False
     driver.send(SetReceived(driver.request(), "m", (AssignPart(0, ones(), "float32", True),)))

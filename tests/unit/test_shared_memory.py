@@ -1,4 +1,4 @@
-"""Shared memory between a shard and clients of its machine: folders, buffers, leases, slots and windows."""
+"""Shared memory between a shard and clients on its machine: folders, buffers, leases, slots, windows, the board."""
 
 import fcntl
 import os
@@ -30,19 +30,19 @@ from paramserver_shard.shared_folder import SharedFolder, sweep
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux")
 
 COUNT = 1 << 16
-"""Elements: a quarter of a MiB, which is pooled."""
+"""Elements of a buffer: 256 KiB, which is large enough to be pooled."""
 
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A folder with a short name: the path of a socket in it may have about a hundred bytes."""
+    """A folder with a short path, because that of a Unix socket in it is limited to about 100 bytes."""
     with TemporaryDirectory() as name:
         yield Path(name)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[SharedFolder]:
-    """A folder of one shard."""
+    """The shared folder of one shard."""
     made = SharedFolder.open(str(tmp_path), "shard-0", 1 << 26)
     assert made is not None
     yield made
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Iterator[SharedFolder]:
 
 
 class Clock:
-    """Time that stands still until it is told otherwise."""
+    """A clock that only the test moves."""
 
     now = 0.0
 
@@ -72,20 +72,20 @@ def versions(folder: SharedFolder) -> BufferPool:
 
 @pytest.fixture
 def lending(folder: SharedFolder, versions: BufferPool, clock: Clock) -> Lending:
-    """What the folder's shard lends."""
+    """The leases and slots of the folder's shard."""
     return Lending(versions, BufferPool(folder=folder), Board(folder), clock)
 
 
 def next_turn(versions: BufferPool, values: list[F32]) -> list[F32]:
-    """Memory for the version after these values."""
+    """Return buffers for the version that follows these values."""
     pairs = zip(versions.take_free(values), values, strict=True)
     return [versions.take(COUNT, shared=True, after=v) if found is None else found for found, v in pairs]
 
 
 def test_partitions_go_to_and_fro_between_the_same_buffers(versions: BufferPool) -> None:
-    """Push after push a model's values lie in the same two rows of files, so that what was mapped once serves again."""
+    """Successive versions of a model alternate between two rows of files, so that clients reuse their mappings."""
     values = [versions.take(COUNT, shared=True) for _ in range(6)]
-    assert versions.take_free(values) == [None] * 6  # made by whoever computes: a new page takes its time
+    assert versions.take_free(values) == [None] * 6  # the computing threads allocate them: first use of a page is slow
     rows = []
     for _ in range(8):
         values = next_turn(versions, values)
@@ -96,7 +96,7 @@ def test_partitions_go_to_and_fro_between_the_same_buffers(versions: BufferPool)
 
 
 def test_a_reader_that_holds_a_version_takes_no_buffer_away(versions: BufferPool) -> None:
-    """While old values are read new ones go elsewhere; afterwards no more than three rows are in use."""
+    """New values never use the buffers of a version that is being read, and at most three rows are in use."""
     values, rows = [versions.take(COUNT, shared=True) for _ in range(4)], []
     held: list[list[F32]] = []
     for _ in range(12):
@@ -110,9 +110,9 @@ def test_a_reader_that_holds_a_version_takes_no_buffer_away(versions: BufferPool
 
 
 def test_readers_who_let_go_in_any_order_find_few_rows(versions: BufferPool) -> None:
-    """Three readers that each hold some version, of all partitions or of one: the rows are few and come again.
+    """Three readers that release versions in any order leave no more than KEPT_MAX rows of buffers in use.
 
-    More than a client keeps mapped would be mapped again with nearly every pull.
+    With more rows than a client keeps mapped, nearly every pull would map memory again.
     """
     chance = random.Random(7)
     values, rows = [versions.take(COUNT, shared=True) for _ in range(8)], []
@@ -126,7 +126,7 @@ def test_readers_who_let_go_in_any_order_find_few_rows(versions: BufferPool) -> 
 
 
 def test_memory_of_others_takes_a_turn_and_stays(versions: BufferPool) -> None:
-    """What another model has left is used before more is made, and belongs to its new partition from then on."""
+    """Buffers left by another model are used before new ones are made, and stay with their new partition."""
     other = [versions.take(COUNT, shared=True) for _ in range(2)]
     left = {versions.file_of(v) for v in other}
     values = [versions.take(COUNT, shared=True) for _ in range(2)]
@@ -143,7 +143,7 @@ def test_memory_of_others_takes_a_turn_and_stays(versions: BufferPool) -> None:
 
 
 def test_memory_of_a_size_that_nobody_asks_for_makes_room(folder: SharedFolder) -> None:
-    """What a deleted model has left is kept for a while; then what others give back is kept in its place."""
+    """Kept buffers of a size that is no longer requested are deleted in favor of those that others return."""
     pool = BufferPool(8 * 4 * COUNT, folder)
     deleted = [pool.take(COUNT, shared=True) for _ in range(8)]
     files = [folder.path / str(pool.file_of(a)) for a in deleted]
@@ -160,7 +160,7 @@ def test_memory_of_a_size_that_nobody_asks_for_makes_room(folder: SharedFolder) 
 
 
 def test_memory_that_is_asked_for_by_turns_is_kept(folder: SharedFolder) -> None:
-    """Two models train by turns without room for both: what is kept of the one is not given up for the other."""
+    """When two models train by turns and only one's buffers fit, they are kept and not evicted by the other's."""
     pool, taken = BufferPool(4 * COUNT, folder), list[str | None]()
     for _ in range(50):
         taken.append(pool.file_of(pool.take(COUNT, shared=True)))
@@ -170,7 +170,7 @@ def test_memory_that_is_asked_for_by_turns_is_kept(folder: SharedFolder) -> None
 
 
 def test_a_window_shows_buffers_side_by_side(folder: SharedFolder, versions: BufferPool) -> None:
-    """Two buffers of a shard are one contiguous read-only array at a client, without a copy."""
+    """A client sees two buffers of a shard as one contiguous read-only array, without a copy."""
     first, second = versions.take(COUNT, shared=True), versions.take(COUNT, shared=True)
     first[:], second[:] = 1.0, 2.0
     paths = [str(folder.path / str(versions.file_of(a))) for a in (first, second)]
@@ -187,7 +187,7 @@ def test_a_window_shows_buffers_side_by_side(folder: SharedFolder, versions: Buf
 def test_a_reader_keeps_its_bytes_when_the_file_goes(
     folder: SharedFolder, versions: BufferPool, lending: Lending, clock: Clock
 ) -> None:
-    """After its lease a buffer is removed and never handed out again, so a slow reader sees its bytes unchanged."""
+    """A buffer whose lease has expired is unlinked and never reused, so a slow reader's bytes do not change."""
     values = versions.take(COUNT, shared=True)
     values[:] = 3.0
     granted = lending.lease([values])
@@ -205,7 +205,7 @@ def test_a_reader_keeps_its_bytes_when_the_file_goes(
 
 
 def test_a_released_lease_gives_its_memory_back(versions: BufferPool, lending: Lending) -> None:
-    """The same buffer serves again once its reader has said that it is done, and not before."""
+    """A buffer is reused once its lease is released, and not before."""
     values = versions.take(COUNT, shared=True)
     file = versions.file_of(values)
     granted = lending.lease([values])
@@ -218,7 +218,7 @@ def test_a_released_lease_gives_its_memory_back(versions: BufferPool, lending: L
 
 
 def test_leases_are_bounded(versions: BufferPool, lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound, and for private memory, there is no lease: the values travel over HTTP."""
+    """There is no lease beyond LEASED_BYTES_MAX or for private memory; those values travel over HTTP."""
     values = versions.take(COUNT, shared=True)
     assert lending.lease([values, versions.take(COUNT)]) is None
     monkeypatch.setattr("paramserver_shard.lending.LEASED_BYTES_MAX", 4 * COUNT)
@@ -227,7 +227,7 @@ def test_leases_are_bounded(versions: BufferPool, lending: Lending, monkeypatch:
 
 
 def test_a_slot_is_the_shards_from_submission_to_reply(folder: SharedFolder, lending: Lending) -> None:
-    """A slot that was submitted cannot be submitted again before its answer, and then holds the next gradient."""
+    """A submitted slot cannot be submitted again before its reply, and then only if the reply left it reusable."""
     file = lending.allocate_slot(4 * COUNT)
     mine = writable(str(folder.path / file), 4 * COUNT)
     mine.view(np.float32)[:] = 7.0
@@ -245,7 +245,7 @@ def test_a_slot_is_the_shards_from_submission_to_reply(folder: SharedFolder, len
 
 
 def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, lending: Lending, clock: Clock) -> None:
-    """A client that vanished with a slot in hand costs nothing after the lease; what it still writes reaches nobody."""
+    """A slot unused for SHARED_LEASE_S is taken back, and what its client still writes reaches no other slot."""
     file = lending.allocate_slot(4 * COUNT)
     mine = writable(str(folder.path / file), 4 * COUNT)
     clock.now = limits.SHARED_LEASE_S
@@ -256,7 +256,7 @@ def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, l
 
 
 def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Lending) -> None:
-    """Its memory is lent again rather than more of it; one whose push is being applied is not given away."""
+    """A returned slot is lent again before new memory is taken, but not while its push is being applied."""
     file = lending.allocate_slot(4 * COUNT)
     lending.begin_push(file, 4 * COUNT)
     lending.free_slot(file)
@@ -272,7 +272,7 @@ def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Le
 
 
 def test_a_lying_client_is_refused(lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push larger than its slot, a slot that never was, and slots beyond the bound are refused."""
+    """A push larger than its slot, an unknown slot, and slots beyond SLOT_BYTES_MAX are refused."""
     file = lending.allocate_slot(4 * COUNT)
     with pytest.raises(RequestError):
         lending.begin_push(file, 1 << 30)
@@ -284,7 +284,7 @@ def test_a_lying_client_is_refused(lending: Lending, monkeypatch: pytest.MonkeyP
 
 
 def test_a_full_folder_gives_private_memory(tmp_path: Path) -> None:
-    """Where shared memory has no room, buffers are private and nothing fails."""
+    """When the shared folder is full, further buffers are private and nothing fails."""
     folder = SharedFolder.open(str(tmp_path), "shard-0", 4 * COUNT)
     assert folder is not None
     pool = BufferPool(folder=folder)
@@ -297,7 +297,7 @@ def test_a_full_folder_gives_private_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("root", ["", "/nonexistent/folder"])
 def test_no_folder_where_there_can_be_none(root: str) -> None:
-    """Turned off, or on a machine without that file system, there is simply no folder."""
+    """There is no shared folder if it is turned off or its root does not exist."""
     assert SharedFolder.open(root, "shard-0", 1 << 20) is None
 
 
@@ -316,7 +316,7 @@ def test_a_folder_that_could_not_be_opened_is_not_locked(tmp_path: Path, monkeyp
 
 
 def test_what_a_killed_shard_left_is_removed_by_the_next(tmp_path: Path, folder: SharedFolder) -> None:
-    """The folder of a process that died by SIGKILL goes when another starts; that of a living one stays."""
+    """A sweep removes the folder of a process killed by SIGKILL, and keeps those of live processes."""
     code = (
         "import sys, time; from paramserver_shard.shared_folder import SharedFolder;"
         f"f = SharedFolder.open({str(tmp_path)!r}, 'shard-1', 1 << 20); f.allocate(65536);"
@@ -335,7 +335,7 @@ def test_what_a_killed_shard_left_is_removed_by_the_next(tmp_path: Path, folder:
 
 @pytest.mark.parametrize("name", ["shard-1-a", ".shard-1-a"])
 def test_a_folder_that_was_half_removed_is_removed_by_the_next(tmp_path: Path, name: str) -> None:
-    """Without its lock, under whichever name, once it is older than one that is just being made."""
+    """A sweep removes a folder without a lock, under either name, once it is too old to be in creation."""
     (path := tmp_path / name).mkdir()
     (path / "b1").write_bytes(b"values")
     sweep(tmp_path)
@@ -348,7 +348,7 @@ def test_a_folder_that_was_half_removed_is_removed_by_the_next(tmp_path: Path, n
 def test_a_folder_that_is_being_removed_is_never_taken_for_one_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut off in the middle, it lies under a name that no shard has, with its lock or without."""
+    """A folder is renamed to a name that no shard has before it is removed, in case the removal is interrupted."""
     folder = SharedFolder.open(str(tmp_path), "shard-1", 1 << 20)
     assert folder is not None
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
@@ -358,7 +358,7 @@ def test_a_folder_that_is_being_removed_is_never_taken_for_one_in_use(
 
 
 def test_windows_are_kept_for_the_next_turn(folder: SharedFolder, versions: BufferPool) -> None:
-    """The same buffers give the same window, also after their files have gone; others are mapped anew."""
+    """The same buffers give the same window again; a missing file or a size that is no whole page is an error."""
     windows = Windows()
     values = versions.take(COUNT, shared=True)
     path = str(folder.path / str(versions.file_of(values)))
@@ -371,7 +371,7 @@ def test_windows_are_kept_for_the_next_turn(folder: SharedFolder, versions: Buff
 
 
 def test_pages_of_a_file_become_private_unseen(tmp_path: Path) -> None:
-    """Whoever reads the memory while its pages are changed finds its contents at every moment."""
+    """A reader sees the same contents at every moment while pages change between file and private memory."""
     size, path = 64 * PAGE_BYTES, tmp_path / "slot"
     path.write_bytes(bytes([7]) * size)
     memory, runs, over, found = private(size), [(0, 0, size)], threading.Event(), set[int]()
@@ -396,14 +396,14 @@ def test_pages_of_a_file_become_private_unseen(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_its_users_alone(folder: SharedFolder) -> None:
-    """Nobody else may look into it."""
+    """The shared folder gives no access to group and others."""
     assert os.stat(folder.path).st_mode & 0o077 == 0
     assert time.time() - os.stat(folder.path / "lock").st_mtime < 60
 
 
 @pytest.fixture
 def board(folder: SharedFolder) -> Board:
-    """The board of the folder's shard, which may serve for the next minute."""
+    """The board of the folder's shard, which is allowed to serve for the next minute."""
     made = Board(folder)
     now = time.monotonic()
     made.set_serving_window(now, now + 60.0)
@@ -413,7 +413,7 @@ def board(folder: SharedFolder) -> Board:
 def test_a_lease_stands_on_the_board_until_other_values_take_its_place(
     folder: SharedFolder, versions: BufferPool, clock: Clock, board: Board
 ) -> None:
-    """A reader finds its lease confirmed until one of its partitions changes, and never again."""
+    """A lease is confirmed until one of its partitions is superseded or it is released, and never again."""
     lending = Lending(versions, BufferPool(folder=folder), board, clock)
     view = BoardView(str(folder.path))
     old, other, new = (versions.take(COUNT, shared=True) for _ in range(3))
@@ -437,7 +437,7 @@ def test_a_lease_stands_on_the_board_until_other_values_take_its_place(
 def test_a_lease_that_has_ended_is_not_confirmed(
     folder: SharedFolder, versions: BufferPool, clock: Clock, board: Board
 ) -> None:
-    """After its 15 seconds a lease is not on the board, whether its values are the present or not."""
+    """A lease that has expired is not confirmed, even if its values are still current."""
     lending = Lending(versions, BufferPool(folder=folder), board, clock)
     granted = lending.lease([versions.take(COUNT, shared=True)], current=True)
     assert granted is not None
@@ -447,7 +447,7 @@ def test_a_lease_that_has_ended_is_not_confirmed(
 
 
 def test_a_shard_that_may_not_serve_confirms_nothing(folder: SharedFolder, board: Board) -> None:
-    """Neither once its time is over nor before it was said, as in a container with a clock of its own."""
+    """Outside its serving window a board confirms nothing, nor with a start in the future (another clock)."""
     view, now = BoardView(str(folder.path)), time.monotonic()
     board.mark_current(5)
     assert view.confirms(5)
@@ -457,7 +457,7 @@ def test_a_shard_that_may_not_serve_confirms_nothing(folder: SharedFolder, board
 
 
 def test_the_board_of_a_process_that_has_ended_confirms_nothing(tmp_path: Path) -> None:
-    """With the process its lock is gone, and the board is that of nobody."""
+    """The board of a process that has ended confirms nothing, because the lock has ended with it."""
     code = (
         "import sys, time; from paramserver_shard.board import Board; "
         "from paramserver_shard.shared_folder import SharedFolder\n"
@@ -478,7 +478,7 @@ def test_the_board_of_a_process_that_has_ended_confirms_nothing(tmp_path: Path) 
 
 
 def test_nothing_is_held_of_shards_that_have_ended(tmp_path: Path) -> None:
-    """Neither files nor memory: with the first thing that the next one lends, what the last one had lent is let go."""
+    """A client that uses the next shard keeps no open files and mappings of the one that has ended."""
     same_host = SameHost()
 
     def held() -> tuple[int, int]:
@@ -508,12 +508,12 @@ def test_nothing_is_held_of_shards_that_have_ended(tmp_path: Path) -> None:
 
 
 def test_without_a_board_nothing_is_confirmed(tmp_path: Path) -> None:
-    """Of a folder that is gone a client knows nothing, and asks."""
+    """Where the folder is gone nothing is confirmed, so the client has to ask the shard."""
     assert not BoardView(str(tmp_path / "gone")).confirms(1)
 
 
 def test_values_can_be_read_to_the_very_end_of_a_process(tmp_path: Path) -> None:
-    """By what runs last of all, when everything is being taken down; it ended with a segmentation fault."""
+    """An atexit handler that runs last can still read values, which once ended in a segmentation fault."""
     file = tmp_path / "values"
     file.write_bytes(np.arange(1024, dtype=np.float32).tobytes())
     program = f"""
@@ -527,7 +527,7 @@ values = Window([({str(file)!r}, 4096)]).values()
 
 
 def test_leases_that_are_over_are_told_once_by_whoever_asks_first() -> None:
-    """Two threads of a client may ask at one moment, and one finds nothing where it had just seen something."""
+    """Each ended lease is taken exactly once, without an error, when several threads take them at the same time."""
     same_host = SameHost()
     address = "unix:///x/socket"
     told: list[int] = []

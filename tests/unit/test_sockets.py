@@ -18,18 +18,18 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """See `connected_pair`."""
+    """The two ends of `connected_pair`."""
     with connected_pair() as ends:
         yield ends
 
 
 def test_a_body_is_moved_whole(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Through more places, system calls and waits than one; afterwards the socket waits for single bytes again."""
+    """A body of several pieces, system calls and waits is moved whole, and SO_RCVLOWAT is 1 again afterwards."""
     both_ways(*pair)
 
 
 def test_a_peer_that_pauses_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
-    """What has been moved until then counts, and the rest is still to be moved."""
+    """When the peer pauses, the loops return with what has been moved so far instead of waiting."""
     ours, theirs = pair
     sent = sockets.send(ours.fileno(), [memoryview(BODY)] * 4)
     assert 0 < sent < 4 * len(BODY)
@@ -53,7 +53,7 @@ def test_a_peer_that_pauses_is_not_waited_for(pair: tuple[socket.socket, socket.
     ids=["another stream", "padding", "empty", "too long", "another frame"],
 )
 def test_another_frame_is_left_to_who_understands_it(pair: tuple[socket.socket, socket.socket], follows: bytes) -> None:
-    """Only its head has been read, and it comes back."""
+    """A frame that the loop does not handle ends it: its head is returned, and its payload stays unread."""
     ours, theirs = pair
     theirs.sendall(frames_of(1, BODY[:1000], 500, ends=False) + follows + b"xyz")
     memory, cut = places(2000)
@@ -63,7 +63,7 @@ def test_another_frame_is_left_to_who_understands_it(pair: tuple[socket.socket, 
 
 
 def test_the_end_of_a_body_is_the_end(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Though there is place for more; what comes behind it is not taken for it."""
+    """END_STREAM ends a body even if there is room for more, and what follows is not taken for part of it."""
     ours, theirs = pair
     theirs.sendall(frames_of(1, BODY[:1000], 500) + frames_of(1, b"more", 4))
     _, cut = places(2000)
@@ -73,7 +73,7 @@ def test_the_end_of_a_body_is_the_end(pair: tuple[socket.socket, socket.socket])
 
 
 def test_a_peer_that_has_hung_up_ends_it(pair: tuple[socket.socket, socket.socket]) -> None:
-    """In either direction, with what was moved before."""
+    """When the peer has hung up, both loops end and return the number of bytes moved before."""
     ours, theirs = pair
     theirs.sendall(frames_of(1, BODY, 1 << 20)[:1009])
     theirs.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""A model's spec: what is taken, what is refused and with which words."""
+"""Model specs: defaults, validation, patches, partitions, and error documents."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def spec(**changes: Any) -> ModelSpec:
 
 
 def test_defaults_are_filled_in() -> None:
-    """A spec of names and shapes gets float32, zeros, async, applied and partitions by size."""
+    """A spec of names and shapes gets float32, zeros, async, `applied` and a number of partitions by its size."""
     s = spec()
 
     assert s.params[0].dtype == "float32"
@@ -33,7 +33,7 @@ def test_defaults_are_filled_in() -> None:
     ("mib", "partitions"), [(0.5, 1), (0.6, 2), (1.5, 3), (1.6, 4), (16, 4), (16.1, 5), (100, 25), (65536, 4096)]
 )
 def test_a_model_is_cut_by_its_size(mib: float, partitions: int) -> None:
-    """Into parts of 512 KiB, at most four of them, and beyond 16 MiB into parts of 4 MiB; 4,096 is the bound."""
+    """The default is partitions of 512 KiB, but at most four; beyond 16 MiB, of 4 MiB, but at most 4,096."""
     s = spec(params={"w": {"shape": [int(mib * (1 << 18))]}})
 
     assert s.partitions == partitions
@@ -67,7 +67,7 @@ def test_document_and_parse_are_inverse() -> None:
     ],
 )
 def test_a_wrong_field_is_named(change: dict[str, Any], where: str | None, hint: str) -> None:
-    """A wrong field is refused by its path, with a hint where one helps."""
+    """A wrong field is refused with its path, and with a hint where one helps."""
     with pytest.raises(RequestError) as caught:
         spec(**change)
 
@@ -77,7 +77,7 @@ def test_a_wrong_field_is_named(change: dict[str, Any], where: str | None, hint:
 
 
 def test_all_wrong_fields_are_listed_at_once() -> None:
-    """Several wrong fields come as one error with a list."""
+    """Several wrong fields are listed in one error."""
     with pytest.raises(RequestError) as caught:
         spec(name="a b", optimizer={"name": "sgd", "lr": -1}, ack="maybe")
 
@@ -86,7 +86,7 @@ def test_all_wrong_fields_are_listed_at_once() -> None:
 
 @pytest.mark.parametrize("ack", ["applied", "journaled", "fsynced"])
 def test_the_acknowledgement_level_is_fixed_at_creation(ack: str) -> None:
-    """Each level is taken and kept; no patch changes it."""
+    """Each ack level is accepted and kept, and no patch changes it."""
     made = spec(ack=ack)
 
     assert made.patched({"optimizer": {"lr": 0.5}}).document()["ack"] == ack
@@ -96,7 +96,7 @@ def test_the_acknowledgement_level_is_fixed_at_creation(ack: str) -> None:
 
 
 def test_patch_changes_settings_and_keeps_the_rest() -> None:
-    """A merge patch changes what it names; another mode starts from its own defaults."""
+    """A merge patch changes what it names and keeps the rest, such as `lr` when the optimizer changes."""
     s = spec(optimizer={"name": "sgd", "lr": 0.1})
 
     assert s.patched({"optimizer": {"lr": 0.05}}).optimizer.lr == 0.05
@@ -109,13 +109,13 @@ def test_patch_changes_settings_and_keeps_the_rest() -> None:
     "patch", [{"name": "other"}, {"partitions": 2}, {"params": {"w": {"shape": [2]}}}, {"params": {"b": None}}, []]
 )
 def test_patch_refuses_what_cannot_change(patch: Any) -> None:
-    """Names, shapes and partitions stay as created."""
+    """A patch that changes names, shapes or partitions is refused."""
     with pytest.raises(RequestError):
         spec().patched(patch)
 
 
 def test_patch_of_a_parameter_that_is_not_there_says_so() -> None:
-    """With the nearest name there is, not with fields that a new one would need."""
+    """A patch of an unknown parameter is refused with the nearest name, not for fields that a new one would need."""
     with pytest.raises(NotFoundError, match="did you mean 'w'") as caught:
         spec().patched({"params": {"ww": {"lr_scale": 2.0}}})
 
@@ -123,7 +123,7 @@ def test_patch_of_a_parameter_that_is_not_there_says_so() -> None:
 
 
 def test_a_dimension_that_is_too_large_is_told_how_large_it_may_be() -> None:
-    """It is a positive integer, and refused all the same."""
+    """A dimension that is too large is refused with the range that is allowed."""
     with pytest.raises(RequestError, match="integers from 1 to 68719476736"):
         spec(params={"w": {"shape": [1 << 40]}})
 
@@ -138,7 +138,7 @@ FIELDS = list(spec().document())
 
 @given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=6), json_values, max_size=6))
 def test_any_json_is_parsed_or_refused_as_the_callers_fault(data: dict[str, Any]) -> None:
-    """Whatever JSON comes in, the outcome is a spec or a RequestError."""
+    """Any JSON gives a RequestError, or a spec whose document parses to the same spec."""
     try:
         parsed = ModelSpec.parse({"name": "demo", "params": {"w": {"shape": [3]}}} | data)
     except RequestError:
@@ -148,7 +148,7 @@ def test_any_json_is_parsed_or_refused_as_the_callers_fault(data: dict[str, Any]
 
 @given(st.dictionaries(st.text(max_size=3), json_values, max_size=4))
 def test_merging_a_document_into_itself_changes_nothing(doc: dict[str, Any]) -> None:
-    """A merge patch without nulls is idempotent."""
+    """Merging a document without nulls into itself changes nothing."""
     once = merge_patch({}, doc)
 
     assert repr(merge_patch(once, once)) == repr(once)
@@ -200,7 +200,7 @@ def test_large_models_get_partitions_of_bounded_size() -> None:
 
 
 def test_problem_documents_round_trip() -> None:
-    """The error a client raises from a problem document is the one the node meant."""
+    """A client raises from a problem document the same error that the node wrote into it."""
     for code in CODES:
         e = problem(code, "what happened", hint="what to do", map_epoch=7)
         back = from_document(e.document("r1"))
@@ -208,7 +208,7 @@ def test_problem_documents_round_trip() -> None:
 
 
 def test_unknown_codes_keep_their_class() -> None:
-    """A code of a newer server is understood by its status."""
+    """An unknown code, as of a newer server, is classified by its status."""
     assert from_document({"status": 418, "code": "teapot"}).code == "malformed"
     assert from_document({"status": 503, "code": "new"}).retryable
     assert isinstance(from_document({"status": 500}), PsError)

@@ -1,4 +1,4 @@
-"""What the status page is told of the past: rings of numbers, and events made of what differs between two seconds."""
+"""The history behind the status page: rings of samples, events made from changes, and the stream of statuses."""
 
 import asyncio
 import math
@@ -21,7 +21,7 @@ NOW = 1_700_000_000
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.floats(-1e6, 1e6)), max_size=60), st.integers(1, 7))
 def test_a_ring_keeps_the_mean_of_each_step(points: list[tuple[int, float]], step: int) -> None:
-    """Against a plain dictionary: the newest slots hold the mean of what fell in, the others nothing."""
+    """A ring holds the mean of each of its newest steps, as a plain dictionary computes it, and NaN elsewhere."""
     ring, size = Ring(step, 10), 10
     kept: dict[int, list[float]] = {}
     for at, value in sorted(points, key=lambda p: p[0]):
@@ -38,7 +38,7 @@ def test_a_ring_keeps_the_mean_of_each_step(points: list[tuple[int, float]], ste
 
 
 def test_a_late_value_is_left_out() -> None:
-    """A clock that was set back writes into no slot that is taken."""
+    """A value older than the newest one, as from a clock that was set back, is left out."""
     ring = Ring(1, 10)
     ring.add(NOW, 5.0)
     ring.add(NOW - 3, 9.0)
@@ -48,7 +48,10 @@ def test_a_late_value_is_left_out() -> None:
 
 
 def test_a_span_is_answered_from_the_ring_that_reaches_so_far() -> None:
-    """A second's step for minutes, ten for hours, a minute for a day; never more points than the bound."""
+    """A span is answered from the finest ring that reaches back far enough, with a bounded number of points.
+
+    The steps are a second for minutes, 10 s for hours and a minute for a day.
+    """
     rings = Rings()
     for second in range(0, 7200):
         rings.add("m", (), NOW - 7199 + second, float(second))
@@ -68,7 +71,7 @@ def test_a_span_is_answered_from_the_ring_that_reaches_so_far() -> None:
 
 
 def test_series_are_bounded_and_the_oldest_goes_first() -> None:
-    """A new series takes the place of the one not written for longest, but of none that is still written."""
+    """A new series replaces the least recently written one, but never one that is still being written."""
     rings, grid = Rings(series_max=2), Grid.of(NOW - 800, NOW, 1, NOW)
     rings.add("old", (), NOW - 700, 1.0)
     rings.add("new", (), NOW - 1, 1.0)
@@ -83,7 +86,7 @@ def test_series_are_bounded_and_the_oldest_goes_first() -> None:
 
 
 def test_only_finite_values_are_kept_and_labels_choose() -> None:
-    """NaN, infinity and nothing leave no trace; a label that a series has not got leaves it out."""
+    """NaN, infinity and None are not kept, and a query by label leaves out series without that label."""
     rings, grid = Rings(), Grid.of(NOW - 10, NOW, 1, NOW)
     for value in (math.nan, math.inf, None):
         rings.add("m", (("model", "a"),), NOW, value)
@@ -127,7 +130,7 @@ def model(name: str, pushes_per_s: float) -> ModelStatus:
 
 
 def test_a_model_at_work_has_series_however_many_are_idle() -> None:
-    """With more idle models than there is room for, one that is pushed to is written from its first second."""
+    """With more idle models than series allowed, a model that gets pushes is recorded from its first second."""
     history, idle = History(0.0), [model(f"idle-{i}", 0.0) for i in range(limits.STATUS_SERIES_MAX)]
     for second in range(3):
         now = status(NOW + second, shards={}, runs={})
@@ -141,7 +144,7 @@ def test_a_model_at_work_has_series_however_many_are_idle() -> None:
 
 
 def test_events_are_what_differs_from_the_second_before() -> None:
-    """Shards, runs and Redis that change are told once, with how bad it is; what was there at first is no news."""
+    """Each change of a shard, run or Redis since the last second is one event with a level; the first has none."""
     history = History(0.0)
     seconds: list[dict[str, Any]] = [
         {"shards": {"a": ("active", 1), "b": ("active", 1)}, "runs": {"run-1": "running"}},
@@ -169,7 +172,7 @@ def test_events_are_what_differs_from_the_second_before() -> None:
 
 
 def test_events_are_bounded() -> None:
-    """The newest stay; the same one again takes no second place."""
+    """At most STATUS_EVENTS_MAX events are kept, the newest first, and an event repeated at once is kept once."""
     history = History(0.0)
     for i in range(limits.STATUS_EVENTS_MAX + 10):
         history.add(float(i), "k", f"event {i // 2}")
@@ -185,7 +188,7 @@ async def _read(broadcast: StatusBroadcast, seen: list[bytes]) -> None:
 
 @pytest.mark.asyncio
 async def test_a_stream_shows_the_newest_status_and_ends_with_the_scheduler() -> None:
-    """A reader gets what is there at once, then each new one; a closed broadcast ends it, and its place is free."""
+    """A stream sends the newest status at once, then each new one, and ends when the broadcast is closed."""
     broadcast, seen = StatusBroadcast(), list[bytes]()
     broadcast.publish(b'{"n":1}')
     reading = asyncio.ensure_future(_read(broadcast, seen))
@@ -202,7 +205,7 @@ async def test_a_stream_shows_the_newest_status_and_ends_with_the_scheduler() ->
 
 @pytest.mark.asyncio
 async def test_streams_are_bounded() -> None:
-    """As many pages may be open as the limit says, and one more when one is closed."""
+    """While STATUS_STREAMS_MAX streams are open another one is refused, until one of them is closed."""
     broadcast = StatusBroadcast()
     broadcast.publish(b"{}")
     streams = [broadcast.stream() for _ in range(limits.STATUS_STREAMS_MAX)]

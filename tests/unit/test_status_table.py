@@ -1,4 +1,4 @@
-"""What psctl status prints of a cluster's status."""
+"""The table that `psctl status` prints."""
 
 import io
 from typing import Any
@@ -14,7 +14,7 @@ MODEL = {"mode": "sync", "state": "ready", "version": 3, "clock": 3, "pushes_per
 
 
 def printed(*, nodes: list[dict[str, Any]] | None = None, models: list[dict[str, Any]] | None = None) -> str:
-    """The table of a cluster with these nodes and models, without line breaks of a narrow terminal."""
+    """Return the table of a cluster with these nodes and models, 300 columns wide to avoid line breaks."""
     found = {"cluster": CLUSTER, "nodes": nodes or [], "models": models or [], "runs": []}
     out = Console(width=300, file=io.StringIO())
     out.print(table(found))
@@ -22,19 +22,19 @@ def printed(*, nodes: list[dict[str, Any]] | None = None, models: list[dict[str,
 
 
 def model(*waiting_for: str) -> dict[str, Any]:
-    """A synchronous model whose workers wait for these."""
+    """Return a synchronous model that waits for these."""
     return {**MODEL, "name": "m", "workers": [], "series": [], "moving": [], "waiting_for": list(waiting_for)}
 
 
 @pytest.mark.parametrize("waited", [["2 more workers to join"], ["job/slow", "other"]])
 def test_who_is_waited_for_stands_in_the_status(waited: list[str]) -> None:
-    """That is the first question where a synchronous training stands still; where nobody is, nothing is said."""
+    """The status names what a synchronous model waits for, and says nothing if it waits for nothing."""
     assert f"! m waits for {', '.join(waited)}" in printed(models=[model(*waited)])
     assert "waits" not in printed(models=[model()])
 
 
 def test_of_many_who_are_waited_for_only_some_are_named() -> None:
-    """A thousand workers do not fill the terminal."""
+    """Of a thousand workers that are waited for only eight are named, with the number of the others."""
     text = printed(models=[model(*(f"w{i}" for i in range(1000)))])
     assert "w7 and 992 more" in text
     assert "w8" not in text
@@ -42,7 +42,7 @@ def test_of_many_who_are_waited_for_only_some_are_named() -> None:
 
 @pytest.mark.parametrize(("state", "alive", "shown"), [("left", False, "left"), ("idle", False, "dead")])
 def test_who_left_in_good_order_is_not_called_dead(state: str, alive: bool, shown: str) -> None:
-    """A shard that was stopped needs nobody's care; one whose heartbeats stopped does."""
+    """A shard that was stopped is shown as left, one whose heartbeats stopped as dead."""
     (line,) = [
         x
         for x in printed(nodes=[{**NODE, "name": "n", "state": state, "alive": alive}]).splitlines()

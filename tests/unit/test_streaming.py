@@ -1,4 +1,4 @@
-"""Which parts of a push in pieces go out when."""
+"""Pushes in pieces: which partitions are sent when, and how such a push begins and ends."""
 
 import asyncio
 import threading
@@ -21,14 +21,14 @@ from .test_client_session import GRAD, Node, deadline, no, opened
 
 
 def layout(partitions: int, **sizes: int) -> Layout:
-    """Of one-dimensional parameters."""
+    """Return the layout of a model of one-dimensional parameters."""
     params = {name: {"shape": [size]} for name, size in sizes.items()}
     return Layout(ModelSpec.parse({"name": "m", "params": params, "partitions": partitions}))
 
 
 def test_a_partition_goes_out_when_all_of_it_is_here() -> None:
-    """One that two parameters share waits for both; what lies whole in one parameter does not."""
-    pieces = Pieces(layout(4, a=60, b=40))  # partition 2 is [48, 75) or so: the end of a and the beginning of b
+    """A partition is sent once every parameter that it overlaps has been put."""
+    pieces = Pieces(layout(4, a=60, b=40))  # partition 2, about [48, 75), has the end of a and the beginning of b
     shared = [i for i, names in enumerate(pieces._missing) if names == {"a", "b"}]
     assert len(shared) == 1
 
@@ -44,7 +44,7 @@ def test_a_partition_goes_out_when_all_of_it_is_here() -> None:
 
 
 def test_the_first_layers_overtake_what_waits() -> None:
-    """Of all that is whole the lowest partitions are sent first, a bucket at a time."""
+    """Of all complete partitions the lowest are sent first, one bucket at a time."""
     elements = BUCKET_BYTES // 4
     pieces = Pieces(layout(3, first=elements, second=elements, third=elements))
     for name in ("third", "second"):
@@ -56,7 +56,7 @@ def test_the_first_layers_overtake_what_waits() -> None:
 
 
 def test_small_partitions_travel_together() -> None:
-    """Many of them make one bucket."""
+    """Small partitions are sent together, in one bucket."""
     pieces = Pieces(layout(16, w=1600))
     pieces.put("w", None)
 
@@ -64,7 +64,7 @@ def test_small_partitions_travel_together() -> None:
 
 
 def test_a_wrong_name_and_a_second_gradient_are_refused() -> None:
-    """With the nearest name there is; nothing is changed by it."""
+    """An unknown name, with the nearest known one, and a second gradient are refused and change nothing."""
     pieces = Pieces(layout(2, weight=10, bias=10))
     with pytest.raises(NotFoundError, match="did you mean 'weight'"):
         pieces.put("weigth", None)
@@ -76,25 +76,25 @@ def test_a_wrong_name_and_a_second_gradient_are_refused() -> None:
 
 
 class Late(threading.Thread):
-    """A thread that gets no time before somebody waits for it."""
+    """A thread that runs only once it is joined."""
 
     def start(self) -> None:
-        """Later."""
+        """Do nothing yet."""
 
     def join(self, timeout: float | None = None) -> None:
-        """Now."""
+        """Run now."""
         self.run()
 
 
 def filled(push: PushStream, gradient: Any) -> Pushed:
-    """What became of a push of one gradient."""
+    """Push one gradient; return the result of the push."""
     with push:
         push.put("w", gradient)
     return push.result
 
 
 def test_what_is_put_at_the_end_of_a_block_is_sent() -> None:
-    """However late the thread that sends comes to it."""
+    """A gradient put just before the end of a block is sent, even if the sending thread runs only then."""
     node = Node("async")
     push = PushStream(lambda call, _=None: drive(call, node), deadline, opened(node))
     push._thread = Late(target=push._send)
@@ -105,7 +105,7 @@ def test_what_is_put_at_the_end_of_a_block_is_sent() -> None:
 
 @pytest.mark.asyncio
 async def test_what_is_put_without_giving_the_event_loop_its_turn_is_sent() -> None:
-    """A block that awaits nothing has all of it sent at its end."""
+    """The gradients of a block that awaits nothing are sent at its end."""
     node = Node("async")
 
     async def run(call: Call[Any]) -> Any:
@@ -119,7 +119,7 @@ async def test_what_is_put_without_giving_the_event_loop_its_turn_is_sent() -> N
 
 
 def test_who_is_interrupted_at_the_end_of_a_block_can_push_on() -> None:
-    """The number of the push does not stay in doubt: after 64 others there would be no next one."""
+    """An interrupt at the end of a block leaves no push in doubt, which would block pushes after 64 others."""
     node, now = Node("async"), Now()
     session = opened(node)
 
@@ -138,7 +138,7 @@ def test_who_is_interrupted_at_the_end_of_a_block_can_push_on() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("own", [ZeroDivisionError, asyncio.CancelledError])
 async def test_what_a_block_raises_itself_is_what_it_ends_with(own: type[BaseException]) -> None:
-    """On asyncio as in threads: not what became of the pieces; a task that is cancelled is cancelled."""
+    """On asyncio a block ends with the error or cancellation raised in it, not with the outcome of its pieces."""
     node = Node("async")
 
     async def run(call: Call[Any]) -> Any:
@@ -148,7 +148,7 @@ async def test_what_a_block_raises_itself_is_what_it_ends_with(own: type[BaseExc
         async with AsyncPushStream(run, deadline, opened(node)) as push:
             push.put("w", np.ones(5))
             assert push._task is not None
-            await asyncio.wait([push._task])  # it is refused: 'w' has another shape
+            await asyncio.wait([push._task])  # the push is refused: 'w' has another shape
             raise own
 
     with pytest.raises(own):
@@ -157,7 +157,7 @@ async def test_what_a_block_raises_itself_is_what_it_ends_with(own: type[BaseExc
 
 @pytest.mark.asyncio
 async def test_who_is_cancelled_waits_for_no_shard() -> None:
-    """The piece under way is given up, as the block's other gradients are."""
+    """A cancelled block ends at once: it gives up the piece in flight and waits for no shard."""
     node, silent = Node("async"), asyncio.Event()
 
     async def run(call: Call[Any]) -> Any:
@@ -182,7 +182,10 @@ async def test_who_is_cancelled_waits_for_no_shard() -> None:
 
 
 def test_a_stream_is_one_push() -> None:
-    """What is put before its block or after it would be lost; a second block would never give its number back."""
+    """Gradients before or after the block of a stream are refused, and so is a second block.
+
+    They would be lost, and a second block would never give its number back.
+    """
     node = Node("async")
     push = PushStream(lambda call, _=None: drive(call, node), deadline, opened(node))
     with pytest.raises(ConflictError, match="has not begun"):
@@ -197,7 +200,7 @@ def test_a_stream_is_one_push() -> None:
 
 
 def test_a_stream_that_can_have_no_thread_gives_its_number_back() -> None:
-    """After 64 others there would be no next push."""
+    """A stream whose thread cannot start gives its number back, or 64 others would block the next push."""
     node, now = Node("async"), Now()
     session = opened(node)
 
@@ -214,7 +217,7 @@ def test_a_stream_that_can_have_no_thread_gives_its_number_back() -> None:
 
 
 def test_who_is_interrupted_while_a_stream_begins_leaves_no_thread() -> None:
-    """The one that has just started ends, though no block follows."""
+    """When an interrupt follows the start of a stream's thread, the thread ends although no block is entered."""
     node = Node("async")
     push = PushStream(lambda call, _=None: drive(call, node), deadline, opened(node))
 
@@ -232,7 +235,7 @@ def test_who_is_interrupted_while_a_stream_begins_leaves_no_thread() -> None:
 
 
 class TwoLayers(Node):
-    """One of two parameters, each a partition of its own; what was pushed when `fails` came is never answered."""
+    """A node with two parameters, each its own partition; once it has got `after` pushes, others fail with `fails`."""
 
     def __init__(self, fails: PsError, after: int) -> None:
         super().__init__("async")
@@ -256,7 +259,10 @@ class TwoLayers(Node):
 
 @pytest.mark.parametrize(("after", "raised"), [(0, Unreachable), (1, InDoubt)])
 def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(after: int, raised: type[PsError]) -> None:
-    """Though it is certain that the next piece arrived nowhere: in another push the first one would count twice."""
+    """Once a piece was accepted a failed push is in doubt, even if the next piece certainly arrived nowhere.
+
+    Sent in another push, the accepted piece would count twice.
+    """
     node = TwoLayers(problem("unreachable", "cannot reach it"), after)
     session = opened(node)
     stream = Stream(session, {})
@@ -276,7 +282,7 @@ def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(after: int, raised: ty
 
 
 def test_a_push_that_a_rollback_drops_leaves_no_number_in_doubt() -> None:
-    """Or the worker could push nothing any more, 63 pushes later."""
+    """A push dropped by a rollback leaves no number in doubt, which would block all pushes after 63 more."""
     node = Node("async")
     session = opened(node)
     node.script["/push"] = [no("rolled_back", timeline=1, clock=0)]

@@ -1,4 +1,4 @@
-"""What a TCP socket that carries bodies is told."""
+"""Socket options of TCP connections that carry bodies."""
 
 import socket
 import sys
@@ -13,7 +13,7 @@ from paramserver.wire import tcp
 
 @contextmanager
 def connected(own: str) -> Iterator[socket.socket]:
-    """A connection to 127.0.0.1 from that address."""
+    """Yield a connection to 127.0.0.1 from that source address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with socket.create_connection(listener.getsockname(), source_address=(own, 0)) as client:
             peer, _ = listener.accept()
@@ -26,7 +26,7 @@ def send_buffer(s: socket.socket) -> int:
 
 
 def test_to_the_same_machine_the_send_buffer_is_small() -> None:
-    """Twice what is asked for at most, and more than a reader waits for; nothing small waits."""
+    """To its own address, a connection gets a small send buffer, but above the low-water mark, and TCP_NODELAY."""
     with connected("127.0.0.1") as client:
         tcp.prepare(client)
         assert RECEIVE_LOW_WATER_BYTES < send_buffer(client) <= 2 * SEND_BUFFER_BYTES
@@ -35,7 +35,7 @@ def test_to_the_same_machine_the_send_buffer_is_small() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on all of 127.0.0.0/8")
 def test_to_another_address_the_kernel_finds_the_size() -> None:
-    """Only that nothing small waits is said."""
+    """To another address, a connection gets TCP_NODELAY, and the kernel sizes the send buffer."""
     with connected("127.0.0.2") as client:
         before = send_buffer(client)
         tcp.prepare(client)
@@ -44,7 +44,7 @@ def test_to_another_address_the_kernel_finds_the_size() -> None:
 
 
 def test_a_unix_socket_is_left_alone() -> None:
-    """It has no such options."""
+    """The send buffer of a Unix socket is not changed."""
     one, other = socket.socketpair()
     with one, other:
         before = send_buffer(one)
@@ -53,6 +53,6 @@ def test_a_unix_socket_is_left_alone() -> None:
 
 
 def test_a_peer_that_is_gone_is_no_matter() -> None:
-    """Whoever reads from the connection next learns of it."""
+    """A socket without a peer is no error, because the next read from it reports that."""
     with socket.socket() as alone:
         tcp.prepare(alone)

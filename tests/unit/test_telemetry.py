@@ -1,4 +1,4 @@
-"""What a shard tells of itself: rates, times and version lag, for heartbeats and for Prometheus."""
+"""A shard's telemetry: rates, times and version lag, for heartbeats and for Prometheus."""
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -34,7 +34,7 @@ def frame(model: str, base: tuple[int, int] | None) -> PushFrame:
 
 
 def test_heartbeats_tell_rates_times_and_lags() -> None:
-    """Two seconds of requests give their number per second, both quantiles, and each worker's mean lag."""
+    """A heartbeat reports requests and bytes per second, time quantiles, and each worker's mean lag."""
     clock = Clock()
     telemetry = Telemetry(clock)
     for i in range(100):
@@ -55,7 +55,7 @@ def test_heartbeats_tell_rates_times_and_lags() -> None:
 
 
 def test_a_model_that_is_still_is_told_of_no_more() -> None:
-    """Its times and lags are of the last ten seconds, and then it leaves the heartbeat."""
+    """A model without requests keeps its times and lags for RECENT_S, and then leaves the heartbeat."""
     clock = Clock()
     telemetry = Telemetry(clock)
     telemetry.pushed(done("still", 1), 8, clock.now - 0.5, "a/w0", 4)
@@ -76,7 +76,7 @@ def test_a_model_that_is_still_is_told_of_no_more() -> None:
 
 
 def test_a_model_that_is_gone_leaves_prometheus() -> None:
-    """The number of series is bounded by the models there are, not by those there ever were."""
+    """A deleted model's series leave Prometheus, so their number is bounded by the models that exist."""
     telemetry = Telemetry(Clock())
     telemetry.pushed(done("gone", 1, duplicate=True), 8, 99.0, "a/w0", 0)
     telemetry.pushed(done("gone", 1, state="staged"), 8, 99.0)
@@ -92,7 +92,7 @@ def test_a_model_that_is_gone_leaves_prometheus() -> None:
 
 
 def test_lag_is_the_versions_between_base_and_push() -> None:
-    """The largest over the parts; a base of another incarnation, a duplicate and a staged push have none."""
+    """Lag is the most versions since the base of any part; another incarnation, a duplicate or staged push has none."""
     assert frame_lag(done("m", 10), frame("m", (9, TOKEN))) == 2
     assert frame_lag(done("m", 10), frame("m", (11, TOKEN))) == 0
     assert frame_lag(done("m", 10), frame("m", (9, TOKEN + 1))) is None
@@ -103,7 +103,7 @@ def test_lag_is_the_versions_between_base_and_push() -> None:
 
 
 def test_usage_counts_what_this_process_spends() -> None:
-    """A look back over wall time tells processors kept busy: work between two looks shows."""
+    """`Usage.look` returns the average number of cores that this process kept busy since the last look."""
     clock = Clock()
     usage = Usage(clock)
     while usage._cpu_s() - usage._spent_s < 0.02:
@@ -116,7 +116,7 @@ def test_usage_counts_what_this_process_spends() -> None:
 
 
 def test_what_is_counted_is_what_prometheus_reads() -> None:
-    """Totals and cumulative buckets under their labels; a series that is over is not read any more."""
+    """Prometheus reads totals and cumulative buckets under their labels, and none of a removed series."""
     counts = tally.Counter("paramserver_test_things_total", "Things", ["kind"])
     times = tally.Histogram("paramserver_test_seconds", "Times", ["kind"], buckets=(0.1, 1, 5))
     try:

@@ -1,4 +1,4 @@
-"""Clocks that begin anew while partitions stay where they are: nobody waits for what is over, nothing of it counts."""
+"""New timelines under the same owners: nothing waits for the earlier timeline, and nothing of it counts."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ SYNC = {"mode": "sync"}
 
 
 def spec(**fields: Any) -> ModelSpec:
-    """One partition of four elements, which adds up what it gets."""
+    """Return the spec of a model of one partition of four elements with optimizer `sum`."""
     return ModelSpec.parse(
         {
             "name": "m",
@@ -37,31 +37,31 @@ def spec(**fields: Any) -> ModelSpec:
 
 
 def listed(clock: int) -> Contribution:
-    """What the worker did for that clock."""
+    """Return the worker's contribution to that clock."""
     return Contribution(WORKER, 1, 0, clock, 1.0)
 
 
 def stage(driver: ShardDriver, seq: int, clock: int) -> None:
-    """The worker pushes ones for that clock."""
+    """Push ones for that clock as the worker."""
     assert driver.view is not None
     driver.submit({0: np.ones(4, np.float32)}, PushId(WORKER, 1, seq), clock=clock, timeline=driver.view.timeline)
 
 
 def put(driver: ShardDriver, value: float, *, restore: bool = False, timeline: int | None = None) -> int:
-    """All values are assigned; the number of the request."""
+    """Assign `value` to all elements; return the request."""
     part, request = AssignPart(0, np.full(4, value, np.float32), "float32", True), driver.request()
     driver.send(SetReceived(request, "m", (part,), restore=restore, timeline=timeline))
     return request
 
 
 def durable_clock(driver: ShardDriver) -> int:
-    """What the scheduler is told."""
+    """Return the durable clock that the shard reports to the scheduler."""
     (row,) = driver.core.partitions()
     return row[7]
 
 
 def test_the_clock_that_is_durable_is_reported_beside_the_version() -> None:
-    """A commit raises both once it is journaled, an assignment the version alone; a new owner begins with it."""
+    """A commit raises the durable clock once it is journaled, an assignment does not, and a new owner reports it."""
     driver = ShardDriver()
     view = driver.serve(spec(ack="journaled"), workers=ROSTER)
     driver.eager = False
@@ -76,11 +76,11 @@ def test_the_clock_that_is_durable_is_reported_beside_the_version() -> None:
     assert durable_clock(after) == 1
 
 
-# --- a timeline that begins where its owners go on
+# --- in the shard: a timeline begins while its owners stay
 
 
 def behind(*, ack: str = "applied", eager: bool = True) -> ShardDriver:
-    """A partition that has staged for clock 0 and hears of no commit, until a restore has ended at clock 3."""
+    """Return a shard with a push staged for clock 0 and no commit; in the tests a restore then ends at clock 3."""
     driver = ShardDriver()
     driver.serve(spec(ack=ack), workers=ROSTER)
     stage(driver, 1, 0)
@@ -89,21 +89,21 @@ def behind(*, ack: str = "applied", eager: bool = True) -> ShardDriver:
 
 
 def begin(driver: ShardDriver, began: int, clock: int | None = None, **changes: Any) -> None:
-    """The document of the next timeline."""
+    """Send the document of the next timeline, which begins at clock `began`."""
     assert driver.view is not None
     timeline = driver.view.timeline + 1
     driver.send(replace(driver.view, timeline=timeline, began=began, clock=clock or began, commits=(), **changes))
 
 
 def at(driver: ShardDriver) -> tuple[int, int]:
-    """(clock, version)."""
+    """Return (clock, version) of the partition."""
     p = driver.core.models["m"].partitions[0]
     return p.clock, p.version
 
 
 @pytest.mark.parametrize("ack", ["applied", "journaled"])
 def test_who_is_behind_when_a_timeline_begins_begins_with_it(ack: str) -> None:
-    """The commits that it lacks are over, and so is what it has staged for them."""
+    """A partition behind the first clock of a new timeline goes to it, and drops what it has staged."""
     driver = behind(ack=ack)
     begin(driver, 3)
     assert driver.core.held_bytes == 0
@@ -114,7 +114,10 @@ def test_who_is_behind_when_a_timeline_begins_begins_with_it(ack: str) -> None:
 
 
 def test_what_a_restore_sets_too_late_is_refused() -> None:
-    """Its leader was replaced, and the next one has begun another timeline: values and what is staged stay."""
+    """A restore's assignment that names an earlier timeline is refused, and values and staged parts stay.
+
+    This happens if the leader of the restore was replaced and the next one has begun another timeline.
+    """
     driver = behind()
     begin(driver, 3)
     stage(driver, 2, 3)
@@ -128,7 +131,7 @@ def test_what_a_restore_sets_too_late_is_refused() -> None:
 
 
 def test_what_a_restore_sets_is_refused_where_a_timeline_begins_before_its_turn() -> None:
-    """It stands behind a commit that is being computed, and finds another timeline when that is done."""
+    """A restore's assignment queued behind a commit is refused if another timeline begins before its turn."""
     driver = behind(eager=False)
     driver.commit(0, listed(0))
     waiting = put(driver, 7.0, restore=True, timeline=0)
@@ -141,7 +144,7 @@ def test_what_a_restore_sets_is_refused_where_a_timeline_begins_before_its_turn(
 
 
 def test_a_new_owner_takes_nothing_of_an_older_timeline_from_the_journal() -> None:
-    """Whether the one before had heard of the new timeline or not: what was staged under it never counts."""
+    """A new owner drops journaled parts of an older timeline, whether or not its predecessor knew of the new one."""
     for heard in (False, True):
         driver = behind(ack="journaled")
         if heard:
@@ -158,7 +161,7 @@ def test_a_new_owner_takes_nothing_of_an_older_timeline_from_the_journal() -> No
 
 
 def test_a_commit_that_is_being_computed_when_a_timeline_begins_comes_first() -> None:
-    """It was decided and begun; its journal entry stands before the beginning, so that replay gives the same."""
+    """A commit being computed when a timeline begins is applied and journaled before it, so replay gives the same."""
     driver = behind(ack="journaled", eager=False)
     driver.commit(0, listed(0))
     begin(driver, 3)
@@ -172,7 +175,7 @@ def test_a_commit_that_is_being_computed_when_a_timeline_begins_comes_first() ->
 
 
 def test_who_missed_that_the_model_was_not_synchronous_for_a_while_begins_with_the_phase() -> None:
-    """Its settings are those of the phase before, and the first commit brings the present ones."""
+    """A partition that missed a phase out of sync begins at the new clock, and the first commit brings new settings."""
     driver = behind()
     begin(driver, 3, spec=spec(optimizer={"name": "sgd", "lr": 1.0}), revision=3)
     stage(driver, 2, 3)
@@ -181,7 +184,7 @@ def test_who_missed_that_the_model_was_not_synchronous_for_a_while_begins_with_t
 
 
 def test_settings_that_wait_behind_a_commit_are_followed_by_those_of_the_next_phase() -> None:
-    """Out of sync and back while one commit was computed: the partition ends in sync, where the phase began."""
+    """When a model leaves sync and returns during one commit, the partition ends in sync, in the new phase."""
     driver = behind(eager=False)
     driver.commit(0, listed(0))
     driver.patch({"consistency": {"mode": "async"}})
@@ -195,7 +198,7 @@ def test_settings_that_wait_behind_a_commit_are_followed_by_those_of_the_next_ph
 
 
 def test_a_partition_enters_a_phase_at_its_first_clock_however_late_it_hears_of_it() -> None:
-    """The newest commits alone are told again; those before them it asks for."""
+    """A partition enters a phase at its first clock, and requests a resync if it lacks commits of the phase."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "async"}), workers=ROSTER)
     assert driver.view is not None
@@ -210,7 +213,7 @@ def test_a_partition_enters_a_phase_at_its_first_clock_however_late_it_hears_of_
 
 
 def test_a_push_that_waits_for_a_partition_comes_after_the_settings_of_its_phase() -> None:
-    """The partition is stored as it was before the phase; what the worker pushes in it is staged, not applied."""
+    """A push that waits while a partition of an earlier phase is loaded is staged, not applied, in a sync phase."""
     before = ShardDriver()
     view = before.serve(spec(consistency={"mode": "async"}), workers=ROSTER)
     put(before, 0.0)
@@ -225,22 +228,25 @@ def test_a_push_that_waits_for_a_partition_comes_after_the_settings_of_its_phase
     assert driver.values() == [0.5] * 4
 
 
-# --- what the scheduler says of it
+# --- in the scheduler
 
 
 def restored(d: Driver, version: int = 0) -> None:
-    """A restore onto the living model, begun and ended."""
+    """Start and finish a restore into the live model."""
     d.ask(lambda n: io.StartRestore(n, "m"))
     d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1), None, version))
 
 
 def flip(d: Driver, mode: str) -> None:
-    """Another mode."""
+    """Change the mode of the model."""
     d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": mode}}))
 
 
 def test_after_a_restore_clocks_go_on_beyond_all_clocks_and_versions() -> None:
-    """So the version is the clock again, and a clock tells by itself which timeline it is of."""
+    """After a restore clocks begin beyond every earlier clock and version, so the version is the clock again.
+
+    A clock then belongs to one timeline only.
+    """
     d = Driver()
     d.model(consistency=SYNC)
     d.clock(d.join("a"), 1)
@@ -254,7 +260,10 @@ def test_after_a_restore_clocks_go_on_beyond_all_clocks_and_versions() -> None:
 
 
 def test_after_a_restore_the_first_commit_leads_to_the_checkpoints_version() -> None:
-    """Where the model has come less far, so that its schedule goes on there; a model that is made by it too."""
+    """The first commit after a restore leads to the checkpoint's version, unless the model was beyond it.
+
+    So the schedule continues there; the same holds for a model that is created by the restore.
+    """
     d = Driver()
     d.model(consistency=SYNC)
     restored(d, version=25)
@@ -272,7 +281,10 @@ def test_after_a_restore_the_first_commit_leads_to_the_checkpoints_version() -> 
 
 
 def test_a_client_that_has_set_every_partition_begins_a_timeline_once() -> None:
-    """Said again, or of an older timeline, it changes nothing; out of sync there is none; it is meant for one model."""
+    """A client's report of a restore begins one timeline in sync: a repeated one, or out of sync, begins none.
+
+    A report for another generation is refused.
+    """
     d = Driver()
     d.model(consistency=SYNC)
 
@@ -289,7 +301,7 @@ def test_a_client_that_has_set_every_partition_begins_a_timeline_once() -> None:
 
 
 def test_the_failure_of_a_restore_that_is_not_under_way_changes_nothing() -> None:
-    """Its end may be told twice, and that of one that was never begun."""
+    """A failure reported for a restore that has already finished changes nothing."""
     d = Driver()
     d.model(consistency=SYNC)
     lost = problem("storage_unavailable", "Redis does not answer")
@@ -299,7 +311,7 @@ def test_the_failure_of_a_restore_that_is_not_under_way_changes_nothing() -> Non
 
 
 def test_where_a_timeline_began_is_known_to_the_next_leader() -> None:
-    """Documents of before tell the oldest commit that is kept, or the clock: who stands before that waits in vain."""
+    """The next leader knows where the timeline began, or uses the oldest stored commit if `began` is missing."""
     d = Driver()
     d.model(consistency=SYNC)
     a = d.join("a")
@@ -314,7 +326,7 @@ def test_where_a_timeline_began_is_known_to_the_next_leader() -> None:
 
 
 def test_a_model_is_synchronous_again_only_when_all_have_taken_the_commits_of_the_phase_before() -> None:
-    """A partition takes them before it takes up the settings that end the phase; in the next one they are over."""
+    """Entering sync again is refused with `loading` until all partitions have taken the last phase's commits."""
     d = Driver()
     d.model(consistency=SYNC)
     d.clock(d.join("a"), 1)
@@ -328,7 +340,7 @@ def test_a_model_is_synchronous_again_only_when_all_have_taken_the_commits_of_th
 
 
 def taken_over(d: Driver, version: int, clock: int) -> Any:
-    """The shard s1 ends, and what it had begins elsewhere at that clock, as it was stored; the model's line then."""
+    """End shard s1, let s0 load its partitions at that version and clock, and return the model."""
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
     lost = [(i, p["incarnation"]) for i, p in enumerate(d.core.read.model("m")["partitions"]) if not p["served"]]
     rows = [["m", 1, i, token, version, version, 0, clock] for i, token in lost]
@@ -338,7 +350,10 @@ def taken_over(d: Driver, version: int, clock: int) -> Any:
 
 
 def test_who_takes_over_before_the_first_commit_of_a_timeline_begins_no_other_one() -> None:
-    """At level `journaled` what others have staged in it was acknowledged, and what is behind begins with it."""
+    """A takeover of a journaled model before a timeline's first commit begins no other timeline.
+
+    What others have staged in it was acknowledged, and a partition that is behind begins with it.
+    """
     d = Driver()
     d.model(consistency=SYNC, ack="journaled")
     d.clock(d.join("a"), 1)
@@ -351,7 +366,10 @@ def test_who_takes_over_before_the_first_commit_of_a_timeline_begins_no_other_on
 
 
 def test_what_redis_lost_of_a_partition_is_told_by_its_clock_and_not_by_its_version() -> None:
-    """Assignments have raised the version, but the commits that it lacks are nowhere: it would wait for ever."""
+    """A takeover at an older clock begins a new timeline, even if assignments raised the version beyond it.
+
+    The commits that the partition lacks are stored nowhere, so it would wait for ever.
+    """
     d = Driver()
     d.assigned = 10
     d.model(consistency=SYNC, ack="journaled")
@@ -363,7 +381,10 @@ def test_what_redis_lost_of_a_partition_is_told_by_its_clock_and_not_by_its_vers
 
 
 def test_a_journaled_model_whose_values_are_asked_for_again_goes_on_beyond_the_clocks_that_are_stored() -> None:
-    """The other partitions come back from their journals: behind their clock no commit would be theirs."""
+    """If a journaled model needs its uploads again, the new timeline begins beyond the stored clocks.
+
+    The other partitions are loaded from their journals at those clocks, and would ignore earlier commits.
+    """
     d = Driver()
     for name in ("s0", "s1"):
         d.shard(name)

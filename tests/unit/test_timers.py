@@ -1,4 +1,4 @@
-"""Calls that are due at a time, and what is left of those that were taken back."""
+"""Timers of the shard's core, and what is freed when they are cancelled."""
 
 import weakref
 from functools import partial
@@ -24,7 +24,7 @@ def ones() -> F32:
 
 
 def test_calls_are_made_in_the_order_of_their_times() -> None:
-    """Of equal times the one set first; what is not due waits."""
+    """Calls that are due are made in order of time, those of equal time in the order in which they were set."""
     timers, made = Timers(), list[str]()
     for name, at in (("b", 2.0), ("c", 2.0), ("a", 1.0), ("d", 9.0)):
         timers.at(at, partial(lambda name, now: made.append(name), name))
@@ -36,7 +36,7 @@ def test_calls_are_made_in_the_order_of_their_times() -> None:
 
 
 def test_a_call_that_was_taken_back_is_not_made_and_wakes_nobody() -> None:
-    """The next one is that of who still waits; taking back what was made, or taken back, does nothing."""
+    """A cancelled call is not made and not the next; cancelling it again, or after it was made, does nothing."""
     timers, made = Timers(), list[float]()
     first, second = timers.at(1.0, made.append), timers.at(2.0, made.append)
 
@@ -51,7 +51,7 @@ def test_a_call_that_was_taken_back_is_not_made_and_wakes_nobody() -> None:
 
 
 def test_calls_that_were_taken_back_take_no_room() -> None:
-    """However many come and go while one far away stays, there are few, and the right ones are made."""
+    """Cancelled calls take no memory, even if thousands are set and cancelled while a distant one stays."""
     timers, made = Timers(), list[float]()
     timers.at(1e9, made.append)
     for i in range(1000):
@@ -63,7 +63,7 @@ def test_calls_that_were_taken_back_take_no_room() -> None:
 
 
 def test_a_pull_that_was_answered_wakes_nobody_at_its_deadline() -> None:
-    """Each of thousands of long polls would else be kept for the minute that it might have waited."""
+    """A pull that was answered leaves no deadline, or each of thousands of long polls would be kept for a minute."""
     driver = ShardDriver()
     driver.serve(spec())
     for version in range(1, 4):
@@ -77,7 +77,7 @@ def test_a_pull_that_was_answered_wakes_nobody_at_its_deadline() -> None:
 
 
 def test_a_buffer_that_is_filled_again_and_again_has_one_deadline() -> None:
-    """That of what it holds now: those of before, an hour each, are taken back."""
+    """A buffer that is filled repeatedly has one deadline, that of its present contents."""
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000}))
     for _ in range(5):
@@ -89,7 +89,7 @@ def test_a_buffer_that_is_filled_again_and_again_has_one_deadline() -> None:
 
 
 def test_a_partition_that_has_gone_is_not_kept_for_its_flush() -> None:
-    """Its values are free at once, not when what it had buffered would have been applied."""
+    """The values of a lost partition are freed at once, not at the deadline of its buffer."""
     driver = ShardDriver(checked=False)
     view = driver.serve(spec(consistency={"mode": "buffered", "count": 9, "interval_ms": 3_600_000}))
     driver.push({0: ones()})
@@ -104,7 +104,7 @@ def test_a_partition_that_has_gone_is_not_kept_for_its_flush() -> None:
 
 
 def test_a_push_that_waited_for_a_partition_is_let_go_of_once_it_is_done() -> None:
-    """Its gradient is not kept until it would have been too late for it, however often it was put aside."""
+    """The gradient of a push that waited for its partitions is freed once it is done, not at its deadline."""
     driver = ShardDriver(eager=False, checked=False)
     driver.serve(spec(2))
     gradient = ones()

@@ -1,4 +1,4 @@
-"""Tokens by themselves: what makes one count, and that nothing else does."""
+"""Access tokens: which ones are valid, and that nothing else is."""
 
 import string
 
@@ -16,7 +16,7 @@ NAMES = st.text(string.ascii_letters + string.digits + "_-", min_size=1, max_siz
 
 @given(st.sampled_from(ROLES[1:]), NAMES, st.integers(0, 10**11))
 def test_a_token_says_what_it_was_made_with(role: Role, name: str, expires_at_s: int) -> None:
-    """Role, name and expiry come back under the key that made it, first or second, and under no other."""
+    """A token gives its role, name and expiry under the key that made it, first or second, and under no other."""
     token = tokens.make(KEY, role, name, expires_at_s)
 
     assert tokens.read(token, [OTHER, KEY], -1.0) == tokens.Holder(role, name, expires_at_s)
@@ -26,7 +26,7 @@ def test_a_token_says_what_it_was_made_with(role: Role, name: str, expires_at_s:
 
 @given(st.data())
 def test_no_other_text_counts(data: st.DataObject) -> None:
-    """A token of which any one character was changed, dropped or added is refused, whatever it then says."""
+    """A token of which one character was changed, dropped or added is refused."""
     token = tokens.make(KEY, "worker", "ci", 2_000_000_000)
     at = data.draw(st.integers(0, len(token) - 1))
     character = data.draw(st.characters().filter(lambda c: c != token[at]))
@@ -38,7 +38,7 @@ def test_no_other_text_counts(data: st.DataObject) -> None:
 
 
 def test_a_role_cannot_be_raised() -> None:
-    """The MAC of a worker's token does not fit an admin's."""
+    """An admin's token with the MAC of a worker's token is refused."""
     worker, admin = (tokens.make(KEY, role, "x") for role in ("worker", "admin"))
     forged = admin.rpartition(".")[0] + "." + worker.rpartition(".")[2]
 
@@ -47,12 +47,12 @@ def test_a_role_cannot_be_raised() -> None:
 
 @pytest.mark.parametrize("text", ["", ".", "....", "ps1.admin.x.0.", "ps2.admin.x.0.abc", "é" * 50, "a" * 5000])
 def test_what_is_no_token_is_refused(text: str) -> None:
-    """Text of any other shape is nobody's token, and breaks nothing."""
+    """Text that is not in the form of a token is refused without an exception."""
     assert tokens.read(text, [KEY], 0.0) is None
 
 
 def test_a_token_ends_when_it_says() -> None:
-    """It counts until the second of its expiry; 0 is never."""
+    """A token is valid until the second of its expiry, and for ever if that is 0."""
     token = tokens.make(KEY, "reader", "x", 1000)
 
     assert tokens.read(token, [KEY], 999.9) is not None
@@ -61,20 +61,20 @@ def test_a_token_ends_when_it_says() -> None:
 
 
 def test_the_same_words_give_the_same_token() -> None:
-    """Nothing is random but the key: a token can be printed again."""
+    """The same key, role and name give the same token, and only new keys are random."""
     assert tokens.make(KEY, "admin") == tokens.make(KEY, "admin", "admin") != tokens.make(OTHER, "admin")
     assert tokens.new_key() != tokens.new_key()
 
 
 @pytest.mark.parametrize("name", ["a.b", "a b", "ü", "x" * 65])
 def test_names_that_would_break_a_token_are_refused(name: str) -> None:
-    """A name has no dot, no space, nothing but ASCII, and an end."""
+    """A name with a dot, a space, a non-ASCII character or more than 64 characters is refused."""
     with pytest.raises(RequestError, match="name"):
         tokens.make(KEY, "reader", name)
 
 
 def test_a_secret_has_one_or_two_long_keys() -> None:
-    """Two keys overlap while the secret is changed; a key that could be guessed, or a third, is refused."""
+    """A secret has one key, or two while it is being changed; a short key or a third is refused."""
     one, two = tokens.new_key(), tokens.new_key()
 
     assert tokens.keys_of("") == tokens.keys_of(" \n") == ()

@@ -1,4 +1,4 @@
-"""The codecs on tensors, and the flat buffers of gradients: the same bytes as without torch."""
+"""The codecs on tensors and the flat buffers of gradients give the same bytes as without torch."""
 
 import importlib.util
 from dataclasses import replace
@@ -35,7 +35,7 @@ SHAPES = {"w": (40, 30), "b": (7,), "deep.v": (300,)}
 
 
 def model_map(owners: tuple[str, ...] = ("a", "b", "a", "b")) -> ModelMap:
-    """A model of four partitions."""
+    """Return the map of a model of four partitions with these owners."""
     spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": s} for n, s in SHAPES.items()}, "partitions": 4})
     return ModelMap("m", 1, 0, 0, 1, spec, Layout(spec), owners, {}, {})
 
@@ -47,7 +47,7 @@ def gradients(seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bytes_are_the_golden_ones(device: str) -> None:
-    """Three gradients with error feedback give the stored bytes and leave the stored rest, on every device."""
+    """Three gradients with error feedback give the stored bytes and residuals on every device."""
     stored, size, padded = np.load(GOLDEN), 1000, 1024
     residual, new_residual = torch.zeros(padded, device=device), torch.zeros(padded, device=device)
     residual_k, new_residual_k = torch.zeros(size, device=device), torch.zeros(size, device=device)
@@ -69,7 +69,7 @@ def test_bytes_are_the_golden_ones(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("text", ["fp32", "fp16", "bf16", "int8", "topk:0.1", "int8+zstd", "bf16+lz4"])
 def test_buffers_send_what_the_plain_client_sends(text: str, device: str) -> None:
-    """Over steps, a push that was not kept and partitions that move, every partition has the same bytes."""
+    """Every partition has the plain client's bytes over several steps, after a failed push and after moves."""
     codec, memory = Codec.parse(text), Feedback()
     model = model_map()
     made = buffers.GradientBuffers(model, codec, torch.device(device))
@@ -107,13 +107,13 @@ def _written(gradient: Any, part: Any) -> bytes:
 
 
 def left_out(made: buffers.GradientBuffers) -> list[Any]:
-    """What a lossy codec has left out so far, by partition."""
+    """Return the residuals of a lossy codec, by partition."""
     found = [made._shard_of[partition].residual(partition) for partition in sorted(made._shard_of)]
     return [tensor.cpu().clone() for tensor in found if tensor is not None]
 
 
 class TorchSender(Sender):
-    """A worker whose gradients are encoded where they lie, and what it pushes."""
+    """A `Sender` whose gradients are encoded on their device."""
 
     def __init__(self, mode: str, codec: Codec, device: str) -> None:
         super().__init__(mode, codec)
@@ -122,12 +122,12 @@ class TorchSender(Sender):
         self.made = buffers.GradientBuffers(model, codec, self.device)
 
     def content(self, gradient: F32) -> tuple[Any, Codec | None]:
-        """The gradient of both parameters, encoded."""
+        """Return the encoded gradient of both parameters."""
         flat = torch.from_numpy(gradient).to(self.device)
         return self.made.encode({"w": flat[:50].view(10, 5), "b": flat[50:]}), None
 
     def left(self) -> Any:
-        """What is left out of each element so far."""
+        """Return the residual of each element."""
         return np.concatenate([array.numpy() for array in left_out(self.made)])
 
 
@@ -138,7 +138,7 @@ class TorchSender(Sender):
 def test_a_push_that_one_shard_alone_takes_is_sent_once_there(
     way: str, outcome: str, error: type[PsError], text: str, device: str
 ) -> None:
-    """What it carried of earlier ones to that shard is not sent again; to the others it goes with the next."""
+    """Residuals carried by a push are sent again only to the shards that did not accept it, with the next push."""
     sender = TorchSender("async", Codec.parse(text), device)
     there = np.repeat([True, False, True, False], np.diff(sender.shards.layout.bounds))
     sender.push(0, way)
@@ -155,7 +155,7 @@ def test_a_push_that_one_shard_alone_takes_is_sent_once_there(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("text", ["int8", "topk:0.1"])
 def test_a_shard_may_take_a_part_of_what_it_owns(text: str, device: str) -> None:
-    """Partitions that lie in one buffer are remembered each by itself; what was not accepted stays as it was."""
+    """When a shard accepts some of its partitions, only their residuals change, although all share one buffer."""
     made = buffers.GradientBuffers(model_map(("a",) * 4), Codec.parse(text), torch.device(device))
     for seed in range(2):
         made.encode({n: torch.from_numpy(g).to(device) for n, g in gradients(seed).items()})
@@ -172,13 +172,13 @@ def test_a_shard_may_take_a_part_of_what_it_owns(text: str, device: str) -> None
 
 @pytest.mark.parametrize("text", ["int8", "topk:0.1"])
 def test_a_push_that_was_too_late_leaves_the_memory_as_it_was(text: str) -> None:
-    """Nothing of it is applied, nor of what it carried of earlier ones: that goes with the next."""
+    """A late push is not applied and leaves the residuals as they were, so the next push carries them."""
     sender = TorchSender("sync", Codec.parse(text), "cpu")
     sender.push(0)
     sender.shards.says = lambda request: request.to == A
     before = sender.shards.arrived.copy()
     assert sender.push(1, counts=False).late
-    sender.shards.arrived = before  # the other one drops at the commit what it had staged
+    sender.shards.arrived = before  # the other shard drops its staged part at the commit
     sender.shards.says = lambda _: False
     sender.push(2)
 
@@ -187,7 +187,7 @@ def test_a_push_that_was_too_late_leaves_the_memory_as_it_was(text: str) -> None
 
 @pytest.mark.parametrize("text", ["fp16", "int8", "topk:0.1"])
 def test_a_model_that_was_created_anew_is_encoded_for(text: str) -> None:
-    """What was left out of the former one's gradients is not the new one's, which may be cut in another way."""
+    """Residuals and layout of a deleted model are not used for the one created in its place."""
     codec, cpu = Codec.parse(text), torch.device("cpu")
     spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": s} for n, s in SHAPES.items()}, "partitions": 2})
     anew = ModelMap("m", 3, 0, 0, 1, spec, Layout(spec), ("a", "b"), {}, {})
@@ -205,7 +205,7 @@ def test_a_model_that_was_created_anew_is_encoded_for(text: str) -> None:
 
 
 def test_on_the_cpu_gradients_lie_where_they_are_pushed_from() -> None:
-    """Whatever dtype they come in; what has none in a step counts as zero then, and not as it was."""
+    """On the CPU gradients of any dtype are copied into the push buffer, where a missing one counts as zero."""
     arrays = GradientArrays(model_map().layout, SameHost())
     made = buffers.HostGradients(arrays)
     first = {n: torch.from_numpy(g) for n, g in gradients(0).items()}
@@ -219,7 +219,7 @@ def test_on_the_cpu_gradients_lie_where_they_are_pushed_from() -> None:
 
 @pytest.mark.parametrize("text", ["fp32", "fp16", "int8", "topk"])
 def test_a_gradient_that_is_not_finite_is_refused_by_name(text: str) -> None:
-    """NaN and infinity are found in the same pass and named; so is what a dtype cannot hold."""
+    """A gradient with NaN or infinity is refused by name, and one that fp16 cannot hold is refused, too."""
     made = buffers.GradientBuffers(model_map(), Codec.parse(text), torch.device("cpu"))
     for bad in (np.nan, np.inf):
         grads = {n: torch.from_numpy(g) for n, g in gradients(0).items()}
@@ -233,7 +233,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name(text: str) -> None:
 
 
 def test_names_are_needed() -> None:
-    """A module and its named parameters are taken; plain parameters are refused with the line to write."""
+    """A module or its named parameters are accepted; plain parameters are refused with the line to write instead."""
     net = torch.nn.Linear(3, 2)
 
     for accepted in (net, net.named_parameters()):
@@ -253,14 +253,14 @@ def test_names_are_needed() -> None:
     ],
 )
 def test_a_codec_that_cannot_be_used_is_named(codec: str, pull_codec: str, wrong: str) -> None:
-    """The error names the parameter and the codec that is wrong, not a valid one beside it."""
+    """An unusable codec is refused with the name of its argument and of the codec, not of a valid one beside it."""
     with pytest.raises(RequestError) as e:
         ParameterServerOptimizer(torch.nn.Linear(3, 2), "m", codec=codec, pull_codec=pull_codec)
     assert (e.value.code, e.value.detail) == ("unknown_codec", f"{wrong} cannot be used here")
 
 
 def test_gradients_that_are_not_dense_are_listed() -> None:
-    """With the ways out; views are dense, and what is None is left alone."""
+    """Sparse gradients are listed in one error with a hint; views and None are accepted."""
     rows = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
     fitting.check_dense({"w": rows, "b": None, "view": rows.t(), "expanded": rows[:1].expand(5, 2)})
     with pytest.raises(RequestError, match="'coo', 'rows'") as e:
@@ -270,7 +270,7 @@ def test_gradients_that_are_not_dense_are_listed() -> None:
 
 
 def test_every_difference_is_listed() -> None:
-    """Missing, surplus and differently shaped parameters come in one error."""
+    """Missing, surplus and differently shaped parameters are listed in one error."""
     module = {"w": torch.zeros(40, 31), "b": torch.zeros(7), "new": torch.zeros(2)}
 
     with pytest.raises(RequestError) as e:

@@ -1,4 +1,4 @@
-"""A program that is told to end leaves its blocks, at whatever moment it is told."""
+"""A program that is asked to end unwinds its blocks, at whatever moment the signal arrives."""
 
 import signal
 import subprocess
@@ -33,7 +33,10 @@ finally:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_not_lost_in_a_callback(number: signal.Signals) -> None:
-    """What is raised there Python ignores: an import's lock was let go at that moment, and the program went on."""
+    """A signal during a callback ends the program in order, although Python ignores what is raised there.
+
+    It once arrived while the lock of an import was being freed, and the program went on.
+    """
     with subprocess.Popen(
         [sys.executable, "-P", "-c", IN_A_CALLBACK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:

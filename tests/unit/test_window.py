@@ -32,7 +32,7 @@ def code(call: PsError) -> str:
 
 @given(st.lists(st.integers(0, 400), max_size=300))
 def test_a_window_agrees_with_a_set_of_all_seqs_ever_seen(seqs: list[int]) -> None:
-    """Within the window a seq is new exactly once; below it nothing can be told."""
+    """Within the window a seq is new exactly once; below it every seq is refused with `outside_window`."""
     memory, seen, highest = PushMemory(), set[int](), -1
     for seq in seqs:
         if seq <= highest - limits.WINDOW:
@@ -48,7 +48,7 @@ def test_a_window_agrees_with_a_set_of_all_seqs_ever_seen(seqs: list[int]) -> No
 
 
 def test_a_hundred_thousand_duplicates_in_random_order_are_all_told() -> None:
-    """Each of 1e5 deliveries is judged right while 64 seqs are in doubt."""
+    """Each of 100,000 deliveries is recognized as new or duplicate while 64 seqs are in doubt."""
     rng, memory, accepted, low = random.Random(5), PushMemory(), set[int](), 0
     for _ in range(100_000):
         seq = low + rng.randrange(limits.WINDOW)
@@ -61,7 +61,7 @@ def test_a_hundred_thousand_duplicates_in_random_order_are_all_told() -> None:
 
 
 def test_the_same_id_with_other_content_is_refused() -> None:
-    """A checksum that differs is a bug of the sender, not a duplicate."""
+    """A push id that comes again with another checksum is refused with `id_reused`."""
     memory = PushMemory()
     accept(memory, 3, crc=1)
 
@@ -73,7 +73,7 @@ def test_the_same_id_with_other_content_is_refused() -> None:
 
 
 def test_an_epoch_fences_all_lower_ones() -> None:
-    """A higher epoch starts a fresh window and shuts the older one out."""
+    """A higher epoch starts a fresh window, and pushes of a lower one are refused."""
     memory = PushMemory()
     accept(memory, 500, epoch=1)
 
@@ -85,7 +85,7 @@ def test_an_epoch_fences_all_lower_ones() -> None:
 
 
 def test_a_late_push_is_remembered_as_late() -> None:
-    """A duplicate of a discarded push learns that it was discarded, also after a restore."""
+    """A duplicate of a late push, which was discarded, is marked late, also after a restore."""
     memory = PushMemory()
     memory.record(PushId("w", 1, 0), None, 7, 0, late=True)
 
@@ -95,7 +95,7 @@ def test_a_late_push_is_remembered_as_late() -> None:
 
 
 def test_idempotency_keys_are_forgotten_in_order_of_arrival() -> None:
-    """1,024 keys are remembered; the oldest goes first."""
+    """IDEMPOTENCY_KEYS_MAX keys are remembered, and the oldest is forgotten first."""
     memory = PushMemory()
     for i in range(limits.IDEMPOTENCY_KEYS_MAX + 1):
         memory.record(None, f"key {i}", i, i + 1)
@@ -109,7 +109,7 @@ def test_idempotency_keys_are_forgotten_in_order_of_arrival() -> None:
 
 
 def test_windows_start_small_and_are_bounded() -> None:
-    """A worker costs 96 bytes at first and 1.5 KiB for ever after; the least recent one goes first."""
+    """A window grows from 96 bytes to at most 1.5 KiB, and the least recent worker is forgotten first."""
     memory = PushMemory()
     accept(memory, 0)
     assert memory.nbytes == 4 * 24
@@ -125,7 +125,7 @@ def test_windows_start_small_and_are_bounded() -> None:
 
 
 def test_names_that_anybody_makes_up_push_out_no_joined_worker() -> None:
-    """Those are as many as the scheduler knows; a snapshot keeps both, in their order."""
+    """Worker ids made up by clients push out no joined worker, and a snapshot keeps both in their order."""
     memory = PushMemory()
     memory.record(PushId("run/w", 3, 0), None, 7, 1)
     for i in range(limits.WORKERS_PER_MODEL_MAX + 1):
@@ -141,7 +141,7 @@ def test_names_that_anybody_makes_up_push_out_no_joined_worker() -> None:
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("consistency", [{"mode": "async"}, {"mode": "sync"}, {"mode": "buffered", "count": 3}])
 def test_content_counts_whenever_it_is_looked_at(consistency: dict[str, Any], index: int) -> None:
-    """An id that comes again with other content is refused, and NaN too, whether a part comes looked at or not."""
+    """An id with other content and NaN are refused in every mode, whether the part was checked on arrival or not."""
     driver = ShardDriver()
     shape = {"name": "m", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 2}
     driver.serve(ModelSpec.parse(shape | {"consistency": consistency}), workers={"r/w": (1, 0)})

@@ -1,4 +1,4 @@
-"""Frames, tensors and bounded reading: what goes in comes out, and bad bytes give nothing but a PsError."""
+"""Frames, tensors and bounded parsing: round trips, and bad bytes raise only PsError."""
 
 import json
 import struct
@@ -43,20 +43,20 @@ FRAMES: dict[str, Any] = {"push": PUSH, "pull": PULL, "pushed": PUSHED, "pulled"
 
 
 def spelled_out(header: Any) -> dict[str, Any]:
-    """The msgpack map of that header."""
+    """Return the msgpack map of that header."""
     data = frame.encode_header(header)
     out: dict[str, Any] = msgpack.unpackb(data[8 : 8 + int.from_bytes(data[4:8], "little")])
     return out
 
 
 def read(header: dict[str, Any], of: type[frame.H]) -> frame.H:
-    """What the frame of that map is read as."""
+    """Encode the map as a frame, and return its header decoded as `of`."""
     return frame.decode_header(frame.encode_header(header), of)[0]
 
 
 @pytest.mark.parametrize("name", sorted(FRAMES))
 def test_frames_are_the_bytes_that_the_golden_files_hold(name: str) -> None:
-    """A frame's bytes are those of the golden file, and reading them gives the same frame."""
+    """A frame is encoded to the bytes of its golden file, and decoding them gives the same frame."""
     golden = (GOLDEN / f"{name}.bin").read_bytes()
 
     assert frame.encode_header(FRAMES[name]) == golden
@@ -68,14 +68,14 @@ def test_frames_are_the_bytes_that_the_golden_files_hold(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(FRAMES))
 def test_a_header_may_spell_out_what_has_its_default(name: str) -> None:
-    """Null where nothing is said, and every default, as earlier clients wrote them."""
+    """A header with nulls and defaults spelled out, as earlier clients wrote it, gives the same frame."""
     golden = (GOLDEN / "spelled_out" / f"{name}.bin").read_bytes()
 
     assert frame.decode_header(golden, type(FRAMES[name]))[0] == FRAMES[name]
 
 
 def test_the_example_of_the_protocol_page_is_a_real_frame() -> None:
-    """The hex dump in docs/protocol.md is the golden push of one whole partition."""
+    """The hex dump in docs/protocol.md is a frame that pushes two values to one whole partition."""
     page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
     block = page.split("<!-- test: example -->\n```\n")[1].split("```")[0]
     dump = bytes.fromhex("".join(line.split("|")[0] for line in block.splitlines()))
@@ -87,12 +87,12 @@ def test_the_example_of_the_protocol_page_is_a_real_frame() -> None:
 
 
 def test_unknown_header_keys_are_ignored() -> None:
-    """A newer client may say more than this version understands."""
+    """Unknown header keys, as a newer client may send them, are ignored."""
     assert read(spelled_out(PUSH) | {"colour": "blue"}, frame.PushFrame) == PUSH
 
 
 def test_a_newer_frame_format_is_refused_by_name() -> None:
-    """A format this version does not know is refused with its number."""
+    """A frame in an unknown format is refused with the number of that format."""
     data = bytearray(frame.encode_header(PUSH))
     data[2] = 2
 
@@ -135,7 +135,7 @@ def test_a_newer_frame_format_is_refused_by_name() -> None:
     ],
 )
 def test_a_wrong_header_is_refused(change: dict[str, Any], code: str) -> None:
-    """A header with a wrong field is refused with the code of what is wrong."""
+    """A header with a wrong field is refused with the error code for it."""
     with pytest.raises(RequestError) as caught:
         read(spelled_out(PUSH) | change, frame.PushFrame)
 
@@ -144,7 +144,7 @@ def test_a_wrong_header_is_refused(change: dict[str, Any], code: str) -> None:
 
 @given(st.sampled_from(sorted(FRAMES)), st.integers(0, 400), st.binary(max_size=3))
 def test_damaged_frames_give_a_problem_or_a_frame(name: str, at: int, junk: bytes) -> None:
-    """Bytes changed or cut off anywhere give a RequestError or a frame, never another exception."""
+    """A frame changed or cut off anywhere gives a RequestError or a frame, never another exception."""
     data = frame.encode_header(FRAMES[name])
     for damaged in (data[:at], data[:at] + junk + data[at + len(junk) :]):
         try:
@@ -170,15 +170,15 @@ def test_every_truncation_of_a_frame_is_refused(name: str) -> None:
     [
         b"\xdd\xff\xff\xff\xff",  # four billion parts
         b"\x91\x93\x00\xc0\xdd\xff\xff\xff\xff",  # four billion ranges
-        b"\x91\x93\x00\xc0\xdc\x10\x00",  # as many as are allowed, and none of them there
-        b"\xdb\xff\xff\xff\xff",  # a text of four gigabytes
+        b"\x91\x93\x00\xc0\xdc\x10\x00",  # as many ranges as are allowed, but none of them present
+        b"\xdb\xff\xff\xff\xff",  # a string of four gigabytes
         b"\x91" * 100_000,  # lists in lists
-        b"\x90\xa1x" + b"\x91" * 100_000,  # the same under a key that nobody knows
+        b"\x90\xa1x" + b"\x91" * 100_000,  # the same under an unknown key
         b"\x90\xa1x\xdd\xff\xff\xff\xff",
     ],
 )
 def test_a_header_that_claims_more_than_it_holds_allocates_nothing(claim: bytes) -> None:
-    """Lengths are compared with what is allowed, and with what follows, before memory is taken for them."""
+    """Claimed lengths are checked against the limits and the bytes that follow before memory is allocated."""
     packed = b"\x83\xa5model\xa4demo\xa5parts" + claim
     data = b"PS\x01\x00" + len(packed).to_bytes(4, "little") + packed
     tracemalloc.start()
@@ -201,7 +201,7 @@ scrambled = st.recursive(
 
 @given(st.sampled_from(sorted(FRAMES)), st.data())
 def test_scrambled_headers_give_a_problem_or_a_frame(name: str, data: st.DataObject) -> None:
-    """Any value in place of any field gives a RequestError or a frame that can be written again."""
+    """A header with any value in any field gives a RequestError or a frame that can be encoded again."""
     golden = (GOLDEN / "spelled_out" / f"{name}.bin").read_bytes()
     header = msgpack.unpackb(golden[8 : 8 + int.from_bytes(golden[4:8], "little")])
     header[data.draw(st.sampled_from(sorted(header)))] = data.draw(scrambled)
@@ -217,7 +217,7 @@ def nested(depth: int, claimed: int) -> bytes:
 
 
 def test_msgpack_bombs_are_refused_before_they_allocate() -> None:
-    """Nested headers that claim millions of items are refused by their claim, at once and without memory."""
+    """Nested msgpack that claims up to billions of items is refused before memory is allocated."""
     tracemalloc.start()
     bombs = [
         nested(900, 65_536),
@@ -237,7 +237,7 @@ def test_msgpack_bombs_are_refused_before_they_allocate() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_msgpack_or_a_problem(data: bytes) -> None:
-    """Arbitrary bytes give a value or a RequestError."""
+    """Arbitrary bytes read as msgpack give a value or a RequestError."""
     try:
         unpack(data)
     except RequestError:
@@ -253,7 +253,7 @@ msgpack_values = st.recursive(
 
 @given(msgpack_values)
 def test_msgpack_round_trips(value: Any) -> None:
-    """Whatever fits the bounds comes back as it was."""
+    """A value within the bounds is the same after packing and unpacking."""
     assert unpack(msgpack.packb(value), depth_max=64) == value
 
 
@@ -280,7 +280,7 @@ def test_msgpack_round_trips(value: Any) -> None:
     ],
 )
 def test_bad_json_is_refused(text: bytes, code: str) -> None:
-    """JSON outside RFC 8259, or nested too deep, is refused by code."""
+    """JSON that is not RFC 8259, or is nested too deeply, is refused with the error code for it."""
     with pytest.raises(RequestError) as caught:
         parse_json(text)
 
@@ -297,7 +297,7 @@ def test_bad_json_is_refused(text: bytes, code: str) -> None:
     ],
 )
 def test_unusual_json_is_read(text: bytes, value: Any) -> None:
-    """What looks too deep, half a pair or too large, and is not, is read."""
+    """JSON that only looks too deeply nested, like half a surrogate pair or too large is read."""
     assert value is None or parse_json(text) == value
     assert parse_json(text) is not None
 
@@ -312,13 +312,13 @@ json_values = st.recursive(
 
 @given(json_values, st.booleans())
 def test_json_round_trips(value: Any, ascii_only: bool) -> None:
-    """Whatever JSON can say comes back as it was, escaped or not."""
+    """A JSON value is the same after writing and reading, with or without ASCII escapes."""
     assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
 @given(st.binary(max_size=60) | st.text('[]{}",:\\u0d8e19-+.Ntrue ', max_size=60).map(str.encode))
 def test_any_bytes_are_json_or_a_problem(data: bytes) -> None:
-    """Arbitrary bytes give a value that can be written again, or a RequestError."""
+    """Arbitrary bytes read as JSON give a value that can be written again, or a RequestError."""
     try:
         value = parse_json(data)
     except RequestError:
@@ -343,7 +343,7 @@ def test_any_bytes_are_json_or_a_problem(data: bytes) -> None:
     ],
 )
 def test_msgpack_outside_the_rules_is_refused(data: bytes) -> None:
-    """Keys that come twice or are no strings, extension types, bad UTF-8, trailing bytes and too many values."""
+    """Duplicate and non-string keys, extension types, bad UTF-8, trailing bytes and too many values are refused."""
     with pytest.raises(RequestError):
         unpack(data)
 
@@ -353,7 +353,7 @@ floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @given(st.lists(st.lists(floats32, min_size=2, max_size=2), max_size=4))
 def test_json_numbers_round_trip_as_float32(rows: list[list[float]]) -> None:
-    """A float32 array written as JSON reads back bit for bit."""
+    """A float32 array written as JSON is read back bit for bit."""
     a = np.array(rows, np.float32).reshape(len(rows), 2) if rows else np.zeros((0,), np.float32)
 
     back, dtype = tensor.from_json(tensor.to_json(a, "float32"), "w")
@@ -376,7 +376,7 @@ def test_json_numbers_round_trip_as_float32(rows: list[list[float]]) -> None:
     ],
 )
 def test_json_that_is_no_tensor_is_refused(value: Any, code: str) -> None:
-    """Ragged lists, strings, nulls and numbers beyond float32 are refused by code, naming the tensor."""
+    """Ragged lists, non-numbers and numbers beyond float32 are refused with a code and the tensor's name."""
     with pytest.raises(RequestError) as caught:
         tensor.from_json(value, "w")
 
@@ -400,14 +400,14 @@ def test_json_that_is_no_tensor_is_refused(value: Any, code: str) -> None:
     ],
 )
 def test_msgpack_tensors_that_lie_are_refused(value: Any) -> None:
-    """A tensor whose shape, dtype and bytes disagree is refused."""
+    """A msgpack tensor whose shape, dtype and bytes do not fit together is refused."""
     with pytest.raises(RequestError):
         tensor.from_msgpack(value, "w")
 
 
 @given(st.lists(st.floats(width=32), max_size=20))
 def test_bfloat16_rounds_to_the_nearest(values: list[float]) -> None:
-    """bfloat16 keeps its own values exactly, and rounds others to one of the two neighbours, the nearer one."""
+    """bfloat16 keeps its own values exactly, and is never farther from others than their truncation."""
     a = np.array(values, np.float32)
     bits = tensor.f32_to_bf16(a)
     back = tensor.bf16_to_f32(bits)
@@ -420,7 +420,7 @@ def test_bfloat16_rounds_to_the_nearest(values: list[float]) -> None:
 
 
 def test_slice_checksums_are_zlibs() -> None:
-    """Anyone can recompute a slice's checksum with zlib: dtype name, ranges as u64 pairs, elements."""
+    """A slice's checksum is zlib's crc32 of the dtype name, the ranges as u64 pairs, and the elements."""
     a = np.arange(5, dtype=np.float32)
 
     crc = tensor.slice_crc("float32", [(0, 2), (4, 7)], a)

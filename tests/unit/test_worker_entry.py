@@ -1,4 +1,4 @@
-"""Which functions a worker runs, how it finds them, and what it is called."""
+"""Which functions a pool worker runs, how it loads them, and its default name."""
 
 import socket
 from pathlib import Path
@@ -24,12 +24,12 @@ from paramserver_worker.main import default_name
     ],
 )
 def test_prefixes_end_at_dots(name: str, prefixes: list[str], allowed: bool) -> None:
-    """A prefix allows a module and what lies below it, not one whose name merely begins so."""
+    """A prefix allows a module and its submodules, not one whose name merely starts with the prefix."""
     assert entry.is_allowed(name, prefixes) is allowed
 
 
 def test_an_allowed_entry_is_loaded() -> None:
-    """The shipped example is found by its name."""
+    """The entry of the shipped example is loaded by its name."""
     assert entry.load("paramserver.examples.digits:train", ["paramserver.examples"]) is digits.train
 
 
@@ -44,13 +44,13 @@ def test_an_allowed_entry_is_loaded() -> None:
     ],
 )
 def test_what_cannot_be_run_is_refused(name: str, says: str) -> None:
-    """The refusal says what is wrong with an entry that is forbidden, missing or no function."""
+    """An entry that is not allowed, missing or not a function is refused with what is wrong."""
     with pytest.raises(RequestError, match=says):
         entry.load(name, ["paramserver.examples"])
 
 
 def test_a_module_that_lacks_something_shows_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry whose module imports what is not there fails with that import's error."""
+    """An entry whose module imports a missing module fails with the error of that import."""
     (tmp_path / "needs_more.py").write_text("import no_such_package_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
@@ -63,7 +63,7 @@ POD = "a-deployment-with-a-name-as-long-as-they-become-7d9f8b6c5-"
 
 @pytest.mark.parametrize("host", ["node7", LONG, POD + "x2x9z", "-a host_", "\u00fc", "", 60 * "n" + "\udcfc"])
 def test_a_worker_has_a_name_that_the_pool_allows(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its machine is called; one that needs no change is told by its own name."""
+    """The default name is valid for any host name, and starts with one that needs no change."""
     monkeypatch.setattr(socket, "gethostname", lambda: host)
 
     assert MODEL_NAME.fullmatch(default_name())
@@ -71,7 +71,7 @@ def test_a_worker_has_a_name_that_the_pool_allows(host: str, monkeypatch: pytest
 
 
 def test_pods_whose_names_differ_at_the_end_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is process 1 of its container."""
+    """Pods whose long names differ only at the end get different names, although each is process 1."""
     names = set()
     for host in (POD + "x2x9z", POD + "k4q7w"):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)

@@ -1,4 +1,4 @@
-"""A member of the worker pool, whose scheduler is played by hand."""
+"""A member of the worker pool with a scripted scheduler."""
 
 import threading
 from typing import Any
@@ -12,11 +12,11 @@ from paramserver_worker.pool import PoolMember
 
 
 class Over(Exception):
-    """The place is reported: the test has seen enough."""
+    """Raised when the member reports its place, which ends the test."""
 
 
 class Scheduler:
-    """Gives out one place; then it forgets the member and refuses its first attempt to join again."""
+    """Gives out one place, then forgets the member and refuses its first attempt to join again."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -41,7 +41,7 @@ class Scheduler:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_member_that_may_not_rejoin_keeps_trying_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refusal of its name after it was accepted once does not end the heartbeats of the place it works on."""
+    """A member that is refused as it rejoins goes on working, sending heartbeats and trying to join."""
     scheduler: Any = Scheduler()
     joined: list[bool] = []
     monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)

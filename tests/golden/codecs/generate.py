@@ -1,8 +1,8 @@
-"""Writes codecs.npz: three gradients with every kind of value, and their bytes in each codec with error feedback.
+"""Write codecs.npz: three gradients with every kind of value, and their bytes in each codec with error feedback.
 
     python tests/golden/codecs/generate.py
 
-The file is made once and kept: what is stored in journals and sent by older clients must stay readable.
+The file was made once and stays: what older versions stored in journals and older clients send must remain readable.
 """
 
 from pathlib import Path
@@ -17,11 +17,11 @@ HERE = Path(__file__).parent
 CODECS = ("int8", "topk:0.05")
 STAGES = ("zstd", "lz4")
 SIZE = 1000
-"""Three whole blocks of 256 and a short one."""
+"""Three full blocks of 256 elements and a short one."""
 
 
 def gradients() -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-    """Three gradients [SIZE], float32: noise over many magnitudes, a block of zeros, subnormals, ties and big ones."""
+    """Return three gradients [SIZE], float32: noise of many magnitudes, a block of zeros, subnormals, ties, spikes."""
     rng = np.random.default_rng(5)
     out = []
     for _ in range(3):
@@ -32,12 +32,12 @@ def gradients() -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         g[640:660] = np.float32(-50.0)
         g[-1] = np.float32(1e30)
         out.append(g)
-    out[1][512:768] = np.float32(3e-38)  # the scale of this block lies below the smallest normal number
+    out[1][512:768] = np.float32(3e-38)  # the scale of this block is subnormal
     return out
 
 
 def encoded(text: str) -> tuple[list[Any], Any]:
-    """The bytes of the three gradients, one after the other, and what is left out in the end."""
+    """Return the bytes of the three gradients, encoded in turn, and the residual after the last."""
     residual, parts = None, []
     for g in gradients():
         new_residual = np.empty(SIZE, np.float32)

@@ -1,9 +1,9 @@
-"""Writes torch.npz: trajectories of torch.optim and rates of torch.optim.lr_scheduler for the cases in cases.json.
+"""Write torch.npz: trajectories of torch.optim and rates of torch.optim.lr_scheduler for the cases in cases.json.
 
     python -m venv /tmp/torch && /tmp/torch/bin/pip install torch==2.13.0 numpy
     /tmp/torch/bin/python tests/golden/optimizers/generate.py
 
-The tests import the two `..._of_torch` functions where torch is installed, and read torch.npz everywhere.
+The tests read torch.npz; where torch is installed, they also import the two `..._of_torch` functions.
 """
 
 import importlib
@@ -18,13 +18,15 @@ HERE = Path(__file__).parent
 CASES: dict[str, dict[str, Any]] = json.loads((HERE / "cases.json").read_text())
 STEPS, SIZE = 100, 24
 KEPT = (0, 1, 2, 9, 49, 99)
-"""Steps whose values are stored, from 0."""
+"""Steps whose values are stored, counted from 0."""
 RATE, UPDATES = 0.1, 60
 
 
 def inputs() -> tuple[Any, Any]:
-    """Starting values [SIZE] and gradients [STEPS, SIZE], float32: magnitudes from 1e-4 to 10, a column of zeros,
-    one of a constant, and steps without any gradient."""
+    """Return initial values [SIZE] and gradients [STEPS, SIZE], float32.
+
+    The gradients have magnitudes from 1e-4 to 10, a column of zeros, a constant column, and steps that are all zero.
+    """
     rng = np.random.Generator(np.random.PCG64(20))
     w = rng.standard_normal(SIZE).astype(np.float32)
     g = (rng.standard_normal((STEPS, SIZE)) * np.logspace(-4, 1, SIZE)).astype(np.float32)
@@ -35,7 +37,7 @@ def inputs() -> tuple[Any, Any]:
 
 
 def trajectory_of_torch(case: dict[str, Any], w: Any, grads: Any) -> Any:
-    """Values [STEPS, SIZE] after each step of the torch optimizer of the case, float32, without its fused variants."""
+    """Return the values [STEPS, SIZE], float32, after each step of the case's torch optimizer with `foreach=False`."""
     torch: Any = importlib.import_module("torch")
     name, options = case["torch"]
     p = torch.nn.Parameter(torch.from_numpy(w.copy()))
@@ -49,7 +51,7 @@ def trajectory_of_torch(case: dict[str, Any], w: Any, grads: Any) -> Any:
 
 
 def rates_of_torch(case: dict[str, Any]) -> Any:
-    """Learning rates [UPDATES] of torch's scheduler, warm-up by LinearLR before it, float64."""
+    """Return the learning rates [UPDATES], float64, of torch's scheduler after a warm-up by LinearLR."""
     torch: Any = importlib.import_module("torch")
     lr_scheduler: Any = importlib.import_module("torch.optim.lr_scheduler")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
@@ -65,7 +67,7 @@ def rates_of_torch(case: dict[str, Any]) -> Any:
         out.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # SequentialLR warns of its own use of step(epoch)
+            warnings.simplefilter("ignore")  # SequentialLR warns about its own use of step(epoch)
             scheduler.step()
     return np.array(out, np.float64)
 

@@ -1,8 +1,8 @@
-"""Writes the stored form of one partition, as this version has it, for its successors to read.
+"""Write the stored form of one partition in this version's format, which later versions must read.
 
     python tests/golden/stored/generate.py 1.1
 
-Files of released formats are never made anew: `1.0.json` is what the version before wrote.
+Files of released formats are never regenerated: `1.0.json` was written by the version before.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ SETTINGS: Final = {
 
 
 def capture(version: int) -> Capture:
-    """The partition at that version: 12 numbers, adam's two slots, one buffered and one staged gradient."""
+    """Return the partition at a version: 12 values, Adam's two slots, one buffered and one staged gradient."""
     memory = PushMemory()
     memory.record(PushId("run/w0", 2, version), None, 1234, version)
     memory.record(None, "an-idempotency-key", 99, version)
@@ -52,7 +52,7 @@ def capture(version: int) -> Capture:
 
 
 def entries(first: int, last: int) -> list[JournalEntry]:
-    """Journal entries of one and of several arrays."""
+    """Return journal entries of one or two arrays."""
     out = []
     for lsn in range(first, last + 1):
         head = {"version": lsn - 1, "id": ["run/w0", 2, lsn], "key": None, "crc": 7, "ranges": [[0, 3]], "rate": 0.1}
@@ -62,7 +62,7 @@ def entries(first: int, last: int) -> list[JournalEntry]:
 
 
 async def write(url: str) -> dict[str, str]:
-    """Every key that two snapshots and the journal beside them leave, with its bytes in base64."""
+    """Write two snapshots and a journal; return each key in Redis with its bytes in base64."""
     redis = node_redis.connect(url)
     scripts = ScriptRunner(redis)
     await redis.set(f"{{{KEY}}}:token", f"{TOKEN:020d}")
@@ -74,7 +74,7 @@ async def write(url: str) -> dict[str, str]:
     out: dict[str, str] = {}
     for key in sorted(await redis.keys("*")):
         name = key.decode() if isinstance(key, bytes) else str(key)
-        if name.endswith(":journal"):  # each entry apart: DUMP would tie the file to a version of Redis
+        if name.endswith(":journal"):  # entry by entry: DUMP would tie the file to a Redis version
             stream: Any = await redis.xrange(name)
             for lsn, fields in stream:
                 for field, data in fields.items():
