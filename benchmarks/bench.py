@@ -1,13 +1,13 @@
-"""How fast it is, side by side with what one would use in its place, on this machine.
+"""Benchmark paramserver and its alternatives side by side on this machine.
 
-    make bench                                          everything, about an hour; leave the machine alone meanwhile
-    make bench ARGS=--quick                             one short pass of everything: a look in 10 minutes
+    make bench                                          everything, about an hour on an otherwise idle machine
+    make bench ARGS=--quick                             one short pass of everything, about 10 minutes
     make bench ARGS="--only W1"                         W1 W3 W4 W5 cost stages
     make bench ARGS="--cells w1-10mb --systems ours-http2 socket torch-tcp"
-    make bench ARGS="--from build/bench.jsonl --write"  tables of a run, even a broken-off one, into docs/performance.md
+    make bench ARGS="--from build/bench.jsonl --write"  write a run's tables, even partial, to docs/performance.md
 
-Systems that are not installed are left out with a line that says what to install.  Each cell is measured in passes; a
-pass launches every system once, so what disturbs the machine disturbs all of them.  Figures are medians over passes.
+Systems that are not installed are skipped with a note on what to install.  Each cell is measured in passes; each pass
+launches every system once, so a disturbance of the machine affects all of them.  Figures are medians over passes.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from benchmarks.targets import in_place, outcomes, target_table
 ROOT = Path(__file__).parents[1]
 PARTS = ("W1", "W3", "W4", "W5", "cost", "stages")
 START_S = 8.0
-"""About how long a launch takes beside its windows, until it is known better."""
+"""Initial estimate of the time of a launch besides its windows."""
 
 
 def main() -> None:
-    """Measure, or read what was measured, and print the tables."""
+    """Measure, or read the results of an earlier run, and print the tables."""
     options = parsed()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped and nothing is left
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped and files removed
     if options.source:
         report(loaded(options.source), to_page=options.write)
         return
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(
         prog="make bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,19 +79,19 @@ def parsed() -> argparse.Namespace:
 
 
 def names(words: Iterable[str]) -> str:
-    """As a list in a sentence."""
+    """Return the words joined by commas."""
     return ", ".join(words)
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
-    """The cells asked for."""
+    """Return the cells selected on the command line."""
     if options.cells:
         return [c for c in CELLS if c.key in options.cells]
     return [c for c in CELLS if c.work.kind in options.only]
 
 
 def measure(chosen: Sequence[Cell], options: argparse.Namespace, out: IO[str]) -> list[dict[str, Any]]:
-    """Run everything; each result goes to the file at once."""
+    """Run everything and return the records; each is also written to `out` at once."""
     records: list[dict[str, Any]] = []
 
     def keep(record: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ def measure(chosen: Sequence[Cell], options: argparse.Namespace, out: IO[str]) -
 
 
 def progress(plan: Sequence[Any], seconds: float) -> Iterator[tuple[Any, Any]]:
-    """Each step of the plan, with a function that says on stderr what it is and how long the rest will take."""
+    """Yield each step of the plan with a function that prints a text and the estimated remaining time to stderr."""
     began = time.monotonic()
     for done, step in enumerate(plan):
         each_s = (time.monotonic() - began) / done if done else START_S + 2 * seconds
@@ -140,7 +140,7 @@ def progress(plan: Sequence[Any], seconds: float) -> Iterator[tuple[Any, Any]]:
 
 
 def kernels() -> dict[str, Any]:
-    """What `kernels.py` measures, in a process of its own."""
+    """Run `kernels.py` in a separate process and return its results."""
     program = [sys.executable, "-P", str(Path(__file__).with_name("kernels.py")), "--json"]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -148,7 +148,7 @@ def kernels() -> dict[str, Any]:
 
 
 def about() -> dict[str, str]:
-    """The machine and our version."""
+    """Describe the machine and our version."""
     model = ""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -169,18 +169,18 @@ def about() -> dict[str, str]:
 
 
 def system() -> str:
-    """The operating system and its version, without what is of this build of it alone."""
+    """Return the operating system with its major and minor version, without build-specific parts."""
     return f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}"
 
 
 def command() -> str:
-    """How this run was asked for."""
+    """Return the command that started this run."""
     words = " ".join(sys.argv[1:])
     return f'make bench ARGS="{words}"' if words else "make bench"
 
 
 def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
-    """Print all tables of these records, and perhaps put them into the page."""
+    """Print all tables of these records; `to_page`: also write them to docs/performance.md."""
     rows = summarized(records)
     parts: dict[str, str] = {"machine": machine_text(records)}
     for kind, name in (("W1", "dense"), ("W3", "small"), ("W4", "digits")):
@@ -214,7 +214,7 @@ def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
 
 
 def kernel_table(found: dict[str, Any]) -> str:
-    """W5 as a table."""
+    """Return the Markdown table of W5."""
     lines = [
         [
             f"{r['name']}, {r['elements']:,} elements",
@@ -229,7 +229,7 @@ def kernel_table(found: dict[str, Any]) -> str:
 
 
 def machine_text(records: Sequence[dict[str, Any]]) -> str:
-    """Machine, versions and command in a few lines."""
+    """Return command, machine and versions as Markdown."""
     head: dict[str, Any] = next((r for r in records if "about" in r), {"about": {}, "command": "?"})
     versions: dict[str, str] = {}
     for r in records:

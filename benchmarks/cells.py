@@ -1,4 +1,4 @@
-"""What is measured: for each table, the work and the systems that do it."""
+"""The cells of the benchmark: for each table, the work and the systems that do it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ FLOORS = ("socket", "memory")
 
 @cache
 def systems() -> dict[str, System]:
-    """All of them by key, in the order of the tables."""
+    """Return all systems by key, in the order of the tables."""
     every: list[System] = [*OURS, *TORCH, RayActors(), GrpcPython(), RedisLock(), BareSocket(), BareMemory()]
     return {s.key: s for s in every}
 
@@ -34,13 +34,13 @@ class Cell:
     work: Work
     systems: tuple[str, ...]
     once: frozenset[str] = frozenset()
-    """Systems so slow here that one pass says enough."""
+    """Systems so slow here that one pass is enough."""
 
 
 def dense(
     key: str, title: str, megabytes: float, *names: str, workers: int = 1, once: Sequence[str] = (), servers: int = 1
 ) -> Cell:
-    """A cell of W1, async."""
+    """Return an async cell of W1; `once`: systems measured in one pass only."""
     work = Work("W1", round(megabytes * 250_000), workers, servers)
     return Cell(key, f"W1 {title}", work, names, frozenset(once))
 
@@ -49,7 +49,7 @@ ALL = ("ours-same-host", "ours-http2", *RIVALS, *FLOORS)
 IN_PLACE = ("ours-same-host", "ours-in-place", *ALL[1:])
 COPIED = ("ours-same-host", "ours-in-place", "ours-copied", *ALL[1:])
 SPLIT = ("ours-same-host", "ours-http2", "torch", "torch-tcp", "ray", "grpc")
-"""What runs with two servers."""
+"""Systems that support two servers."""
 SYNC = ("ours-same-host", "ours-in-place", *SPLIT[1:], "memory")
 SMALL = ("ours-same-host", "ours-same-host-fused", "ours-http2", "ours-http2-fused", *RIVALS, *FLOORS)
 LEARNERS = ("ours-same-host", "ours-http2", *RIVALS)
@@ -77,12 +77,12 @@ CELLS = (
 
 
 def cell(key: str) -> Cell:
-    """The cell of that key; raises KeyError."""
+    """Return the cell of that key; raises KeyError if there is none."""
     return {c.key: c for c in CELLS}[key]
 
 
 def order(names: Sequence[str], passes: int, once: frozenset[str] = frozenset()) -> Iterator[tuple[int, str]]:
-    """(pass, system) of every launch: all systems in each pass, each pass beginning with the next one."""
+    """Yield (pass, system) of each launch: all systems in each pass, starting one system later in each."""
     for i in range(passes):
         turn = i % max(1, len(names))
         for name in (*names[turn:], *names[:turn]):

@@ -1,14 +1,14 @@
-"""What each codec costs and loses: bytes on the wire, GB/s of float32, cosine, accuracy of the digits.
+"""Cost and loss of each codec: bytes on the wire, GB/s of float32, cosine, accuracy on handwritten digits.
 
-    python benchmarks/codecs.py                        all codecs; the digits train on a private cluster
+    python benchmarks/codecs.py                        all codecs; training runs on a private cluster
     python benchmarks/codecs.py --steps 0              without training
     python benchmarks/codecs.py --codecs int8 topk:0.02+zstd --elements 1048576
 
-Encoding is what a worker does before it sends: checking for NaN, adding what was left out, encoding, packing.  Decoding
-is what a shard does after it has received: undoing the second stage, checking, and adding the gradient to a sum, block
-by block.  Both on one thread, in partitions of 4 MiB, medians over `--repeats`; a rate counts the gradient's float32
-bytes.  The cosine is between one gradient of normal numbers and what arrives of it.  The accuracy is that of a model
-after `--steps` steps of one synchronous worker with batch 64, the mean over `--seeds`.
+Encoding is the work of a worker before it sends: checking for NaN, adding the error feedback, encoding, compressing.
+Decoding is the work of a shard after receiving: undoing the second stage, checking, and adding the gradient to a sum,
+block by block.  Both run on one thread, in partitions of 4 MiB; times are medians of `--repeats`.  A rate counts the
+gradient's float32 bytes.  The cosine is between a gradient of normally distributed numbers and its decoded form.  The
+accuracy is that of a model after `--steps` steps of one synchronous worker with batch size 64, the mean over `--seeds`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PARTITION_ELEMENTS = 1 << 20
 
 
 def median_s(run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call, after one that is not counted."""
+    """Return the median seconds of a call, after one untimed call."""
     run()
     times = []
     for _ in range(repeats):
@@ -55,7 +55,7 @@ def median_s(run: Callable[[], object], repeats: int) -> float:
 
 
 def bodies(content: Content) -> list[AnyArray]:
-    """Each part's bytes as they travel."""
+    """Return the bytes of each part as sent."""
     if isinstance(content, Encoded):
         return [content.parts[p.partition][0] for p in content.selection.parts]
     out = []
@@ -67,7 +67,7 @@ def bodies(content: Content) -> list[AnyArray]:
 
 
 def receive(codec: Codec, content: Content, parts: list[AnyArray], total: F32) -> None:
-    """What a shard does with the parts: total += what they decode to."""
+    """Decode and check the parts as a shard does, and add them to `total`."""
     for part, body in zip(content.selection.parts, parts, strict=True):
         data, size = body, part.stop - part.start
         if codec.stage is not None:
@@ -82,7 +82,7 @@ def receive(codec: Codec, content: Content, parts: list[AnyArray], total: F32) -
 
 
 def measure(text: str, elements: int, repeats: int) -> dict[str, Any]:
-    """Bytes, rates and cosine of one codec."""
+    """Return bytes, rates and cosine of one codec."""
     codec = Codec.parse(text)
     partitions = max(1, elements // PARTITION_ELEMENTS)
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [elements]}}, "partitions": partitions}))
@@ -109,7 +109,7 @@ def measure(text: str, elements: int, repeats: int) -> dict[str, Any]:
 
 
 def accuracy(client: ps.Client, text: str, steps: int, seed: int) -> float:
-    """Fraction of the digits' test images that are classified rightly after so many steps in a codec."""
+    """Train with a codec for `steps` steps and return the fraction of test images classified correctly."""
     model = client.create_model("codec", digits.spec(), optimizer=ps.Adam(lr=1e-3), consistency=ps.Sync())
     rng = np.random.default_rng(seed)
     params = None
@@ -124,7 +124,7 @@ def accuracy(client: ps.Client, text: str, steps: int, seed: int) -> float:
 
 
 def machine() -> str:
-    """What the figures depend on."""
+    """Describe machine and versions, which the figures depend on."""
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     cpu = import_module("llvmlite.binding").get_host_cpu_name()
@@ -132,7 +132,7 @@ def machine() -> str:
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure the codecs given on the command line and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codecs", nargs="+", default=list(CODECS))
     parser.add_argument("--elements", type=int, default=8 << 20)
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def say(text: str) -> None:
-    """Print at once."""
+    """Print and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()
 

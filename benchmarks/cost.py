@@ -1,6 +1,6 @@
-"""What a push costs besides its own bytes, and what a shard holds: our own cluster, plain processes and sockets.
+"""Costs of a push besides its own bytes, and memory of a shard, measured on our own cluster.
 
-Latencies are medians of pushes of 1 KB that take turns with those they are compared with.
+Latencies are medians of pushes of 1 KB, measured in turns with the pushes they are compared with.
 """
 
 import multiprocessing as mp
@@ -38,7 +38,7 @@ Figures = dict[str, Any]
 
 
 def measured(*, quick: bool) -> Iterator[tuple[str, Figures]]:
-    """The figures of each measurement under its name; `error` in place of what failed."""
+    """Yield (name, figures) of each measurement; the figures of a failed one are its `error`."""
     for name, measure in MEASUREMENTS.items():
         print(f"cost: {name}", file=sys.stderr, flush=True)
         try:
@@ -50,13 +50,13 @@ def measured(*, quick: bool) -> Iterator[tuple[str, Figures]]:
 
 @contextmanager
 def connected(way: Way) -> Iterator[tuple[ps.Client, dict[str, Any]]]:
-    """A client of a fresh cluster with one shard, and what `psctl up` said of it."""
+    """Yield a client of a new cluster with one shard, and the output of `psctl up`."""
     with cluster(way, 1) as found, ps.connect(found["scheduler"], token=found.get("token")) as client:
         yield client, found
 
 
 def taken_us(call: Callable[[], object], times: int) -> list[float]:
-    """Microseconds of each call."""
+    """Return the microseconds of each call."""
     out = []
     for _ in range(times):
         at = time.perf_counter()
@@ -66,7 +66,7 @@ def taken_us(call: Callable[[], object], times: int) -> list[float]:
 
 
 def in_turns(calls: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """The median microseconds of each call, measured in turns."""
+    """Return the median microseconds of each call, measured in turns after a warm-up."""
     every: list[list[float]] = [[] for _ in calls]
     for call in calls:
         taken_us(call, 20)
@@ -81,11 +81,11 @@ def small_model(client: ps.Client, name: str) -> ps.Model:
 
 
 Prepare = Callable[[ps.Client, Mapping[str, Any], int, ExitStack], Callable[[], object]]
-"""Makes so many of something in a cluster; the call whose time is of interest."""
+"""Set up `count` of something in a cluster and return the call to be timed."""
 
 
 def by_count(counts: Sequence[int], times: int, prepare: Prepare) -> Figures:
-    """The call's time for each count, each in a cluster of its own, which are up together and take turns."""
+    """Time the call for each count, each in its own cluster; the clusters run at the same time and take turns."""
     with ExitStack() as stack:
         calls = []
         for count in counts:
@@ -95,7 +95,7 @@ def by_count(counts: Sequence[int], times: int, prepare: Prepare) -> Figures:
 
 
 def workers(quick: bool) -> Figures:
-    """A push to a model of more and more workers, all of which have pushed once and are idle since."""
+    """Time a push to a model with more and more workers that have pushed once and are idle since."""
     ones = np.ones(SMALL, np.float32)
 
     def prepare(client: ps.Client, found: Mapping[str, Any], count: int, stack: ExitStack) -> Callable[[], object]:
@@ -111,7 +111,7 @@ def workers(quick: bool) -> Figures:
 
 
 def partitions(quick: bool) -> Figures:
-    """A push to one partition of a model that has more and more of them."""
+    """Time a push to one partition of a model with more and more partitions."""
     width = 64
     ones = {"w": np.ones(width, np.float32)}
 
@@ -125,7 +125,7 @@ def partitions(quick: bool) -> Figures:
 
 
 def connections(quick: bool) -> Figures:
-    """A push without and with many connections to the shard that have asked once and are idle since."""
+    """Time a push without and with many connections to the shard that have made one request and are idle since."""
     ones = np.ones(SMALL, np.float32)
 
     def prepare(client: ps.Client, found: Mapping[str, Any], count: int, stack: ExitStack) -> Callable[[], object]:
@@ -142,7 +142,7 @@ def connections(quick: bool) -> Figures:
 
 
 def transfer_on(url: str, token: str | None) -> None:
-    """Pull and push 64 MiB until it is killed; the life of a process."""
+    """Pull and push 64 MiB until the process is killed."""
     with ps.connect(url, token=token) as client:
         model, ones = client.model("big"), np.ones(BIG_ELEMENTS, np.float32)
         values = model.pull()
@@ -152,7 +152,7 @@ def transfer_on(url: str, token: str | None) -> None:
 
 
 def bare_transfer_on(connect: Callable[[Work, int], Client], work: Work, rounds: "Synchronized[int]") -> None:
-    """The same over plain sockets, until it is killed; says how often it has been round."""
+    """Do the same over plain sockets until the process is killed, and count the rounds in `rounds`."""
     client, ones = connect(work, 0), np.ones(work.elements, np.float32)
     while True:
         client.push(ones)
@@ -161,7 +161,7 @@ def bare_transfer_on(connect: Callable[[Work, int], Client], work: Work, rounds:
 
 
 def small_calls(quick: bool) -> Figures:
-    """Pulls of 1 KB while nothing else happens, and beside a process that moves 64 MiB back and forth."""
+    """Time pulls of 1 KB on an idle system, and beside a process that pulls and pushes 64 MiB."""
     seconds = 1.0 if quick else 6.0
     out: Figures = {"rows": []}
     for way, label in WAYS:
@@ -183,8 +183,9 @@ def small_calls(quick: bool) -> Figures:
 def _beside(
     pull: Callable[[], object], transfer: Callable[[], None], moved: Callable[[], int], seconds: float
 ) -> list[float]:
-    """Milliseconds of a pull at its p50 and p99 alone, then beside `transfer` in a process of its own, and the ratio of
-    the two p99.  `moved` says how often it has been round.
+    """Return p50 and p99 of a pull in milliseconds, idle and beside `transfer`, and the ratio of the two p99.
+
+    `transfer` runs in a process of its own; `moved` returns its number of rounds.
     """
     idle, first = _taken_ms(pull, seconds), moved()
     process = mp.get_context("spawn").Process(target=transfer, daemon=True)
@@ -216,11 +217,11 @@ def _wait(probe: Callable[[], bool], within_s: float = 60.0) -> None:
     while not probe():
         if time.monotonic() > deadline:
             raise RuntimeError("the transfers did not begin")
-        time.sleep(0.05)  # the other process tells nobody how far it is; each probe is a request of its own
+        time.sleep(0.05)  # the other process does not signal its progress, and a probe may be a request
 
 
 def memory(quick: bool) -> Figures:
-    """What a shard holds at its peak, in sizes of the model, while one and while two clients push all the time."""
+    """Measure the peak memory of a shard, in sizes of the model, while one and while two clients push continuously."""
     rounds = 3 if quick else 10
     out: Figures = {"rows": []}
     for way, label in WAYS:
@@ -261,7 +262,7 @@ def _push_together(found: Mapping[str, Any], count: int, rounds: int) -> None:
 
 
 def growth(quick: bool) -> Figures:
-    """What a shard holds after 1,000 and after 10,000 more rounds of pulling and pushing 0.4 MB."""
+    """Measure the memory of a shard after 1,000 rounds of pulling and pushing 0.4 MB, and after 10,000 more."""
     first, then = (50, 200) if quick else (1000, 10_000)
     ones = np.ones(100_000, np.float32)
     out: Figures = {"rows": [], "rounds": [first, first + then]}
@@ -292,7 +293,7 @@ TITLES = {
 
 
 def tables(found: Mapping[str, Figures]) -> str:
-    """All of them in Markdown."""
+    """Return all measurements as Markdown tables."""
     out = []
     for name, figures in found.items():
         if "error" in figures:

@@ -1,11 +1,11 @@
-"""How fast the fused optimizer steps move bytes, against a plain copy of as many bytes on the same machine.
+"""Throughput of the fused optimizer steps, compared with a plain copy of as many bytes on the same machine.
 
     python benchmarks/kernels.py                       one partition of 4 MiB, then one too large for any cache
     python benchmarks/kernels.py --elements 1048576 --dtype bfloat16 --optimizers adam ftrl
 
 A rate counts each operand once: values, slots and gradient read, values and slots written.  The copy reads and writes
-as many bytes in all, for what a cache holds of few it does not hold of many.  Steps and copies take turns; each figure
-is the median over `--repeats` runs on one thread.  `of copy` divides the rates.
+the same total number of bytes, because small arrays fit in a cache and large ones do not.  Steps and copies take turns;
+each figure is the median of `--repeats` runs on one thread.  `of copy` is the step's rate divided by the copy's.
 """
 
 import argparse
@@ -34,7 +34,7 @@ DEFAULT_OPTIMIZERS = ("sgd", "momentum", "adam")
 
 
 def medians_s(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Median seconds of a call of each, in turns, after one that is not counted."""
+    """Return the median seconds of a call of each, measured in turns, after one untimed call."""
     times: list[list[float]] = [[] for _ in runs]
     for run in runs:
         run()
@@ -47,20 +47,20 @@ def medians_s(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]
 
 
 def gradient(elements: int, dtype: str) -> AnyArray:
-    """Normal numbers in the element type; bfloat16 as uint16."""
+    """Return normally distributed numbers in the element type; bfloat16 as uint16."""
     g = np.random.default_rng(1).standard_normal(elements, np.float32)
     return (g.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else g.astype(dtype)
 
 
 def paged(values: AnyArray) -> AnyArray:
-    """The values where a page of memory begins, as all that a shard computes with lies."""
+    """Return a page-aligned copy of the values, like all memory a shard computes with."""
     page = np.frombuffer(mmap.mmap(-1, max(values.nbytes, 1)), values.dtype)
     page[:] = values
     return page
 
 
 def measure(elements: int, dtype: str, names: list[str], repeats: int) -> list[dict[str, Any]]:
-    """One row for each optimizer."""
+    """Return one row of figures for each optimizer."""
     rows = []
     w, zeros = np.random.default_rng(0).standard_normal(elements, np.float32), np.zeros(elements, np.float32)
     w, g, out = paged(w), paged(gradient(elements, dtype)), paged(zeros)
@@ -90,7 +90,7 @@ def measure(elements: int, dtype: str, names: list[str], repeats: int) -> list[d
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Describe machine and versions, which the figures depend on."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
     ).stdout.strip()

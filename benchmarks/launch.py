@@ -1,4 +1,4 @@
-"""One launch: a system is started, workers do one untimed and one timed window, and the values are checked."""
+"""One launch: start a system, run one untimed and one timed window of its workers, and check the values."""
 
 import multiprocessing as mp
 import os
@@ -17,12 +17,12 @@ from benchmarks.workloads import ENOUGH, GIVE_UP_S, Client, Rounds, Window, Work
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PATIENCE_S = 120.0
-"""How long all of them may take to get from one step of the protocol to the next, beyond the window."""
+"""Longest time for all workers to reach the next barrier, in addition to the window."""
 LEARNING_WARM_S = 0.5
 
 
 class Failed(Exception):
-    """A launch that gave no figures."""
+    """A launch failed and has no figures."""
 
 
 def work_through(
@@ -35,15 +35,15 @@ def work_through(
     pushed: "Synchronized[int]",
     results: "Queue[Any]",
 ) -> None:
-    """The whole life of one worker process."""
+    """Run one worker process from start to end."""
     try:
         client = connect(work, rank)
         rounds = Rounds(work, client, rank, stop)
         for warm in (True, False):
-            together.wait()  # the parent reads the meters
+            together.wait()  # the parent takes a reading
             together.wait()
             results.put(rounds.run(warm_s(work, seconds) if warm else seconds, warm=warm))
-            together.wait()  # the parent reads them again
+            together.wait()  # the parent takes another reading
         with pushed.get_lock():
             pushed.value += rounds.done
         together.wait()
@@ -57,12 +57,12 @@ def work_through(
 
 
 def warm_s(work: Work, seconds: float) -> float:
-    """How long the untimed window takes."""
+    """Return the length of the untimed window."""
     return min(seconds, LEARNING_WARM_S) if work.kind == "W4" else seconds
 
 
 def launch(system: System, work: Work, seconds: float) -> dict[str, Any]:
-    """The figures of one launch; raises Failed."""
+    """Run one launch and return its figures; raises Failed."""
     for name in THREADS:
         os.environ[name] = "1"
     try:
@@ -98,7 +98,7 @@ def _drive(running: Running, work: Work, seconds: float) -> dict[str, Any]:
     def meet() -> None:
         try:
             together.wait(patience_s)
-        except Exception:  # one of them broke it, and says why
+        except Exception:  # a worker broke the barrier and has reported why
             raise (_first_failure(results) or Failed("the workers did not meet")) from None
 
     for p in workers:
@@ -146,7 +146,7 @@ def _first_failure(results: "Queue[Any]") -> Failed | None:
 def figures(
     work: Work, windows: list[Window], before: Reading, after: Reading, held_bytes: int, check: str
 ) -> dict[str, Any]:
-    """What one launch says, as plain numbers."""
+    """Return the figures of one launch."""
     rounds = sum(w.rounds for w in windows)
     rate = sum(w.rounds / w.seconds for w in windows)
     took_s = max(w.seconds for w in windows)

@@ -1,6 +1,6 @@
-"""What a run is measured with: processor time and memory of processes, load of the machine, medians and percentiles.
+"""Meters of a run: CPU time and memory of processes, load of the machine, medians and percentiles.
 
-Everything is read from /proc, so runs are measured on Linux; elsewhere these figures are 0 and only the times count.
+CPU time and memory are read from /proc; on systems other than Linux they are 0 and only the times are measured.
 """
 
 import os
@@ -14,7 +14,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """Processor seconds, user and system, that these processes have used so far; those that are gone count nothing."""
+    """Return the CPU seconds, user and system, that these processes have used; processes that have ended count 0."""
     ticks = 0
     for pid in pids:
         try:
@@ -26,7 +26,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def busy_s() -> float:
-    """Processor seconds that the whole machine has spent not being idle."""
+    """Return the CPU seconds that the whole machine has been busy."""
     try:
         with (PROC / "stat").open() as f:
             ticks = [int(x) for x in f.readline().split()[1:9]]
@@ -37,7 +37,7 @@ def busy_s() -> float:
 
 
 def memory_bytes(pids: Iterable[int], field: str) -> int:
-    """Sum over the processes of a field of /proc/PID/status: `VmRSS` now, `VmHWM` at its highest."""
+    """Return the sum of a /proc/PID/status field over processes: `VmRSS` is the current size, `VmHWM` the peak."""
     total = 0
     for pid in pids:
         try:
@@ -49,7 +49,7 @@ def memory_bytes(pids: Iterable[int], field: str) -> int:
 
 
 def forget_peaks(pids: Iterable[int]) -> None:
-    """Let `VmHWM` of these processes start again from what they hold now."""
+    """Reset `VmHWM` of these processes to their current size."""
     for pid in pids:
         try:
             (PROC / str(pid) / "clear_refs").write_text("5")
@@ -58,7 +58,7 @@ def forget_peaks(pids: Iterable[int]) -> None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of them do not exceed; 0 of none."""
+    """Return the smallest of the values that at least `percent` % of them do not exceed; 0 if there are none."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -66,26 +66,26 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; 0 of none."""
+    """Return the median; 0 if there are no values."""
     return statistics.median(values) if values else 0.0
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The meters at one moment."""
+    """CPU seconds used until one moment."""
 
     server_s: float
     worker_s: float
     own_s: float
-    """Of the process that reads them."""
+    """Of the process that takes the reading."""
     busy_s: float
 
     @classmethod
     def now(cls, servers: Iterable[int], workers: Iterable[int]) -> "Reading":
-        """Read all of them."""
+        """Take a reading."""
         return cls(cpu_s(servers), cpu_s(workers), cpu_s([os.getpid()]), busy_s())
 
     def others_s(self, earlier: "Reading") -> float:
-        """Processor seconds since then of processes that have no part in the run."""
+        """Return the CPU seconds since `earlier` of processes that are not part of the run."""
         ours = (self.server_s + self.worker_s + self.own_s) - (earlier.server_s + earlier.worker_s + earlier.own_s)
         return max(0.0, self.busy_s - earlier.busy_s - ours)

@@ -1,10 +1,10 @@
-"""Where the time of a round goes: each pass over the bytes by itself, and the transport alone, against the floor.
+"""Where the time of a round goes: each pass over the bytes alone, and the transport alone, compared with the floor.
 
-    python -m benchmarks.stages                  10 MB, as a table in Markdown
+    python -m benchmarks.stages                  10 MB, as a Markdown table
     python -m benchmarks.stages --megabytes 100
 
-Each stage is the product's own code on one thread with the rest left out, the median of `--repeats`.  In a round some
-of them run beside each other: checks while the next bytes arrive, partitions on all processors.
+Each stage is the product's own code, alone on one thread; times are medians of `--repeats` calls.  In a real round some
+stages overlap: checks run while the next bytes arrive, and partitions use all CPUs.
 """
 
 import argparse
@@ -45,14 +45,14 @@ class Stage:
 
     name: str
     where: str
-    """Which way it is part of."""
+    """The operations and transports that include the stage."""
     seconds: float
     passes: str
-    """How often it touches each byte."""
+    """Reads and writes of each byte, for the table."""
 
 
 def timed(run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call, after two that are not counted."""
+    """Return the median seconds of a call, after two untimed calls."""
     times = []
     for i in range(repeats + 2):
         began = time.perf_counter()
@@ -63,7 +63,7 @@ def timed(run: Callable[[], object], repeats: int) -> float:
 
 
 def passes(elements: int, repeats: int) -> Iterator[Stage]:
-    """Everything that touches the bytes, without any transport."""
+    """Measure the stages that touch the bytes, without any transport."""
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [elements]}}}))
     source, target = np.ones(elements, np.float32), np.ones(elements, np.float32)
     yield Stage("copy the vector (the floor)", "", timed(lambda: np.copyto(target, source), repeats), "1 read, 1 write")
@@ -91,7 +91,7 @@ def passes(elements: int, repeats: int) -> Iterator[Stage]:
 
 @contextmanager
 def child(target: Callable[..., None], *args: Any) -> Iterator[None]:
-    """A process that ends with the block."""
+    """Run `target` in a process that is killed at the end of the block."""
     process = multiprocessing.get_context("spawn").Process(target=target, args=args, daemon=True)
     process.start()
     try:
@@ -116,7 +116,7 @@ def _bare(port: int, size: int) -> None:
 
 
 def _http(port: int, size: int) -> None:
-    """A server of nothing but bytes: reads a body away, or sends one; without threads, as for one that asks alone."""
+    """Run an HTTP/2 server that only reads or sends bodies; without transfer threads, as for a single client."""
     sink, chunk = _Into(size), memoryview(bytes(MIB))
     answer = [chunk[: size - at] for at in range(0, size, MIB)]
 
@@ -134,39 +134,39 @@ def _http(port: int, size: int) -> None:
 
 
 class _Into:
-    """A sink that puts a body into memory that is there already."""
+    """A body sink that writes into preallocated memory."""
 
     def __init__(self, size: int) -> None:
         self._memory = memoryview(bytearray(size))
         self.begin()
 
     def begin(self) -> None:
-        """From the beginning."""
+        """Restart at the beginning of the memory."""
         self._at = 0
 
     def room(self) -> memoryview:
-        """What is not filled."""
+        """Return the memory that is not filled yet."""
         return self._memory[self._at :]
 
     def rest(self) -> list[memoryview]:
-        """The same."""
+        """Return `room()` as a list of buffers."""
         return [self.room()]
 
     def filled(self, size: int) -> None:
-        """So much of it is."""
+        """Note that `size` more bytes have been received into `room()`."""
         self._at += size
 
     def feed(self, data: memoryview) -> None:
-        """The next bytes."""
+        """Copy the next bytes into the memory."""
         self._memory[self._at : self._at + len(data)] = data
         self._at += len(data)
 
     def end(self) -> None:
-        """That was all."""
+        """End the body; nothing to do."""
 
 
 def connected(port: int) -> socket.socket:
-    """A connection to a port that opens soon."""
+    """Connect to a port, waiting up to 30 s until it listens."""
     give_up = time.monotonic() + 30
     while True:
         try:
@@ -178,7 +178,7 @@ def connected(port: int) -> socket.socket:
 
 
 def transports(size: int, repeats: int) -> Iterator[Stage]:
-    """The bytes over plain TCP, and over the same HTTP/2 server and client with nothing behind them."""
+    """Measure transfers over plain TCP, and over the product's HTTP/2 server and client with nothing behind them."""
     buffer = memoryview(bytearray(size))
     port = free_port()
     with child(_bare, port, size), connected(port) as peer:
@@ -214,7 +214,7 @@ def transports(size: int, repeats: int) -> Iterator[Stage]:
 
 
 def profile(megabytes: float, repeats: int) -> str:
-    """The table."""
+    """Return the Markdown table of all stages."""
     elements = round(megabytes * 1e6) // 4
     stages: Sequence[Stage] = [*passes(elements, repeats), *transports(4 * elements, repeats)]
     rows = [[s.name, s.where, f"{s.seconds * 1e3:.2f}", number(4e-9 * elements / s.seconds), s.passes] for s in stages]
@@ -222,7 +222,7 @@ def profile(megabytes: float, repeats: int) -> str:
 
 
 def main() -> None:
-    """Run what the command line names."""
+    """Measure the size given on the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=10.0, help="size of the vector")
     parser.add_argument("--repeats", type=int, default=25, help="calls of which the median is taken")

@@ -1,4 +1,4 @@
-"""Results as tables: medians over the passes, in Markdown, and between their marks in docs/performance.md."""
+"""Results as Markdown tables with medians over the passes, and their insertion into docs/performance.md."""
 
 import json
 import re
@@ -16,12 +16,12 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What the passes of one system in one cell say together."""
+    """The combined results of all passes of one system in one cell."""
 
     cell: str
     system: str
     figures: Mapping[str, float]
-    """The median of each."""
+    """Median of each figure over the passes."""
     windows: Sequence[float]
     """Rounds per second of each pass; seconds in W4."""
     checks: frozenset[str] = frozenset()
@@ -29,12 +29,12 @@ class Row:
 
     @property
     def sound(self) -> bool:
-        """Whether every pass ended with the right values."""
+        """Whether every pass succeeded and ended with the right values."""
         return bool(self.windows) and not self.errors and not any(c.startswith("WRONG") for c in self.checks)
 
 
 def summarized(records: Iterable[Record]) -> dict[tuple[str, str], Row]:
-    """The row of each cell and system among these records; others are left alone."""
+    """Return the row of each (cell, system) in these records; records of other kinds are ignored."""
     grouped: dict[tuple[str, str], list[Record]] = {}
     for r in records:
         if "cell" in r:
@@ -58,14 +58,14 @@ def _row(cell: str, system: str, records: Sequence[Record]) -> Row:
 
 
 def number(value: float) -> str:
-    """About three digits."""
+    """Format a number with about three significant digits."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown; columns after the first are aligned to the right."""
+    """Return a Markdown table; all columns but the first are right-aligned."""
     lines = [list(columns), ["---", *["--:"] * (len(columns) - 1)], *([str(x) for x in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -105,7 +105,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 
 
 def cell_table(cell: Cell, rows: Mapping[tuple[str, str], Row]) -> str:
-    """The table of one cell: the systems in their order, with every pass and the check."""
+    """Return the table of one cell: its systems in order, with the figures of all passes and the check."""
     columns = COLUMNS[cell.work.kind]
     lines = []
     for name in cell.systems:
@@ -123,7 +123,7 @@ def cell_table(cell: Cell, rows: Mapping[tuple[str, str], Row]) -> str:
 
 
 def loaded(file: Path) -> list[dict[str, Any]]:
-    """The records of a results file; a last line that was cut off is left out."""
+    """Return the records of a results file, without lines that are no JSON, such as a last line that was cut off."""
     found = []
     for line in file.read_text().splitlines():
         try:
@@ -134,7 +134,7 @@ def loaded(file: Path) -> list[dict[str, Any]]:
 
 
 def write(name: str, text: str, file: Path = PAGE) -> None:
-    """Put text between its marks in the page; raises ValueError where there are none."""
+    """Put text between its marks in the page; raises ValueError if it has no such marks."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     page = file.read_text()
     if begin not in page or end not in page:

@@ -1,4 +1,4 @@
-"""What is to be reached, as data: ratios to the rivals of the same run, and limits."""
+"""Performance targets as data: ratios to rivals of the same run, and limits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from benchmarks.tables import Row, number, table
 Rows = Mapping[tuple[str, str], Row]
 PS_LITE = {"w1-0.4mb": 1499.0}
 """Rounds per second of C++ ps-lite (upstream 15b8adf, TCP), recorded earlier on another machine with two processors,
-not in a run with ours."""
+not in the same run as ours."""
 
 
 def rounds(row: Row) -> float:
@@ -17,7 +17,7 @@ def rounds(row: Row) -> float:
 
 
 def requests(row: Row) -> float:
-    """A round is a pull and a push."""
+    """Return requests per second: a round is a pull and a push."""
     return 2 * row.figures["rounds_per_s"]
 
 
@@ -31,20 +31,20 @@ def cpu_s_per_gb(row: Row) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a target came to."""
+    """The result of one target."""
 
     text: str
-    """What was to be reached."""
+    """The target in words."""
     reached: str
     mark: str
-    """`pass`, `MISS`, which may be out of the floor's reach as well, or `not measured`."""
+    """`pass`, `**MISS**` (noted if the floor misses it, too) or `not measured`."""
     floor: str = ""
-    """What the floor came to, held against the same."""
+    """The floor's figure for the same target."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ours at least `least` times the best of some rivals in that cell, or a recorded figure."""
+    """Target: in that cell, ours is at least `least` times the best of some rivals, or a recorded figure."""
 
     cell: str
     ours: str
@@ -54,7 +54,7 @@ class Ratio:
     figure: Callable[[Row], float] = rounds
 
     def outcome(self, rows: Rows) -> Outcome:
-        """How it stands."""
+        """Return the outcome of the target."""
         all_of_them = self.rivals == RIVALS
         known = [r for n in self.rivals if (r := rows.get((self.cell, n))) is not None and r.windows]
         whom = "ps-lite (recorded)" if self.recorded else "the best rival" if all_of_them else _label(self.rivals[0])
@@ -76,7 +76,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Bound:
-    """A figure of ours at least, or at most, so much."""
+    """Target: a figure of ours is at least, or at most, `bound`."""
 
     cell: str
     ours: str
@@ -86,7 +86,7 @@ class Bound:
     at_most: bool = False
 
     def outcome(self, rows: Rows) -> Outcome:
-        """How it stands."""
+        """Return the outcome of the target."""
         sign = "≤" if self.at_most else "≥"
         text = f"{cell(self.cell).title}: {_label(self.ours)} {sign} {self.bound:,g} {self.unit}"
         row = rows.get((self.cell, self.ours))
@@ -105,14 +105,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class Limit:
-    """A figure of `cost.py` or `kernels.py` that may be at most so much."""
+    """Target: a figure of `cost.py` or `kernels.py` is at most `bound`."""
 
     name: str
     text: str
     bound: float
 
     def outcome(self, figures: Mapping[str, float]) -> Outcome:
-        """How it stands."""
+        """Return the outcome of the target."""
         value = figures.get(self.name)
         if value is None:
             return Outcome(self.text, "", "not measured")
@@ -120,12 +120,12 @@ class Limit:
 
 
 def _mark(good: bool, *, floor: bool = True) -> str:
-    """`floor`: whether that reaches it."""
+    """Return the mark of a target; `floor`: whether the floor reaches it."""
     return "pass" if good else "**MISS**" if floor else "**MISS**, the floor too"
 
 
 def _floor(rows: Rows, cell: str, ours: str) -> Row | None:
-    """The same bytes moved that way by bare means; None where nobody has measured it."""
+    """Return the row of the bare transfer over the same transport; None if it was not measured."""
     row = rows.get((cell, FLOOR_OF.get(ours, "")))
     return row if row is not None and row.windows else None
 
@@ -161,7 +161,7 @@ BESIDES = (
     Ratio("w1-100mb", IN_PLACE, 2.5, ("ray",)),
     Ratio("w1-10mb-sync", IN_PLACE, 3, RIVALS),
 )
-"""The same, held against gradients that were computed where the shard reads them.  These are no targets."""
+"""The same ratios for gradients computed in a shared-memory slot.  These are not targets."""
 BOUNDS = (
     Bound("w1-10mb", HOST, 0.13, "CPU s/GB, both sides", cpu_s_per_gb, at_most=True),
     Bound("w1-10mb", HTTP, 0.75, "CPU s/GB, both sides", cpu_s_per_gb, at_most=True),
@@ -185,16 +185,16 @@ LIMITS = (
 
 
 def outcomes(rows: Rows, figures: Mapping[str, float], *, measured_only: bool = False) -> Sequence[Outcome]:
-    """How all of them stand; perhaps only those that something was measured for."""
+    """Return the outcome of every target; `measured_only`: without those that were not measured."""
     every = [t.outcome(rows) for t in (*RATIOS, *BOUNDS)] + [t.outcome(figures) for t in LIMITS]
     return [o for o in every if o.mark != "not measured" or not measured_only]
 
 
 def in_place(rows: Rows) -> Sequence[Outcome]:
-    """How the same stands with gradients that were computed where the shard reads them, as far as it was measured."""
+    """Return the measured ratios for gradients computed in a shared-memory slot."""
     return [o for o in (t.outcome(rows) for t in BESIDES) if o.mark != "not measured"]
 
 
 def target_table(found: Sequence[Outcome]) -> str:
-    """The marks as a table."""
+    """Return the outcomes as a Markdown table."""
     return table(["target", "reached", "the floor", ""], [[o.text, o.reached, o.floor, o.mark] for o in found])

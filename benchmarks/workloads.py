@@ -1,11 +1,11 @@
-"""The same work for every system: what a worker does in a round, for how long, and what must come out of it.
+"""The workloads, the same for every system: a worker's rounds, their duration, and the expected result.
 
 W1  dense: pull the whole float32 vector, touch both ends, push a whole gradient of ones; the server does w -= lr*g
-W3  the same with 256 numbers (1 KB)
-W4  handwritten digits: an MLP 64-128-10 in NumPy, batches of 32, until 95 % of 360 test images are right
+W3  the same with 256 elements (1 KB)
+W4  handwritten digits: an MLP 64-128-10 in NumPy, batch size 32, until 95 % of 360 test images are classified correctly
 
-`async`: each worker for itself.  `sync`: all workers exchange a gradient for the next version, which is w - lr*mean.
-The rate of W1 and W3 is a power of two, so the vector at the end is known to the last bit.
+`async`: each worker works independently.  `sync`: each worker exchanges a gradient for the next version, w - lr*mean.
+The learning rate of W1 and W3 is a power of two, so the final vector is known to the last bit.
 """
 
 import time
@@ -20,16 +20,16 @@ import numpy as np
 from paramserver.types import F32
 
 Parts = Sequence[F32]
-"""A vector, in as many pieces as there are servers."""
+"""A vector, in one piece per server."""
 EVALUATE_EVERY = 5
 ENOUGH = 0.95
 GIVE_UP_S = 60.0
-"""How long W4 may take."""
+"""Time limit of W4."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done in one cell of the tables."""
+    """The work of one cell of the tables."""
 
     kind: Literal["W1", "W3", "W4"]
     elements: int
@@ -37,11 +37,11 @@ class Work:
     servers: int = 1
     mode: Literal["async", "sync"] = "async"
     streams: int = 1
-    """Requests that one worker has under way at once (W3)."""
+    """Concurrent requests of one worker (W3)."""
 
     @property
     def rate(self) -> float:
-        """The learning rate."""
+        """Learning rate."""
         return 0.02 if self.kind == "W4" else 2.0**-10
 
     @property
@@ -49,41 +49,41 @@ class Work:
         return 4 * self.elements
 
     def initial(self) -> F32:
-        """The values at the start."""
+        """Return the initial values."""
         return Digits.initial() if self.kind == "W4" else np.zeros(self.elements, np.float32)
 
     def bounds(self) -> list[tuple[int, int]]:
-        """The elements [start, stop) of each server."""
+        """Return the elements [start, stop) of each server."""
         n, s = self.elements, self.servers
         return [(n * i // s, n * (i + 1) // s) for i in range(s)]
 
     def split(self, vector: F32) -> list[F32]:
-        """One view of the vector for each server."""
+        """Return a view of the vector for each server."""
         return [vector[start:stop] for start, stop in self.bounds()]
 
 
 class Client(Protocol):
-    """What a worker calls; made inside its process."""
+    """The interface that a worker uses; created in its process."""
 
     fused: bool
-    """Whether a round is one `exchange` rather than a pull and a push."""
+    """Whether a round is one `exchange` instead of a pull and a push."""
     pairs: int
-    """Pulls and pushes in one round: 1 unless it has several streams."""
+    """Pulls and pushes per round; 1 unless the client has several streams."""
 
     def pull(self) -> Parts:
-        """The present values."""
+        """Return the current values."""
 
     def push(self, gradient: F32) -> None:
-        """Returns when the server says that the gradient is in its values."""
+        """Push a gradient; return once the server says that it is applied."""
 
     def exchange(self, gradient: F32) -> Parts:
-        """Push, and the values after it; in sync those after the gradients of all workers."""
+        """Push a gradient and return the values after it; in sync, those after the gradients of all workers."""
 
     def close(self) -> None: ...
 
 
 class Digits:
-    """The network of W4 on one flat vector; every system computes with this code."""
+    """The network of W4 on one flat vector; all systems use this code."""
 
     inputs, hidden, classes = 64, 128, 10
     size = inputs * hidden + hidden + hidden * classes + classes
@@ -91,7 +91,7 @@ class Digits:
     @staticmethod
     @cache
     def images() -> tuple[F32, Any, F32, Any]:
-        """Images in [0, 1] and labels to learn from, then 360 to be tested with."""
+        """Return training images in [0, 1] with labels, then 360 test images with labels."""
         from paramserver.examples.digits import images
 
         return (*images("train"), *images("test"))
@@ -110,14 +110,14 @@ class Digits:
 
     @classmethod
     def accuracy(cls, v: F32) -> float:
-        """Fraction of the test images that are classified rightly."""
+        """Return the fraction of test images classified correctly."""
         w1, b1, w2, b2 = cls._layers(v)
         _, _, x, y = cls.images()
         return float(((np.maximum(x @ w1 + b1, 0) @ w2 + b2).argmax(axis=1) == y).mean())
 
     @classmethod
     def gradient(cls, v: F32, rng: np.random.Generator) -> F32:
-        """Of the mean cross-entropy of 32 random images."""
+        """Return the gradient of the mean cross-entropy of 32 random images."""
         w1, b1, w2, b2 = cls._layers(v)
         images, labels, _, _ = cls.images()
         chosen = rng.integers(len(images), size=32)
@@ -134,7 +134,7 @@ class Digits:
 
 @dataclass
 class Window:
-    """What one worker did in one window."""
+    """The results of one worker in one window."""
 
     rounds: int
     seconds: float
@@ -143,21 +143,24 @@ class Window:
 
 
 class Rounds:
-    """The loop of one worker; `stop` is shared: the round after which all leave together, 0 while that is open."""
+    """The loop of one worker.
+
+    `stop` is shared by all workers: the round after which all of them leave together, 0 while undecided.
+    """
 
     def __init__(self, work: Work, client: Client, rank: int, stop: "Synchronized[int]") -> None:
         self.work, self.client, self.rank, self._stop = work, client, rank, stop
         self.done = 0
-        """Pushes so far."""
+        """Number of pushes so far."""
         self._ones = np.ones(work.elements, np.float32)
         self._zeros = np.zeros(work.elements, np.float32)
         self._rng = np.random.default_rng(7 + rank)
         self._values: F32 | None = None
         if work.kind == "W4":
-            Digits.images()  # reading them takes seconds, and no window
+            Digits.images()  # loading them takes seconds, which must not count in a window
 
     def run(self, seconds: float, *, warm: bool) -> Window:
-        """Rounds for so long, or until the digits are learned; while `warm`, W4 pushes zeros and learns nothing."""
+        """Run rounds for `seconds`, or in W4 until the digits are learned; if `warm`, W4 pushes zeros for `seconds`."""
         learn = self.work.kind == "W4" and not warm
         took: list[float] = []
         rounds, accuracy = 0, 0.0
@@ -182,7 +185,7 @@ class Rounds:
         return Window(rounds, time.perf_counter() - began, took, accuracy)
 
     def _leave(self, rounds: int, over: bool, learn: bool) -> bool:
-        if self.work.mode == "sync":  # nobody can be further than one round ahead of rank 0
+        if self.work.mode == "sync":  # no worker can be more than one round ahead of rank 0
             if self.rank == 0 and over and not self._stop.value:
                 self._stop.value = rounds + 2
             return 0 < self._stop.value <= rounds
@@ -219,12 +222,12 @@ def touch(parts: Parts) -> None:
 
 
 def whole(parts: Parts) -> F32:
-    """The pieces as one vector."""
+    """Return the pieces as one vector."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def verdict(work: Work, values: Parts, pushes: int) -> str:
-    """`exact` if every element of the vector says that `pushes` gradients were applied, else what is wrong."""
+    """Return `exact` if every element shows that `pushes` gradients were applied, else what is wrong."""
     steps = pushes / work.workers if work.mode == "sync" else pushes
     want = np.float32(-work.rate * steps)
     vector = whole(values)

@@ -1,8 +1,9 @@
-"""The floor of one machine: the same bytes in memory that both sides map, a byte over a Unix socket for each request.
+"""The floor of shared memory: the same bytes in memory mapped by both sides, a byte over a Unix socket per request.
 
-A push is one copy into memory of the worker's own, one checksum, by which it would be known again, and one pass that
-applies it into the other one of two versions, so that a reader's does not change under it at once; a pull is a byte
-there and back.  No ids, no checks, nobody is asked whether he still reads.  A thread of the server for each worker.
+A push is one copy into the worker's slot, one checksum (a real server recognizes duplicates by it), and one pass that
+writes the result to the other one of two versions, so that readers of the current one keep it until the push after.  A
+pull is one byte in each direction.  There are no ids and no checks, and the server does not track readers.  It has a
+thread for each worker.
 """
 
 import mmap
@@ -28,12 +29,12 @@ from zlib_ng import zlib_ng
 from paramserver.types import F32
 
 SHARED = "/dev/shm"
-"""Where the system keeps files in memory."""
+"""The in-memory file system (tmpfs)."""
 
 
 @numba.njit(nogil=True, cache=True)
 def step(values: F32, gradients: F32, rate: np.float32, out: F32) -> None:
-    """out = values - rate*(sum of the rows of `gradients`), in one pass."""
+    """Compute out = values - rate*(sum of the rows of `gradients`) in one pass."""
     for i in range(values.size):
         total = gradients[0, i]
         for k in range(1, gradients.shape[0]):
@@ -42,7 +43,7 @@ def step(values: F32, gradients: F32, rate: np.float32, out: F32) -> None:
 
 
 def mapped(folder: str, name: str, rows: int, work: Work) -> F32:
-    """The memory of a file there, zeros where it is new: so many vectors."""
+    """Map a file of `rows` vectors, created with zeros if it does not exist; returns [rows, elements]."""
     size = 4 * work.elements * rows
     with (Path(folder) / name).open("a+b") as file:
         file.truncate(size)
@@ -50,7 +51,7 @@ def mapped(folder: str, name: str, rows: int, work: Work) -> F32:
 
 
 class Server:
-    """Two versions of one vector."""
+    """A server with two versions of one vector."""
 
     def __init__(self, work: Work, folder: str) -> None:
         self._versions, self._slots = mapped(folder, "versions", 2, work), mapped(folder, "slots", work.workers, work)
@@ -60,7 +61,7 @@ class Server:
         self._present, self._waiting, self._changed = 0, 0, threading.Condition()
 
     def attend(self, connection: socket.socket) -> None:
-        """Serve one worker, which says first who it is, until it hangs up."""
+        """Serve one worker, which sends its rank first, until it disconnects."""
         rank = connection.recv(1)[0]
         while verb := connection.recv(1):
             if verb == PUSH:
@@ -68,7 +69,7 @@ class Server:
             connection.sendall(bytes([self._present % 2]))
 
     def _push(self, rank: int) -> None:
-        """Each gradient by itself; in sync those of all workers together, when the last one is here."""
+        """Apply the gradient by itself; in sync, apply all workers' gradients together when the last one arrives."""
         zlib_ng.crc32(self._slots[rank].data.cast("B"))
         with self._changed:
             self._waiting += 1
@@ -83,7 +84,7 @@ class Server:
 
 
 def serve(work: Work, folder: str, pipe: Connection) -> None:
-    """Accept connections until the pipe is closed."""
+    """Run the server until the pipe is closed."""
     step(np.zeros(2, np.float32), np.zeros((1, 2), np.float32), np.float32(0), np.zeros(2, np.float32))
     pipe.send(memory_bytes([os.getpid()], "VmRSS"))
     server, listener = Server(work, folder), socket.socket(socket.AF_UNIX)
@@ -95,7 +96,7 @@ def serve(work: Work, folder: str, pipe: Connection) -> None:
 
 
 class MemoryClient:
-    """One connection, and the memory of one worker."""
+    """A client with one connection and one worker's slot."""
 
     fused, pairs = False, 1
 
@@ -118,7 +119,7 @@ class MemoryClient:
         return [self._versions[self._ask(PUSH)]]
 
     def _ask(self, verb: bytes) -> int:
-        """Which of the two versions is the present one."""
+        """Send a request and return the index of the current version, 0 or 1."""
         self._connection.sendall(verb)
         answer = self._connection.recv(1)
         if not answer:
@@ -130,7 +131,7 @@ class MemoryClient:
 
 
 class BareMemory:
-    """The floor as a system; one server."""
+    """The shared-memory floor as a system; one server."""
 
     key, label = "memory", "bare shared memory"
 

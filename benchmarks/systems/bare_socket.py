@@ -1,6 +1,6 @@
-"""The floor: the same bytes over plain TCP connections of this machine, and one pass that applies them.
+"""The floor of TCP: the same bytes over plain local TCP connections, and one pass that applies them.
 
-A thread of the server for each worker; the interpreter's lock is free while bytes move and while they are applied.
+The server has a thread for each worker; the GIL is released while bytes are transferred and applied.
 """
 
 import os
@@ -26,13 +26,13 @@ PULL, PUSH, APPLIED = b"r", b"w", b"k"
 
 @numba.njit(nogil=True, cache=True)
 def descend(values: F32, gradient: F32, rate: np.float32) -> None:
-    """values -= rate*gradient, in one pass."""
+    """Compute values -= rate*gradient in one pass."""
     for i in range(values.size):
         values[i] -= rate * gradient[i]
 
 
 def serve(work: Work, pipe: Connection) -> None:
-    """Accept connections until the pipe is closed."""
+    """Run the server until the pipe is closed."""
     descend(np.zeros(2, np.float32), np.zeros(2, np.float32), np.float32(0))
     pipe.send(memory_bytes([os.getpid()], "VmRSS"))
     values, lock = work.initial(), threading.Lock()
@@ -44,7 +44,7 @@ def serve(work: Work, pipe: Connection) -> None:
 
 
 def attend(connection: socket.socket, values: F32, lock: threading.Lock, work: Work) -> None:
-    """Serve one worker until it hangs up."""
+    """Serve one worker until it disconnects."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     gradient, rate = np.zeros(work.elements, np.float32), np.float32(work.rate)
     while verb := connection.recv(1):
@@ -58,7 +58,7 @@ def attend(connection: socket.socket, values: F32, lock: threading.Lock, work: W
 
 
 def receive(connection: socket.socket, into: F32) -> None:
-    """Fill an array; raises ConnectionError at an early end."""
+    """Receive a whole array; raises ConnectionError if the connection ends early."""
     left = into.data.cast("B")
     while left:
         got = connection.recv_into(left)
@@ -68,7 +68,7 @@ def receive(connection: socket.socket, into: F32) -> None:
 
 
 class SocketClient:
-    """One connection."""
+    """A client with one connection."""
 
     fused, pairs = False, 1
 
@@ -84,7 +84,7 @@ class SocketClient:
 
     def push(self, gradient: F32) -> None:
         body = gradient.data.cast("B")
-        if len(body) < 1 << 16:  # one packet rather than two
+        if len(body) < 1 << 16:  # one packet instead of two
             self._connection.sendall(PUSH + body)
         else:
             self._connection.sendall(PUSH)
@@ -101,7 +101,7 @@ class SocketClient:
 
 @dataclass(frozen=True)
 class Connect:
-    """Makes the clients."""
+    """Factory of the clients."""
 
     address: tuple[str, int]
 
@@ -110,7 +110,7 @@ class Connect:
 
 
 class BareSocket:
-    """The floor as a system; async only, one server."""
+    """The TCP floor as a system; async only, one server."""
 
     key, label = "socket", "bare TCP loop"
 

@@ -1,4 +1,4 @@
-"""gRPC in Python, written by hand as most are: `bytes` in a message, one lock, ten threads, no limit of length."""
+"""A typical hand-written gRPC server in Python: `bytes` in a message, one lock, ten threads, no message size limit."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ SERVICE = "bench.Parameters"
 
 @cache
 def message() -> Any:
-    """The one message there is: a vector's bytes."""
+    """Return the class of the only message: the bytes of a vector."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name="bench.proto", package="bench", syntax="proto3")
@@ -38,7 +38,7 @@ def message() -> Any:
 
 
 class Held:
-    """The values of one server, and its methods."""
+    """The values of one server and its RPC methods."""
 
     def __init__(self, work: Work, index: int) -> None:
         start, stop = work.bounds()[index]
@@ -52,7 +52,7 @@ class Held:
             return message()(value=self._values.tobytes())
 
     def push(self, request: Any, context: Any) -> Any:
-        """Async: apply.  Sync: wait for the gradients of all, whose mean the last one applies."""
+        """Async: apply the gradient.  Sync: wait for all workers' gradients; the last one applies their mean."""
         gradient = np.frombuffer(request.value, np.float32)
         with self._changed:
             if self._work.mode == "async":
@@ -90,7 +90,7 @@ def serve(work: Work, index: int, pipe: Connection) -> None:
 
 
 class GrpcClient:
-    """One channel for each server."""
+    """A client with one channel per server."""
 
     fused, pairs = False, 1
 
@@ -128,7 +128,7 @@ class GrpcClient:
 
 @dataclass(frozen=True)
 class Connect:
-    """Makes the clients."""
+    """Factory of the clients."""
 
     ports: tuple[int, ...]
 

@@ -1,9 +1,9 @@
-"""Ours: the cluster that `psctl up` starts, with everything on that is on by default.
+"""Ours: a cluster started by `psctl up` with its default settings.
 
-Workers are sessions: every push is numbered and applied exactly once.  `same host` pulls map the shard's own memory
-(`copy=False`) and pushes are written into a slot; `in place` is the same with gradients that were computed in a slot
-(`worker.gradients()`), `copied` with values copied into the worker's array;
-`HTTP/2` has shared memory turned off; `fused` is `pushpull`, one round trip in place of two.
+Workers have sessions, so every push is numbered and applied exactly once.  In `same host`, pulls map the shard's memory
+(`copy=False`) and pushes are written into a slot.  `in place` is the same with gradients computed in a slot
+(`worker.gradients()`), and `copied` with values copied into the worker's array.  `HTTP/2` has shared memory turned off.
+`fused` uses `pushpull`: one round trip instead of two.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ Way = Literal["same-host", "http2"]
 MODEL = "bench"
 START_S = 90.0
 NOWHERE = "/dev/null/none"
-"""A folder that cannot exist: shared memory is then off."""
+"""A folder that cannot exist, which turns shared memory off."""
 PAIRS_PER_STREAM = 8
 
 
 @contextmanager
 def cluster(way: Way, shards: int) -> Iterator[dict[str, Any]]:
-    """What `psctl up --json` says of a cluster that is down again after the block."""
+    """Start a cluster, yield the output of `psctl up --json`, and stop it at the end of the block."""
     folder = tempfile.mkdtemp(prefix="paramserver-bench-")
     psctl = [sys.executable, "-P", "-m", "paramserver_cli"]
     environment = dict(os.environ)
@@ -55,7 +55,7 @@ def cluster(way: Way, shards: int) -> Iterator[dict[str, Any]]:
 
 
 class OurClient:
-    """A worker's session."""
+    """A client with a worker's session."""
 
     pairs = 1
 
@@ -80,7 +80,7 @@ class OurClient:
         self._worker.push(self._placed(gradient))
 
     def _placed(self, gradient: F32) -> Any:
-        """The gradient where this worker computes it; computing one is no part of a round."""
+        """Return the gradient, copied to the worker's slot once if `in_place`: computing it is not part of a round."""
         if self._place is None:
             return gradient
         if self._computed is not gradient:
@@ -105,7 +105,7 @@ class OurClient:
 
 
 class StreamsClient:
-    """Many requests at once on the one HTTP/2 connection of an asyncio client."""
+    """A client with many concurrent requests on one HTTP/2 connection (asyncio)."""
 
     fused = True
 
@@ -143,7 +143,7 @@ class StreamsClient:
 
 @dataclass(frozen=True)
 class Connect:
-    """Makes the clients."""
+    """Factory of the clients."""
 
     url: str
     token: str | None
@@ -160,7 +160,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class Ours:
-    """One way of using it."""
+    """One way of using paramserver."""
 
     key: str
     label: str
@@ -188,7 +188,7 @@ class Ours:
 
 
 def create(client: ps.Client, work: Work) -> ps.Model:
-    """The model of some work: one vector, plain SGD."""
+    """Create the model for a work: one vector, plain SGD."""
     values: Any = {"w": work.initial() if work.kind == "W4" else (work.elements,)}
     consistency = ps.Sync(min_workers=work.workers) if work.mode == "sync" else ps.Async()
     return client.create_model(MODEL, values, optimizer=ps.SGD(lr=work.rate), consistency=consistency)

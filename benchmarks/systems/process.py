@@ -1,4 +1,4 @@
-"""Server processes of the systems that have no launcher of their own."""
+"""Server processes for systems without a launcher of their own."""
 
 import multiprocessing as mp
 import os
@@ -17,9 +17,9 @@ STOP_S = 10.0
 
 @contextmanager
 def serving(serve: Callable[..., None], *args: Any) -> Iterator[tuple[int, "Answers"]]:
-    """A process that runs `serve(*args, pipe)`; its pid, and what it sends.
+    """Run `serve(*args, pipe)` in a process; yield its pid and its answers.
 
-    It is to return once it receives anything or the pipe is closed; it and its children are killed if they do not.
+    `serve` must return once it receives anything or the pipe is closed; otherwise it and its children are killed.
     """
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -42,13 +42,13 @@ def serving(serve: Callable[..., None], *args: Any) -> Iterator[tuple[int, "Answ
 
 
 class Answers:
-    """What a server process sends through its pipe."""
+    """The messages that a server process sends through its pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
     def next(self) -> Any:
-        """The next message; raises RuntimeError if none comes in time, or ever."""
+        """Return the next message; raises RuntimeError on timeout or if the process has ended."""
         try:
             if self._pipe.poll(START_S):
                 return self._pipe.recv()
@@ -58,7 +58,7 @@ class Answers:
 
 
 def attend_each(listener: socket.socket, attend: Callable[[socket.socket], None]) -> None:
-    """Have each connection attended to in a thread of its own, until the process ends."""
+    """Call `attend` for each accepted connection in a thread of its own, until the process ends."""
 
     def until_it_hangs_up(connection: socket.socket) -> None:
         with connection, suppress(ConnectionError):
@@ -81,7 +81,7 @@ def wait_for_end(pipe: Connection) -> None:
 
 
 def descendants(pid: int | None = None) -> list[int]:
-    """Process ids of everything that a process, by default this one, has started."""
+    """Return the process ids of all descendants of a process, by default of this one."""
     return [p.pid for p in _descendants(os.getpid() if pid is None else pid)]
 
 

@@ -1,8 +1,8 @@
 """Ray: an actor that holds a NumPy array, as in Ray's parameter-server example; workers are drivers of one local Ray.
 
-Ray does not always listen on the loopback address, so its token authentication stays on, as by default, with a token
-made for the launch.  Its object store is filled with pages beforehand: slower to start, faster to run.  In sync the
-actor waits for all gradients and puts the new version into the object store once, from where all workers map it.
+Ray does not always listen on the loopback address, so its token authentication stays on, which is the default, with a
+token made for the launch.  Its object store is preallocated: slower to start, faster to run.  In sync the actor waits
+for all gradients and puts the new version into the object store once, from which all workers map it.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from paramserver.types import F32
 NAMESPACE = "bench"
 ROOT = Path(__file__).parents[2]
 CORES = 16
-"""What Ray is told it has, so that it starts as many actors as are asked for."""
+"""Number of CPUs that Ray is told to have, so that it starts all actors."""
 
 
 class Parameters:
-    """The actor of one server; Ray makes it remote."""
+    """The actor of one server, made remote by Ray."""
 
     def __init__(self, work: Work, index: int) -> None:
         self._base = memory_bytes([os.getpid()], "VmRSS")
@@ -39,7 +39,7 @@ class Parameters:
         self._values, self._rate = work.initial()[start:stop].copy(), np.float32(work.rate)
 
     def about(self) -> tuple[int, int]:
-        """Its process id, and the bytes it held before the values."""
+        """Return the process id and the memory in bytes before it held the values."""
         return os.getpid(), self._base
 
     def pull(self) -> F32:
@@ -50,7 +50,7 @@ class Parameters:
 
 
 class SyncParameters:
-    """The actor of one server in sync; being asynchronous, it takes a call while others wait."""
+    """The actor of one server in sync; as an asyncio actor, it accepts calls while others wait."""
 
     def __init__(self, work: Work, index: int) -> None:
         self._held = Parameters(work, index)
@@ -64,7 +64,7 @@ class SyncParameters:
         return self._held.pull()
 
     async def exchange(self, gradient: F32) -> Any:
-        """A reference, in a list, to the values after the mean of all workers' gradients."""
+        """Return a list with a reference to the values after the mean of all workers' gradients has been applied."""
         import ray
 
         if self._next is None:
@@ -82,12 +82,12 @@ class SyncParameters:
 
 
 def prepare(token: str) -> None:
-    """Set what Ray reads from the environment of a process, before it is imported."""
+    """Set the environment variables that Ray reads when it is imported."""
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
 
 
 def serve(work: Work, token: str, pipe: Connection) -> None:
-    """Run a Ray of its own until the pipe is closed."""
+    """Run a local Ray cluster with the actors until the pipe is closed."""
     prepare(token)
     os.environ["RAY_preallocate_plasma_memory"] = "1"
     import ray
@@ -143,7 +143,7 @@ class RayClient:
 
 @dataclass(frozen=True)
 class Connect:
-    """Makes the clients."""
+    """Factory of the clients."""
 
     address: str
     token: str

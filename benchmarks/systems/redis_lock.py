@@ -1,6 +1,6 @@
 """Redis as a parameter server: the vector is one value; a push takes a lock, reads, subtracts and writes back.
 
-Without persistence.  Async only, one server.
+No persistence; async only, one server.
 """
 
 import shutil
@@ -27,7 +27,7 @@ VALUES, LOCK = "values", "lock"
 
 
 class RedisClient:
-    """One connection."""
+    """A client with one connection."""
 
     fused, pairs = False, 1
 
@@ -55,7 +55,7 @@ class RedisClient:
 
 @dataclass(frozen=True)
 class Connect:
-    """Makes the clients."""
+    """Factory of the clients."""
 
     port: int
 
@@ -88,7 +88,7 @@ class RedisLock:
             while serving_pid(port) != process.pid:
                 if time.monotonic() > deadline or process.poll() is not None:
                     raise RuntimeError("the Redis server did not start")
-                time.sleep(0.02)  # a server does not tell when it is ready, it only answers then
+                time.sleep(0.02)  # Redis sends no ready signal, so poll until it answers
             base = memory_bytes([process.pid], "VmRSS")
             with redis.Redis(port=port) as client:
                 client.set(VALUES, work.initial().tobytes())

@@ -1,4 +1,4 @@
-"""What every system that is measured looks like from outside."""
+"""The interface of every measured system."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -11,38 +11,38 @@ from benchmarks.workloads import Client, Work
 
 @dataclass(frozen=True)
 class Running:
-    """A system that is up and holds the initial values."""
+    """A running system that holds the initial values."""
 
     servers: Sequence[int]
-    """Process ids whose memory is the servers'."""
+    """Process ids of the servers, whose memory is measured."""
     base_bytes: int
-    """What they held before the values were there."""
+    """Memory of the servers before they held the values."""
     connect: Callable[[Work, int], Client]
-    """Makes the client of a rank, in the worker's own process; can be pickled."""
+    """Make the client of a rank, in the worker's process; can be pickled."""
     others: Callable[[], Sequence[int]] = field(default=tuple)
-    """Process ids, at the moment, of helpers whose processor time counts as the servers'."""
+    """Current process ids of helpers, whose CPU time counts as the servers'."""
     versions: dict[str, Any] = field(default_factory=dict)
 
 
 class System(Protocol):
-    """One way to hold parameters."""
+    """A system that can serve parameters."""
 
     @property
     def key(self) -> str:
-        """Its name on the command line and in the results."""
+        """Name on the command line and in the results."""
 
     @property
     def label(self) -> str:
-        """Its name in the tables."""
+        """Name in the tables."""
 
     def missing(self) -> str:
-        """What to install before it can run here; empty if nothing."""
+        """Return what must be installed before it can run here; empty if nothing."""
 
     def start(self, work: Work) -> AbstractContextManager[Running]:
-        """Start servers for this work, and stop them at the end of the block."""
+        """Start servers for this work and stop them at the end of the block."""
 
 
 def lacking(*packages: str, extra: str = "bench") -> str:
-    """What to say where one of these Python packages is not installed; empty if all are."""
+    """Return the installation hint for those of these Python packages that are missing; empty if there are none."""
     gone = [p for p in packages if importlib.util.find_spec(p) is None]
     return f"needs {', '.join(gone)}: pip install 'paramserver[{extra}]'" if gone else ""

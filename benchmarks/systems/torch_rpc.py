@@ -1,4 +1,4 @@
-"""PyTorch RPC as a parameter server: over what TensorPipe chooses on one machine, and over TCP."""
+"""PyTorch RPC as a parameter server: over the transports TensorPipe chooses on one machine, and over TCP."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,7 @@ from paramserver_node.redis_server import free_port
 
 
 class TorchClient:
-    """A worker among the processes of one RPC group."""
+    """A worker in the RPC group."""
 
     fused, pairs = False, 1
 
@@ -36,7 +36,7 @@ class TorchClient:
         return [f.wait() for f in futures]
 
     def _pieces(self, gradient: F32) -> list[tuple[Any, ...]]:
-        # A view of a larger tensor would be sent with all of the larger one's memory.
+        # A view of a larger tensor would be sent with the whole memory of that tensor.
         pieces = self._work.split(gradient)
         return [(self._tensor(p if len(pieces) == 1 else p.copy()),) for p in pieces]
 
@@ -55,7 +55,7 @@ class TorchClient:
 
 @dataclass(frozen=True)
 class Connect:
-    """Makes the clients."""
+    """Factory of the clients."""
 
     port: int
     tcp: bool
@@ -66,7 +66,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class TorchRpc:
-    """One choice of transports."""
+    """Torch RPC with one choice of transports."""
 
     key: str
     label: str

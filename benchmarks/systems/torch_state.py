@@ -1,6 +1,6 @@
-"""The server's side of the parameter server over torch RPC, as in PyTorch's tutorials: functions on a live tensor.
+"""Server side of the parameter server over torch RPC, as in PyTorch's tutorials: functions on a live tensor.
 
-A module of its own, since torch names functions by module and this one cannot be imported without torch.
+A separate module, because torch identifies functions by module and this one cannot be imported without torch.
 """
 
 import os
@@ -21,7 +21,7 @@ _state: dict[str, Any] = {}
 
 
 def serve(work: Work, index: int, port: int, tcp: bool, pipe: Connection) -> None:
-    """Hold the elements of one server until every worker has shut down."""
+    """Run one server until every worker has shut down."""
     prepare()
     pipe.send(memory_bytes([os.getpid()], "VmRSS"))
     start, stop = work.bounds()[index]
@@ -38,14 +38,14 @@ def serve(work: Work, index: int, port: int, tcp: bool, pipe: Connection) -> Non
 
 
 def prepare() -> None:
-    """Keep to the loopback interface and to one thread of computing, without warnings about torch to torch."""
+    """Use the loopback interface and one compute thread, and silence torch's warnings about itself."""
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
     os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
 
 
 def join(name: str, rank: int, work: Work, port: int, tcp: bool) -> None:
-    """Become one of the processes; returns when all have."""
+    """Join the RPC group; returns when all processes have joined."""
     ways: dict[str, Any] = {"_transports": ["uv"], "_channels": ["basic"]} if tcp else {}
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=THREADS, rpc_timeout=TIMEOUT_S, init_method=f"tcp://127.0.0.1:{port}", **ways
@@ -54,19 +54,19 @@ def join(name: str, rank: int, work: Work, port: int, tcp: bool) -> None:
 
 
 def pull() -> Any:
-    """The live tensor: what is sent may be half of one version and half of the next."""
+    """Return the live tensor; the bytes sent may mix one version with the next."""
     return _state["values"]
 
 
 def push(gradient: Any) -> None:
-    """One step of descent."""
+    """Apply one gradient."""
     with _lock:
         _state["values"].add_(gradient, alpha=-_state["rate"])
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def exchange(gradient: Any) -> Any:
-    """A future of the values after the mean of all workers' gradients."""
+    """Return a future of the values after the mean of all workers' gradients has been applied."""
     with _lock:
         future = _state["next"]
         _state["sum"] = gradient.clone() if _state["sum"] is None else _state["sum"].add_(gradient)

@@ -3,10 +3,10 @@
     recovery    from the kill of a shard to the next acknowledged push, by the bytes of a partition
     takeover    from the kill of the leading scheduler to its successor's first answer
     levels      throughput of `journaled` and `fsynced` relative to `applied`
-    window      memory of the push windows for each worker and partition
-    all         every one of them
+    window      memory of the push memory for each worker and partition
+    all         all of the above
 
-Each prints a table in Markdown; with `--write` it replaces the one of that name in docs/promises.md.
+Each prints a Markdown table; `--write` replaces the table of that name in docs/promises.md.
 """
 
 import argparse
@@ -40,25 +40,25 @@ REPEATS = 5
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table in Markdown."""
+    """Return a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def spread(times_s: Sequence[float]) -> str:
-    """Median and greatest of some times."""
+    """Return median and maximum of some times as text."""
     return f"{statistics.median(times_s):.1f} s, at most {max(times_s):.1f} s"
 
 
 def waited_s(push: Callable[[], Any]) -> float:
-    """How long one call took."""
+    """Return the seconds that one call took."""
     began = time.monotonic()
     push()
     return time.monotonic() - began
 
 
 def recovery(folder: Path) -> str:
-    """Kill the owner of a partition that has been written to, and push to it at once."""
+    """Measure the time from the kill of a partition's owner to the end of the next push."""
     rows = []
     for size_mib in (1, 16, 64):
         row: list[Any] = [f"{size_mib} MiB"]
@@ -84,14 +84,14 @@ def recovery(folder: Path) -> str:
 
 
 def takeover(folder: Path) -> str:
-    """Kill the leader, and ask the one that stood by until it answers as the leader."""
+    """Measure the time from the kill of the leader to the standby's first successful answer."""
     times = []
     with chaos_cluster(folder / "takeover", Plan(shards=1, schedulers=2)) as c:
         for _ in range(2 * REPEATS):
             leader = c.leader()
             url = c.urls[1 - int(leader[-1])]
             c.kill(leader, hold=True)
-            # One that stands by hands the request on: there is an answer once somebody leads.
+            # A standby forwards requests to the leader, so there is an answer once there is one.
             times.append(waited_s(lambda u=url: eventually(lambda: c.http.get(u + "/map").is_success)))  # type: ignore[misc]
             c.start(leader)
             eventually(c.healthy, within_s=60.0, what="the return of the one that was killed")
@@ -99,7 +99,7 @@ def takeover(folder: Path) -> str:
 
 
 def levels(folder: Path, seconds: float = 10.0) -> str:
-    """Four senders push as fast as they can, to each level in turn."""
+    """Measure the throughput of four clients that push as fast as they can, at each level in turn."""
     rows = []
     with chaos_cluster(folder / "levels", Plan(shards=2)) as c:
         for size in (16 * 1024, 4 * MIB):
@@ -117,7 +117,7 @@ def levels(folder: Path, seconds: float = 10.0) -> str:
 
 
 def rate(c: ChaosCluster, model: str, size: int, seconds: float, senders: int = 4) -> float:
-    """Pushes per second of several senders together."""
+    """Return the total pushes per second of several senders."""
     done = [0] * senders
     gradient = {"w": np.full(size // 4, 1e-3, np.float32)}
     stop = threading.Event()
@@ -142,7 +142,7 @@ def rate(c: ChaosCluster, model: str, size: int, seconds: float, senders: int = 
 
 
 def window(folder: Path) -> str:
-    """What one worker costs in one partition, by how many of its pushes are remembered."""
+    """Measure the memory per worker and partition, by the number of remembered pushes."""
     rows = []
     for seqs in (1, 4, 16, 64):
         workers = 1000
@@ -163,13 +163,13 @@ FIGURES: dict[str, Callable[[Path], str]] = {f.__name__: f for f in (recovery, t
 
 
 def machine() -> str:
-    """What the figures were measured on."""
+    """Describe the machine that the figures were measured on."""
     cores = f"{os.cpu_count()} cores, {platform.machine()}"
     return f"{cores}, Python {platform.python_version()}, everything on one machine"
 
 
 def write(name: str, text: str, file: Path = PROMISES) -> None:
-    """Put a table between its marks in the document; raises ValueError where there are none."""
+    """Put a table between its marks in the document; raises ValueError if it has no such marks."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     document = file.read_text()
     if begin not in document or end not in document:
@@ -179,7 +179,7 @@ def write(name: str, text: str, file: Path = PROMISES) -> None:
 
 
 def shown(name: str, figures: dict[str, Callable[[Path], str]], command: str, *, into_docs: bool) -> None:
-    """Measure, print and perhaps write one figure."""
+    """Measure and print one figure; `into_docs`: also write it to docs/promises.md."""
     with tempfile.TemporaryDirectory(prefix="paramserver-") as folder:
         text = f"{figures[name](Path(folder))}\n\n`{command}`, {machine()}."
     print(f"{name}\n\n{text}\n", flush=True)
@@ -188,7 +188,7 @@ def shown(name: str, figures: dict[str, Callable[[Path], str]], command: str, *,
 
 
 def arguments(names: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """The figures asked for on the command line, and whether to write them down."""
+    """Yield (name, whether to write it to the docs) of each figure named on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=[*names, "all"])
     parser.add_argument("--write", action="store_true", help="replace the table in docs/promises.md")
@@ -198,7 +198,7 @@ def arguments(names: Sequence[str]) -> Iterator[tuple[str, bool]]:
 
 
 def main() -> None:
-    """Measure what the command line names."""
+    """Measure the figures named on the command line."""
     for name, into_docs in arguments(list(FIGURES)):
         shown(name, FIGURES, f"python -m tests.chaos.figures {name}", into_docs=into_docs)
 

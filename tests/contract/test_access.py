@@ -1,4 +1,4 @@
-"""A real cluster that demands tokens: every route against every role, from both apps, and the ways through."""
+"""Access control in a real cluster: every route of scheduler and shard against every role, and every way to log in."""
 
 import asyncio
 import re
@@ -28,12 +28,12 @@ KEYS = tokens.keys_of(SECRET)
 TOKEN: dict[Role, str] = {role: tokens.make(KEYS[0], role) for role in ROLES[1:]}
 REFUSED = {401, 403}
 MARKED = list[tuple[str, str, Role]]
-"""Method, path with names filled in, and the mark of every route of an app."""
+"""(method, path with placeholders filled in, required role) of every route of an app."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two schedulers, one of which stands by, and two shards, which share a secret."""
+    """Two schedulers, one of them standing by, and two shards that share a secret."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("closed")
         (folder / "secret").write_text(f"{SECRET}\n")
@@ -67,15 +67,18 @@ async def shard_routes() -> MARKED:
 
 
 def status_of(http: httpx.Client, method: str, url: str, role: Role) -> int:
-    """The status of a request that no route can do anything with: it names what is not there."""
+    """Return the status of a request with a token of that role for something that does not exist."""
     headers = {} if role == "open" else {"authorization": f"Bearer {TOKEN[role]}"}
     headers |= {"content-type": "application/json"}
     with http.stream(method, url, headers=headers, content=b"" if method in ("GET", "HEAD") else b"{}") as answer:
-        return answer.status_code  # a feed without end is hung up on
+        return answer.status_code  # leaves endless feeds unread
 
 
 def wrong_cells(url: str, table: MARKED) -> list[str]:
-    """Every (route, role) that is not answered as the marks say; a wrong token in the form is 401 to anybody."""
+    """Return every (route, role) whose status contradicts the route's role.
+
+    POST /login is left out: it answers 401 to a wrong token from anybody.
+    """
     wrong: list[str] = []
     with httpx.Client(timeout=30.0) as http:
         for method, path, need in table:
@@ -95,7 +98,7 @@ def node_urls(cluster: Nodes) -> dict[str, str]:
 
 
 def test_every_route_answers_every_role_as_it_is_marked(cluster: Nodes) -> None:
-    """The matrix of both schedulers' and a shard's own routes: 401 without a token, 403 below the mark, else in."""
+    """Each route of schedulers and shards answers 401 without a token, 403 below its role, and else lets in."""
     table = marked(scheduler_app())
     assert {role for _, _, role in table} == set(ROLES)
     assert len(table) > 45
@@ -109,7 +112,7 @@ def test_every_route_answers_every_role_as_it_is_marked(cluster: Nodes) -> None:
 
 
 def test_a_shard_hands_on_no_more_than_the_caller_may(cluster: Nodes) -> None:
-    """A scheduler's routes asked of a shard: what reaches the scheduler has the caller's role, not the shard's."""
+    """A request that a shard forwards reaches the scheduler with the caller's role, not with the shard's."""
     own = {(method, path) for method, path, _ in asyncio.run(shard_routes())}
     table = [cell for cell in marked(scheduler_app()) if cell[:2] not in own and not cell[1].startswith("/internal")]
     assert {role for _, _, role in table} >= {"reader", "worker", "admin"}
@@ -118,7 +121,7 @@ def test_a_shard_hands_on_no_more_than_the_caller_may(cluster: Nodes) -> None:
 
 
 def test_training_with_the_least_role(cluster: Nodes) -> None:
-    """An admin makes a model, a worker trains it through every address, a reader pulls; each may no more than that."""
+    """Through any node a worker trains and a reader pulls an admin's model, and each is refused more than that."""
     admin = ps.connect(cluster.url, token=TOKEN["admin"])
     name = unique("m")
     model = admin.create_model(name, {"w": (6,)}, optimizer=ps.SGD(lr=1.0), partitions=2)
@@ -141,7 +144,7 @@ def test_training_with_the_least_role(cluster: Nodes) -> None:
 
 
 def test_plain_requests_meet_the_same_doors(cluster: Nodes) -> None:
-    """By name through a shard that owns half of the model: the other half comes under the shard's own token."""
+    """A worker's push and pull by name work through any node, which reaches other shards with its own token."""
     name = unique("m")
     spec = {"name": name, "params": {"a": {"shape": [2]}, "b": {"shape": [2]}}, "partitions": 2}
     cluster.post("/models", spec, status=201)
@@ -156,7 +159,7 @@ def test_plain_requests_meet_the_same_doors(cluster: Nodes) -> None:
 
 
 def test_a_revoked_token_is_nobodys(cluster: Nodes) -> None:
-    """Its name in PARAMSERVER_REVOKED ends it at every node."""
+    """A token whose name is in PARAMSERVER_REVOKED gets 401 from every node."""
     stolen = tokens.make(KEYS[0], "admin", "stolen")
 
     for url in node_urls(cluster).values():
@@ -165,7 +168,7 @@ def test_a_revoked_token_is_nobodys(cluster: Nodes) -> None:
 
 
 def test_the_socket_on_this_machine_asks_too(cluster: Nodes) -> None:
-    """A shard's Unix socket is another way to the same routes, and no way around their marks."""
+    """A shard's Unix socket requires the same roles as its port."""
     shards = cluster.http.get("/map", headers={"authorization": f"Bearer {TOKEN['reader']}"}).json()["shards"]
     sockets = [a.removeprefix("unix://") for s in shards.values() for a in s["addresses"] if a.startswith("unix://")]
     if not sockets:
@@ -179,7 +182,7 @@ def test_the_socket_on_this_machine_asks_too(cluster: Nodes) -> None:
 
 
 def test_a_refused_body_does_not_cost_the_connection(cluster: Nodes) -> None:
-    """A big push without a token gets its 401 over HTTP/1.1 and the next request of that connection its answer."""
+    """After a large push without a token gets 401 over HTTP/1.1, its connection serves the next request."""
     for url in node_urls(cluster).values():
         with httpx.Client(base_url=url) as http:
             refused = http.post("/push", content=b"x" * 3_000_000)
@@ -188,7 +191,7 @@ def test_a_refused_body_does_not_cost_the_connection(cluster: Nodes) -> None:
 
 
 def test_a_browser_gets_in_once_by_the_link(cluster: Nodes) -> None:
-    """The link that a scheduler prints leads one browser to the page with a cookie that reads, and no second one."""
+    """The link that a scheduler prints works once and sets a cookie that allows reading at every node."""
     links = []
     for name in ("scheduler", "scheduler-1"):
         log = cluster.folder / f"{name}.log"
@@ -201,7 +204,7 @@ def test_a_browser_gets_in_once_by_the_link(cluster: Nodes) -> None:
             assert (entered.status_code, entered.headers["location"]) == (303, "./")
             attributes = entered.headers["set-cookie"].split("; ")
             assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
-            for url in node_urls(cluster).values():  # any node's page: they share the secret
+            for url in node_urls(cluster).values():  # the nodes share the secret
                 assert browser.get(f"{url}/status").status_code == 200
             assert browser.delete(f"{cluster.url}/models/7").status_code == 401
         again = httpx.get(link)
@@ -210,7 +213,7 @@ def test_a_browser_gets_in_once_by_the_link(cluster: Nodes) -> None:
 
 
 def test_a_browser_gets_in_by_a_token(cluster: Nodes) -> None:
-    """The form takes any token that counts, at any node, and gives no more than reading; others it asks again."""
+    """The login form of any node turns a valid token into a read-only cookie and answers 401 to any other."""
     for name, url in node_urls(cluster).items():
         form = httpx.get(f"{url}/login")
         assert form.status_code == 200
@@ -229,7 +232,7 @@ def test_a_browser_gets_in_by_a_token(cluster: Nodes) -> None:
 
 
 def test_no_log_shows_a_token(cluster: Nodes) -> None:
-    """After all of the above neither the secret nor any token stands in a log."""
+    """The nodes have logged neither the secret nor a token during the tests above."""
     text = "".join(p.read_text(errors="replace") for p in cluster.folder.glob("*.log"))
 
     assert "scheduler.page" in text
@@ -238,5 +241,5 @@ def test_no_log_shows_a_token(cluster: Nodes) -> None:
 
 
 def test_roles_are_in_order() -> None:
-    """Each role may do what those before it may: the matrix above rests on it."""
+    """Each role may do what the roles before it may, and not the reverse; the tests above rely on it."""
     assert all(roles.allows(high, low) and not roles.allows(low, high) for low, high in pairwise(ROLES))

@@ -1,4 +1,4 @@
-"""The runtime with a real core and a real Redis: what is visible is stored, and many decisions share one write."""
+"""The scheduler's runtime with a real core and Redis: what is published is stored, and decisions share writes."""
 
 import asyncio
 import gc
@@ -39,14 +39,14 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def emptied(redis_url: str) -> None:
-    """Each test begins with a fresh cluster."""
+    """Empty Redis before each test."""
     with Redis.from_url(redis_url) as plain:
         plain.flushall()
 
 
 @asynccontextmanager
 async def running(redis_url: str, seen: list[tuple[Mapping[str, Any], Any]]) -> AsyncIterator[Runtime]:
-    """A runtime that decides; `seen` gets each published document with what Redis holds at that moment."""
+    """Run a runtime that decides; `seen` gets each published document with Redis' cluster field at that moment."""
     with Redis.from_url(redis_url) as plain:
         async with connect(redis_url) as redis:
             lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
@@ -66,13 +66,13 @@ async def running(redis_url: str, seen: list[tuple[Mapping[str, Any], Any]]) -> 
 
 
 def join(runtime: Runtime, name: str) -> Any:
-    """A shard joins; to be awaited."""
+    """An awaitable that joins a shard."""
     return runtime.ask(lambda n: io.JoinShard(n, name, ["http://127.0.0.1:1"]))
 
 
 @pytest.mark.asyncio
 async def test_nothing_is_seen_before_it_is_stored(redis_url: str) -> None:
-    """Each map that is published has an epoch that Redis knows already."""
+    """The epoch of each published map is already in Redis."""
     seen: list[tuple[Mapping[str, Any], Any]] = []
     async with running(redis_url, seen) as runtime:
         for i in range(5):
@@ -86,7 +86,7 @@ async def test_nothing_is_seen_before_it_is_stored(redis_url: str) -> None:
 
 @pytest.mark.asyncio
 async def test_decisions_share_a_write(redis_url: str) -> None:
-    """Two hundred joins at once are stored by a handful of scripts, and every one is answered."""
+    """Two hundred concurrent joins are all answered with at most ten writes to Redis."""
     with Redis.from_url(redis_url) as plain:
         async with running(redis_url, []) as runtime:
             await join(runtime, "first")
@@ -100,7 +100,7 @@ async def test_decisions_share_a_write(redis_url: str) -> None:
 
 @pytest.mark.asyncio
 async def test_a_feed_misses_nothing(redis_url: str) -> None:
-    """A feed begins with everything at one moment and continues with every document published after it."""
+    """A feed starts with the complete state and continues with every document published after it."""
     async with running(redis_url, []) as runtime:
         feeds: list[Any] = []
         asking = [join(runtime, f"a-{i}") for i in range(20)]
@@ -119,7 +119,7 @@ async def test_a_feed_misses_nothing(redis_url: str) -> None:
 
 @pytest.mark.asyncio
 async def test_who_hangs_up_is_forgotten(redis_url: str) -> None:
-    """A request whose client has gone ends, and the core no longer holds it."""
+    """A request that waits for a model ends with an error when its client disconnects."""
     async with running(redis_url, []) as runtime:
         hung_up = asyncio.Event()
         await join(runtime, "s")
@@ -136,11 +136,11 @@ async def test_who_hangs_up_is_forgotten(redis_url: str) -> None:
 
 @pytest.mark.asyncio
 async def test_closing_answers_who_waits_for_redis_too(redis_url: str) -> None:
-    """Also where Redis is back in that very moment."""
+    """Closing answers requests that wait for Redis, even if Redis comes back at the same moment."""
     async with running(redis_url, []) as runtime:
         runtime.redis_answers(False)
         asking = asyncio.ensure_future(join(runtime, "a"))
-        await asyncio.sleep(0)  # it has begun, and waits
+        await asyncio.sleep(0)  # it has started, and waits
         runtime.redis_answers(True)
         runtime.close(problem("no_leader", "another one leads"))
         with pytest.raises(PsError, match="another one leads"):
@@ -150,7 +150,7 @@ async def test_closing_answers_who_waits_for_redis_too(redis_url: str) -> None:
 
 @pytest.mark.asyncio
 async def test_closing_answers_everyone(redis_url: str) -> None:
-    """When the scheduler stops, those who wait are told, feeds end, and nothing more is taken in."""
+    """When the runtime is closed, waiting and new requests are refused, and feeds end."""
     async with running(redis_url, []) as runtime:
         await join(runtime, "s")
         feed = runtime.hub.subscribe([])
@@ -167,7 +167,7 @@ async def test_closing_answers_everyone(redis_url: str) -> None:
 
 
 def create(runtime: Runtime, name: str) -> Any:
-    """A model is created; to be awaited."""
+    """An awaitable that creates a model."""
     return runtime.ask(lambda n: io.CreateModel(n, {"name": name, "params": {"w": {"shape": [1]}}}, "x"))
 
 
@@ -175,7 +175,7 @@ def create(runtime: Runtime, name: str) -> Any:
 async def test_a_bug_that_has_changed_nothing_is_its_request_alone(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who met it is told that we have one; everybody else is served as before."""
+    """A bug that has changed nothing fails its own request with `internal`; others are served as before."""
     async with running(redis_url, []) as runtime:
         await join(runtime, "s")
         with monkeypatch.context() as broken:
@@ -191,7 +191,7 @@ async def test_a_bug_that_has_changed_nothing_is_its_request_alone(
 async def test_a_bug_that_leaves_something_half_decided_ends_the_scheduler(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it is stored, all who wait are told, and whoever leads next begins with what is stored."""
+    """A bug in the middle of a decision ends the scheduler: nothing of it is stored, and all requests are answered."""
     told: list[str] = []
 
     async def until_it_ends(plain: Redis) -> None:
@@ -216,18 +216,18 @@ async def test_a_bug_that_leaves_something_half_decided_ends_the_scheduler(
 
 
 class State(dict[str, int]):
-    """What a worker wants kept, of a type of its own so that it can be counted."""
+    """A worker's state, in a type of its own so that its instances can be counted."""
 
 
 def held() -> int:
-    """How many workers' states and replies are in memory."""
+    """Number of workers' states and replies in memory."""
     gc.collect()
     return sum(isinstance(o, State | io.Reply) for o in gc.get_objects())
 
 
 @pytest.mark.asyncio
 async def test_what_waits_for_redis_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often workers say something new while it is away; when it is back, what they said last is stored."""
+    """While Redis is away, repeated worker states do not accumulate; the last one is stored afterwards."""
     monkeypatch.setattr(runtime_module, "STORE_WAIT_S", 0.02)
     monkeypatch.setattr(runtime_module, "RETRY_S", 0.01)
     port = redis_server.free_port()
@@ -254,7 +254,7 @@ async def test_what_waits_for_redis_does_not_grow(tmp_path: Path, monkeypatch: p
 
 
 def test_every_route_has_a_role() -> None:
-    """No route of the scheduler is without a mark that says who may use it."""
+    """Every route of the scheduler has a role."""
     found = {str(getattr(route, "path", route)): roles.role_of(route) for route in roles.routes(make_app())}
 
     assert len(found) > 25

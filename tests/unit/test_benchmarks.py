@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say: order, medians, marks, checks; and one real run, with a system that cheats."""
+"""The benchmarks measure what they claim: order, medians, marks, checks, and real launches, one with a cheat."""
 
 import json
 import os
@@ -32,7 +32,7 @@ TINY = Work("W1", 1024)
 
 
 def record(cell: str, system: str, rounds_per_s: float, **more: Any) -> dict[str, Any]:
-    """What a launch says, where only the rate matters."""
+    """Return the record of a launch in which only the rate matters."""
     window = Window(10, 10 / rounds_per_s, [0.001] * 10)
     still = Reading(0.0, 0.0, 0.0, 0.0)
     found = figures(TINY, [window], still, still, 0, "exact")
@@ -43,7 +43,7 @@ def record(cell: str, system: str, rounds_per_s: float, **more: Any) -> dict[str
 
 
 def test_processor_time_is_counted_for_the_right_process() -> None:
-    """Work of this process shows in its own seconds and in those of the machine, and not in another's."""
+    """Processor time of this process counts for it and for the machine, but not for an idle process."""
     idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         while meters.memory_bytes([idle.pid], "VmRSS") < 1 << 20:
@@ -60,7 +60,7 @@ def test_processor_time_is_counted_for_the_right_process() -> None:
 
 
 def test_a_peak_of_memory_can_be_forgotten() -> None:
-    """The highest memory remembers what is gone until it is told to start again."""
+    """Peak memory includes memory that was freed, until `forget_peaks` resets it."""
     own = [os.getpid()]
     meters.forget_peaks(own)
     before = meters.memory_bytes(own, "VmHWM")
@@ -72,7 +72,7 @@ def test_a_peak_of_memory_can_be_forgotten() -> None:
 
 
 def test_percentiles_and_medians() -> None:
-    """The nearest rank of a percentile; the mean of the middle two for an even median; 0 of nothing."""
+    """Percentiles use the nearest rank, even medians the mean of the middle two, and both are 0 for no values."""
     values = [float(i) for i in range(1, 101)]
     assert [meters.percentile(values, p) for p in (50, 99, 100)] == [50.0, 99.0, 100.0]
     assert meters.percentile([3.0], 99) == 3.0
@@ -81,7 +81,7 @@ def test_percentiles_and_medians() -> None:
 
 
 def test_others_are_what_neither_servers_nor_workers_nor_we_have_used() -> None:
-    """Load of others is the machine's without everything that belongs to the run."""
+    """Other processes' time is the machine's minus that of servers, workers and the benchmark, and never negative."""
     assert Reading(3.0, 2.0, 0.5, 10.0).others_s(Reading(1.0, 1.0, 0.0, 5.0)) == 1.5
     assert Reading(3.0, 2.0, 0.5, 5.1).others_s(Reading(1.0, 1.0, 0.0, 5.0)) == 0.0
 
@@ -90,14 +90,17 @@ def test_others_are_what_neither_servers_nor_workers_nor_we_have_used() -> None:
 
 
 def test_passes_are_interleaved() -> None:
-    """Each pass runs all systems once, begins with another one, and slow ones run in the first only."""
+    """Each pass runs all systems once and starts with another one; systems in `once` run in the first pass only."""
     found = list(order(["a", "b", "c"], 3, frozenset({"b"})))
     assert found == [(0, "a"), (0, "b"), (0, "c"), (1, "c"), (1, "a"), (2, "c"), (2, "a")]
     assert list(order([], 2)) == []
 
 
 def test_every_cell_is_of_systems_that_there_are() -> None:
-    """Keys are unique, systems exist and stand in a cell once, and the slow ones belong to it."""
+    """Cell keys are unique, and each cell names existing systems, once each, with its slow ones among them.
+
+    All systems that are not ours are rivals or floors.
+    """
     assert len({c.key for c in CELLS}) == len(CELLS)
     for c in CELLS:
         assert set(c.systems) <= set(systems())
@@ -107,7 +110,7 @@ def test_every_cell_is_of_systems_that_there_are() -> None:
 
 
 def test_every_target_is_of_a_cell_that_measures_it() -> None:
-    """Both sides of each ratio are measured in its cell, and each limit by some measurement."""
+    """Each ratio and bound is of systems that its cell measures, and each limit's name occurs in a measurement."""
     for t in (*targets.RATIOS, *targets.BESIDES, *targets.BOUNDS):
         assert t.ours in cell(t.cell).systems
     for r in (*targets.RATIOS, *targets.BESIDES):
@@ -123,7 +126,7 @@ def test_every_target_is_of_a_cell_that_measures_it() -> None:
 
 
 class Loopback:
-    """A system in one process: values in an array; loses every `lose`th push."""
+    """A system within the process that applies pushes to an array, except for every `lose`th one."""
 
     fused, pairs = False, 1
 
@@ -148,7 +151,7 @@ class Loopback:
 
 @dataclass
 class Flag:
-    """A value that is shared with nobody."""
+    """An unshared stand-in for a `Synchronized` value."""
 
     value: int = 0
 
@@ -158,7 +161,7 @@ def rounds(work: Work, client: Client) -> Rounds:
 
 
 def test_a_window_is_checked_to_the_last_bit() -> None:
-    """A system that applies everything is exact; a lost push, a torn vector and a short one are told."""
+    """The check is exact if every push was applied, and reports a lost push, a wrong element and a short vector."""
     honest = Loopback(TINY)
     loop = rounds(TINY, honest)
     window = loop.run(0.02, warm=False)
@@ -176,7 +179,7 @@ def test_a_window_is_checked_to_the_last_bit() -> None:
 
 
 def test_sync_counts_one_step_for_the_gradients_of_all() -> None:
-    """In sync the mean of K gradients is one step."""
+    """In sync mode, the check expects one step for each mean of all workers' gradients."""
     work = Work("W1", 4, workers=2, mode="sync")
     values = [np.full(4, -3 * work.rate, np.float32)]
     assert verdict(work, values, 6) == "exact"
@@ -184,7 +187,7 @@ def test_sync_counts_one_step_for_the_gradients_of_all() -> None:
 
 
 def test_workers_in_sync_leave_in_the_same_round() -> None:
-    """Rank 0 names a round that nobody can have passed; the others leave there too."""
+    """In sync mode, rank 0 chooses a round that no worker can have passed, and all workers stop after it."""
     flag = cast("Synchronized[int]", Flag())
     work = Work("W1", 4, workers=1, mode="sync")
     first = Rounds(work, Loopback(work), 0, flag).run(0.0, warm=False)
@@ -193,7 +196,7 @@ def test_workers_in_sync_leave_in_the_same_round() -> None:
 
 
 def test_the_digits_are_learned_and_not_while_it_warms_up() -> None:
-    """The shared gradient code reaches 95 %; the untimed window leaves the values as they were."""
+    """The shared gradient code of W4 reaches 95 %, and the untimed window leaves the values unchanged."""
     work = Work("W4", Digits.size)
     client = Loopback(work)
     loop = rounds(work, client)
@@ -208,7 +211,7 @@ def test_the_digits_are_learned_and_not_while_it_warms_up() -> None:
 
 
 def test_rows_are_medians_of_the_passes() -> None:
-    """A row is the median of each figure, keeps every pass, and one wrong or failed pass makes it unsound."""
+    """A row has the median of each figure and the rate of every pass; one wrong or failed pass makes it unsound."""
     key = ("w1-10mb", "socket")
     passes = [record(*key, r) for r in (30.0, 10.0, 20.0)]
     row = tables.summarized(passes)[key]
@@ -226,7 +229,7 @@ def test_rows_are_medians_of_the_passes() -> None:
 
 
 def test_a_broken_off_run_can_be_tabulated(tmp_path: Path) -> None:
-    """The last line of a file may be half of one."""
+    """A results file whose last line was cut off is read without that line."""
     file = tmp_path / "bench.jsonl"
     line = json.dumps(record("w1-10mb", "socket", 10.0))
     file.write_text(line + "\n" + line[: len(line) // 2])
@@ -234,7 +237,7 @@ def test_a_broken_off_run_can_be_tabulated(tmp_path: Path) -> None:
 
 
 def test_text_goes_between_its_marks(tmp_path: Path) -> None:
-    """Only what is between the marks is replaced; a page without them is refused."""
+    """Only the text between the marks is replaced; a page without the marks is refused."""
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- dense -->\nold\n<!-- /dense -->\nb\n")
     tables.write("dense", r"new \1", page)
@@ -246,7 +249,7 @@ def test_text_goes_between_its_marks(tmp_path: Path) -> None:
 def test_the_page_has_a_place_for_every_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Everything that a whole run writes finds its marks in docs/performance.md, once each."""
+    """docs/performance.md has the marks of everything that a whole run writes, exactly once each."""
     text = PAGE.read_text()
     copy = tmp_path / "performance.md"
     copy.write_text(text)
@@ -274,7 +277,7 @@ def test_the_page_has_a_place_for_every_table(
 
 
 def test_costs_are_shown() -> None:
-    """Each measurement has its table, whatever numbers come."""
+    """The cost tables accept the figures of all measurements and show them with their ratios."""
     found: dict[str, dict[str, Any]] = {
         "workers": {"counts": [1, 1000], "us": [100.0, 150.0]},
         "connections": {"counts": [0, 1000], "us": [100.0, 150.0]},
@@ -298,7 +301,7 @@ def summary(rates: dict[str, float], cell: str = "w1-10mb", **more: Any) -> targ
 
 
 def test_a_ratio_is_to_the_best_rival() -> None:
-    """The best of the rivals counts, named; the floor is none of them; what was not measured has no mark."""
+    """A ratio is to the best rival, which is named and is not a floor; with one side missing it is not measured."""
     t = Ratio("w1-10mb", "ours-same-host", 2.5, RIVALS)
     rates = {"ours-same-host": 300.0, "torch": 100.0, "ray": 120.0, "memory": 1000.0}
     met = t.outcome(summary(rates))
@@ -309,7 +312,7 @@ def test_a_ratio_is_to_the_best_rival() -> None:
 
 
 def test_the_floor_stands_beside_what_was_reached() -> None:
-    """It is held against the same rival, or has the same figure; as the rival itself it is not said twice."""
+    """The floor's ratio to the same rival, or its own figure, is shown beside ours, unless the floor is the rival."""
     rates = {"ours-same-host": 200.0, "ours-http2": 90.0, "torch": 100.0, "memory": 220.0, "socket": 110.0}
     rows = summary(rates)
     beyond = Ratio("w1-10mb", "ours-same-host", 2.5, RIVALS).outcome(rows)
@@ -324,7 +327,7 @@ def test_the_floor_stands_beside_what_was_reached() -> None:
 
 
 def test_a_lost_update_turns_a_target_red() -> None:
-    """However fast: a pass that was not exact misses."""
+    """A target is missed, however high the rate, if a pass was not exact."""
     t = Ratio("w1-10mb", "ours-same-host", 2.5, RIVALS)
     rates = {"ours-same-host": 900.0, "torch": 100.0}
     assert t.outcome(summary(rates)).mark == "pass"
@@ -332,7 +335,7 @@ def test_a_lost_update_turns_a_target_red() -> None:
 
 
 def test_bounds_recorded_figures_and_limits() -> None:
-    """A recorded figure stands in for a rival; bounds hold in their direction; limits are upper ones."""
+    """A recorded figure can replace a rival, bounds hold in their direction, and limits are upper bounds."""
     recorded = Ratio("w1-0.4mb", "ours-same-host", 1, recorded=1499.0)
     assert recorded.outcome(summary({"ours-same-host": 1499.0}, "w1-0.4mb")).mark == "pass"
     assert recorded.outcome(summary({"ours-same-host": 1490.0}, "w1-0.4mb")).mark == "**MISS**"
@@ -350,7 +353,7 @@ def test_bounds_recorded_figures_and_limits() -> None:
 
 
 class Cheat(SocketClient):
-    """Says that every fifth push was applied, and does not send it."""
+    """A client that reports every fifth push as applied without sending it."""
 
     count = 0
 
@@ -362,7 +365,7 @@ class Cheat(SocketClient):
 
 @dataclass(frozen=True)
 class CheatConnect:
-    """Makes such clients."""
+    """Makes `Cheat` clients."""
 
     address: tuple[str, int]
 
@@ -372,14 +375,14 @@ class CheatConnect:
 
 @dataclass(frozen=True)
 class BrokenConnect:
-    """Makes clients that fail."""
+    """Fails to make a client."""
 
     def __call__(self, work: Work, rank: int) -> Client:
         raise ValueError("planted")
 
 
 class Planted(BareSocket):
-    """The floor with other clients."""
+    """The bare-socket floor, with clients that cheat or fail."""
 
     def __init__(self, broken: bool) -> None:
         self._broken = broken
@@ -393,7 +396,7 @@ class Planted(BareSocket):
 
 @pytest.mark.process
 def test_a_system_that_loses_updates_is_found_out() -> None:
-    """In a real launch, with processes and sockets, lost pushes are told; a client that fails ends the launch."""
+    """A real launch, with processes and sockets, reports lost pushes, and fails with a failing client's error."""
     assert str(launch(Planted(broken=False), TINY, 0.1)["check"]).startswith("WRONG: 1024 of 1024")
     with pytest.raises(Failed, match="planted"):
         launch(Planted(broken=True), Work("W1", 1024, workers=2), 0.1)
@@ -401,7 +404,7 @@ def test_a_system_that_loses_updates_is_found_out() -> None:
 
 @pytest.mark.process
 def test_the_stages_of_a_round_are_told() -> None:
-    """Every pass over the bytes and every transport has its line and took some time."""
+    """The profile has a line with a positive time for every pass over the bytes and every transport."""
     lines = stages.profile(1.0, 1).splitlines()
     assert len(lines) == 11
     assert sum("over HTTP/2, p" in line for line in lines) == 2
@@ -410,7 +413,7 @@ def test_the_stages_of_a_round_are_told() -> None:
 
 @pytest.mark.process
 def test_ours_and_the_floor_run_a_cell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A cell of 4 KB is measured from end to end, is exact, and gives a table."""
+    """A 4 KB cell is measured end to end with ours and the floors, all exact, and gives a table."""
     names = [n for n in ("ours-same-host", "ours-http2", *FLOORS) if not systems()[n].missing()]
     small = Cell("w1-10mb", "W1 dense round, 4 KB", TINY, tuple(names))
     records = [

@@ -1,4 +1,4 @@
-"""Settings: flag over environment over file, each with its origin; mistakes are named."""
+"""Settings: precedence of flags, environment and file, the origin of each value, and the refusal of bad ones."""
 
 import socket
 from pathlib import Path
@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_each_value_comes_from_the_first_source_that_has_it(file: Path) -> None:
-    """Flag, environment, the service's table, the top level, default: the first that has a value gives it."""
+    """A value comes from the first of: flag, environment, the service's table, the file's top level, default."""
     env = {"PARAMSERVER_REDIS": "redis://env", "PARAMSERVER_NAME": "from-env", "PARAMSERVER_HOST": ""}
 
     found = ShardSettings.sources({"name": "s0", "host": None}, env, file)
@@ -43,7 +43,7 @@ def test_each_value_comes_from_the_first_source_that_has_it(file: Path) -> None:
 
 
 def test_an_empty_variable_turns_shared_memory_off(tmp_path: Path) -> None:
-    """Of other settings it says nothing, as compose files set what nobody has given."""
+    """An empty variable turns shared memory off; for other settings it counts as unset, as compose files set it so."""
     env = {"PARAMSERVER_SHARED_MEMORY": "", "PARAMSERVER_NAME": ""}
 
     found = ShardSettings.sources({}, env, tmp_path / "none.toml")
@@ -53,7 +53,7 @@ def test_an_empty_variable_turns_shared_memory_off(tmp_path: Path) -> None:
 
 
 def test_text_becomes_the_type_of_the_setting(tmp_path: Path) -> None:
-    """The environment's text is turned into numbers."""
+    """Text from the environment is converted to the type of the setting."""
     env = {"PARAMSERVER_PORT": "9100", "PARAMSERVER_SNAPSHOT_MIB_PER_S": "1.5"}
 
     found = ShardSettings.sources({}, env, tmp_path / "none.toml")
@@ -75,7 +75,7 @@ def test_text_becomes_the_type_of_the_setting(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, says: str) -> None:
-    """A value of the wrong type, an unknown key and a file that is not TOML are refused with what to mend."""
+    """A value of the wrong type, an unknown key and invalid TOML are refused, and the error says what to fix."""
     path = tmp_path / "paramserver.toml"
     path.write_text(text)
 
@@ -84,7 +84,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, says: str) ->
 
 
 def test_passwords_are_not_shown() -> None:
-    """A password in a URL is left out where settings are printed."""
+    """A password in a URL is replaced by *** where settings are printed."""
     assert shown("redis://user:secret@host:6379/0") == "redis://user:***@host:6379/0"
     assert shown("redis://:secret@host") == "redis://:***@host"
     assert shown("redis://u:se:cr@et@host:1,http://v:x@h") == "redis://u:***@host:1,http://v:***@h"
@@ -92,7 +92,7 @@ def test_passwords_are_not_shown() -> None:
 
 
 def test_a_value_may_be_in_a_file_that_a_variable_names(tmp_path: Path) -> None:
-    """`PARAMSERVER_…_FILE` gives the text of a file, without its line end; the variable itself wins over it."""
+    """`PARAMSERVER_…_FILE` names a file whose text, without its line end, is the value unless the variable is set."""
     secret = tmp_path / "redis-url"
     secret.write_text("redis://:pw@redis:6379/0\n")
     env = {"PARAMSERVER_REDIS_FILE": str(secret)}
@@ -105,13 +105,13 @@ def test_a_value_may_be_in_a_file_that_a_variable_names(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_of_a_value_is_named(tmp_path: Path) -> None:
-    """A file that cannot be read is refused; the default is not used in its stead."""
+    """A `PARAMSERVER_…_FILE` that cannot be read is refused by name; the default is not used instead."""
     with pytest.raises(RequestError, match=r"PARAMSERVER_REDIS_FILE.*absent"):
         ShardSettings.sources({}, {"PARAMSERVER_REDIS_FILE": str(tmp_path / "absent")}, tmp_path / "none.toml")
 
 
 def test_a_node_on_every_address_is_reached_by_its_host_name() -> None:
-    """0.0.0.0 and :: are no addresses to connect to; any other is kept, IPv6 in brackets."""
+    """The URL of a node on 0.0.0.0 or :: has its host name; any other address is kept, IPv6 in brackets."""
     name = socket.gethostname()
 
     assert url_of("0.0.0.0", 8701) == url_of("::", 8701) == f"http://{name}:8701"
@@ -120,7 +120,7 @@ def test_a_node_on_every_address_is_reached_by_its_host_name() -> None:
 
 
 def of_environment(service: type[Settings], name: str, value: str) -> Any:
-    """What the service takes a variable for."""
+    """Return the value that the service reads from the environment variable of a setting."""
     return service.sources({}, {f"PARAMSERVER_{name.upper()}": value}, Path("none"))[name][0]
 
 
@@ -177,7 +177,7 @@ def of_environment(service: type[Settings], name: str, value: str) -> Any:
 def test_a_value_that_its_user_would_stumble_over_is_refused_by_name(
     service: type[Settings], name: str, value: str, says: str
 ) -> None:
-    """It is said where the value comes from, in place of a traceback of whoever takes it up; no password is shown."""
+    """An invalid value is refused with its setting and origin, before it is used, and without showing a password."""
     with pytest.raises(RequestError, match=rf"^{name} \(from PARAMSERVER_{name.upper()}\): .*{says}") as refused:
         of_environment(service, name, value)
     assert refused.value.code == "invalid_field"
@@ -203,12 +203,12 @@ def test_a_value_that_its_user_would_stumble_over_is_refused_by_name(
     ],
 )  # fmt: skip
 def test_a_value_in_another_form_is_taken(service: type[Settings], name: str, value: str) -> None:
-    """Whatever those who use it understand."""
+    """Unusual but valid forms of a value are accepted unchanged."""
     assert of_environment(service, name, value) == value
 
 
 def test_a_number_too_large_for_any_is_refused(tmp_path: Path) -> None:
-    """TOML knows integers of any size."""
+    """A TOML integer that is too large for a float is refused, naming the setting."""
     path = tmp_path / "paramserver.toml"
     path.write_text(f"snapshot_mib_per_s = 1{'0' * 400}")
     with pytest.raises(RequestError, match="snapshot_mib_per_s"):
@@ -216,6 +216,6 @@ def test_a_number_too_large_for_any_is_refused(tmp_path: Path) -> None:
 
 
 def test_nobody_is_sent_to_a_url_that_cannot_be_reached() -> None:
-    """What listens where the system pleases must say itself under which URL it is reached."""
+    """A node on a port chosen by the system is refused unless `advertise` says under which URL it is reached."""
     with pytest.raises(RequestError, match="advertise"):
         url_of("127.0.0.1", 0)
