@@ -309,7 +309,7 @@ def test_a_run_is_paused_resumed_and_stopped(shared_cluster: Cluster) -> None:
 
     assert "paramserver-worker" in shown.stdout
     assert states == ["paused", "waiting", "stopped"]
-    assert (evaluated.returncode, "already stopped" in evaluated.stderr) == (4, True)
+    assert (evaluated.returncode, "has already ended (stopped)" in evaluated.stderr) == (4, True)
 
 
 def test_every_command_has_help_with_an_example(shared_cluster: Cluster) -> None:
