@@ -1,8 +1,9 @@
 """Port allocation for clusters on this machine: the default block of ports if it is free, else another block.
 
 A block is allocated as a whole: the first scheduler at its base, shards from base + 1, Redis at its end, and further
-schedulers before that.  A file lock holds it while the cluster lives.  So two clusters started at the same moment never
-get the same block, and neither takes a port of the other whose process is just being restarted.
+schedulers before that.  File locks, one for each STRIDE ports, hold it while the cluster lives.  So two clusters
+started at the same moment never get the same block, and neither takes a port of the other whose process is just being
+restarted.
 """
 
 import errno
@@ -11,9 +12,9 @@ import os
 import socket
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from paramserver.errors import problem
 
@@ -30,7 +31,7 @@ class PortBlock:
     redis: int
     shards_max: int
     """Number of shards that the block has ports for."""
-    lock: IO[str]
+    lock: ExitStack
 
     def shard(self, index: int) -> int:
         """Return the port of shard `index`."""
@@ -51,16 +52,17 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def _try_lock(base: int) -> IO[str] | None:
+def _try_lock(bases: range) -> ExitStack | None:
     folder = Path(tempfile.gettempdir()) / f"paramserver-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    lock = (folder / str(base)).open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        return None
-    return lock
+    with ExitStack() as locks:
+        for base in bases:
+            lock = locks.enter_context((folder / str(base)).open("a"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return None
+        return locks.pop_all()
 
 
 def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None, schedulers: int = 1) -> PortBlock:
@@ -72,7 +74,7 @@ def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None, sched
     is_free(host, 0)  # check the address before taking a lock: its validity does not depend on the port
     stride = STRIDE * -(-(shards + schedulers + 1) // STRIDE)
     for at in range(BASE, LAST_BASE, stride) if base is None else [base]:
-        lock = _try_lock(at)
+        lock = _try_lock(range(at, at + stride, STRIDE))
         if lock is None:
             continue
         last = at + stride - 1
