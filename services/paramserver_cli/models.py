@@ -34,10 +34,17 @@ def read_spec(path: Path) -> dict[str, Any]:
     except OSError as e:
         raise Failed(f"cannot read {path}: {e.strerror}") from None
     except (yaml.YAMLError, ValueError) as e:  # ValueError: not UTF-8, or an impossible date
-        raise Failed(f"{path} is not YAML: {e}") from None
+        raise Failed(f"{path} is not YAML: {_in_one_line(e)}") from None
     if not isinstance(found, dict):
         raise Failed(f"{path} must hold an object with 'params'")
     return found
+
+
+def _in_one_line(error: Exception) -> str:
+    said = str(error)
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        said = f"{error.problem}, line {mark.line + 1}, column {mark.column + 1}"
+    return " ".join(said.split())
 
 
 def create(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,12 +75,22 @@ def test_a_setting_within_a_value_is_a_usage_error() -> None:
         merge_patch(["lr=0.1", "optimizer.lr.x=3"])
 
 
-@pytest.mark.parametrize("content", [b"\x7fELF\xd0", b"params: [", b"w: 2001-99-99"])
-def test_a_spec_that_is_no_text_or_no_yaml_is_told_in_one_line(tmp_path: Path, content: bytes) -> None:
-    """A spec file that cannot be parsed, for whatever reason, is reported as not YAML."""
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"\x7fELF\xd0", "can't decode byte 0xd0"),
+        (b"params:\n  w: {shape: [3]}}", "line 2, column 18"),
+        (b"w: \0", "position 3"),
+        (b"w: 2001-99-99", "month"),
+    ],
+)
+def test_a_spec_that_is_no_text_or_no_yaml_is_told_in_one_line(tmp_path: Path, content: bytes, why: str) -> None:
+    """A spec file that cannot be parsed is reported as not YAML, in one line that says why and where."""
     (tmp_path / "spec").write_bytes(content)
-    with pytest.raises(Failed, match="spec is not YAML"):
+    with pytest.raises(Failed, match="spec is not YAML") as e:
         read_spec(tmp_path / "spec")
+    (line,) = str(e.value).splitlines()
+    assert why in line
 
 
 def test_arguments_keep_their_json_types() -> None:
@@ -176,6 +187,19 @@ def test_many_shards_fit_between_scheduler_and_redis() -> None:
     block.lock.close()
     assert block.shards_max >= 150
     assert block.schedulers[0] < block.shard(0) < block.shard(block.shards_max - 1) < block.redis
+
+
+def test_a_large_block_of_ports_is_taken_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a block of several strides is reserved, no other can begin or end inside it."""
+    monkeypatch.setattr("paramserver_cli.ports.tempfile.gettempdir", lambda: str(tmp_path))  # no other cluster's locks
+    first, second, third = (20_000 + i * ports.STRIDE for i in range(3))
+    with closing(ports.reserve(150, base=second).lock):
+        for shards, base in ((150, first), (3, second), (3, third)):
+            with pytest.raises(PsError, match="in use"):
+                ports.reserve(shards, base=base)
+        ports.reserve(3, base=first).lock.close()
+    ports.reserve(150, base=first).lock.close()
+    ports.reserve(3, base=third).lock.close()
 
 
 def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
