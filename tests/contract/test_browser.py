@@ -200,7 +200,7 @@ def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         _fits(seen)
         page.fill("input[name=token]", "nonsense")
         page.click("button")
-        page.wait_for_selector("[role=alert]:has-text('not valid')")
+        page.wait_for_selector("[role=alert]:has-text('invalid')")
         page.fill("input[name=token]", tokens.make(tokens.keys_of(key)[0], "reader"))
         page.click("button")
         for url in (cluster.urls[1], f"http://127.0.0.1:{cluster.shard_ports['shard-0']}", cluster.urls[0]):
