@@ -206,7 +206,7 @@ def beyond_its_cut(after_s: float = 0.1) -> tuple[Driver, Any]:
     return d, a
 
 
-def wishes(d: Driver, model: str = "m") -> dict[int, int]:
+def release_numbers(d: Driver, model: str = "m") -> dict[int, int]:
     """Return the release numbers in the newest published document of a model, by partition."""
     owners = d.document(model)["owners"]
     return {i: o[2]["release"] for i, o in enumerate(owners) if len(o) > 2 and "release" in o[2]}

@@ -8,7 +8,7 @@ from paramserver.core.model_desk import FILES_AGAIN_S
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, make_token
 
-from .scheduling import EIGHT, SPEC, Driver, row, wishes
+from .scheduling import EIGHT, SPEC, Driver, release_numbers, row
 
 JOURNALED = {"ack": "journaled", "consistency": {"mode": "sync"}}
 
@@ -134,7 +134,7 @@ def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_empti
         d = Driver()
         d.model(**EIGHT)
         d.shard("s2")
-        index, number = min(wishes(d).items())
+        index, number = min(release_numbers(d).items())
         owner, token = d.owners()[index] or "", d.core.read.model("m")["partitions"][index]["incarnation"]
         d.beat(owner, released=[row(d, index, number)])
         new = d.core.read.model("m")["partitions"][index]["incarnation"]
@@ -174,7 +174,7 @@ def test_moves_under_way_are_withdrawn_when_redis_was_emptied() -> None:
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
-    index, number = min(wishes(d).items())
+    index, number = min(release_numbers(d).items())
     owner, late = d.owners()[index] or "", row(d, index, number)
     d.empty_redis()
     d.beat(owner, released=[late])

@@ -8,7 +8,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError
 
-from .scheduling import EIGHT, SPEC, Driver, code, row, wishes
+from .scheduling import EIGHT, SPEC, Driver, code, release_numbers, row
 
 
 def drain(d: Driver, shard: str, state: str = "draining", epoch: int | None = None) -> Any:
@@ -42,7 +42,7 @@ def test_the_owner_keeps_a_partition_until_it_has_said_that_all_of_it_is_stored(
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
-    asked = wishes(d)
+    asked = release_numbers(d)
     index, number = min(asked.items())
     owner = d.owners()[index] or ""
     other = next(s for s in ("s0", "s1") if s != owner)
@@ -56,18 +56,18 @@ def test_the_owner_keeps_a_partition_until_it_has_said_that_all_of_it_is_stored(
     assert d.owners()[index] == "s2"
 
 
-def test_a_late_word_of_a_withdrawn_wish_hands_nothing_over() -> None:
+def test_a_late_word_of_a_withdrawn_release_request_hands_nothing_over() -> None:
     """A late report for a withdrawn release request moves nothing, because the partition may have changed since."""
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
-    index, number = min(wishes(d).items())
+    index, number = min(release_numbers(d).items())
     owner = d.owners()[index] or ""
     late = row(d, index, number)
     drain(d, "s2")
-    assert wishes(d) == {}
+    assert release_numbers(d) == {}
     drain(d, "s2", "active")
-    again = wishes(d)[index]
+    again = release_numbers(d)[index]
     assert again != number
     d.beat(owner, released=[late])
     assert d.owners()[index] == owner
@@ -75,12 +75,12 @@ def test_a_late_word_of_a_withdrawn_wish_hands_nothing_over() -> None:
     assert d.owners()[index] == "s2"
 
 
-def test_a_new_leader_knows_nothing_of_its_predecessors_wishes() -> None:
+def test_a_new_leader_knows_nothing_of_its_predecessors_release_requests() -> None:
     """A new leader publishes no release request at first, ignores reports for old ones, and then makes its own."""
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
-    index, number = min(wishes(d).items())
+    index, number = min(release_numbers(d).items())
     owner = d.owners()[index] or ""
     d.restart()
     documents = d.ask(lambda n: io.OpenFeed(n))["documents"]
@@ -97,9 +97,9 @@ def test_a_target_that_dies_gets_nothing_and_the_owner_goes_on() -> None:
     d.model(**EIGHT)
     d.shard("s2")
     before = d.owners()
-    assert wishes(d)
+    assert release_numbers(d)
     d.ask(lambda n: io.LeaveShard(n, "s2", d.shards.pop("s2")))
-    assert wishes(d) == {}
+    assert release_numbers(d) == {}
     d.wait(5)
     assert d.owners() == before
 
@@ -109,13 +109,13 @@ def test_an_owner_that_does_not_hand_over_is_let_be_for_a_while() -> None:
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
-    first = wishes(d)
+    first = release_numbers(d)
     for _ in range(int(limits.MOVE_S) + 1):
         d.now += 1
         for s in d.shards:
             d.beat(s, releases=False)
         d.do(io.Tick())
-    now = wishes(d)
+    now = release_numbers(d)
     assert now
     assert not set(now) & set(first)
 
@@ -149,9 +149,9 @@ def test_a_drain_that_is_called_off_leaves_the_rest_where_it_is() -> None:
     d = Driver()
     d.model(**EIGHT)
     drain(d, "s1")
-    assert len(wishes(d)) == limits.MOVES_AT_ONCE
+    assert len(release_numbers(d)) == limits.MOVES_AT_ONCE
     drain(d, "s1", "active")
-    assert wishes(d) == {}
+    assert release_numbers(d) == {}
     assert d.owners().count("s1") == 4
 
 
@@ -197,13 +197,13 @@ def test_nothing_moves_while_redis_is_away() -> None:
     d = Driver()
     d.model(**EIGHT)
     d.shard("s2")
-    assert wishes(d)
+    assert release_numbers(d)
     d.do(io.StorageChanged("timed out"))
-    assert wishes(d) == {}
+    assert release_numbers(d) == {}
     d.do(io.Tick())
-    assert wishes(d) == {}
+    assert release_numbers(d) == {}
     d.do(io.StorageChanged(""))
-    assert wishes(d)
+    assert release_numbers(d)
 
 
 def test_cuts_and_moves_do_not_meet() -> None:
@@ -214,19 +214,19 @@ def test_cuts_and_moves_do_not_meet() -> None:
     d.clock(a, 1)
     assert d.commits()[-1]["cut"]
     d.shard("s2")
-    assert wishes(d) == {}
+    assert release_numbers(d) == {}
     d.beats()
     assert d.core.read.model("m")["cut"] == 1
     d.now += limits.SNAPSHOT_INTERVAL_S - 0.1
     for s in d.shards:
         d.beat(s, releases=False)
     d.do(io.Tick())
-    assert wishes(d)
+    assert release_numbers(d)
     d.now += 1
     d.clock(a, 2)
     assert not d.commits()[-1]["cut"]
     d.wait(4)
-    assert wishes(d) == {}
+    assert release_numbers(d) == {}
     d.clock(a, 3)
     assert d.commits()[-1]["cut"]
     assert d.core.read.model("m")["timeline"] == 0
