@@ -129,18 +129,21 @@ def test_passes_without_end_overlap_by_one() -> None:
 
 
 def test_wrong_datasets_and_tasks_are_refused() -> None:
-    """A dataset with a wrong field raises RequestError; a malformed task id or one without a range, NotFoundError."""
-    for fields in (
-        ("evaluate", 10, 1, None, None, "dynamic", 1),
-        ("d", 0, 1, None, None, "dynamic", 1),
-        ("d", 10**9, 1, None, None, "dynamic", 1),
-        ("d", None, None, [[3, 3]], None, "dynamic", 1),
-        ("d", 10, 1, [[0, 1]], None, "dynamic", 1),
-        ("d", 10, 1, None, None, "random", 1),
-        ("d", 10, 1, None, None, "static", 0),
+    """A wrong field of a dataset is refused by name; a malformed task id or one without a range is not found."""
+    for wrong, *fields in (
+        ("dataset", "evaluate", 10, 1, None, None, "dynamic", 1),
+        ("size", "d", 0, 1, None, None, "dynamic", 1),
+        ("task_size", "d", 10, 0, None, None, "dynamic", 1),
+        ("task_size", "d", 10**9, 1, None, None, "dynamic", 1),
+        ("ranges", "d", None, None, [[3, 3]], None, "dynamic", 1),
+        ("ranges", "d", 10, 1, [[0, 1]], None, "dynamic", 1),
+        ("uri", "d", 10, 1, None, "a\nb", "dynamic", 1),
+        ("assignment", "d", 10, 1, None, None, "random", 1),
+        ("passes", "d", 10, 1, None, None, "static", 0),
     ):
-        with pytest.raises(RequestError):
+        with pytest.raises(RequestError) as refused:
             DatasetSpec.check(*fields)
+        assert refused.value.members["where"] == wrong
     for task in ("", "d", "d:", "d:x:1", "d:1:2:3", "d:-1:0", "d:²:1"):
         with pytest.raises(NotFoundError):
             parse_task(task)

@@ -105,7 +105,7 @@ def test_who_joins_a_restored_model_begins_with_the_state_that_the_checkpoint_ha
     states = {"m/a": {"at": 3}, "m/b": {"at": 4}, "run-1/w0": [5]}
     d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1), workers=states))
     d.restart()
-    assert d.clock(a, 1)
+    assert d.result(d.clock(a, 1))["released"]
     joined = [d.join(w) for w in ("a", "b", "run-1/w0", "c")]
 
     assert [w["state"] for w in joined] == [{"at": 3}, {"at": 4}, [5], None]

@@ -376,6 +376,9 @@ def test_everything_survives_a_kill_of_the_scheduler() -> None:
     d.clock(w, 3)
     d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
     d.wait(1.5)
+    (effect,) = d.work
+    assert isinstance(effect, io.WriteCheckpoint)
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [0] * 4, "/x"))
     d.work.clear()
     before = {name: getattr(d.core.read, name)("m") for name in ("model", "datasets", "checkpoints")} | {
         "run": d.core.read.run("run-1"),
@@ -392,6 +395,7 @@ def test_everything_survives_a_kill_of_the_scheduler() -> None:
             del p["from_version"], p["version"]
         del documents["run"]["ran_s"]
         documents["pool"][0]["heartbeat_age_s"] = 0
+    assert [c["name"] for c in before["checkpoints"]] == ["mine"]
     assert after == before
     assert beat(d, m)["state"] == "assigned"
     assert d.ask(lambda n: io.WorkerHeartbeat(n, "m", w["worker"], 1, 3))["evaluate"]

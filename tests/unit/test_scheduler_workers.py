@@ -24,8 +24,10 @@ def test_a_heartbeat_that_says_something_wrong_is_a_sign_of_life(wrong: dict[str
     a = d.join("a")
     d.wait(4.0)
 
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError) as refused:
         beat(d, a, **wrong)
+    assert refused.value.code == "invalid_field"
+    assert [refused.value.members["where"]] == list(wrong)
     d.wait(4.0)
 
     assert d.core.read.worker("m", a["worker"], d.now)["alive"]

@@ -358,14 +358,21 @@ def test_a_folder_that_is_being_removed_is_never_taken_for_one_in_use(
 
 
 def test_windows_are_kept_for_the_next_turn(folder: SharedFolder, versions: BufferPool) -> None:
-    """The same buffers give the same window again; a missing file or a size that is no whole page is an error."""
+    """The same buffers give the same window until its folder is forgotten; buffers that cannot be mapped raise."""
     windows = Windows()
     values = versions.take(COUNT, shared=True)
     path = str(folder.path / str(versions.file_of(values)))
     first = windows.of([(path, 4 * COUNT)])
     assert windows.of([(path, 4 * COUNT)]) is first
+    assert windows.of([(path, 4)]) is not first
+    windows.forget(str(folder.path)[:-1])
+    assert windows.of([(path, 4 * COUNT)]) is first
+    windows.forget(str(folder.path))
+    assert windows.of([(path, 4 * COUNT)]) is not first
     with pytest.raises(OSError, match="No such file"):
         windows.of([(path + "x", 4 * COUNT)])
+    with pytest.raises(OSError, match="shorter than expected"):
+        windows.of([(path, os.stat(path).st_size + 1)])
     with pytest.raises(ValueError, match="page"):
         windows.of([(path, PAGE_BYTES + 4), (path, 4)])
 

@@ -96,13 +96,17 @@ def test_the_acknowledgement_level_is_fixed_at_creation(ack: str) -> None:
 
 
 def test_patch_changes_settings_and_keeps_the_rest() -> None:
-    """A merge patch changes what it names and keeps the rest, such as `lr` when the optimizer changes."""
+    """A patch keeps what it does not name, such as `lr`; another mode starts from its own defaults, except `lag`."""
     s = spec(optimizer={"name": "sgd", "lr": 0.1})
 
     assert s.patched({"optimizer": {"lr": 0.05}}).optimizer.lr == 0.05
     ssp = s.patched({"consistency": {"mode": "ssp", "staleness": 2}})
     assert (ssp.consistency.mode, ssp.consistency.staleness, ssp.optimizer.lr) == ("ssp", 2, 0.1)
     assert ssp.patched({"optimizer": {"name": "adam"}}).optimizer.lr == 0.1
+    ssp = ssp.patched({"consistency": {"min_workers": 3, "lag": "scale"}})
+    assert (ssp.consistency.staleness, ssp.consistency.min_workers, ssp.consistency.lag) == (2, 3, "scale")
+    sync = ssp.patched({"consistency": {"mode": "sync"}})
+    assert (sync.consistency.min_workers, sync.consistency.lag) == (1, "scale")
 
 
 @pytest.mark.parametrize(
