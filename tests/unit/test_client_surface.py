@@ -151,11 +151,14 @@ def test_a_number_that_is_refused_is_told_its_bounds(lr: Any, must: str) -> None
 
 
 def test_a_wrong_spec_is_told_before_anything_is_sent() -> None:
-    """A spec with several mistakes raises one RequestError when the document is built."""
-    with pytest.raises(ps.RequestError) as e:
-        model_document("m", {"a": np.array(["x"]), "b": ps.Param((0,))}, ps.SGD(-1.0), None, {})
+    """A spec with several mistakes raises one RequestError that lists them, when the document is built."""
+    with pytest.raises(ps.RequestError) as values:
+        model_document("m", {"a": np.array(["x"]), "b": np.array([np.nan])}, ps.SGD(), None, {})
+    with pytest.raises(ps.RequestError) as fields:
+        model_document("m", {"a": ps.Param((0,)), "b": (3,)}, ps.SGD(-1.0), None, {"partitions": 0})
 
-    assert "dtype" in str(e.value)
+    assert [x["where"] for x in values.value.errors] == ["a", "b"]
+    assert [x["where"] for x in fields.value.errors] == ["params.a.shape", "partitions", "optimizer.lr"]
 
 
 @pytest.mark.parametrize(
