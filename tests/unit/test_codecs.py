@@ -473,15 +473,16 @@ def test_an_array_that_is_encoded_as_it_lies_stays_as_it_is() -> None:
         assert {n: a.tobytes() for n, a in grads.items()} == before
 
 
-def test_codecs_of_whole_partitions_take_nothing_less() -> None:
-    """int8 refuses a push that leaves out parameters, and one of a sender without error feedback."""
-    codec = Codec.parse("int8")
+@pytest.mark.parametrize("text", ["int8", "topk:0.05"])
+def test_codecs_of_whole_partitions_take_nothing_less(text: str) -> None:
+    """They refuse a push that leaves out parameters or holds NaN, and one of a sender without error feedback."""
+    codec = Codec.parse(text)
     with pytest.raises(RequestError, match="whole partitions"):
-        pushed(Feedback(), {"b": noise(33)})
+        pushed(Feedback(), {"b": noise(33)}, text)
     with pytest.raises(RequestError, match="which only a worker keeps"):
         ready(layout(), 1, {"w": noise(700), "b": noise(33)}, None, None, codec, None)
     with pytest.raises(RequestError, match="'b' holds NaN"):
-        pushed(Feedback(), {"w": noise(700), "b": np.full(33, np.nan, np.float32)})
+        pushed(Feedback(), {"w": noise(700), "b": np.full(33, np.nan, np.float32)}, text)
 
 
 def test_a_calls_codec_goes_before_the_default() -> None:
