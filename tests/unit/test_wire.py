@@ -407,16 +407,18 @@ def test_msgpack_tensors_that_lie_are_refused(value: Any) -> None:
 
 @given(st.lists(st.floats(width=32), max_size=20))
 def test_bfloat16_rounds_to_the_nearest(values: list[float]) -> None:
-    """bfloat16 keeps its own values exactly, and is never farther from others than their truncation."""
+    """bfloat16 keeps its own values exactly, and is never farther from others than the two values around them."""
     a = np.array(values, np.float32)
     bits = tensor.f32_to_bf16(a)
     back = tensor.bf16_to_f32(bits)
 
     assert np.array_equal(tensor.f32_to_bf16(back), bits)
     kept = np.isfinite(a) & np.isfinite(back)
-    down = (a.view(np.uint32) & 0xFFFF0000).view(np.float32)[kept].astype(np.float64)
+    toward_zero = a.view(np.uint32)[kept] & 0xFFFF0000
     exact, rounded = a[kept].astype(np.float64), back[kept].astype(np.float64)
-    assert np.all(np.abs(rounded - exact) <= np.abs(down - exact))
+    for bits_around in (toward_zero, toward_zero + np.uint32(0x10000)):
+        around = bits_around.view(np.float32).astype(np.float64)
+        assert np.all(np.abs(rounded - exact) <= np.abs(around - exact))
 
 
 def test_slice_checksums_are_zlibs() -> None:
