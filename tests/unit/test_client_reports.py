@@ -123,5 +123,7 @@ def test_a_state_with_a_tensor_is_left_out_with_a_word(caplog: pytest.LogCapture
 
     drive(session.beat(deadline()), node)
 
+    (beat,) = node.bodies(BEAT)
+    assert "state" not in beat
     assert "state_not_kept" in caplog.text
     assert "3 elements" in caplog.text
