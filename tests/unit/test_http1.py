@@ -1,6 +1,7 @@
 """HTTP/1.1 and protocol detection, on real connections whose client is a plain socket in the same process."""
 
 import asyncio
+import gc
 import json
 import socket
 import ssl
@@ -277,12 +278,17 @@ async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch
 @pytest.mark.asyncio
 async def test_a_connection_that_has_ended_is_let_go() -> None:
     """A connection that has ended is freed, without reference cycles that keep it alive."""
-    async with serving() as (client, state):
-        await client.send(GET)
-        await client.until(b"\r\n\r\n")
-        (kept,) = map(weakref.ref, state.connections)
-    while kept() is not None:
-        await asyncio.sleep(0)
+    gc.disable()
+    try:
+        async with serving() as (client, state):
+            await client.send(GET)
+            await client.until(b"\r\n\r\n")
+            (kept,) = map(weakref.ref, state.connections)
+        async with asyncio.timeout(WITHIN_S):
+            while kept() is not None:
+                await asyncio.sleep(0)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.asyncio
