@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
+from zlib_ng import zlib_ng
 
 from paramserver.core.layout import Layout
 from paramserver.core.push_operation import PushOperation
@@ -47,6 +48,7 @@ from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.snapshots import from_stored
 from paramserver_shard.store import SnapshotStore
+from paramserver_shard.stored import pack_manifest
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -242,13 +244,13 @@ async def test_a_journal_is_cut_off_however_old_the_newest_cut_is(redis: Redis) 
 async def test_a_journal_from_the_beginning_stands_in_for_a_lost_snapshot(redis: Redis) -> None:
     """If the only snapshot is lost, initial values and the whole journal give the same state."""
     async with running(redis) as shard:
-        await shard.push(4)
-        await shard.snapshot()
-        await shard.push(2)
-        for key in await redis.keys("*:snap:*"):
-            await redis.delete(key)
-        if len(json.loads(await redis.get(f"{{{shard.key}}}:manifest") or "")["snapshots"]) == 1:
-            assert content(await loader_of(redis).load(shard.load())) == content(shard.state())
+        await shard.push(6)
+        async with asyncio.timeout(20):
+            while await redis.get(f"{{{shard.key}}}:manifest") is None:
+                await asyncio.sleep(0.005)
+        await redis.delete(*await redis.keys("*:snap:*"))
+        assert len(json.loads(await redis.get(f"{{{shard.key}}}:manifest") or "")["snapshots"]) == 1
+        assert content(await loader_of(redis).load(shard.load())) == content(shard.state())
 
 
 async def test_a_redis_without_the_token_is_not_read(redis: Redis) -> None:
@@ -396,7 +398,7 @@ async def test_what_is_written_today_is_what_the_golden_file_says(redis: Redis, 
 
 @pytest.mark.parametrize("newer", ["1.2", "2.0"])
 async def test_newer_formats_are_refused_by_name(redis: Redis, newer: str) -> None:
-    """A manifest or journal entry of a newer format raises `CorruptState` that names the format."""
+    """A manifest, snapshot or journal entry of a newer format raises `CorruptState` that names the format."""
     key = PartitionKey(ModelKey("golden", 2), 1)
     scripts = ScriptRunner(redis)
     store = SnapshotStore(redis, scripts, BufferPool(), asyncio.get_running_loop().time, 1e12)
@@ -405,8 +407,15 @@ async def test_newer_formats_are_refused_by_name(redis: Redis, newer: str) -> No
     await redis.set(f"{{{key}}}:manifest", text.replace(b'{"format":"1.1"', f'{{"format":"{newer}"'.encode(), 1))
     with pytest.raises(CorruptState, match=f"format {newer}"):
         await store.manifest(key)
-    await redis.flushall()
-    await restore(redis, "1.1")
+    entry = json.loads(text)["snapshots"][0]
+    await redis.set(f"{{{key}}}:manifest", pack_manifest([entry | {"format": newer}]))
+    with pytest.raises(CorruptState, match=f"a snapshot in .* has format {newer}"):
+        await store.manifest(key)
+    block: Any = await redis.get(f"{{{key}}}:snap:{entry['name']}:0")
+    block = block.replace(b"\xa31.1", b"\xa3" + newer.encode(), 1)
+    await redis.set(f"{{{key}}}:snap:{entry['name']}:0", block)
+    with pytest.raises(CorruptState, match=f"a snapshot has format {newer}"):
+        await store.read(key, entry | {"crc32": [zlib_ng.crc32(block)]})
     name = f"{{{key}}}:journal"
     stream: Any = await redis.xrange(name)
     await redis.delete(name)
