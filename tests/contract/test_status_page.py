@@ -1,6 +1,8 @@
 """The status page's files: every node serves the same ones over HTTP, and they load nothing from elsewhere."""
 
 import re
+from contextlib import closing
+from http.client import HTTPConnection
 
 from paramserver_scheduler.page import assets
 
@@ -29,8 +31,12 @@ def test_every_node_serves_the_page_and_its_files(rest_cluster: Nodes) -> None:
 
 def test_files_outside_the_page_are_not_served(rest_cluster: Nodes) -> None:
     """A path that leaves the page's folder or names no file is answered with 404."""
-    for name in ("nothing.js", "..%2Fpage.py", "%2e%2e/page.py", "uplot/../../page.py", "", "uplot"):
-        assert rest_cluster.http.get(f"/static/{name}").status_code == 404, name
+    for port in (rest_cluster.port, *rest_cluster.shard_ports.values()):
+        for name in ("nothing.js", "..%2Fpage.py", "%2e%2e/page.py", "../page.py", "uplot/../../page.py", "", "uplot"):
+            connection = HTTPConnection("127.0.0.1", port, timeout=30)  # unlike httpx, it sends `..` as it is
+            with closing(connection):
+                connection.request("GET", f"/static/{name}")
+                assert connection.getresponse().status == 404, name
 
 
 def test_the_page_asks_nothing_of_elsewhere() -> None:
