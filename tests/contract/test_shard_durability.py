@@ -79,6 +79,7 @@ class Pusher:
             return False
         if answer.status_code != 200:
             assert answer.json()["retryable"], answer.text
+            assert answer.status_code != 503 or "retry-after" in answer.headers, answer.text
             self.codes.add(answer.json()["code"])
         return answer.status_code == 200
 
@@ -125,13 +126,21 @@ def test_killed_shards_lose_no_acknowledged_push(cluster: Nodes, ack: str) -> No
 
 
 def test_a_shard_that_is_told_to_stop_hands_over_everything(cluster: Nodes) -> None:
-    """A shard that gets SIGTERM under load at `applied` hands over its partitions and exits with 0 within 25 s."""
+    """A shard that gets SIGTERM under load is not ready, hands over its partitions and exits with 0 within 25 s."""
     name = made(cluster, "applied")
     with Pusher(cluster, name) as pusher:
         pusher.reach(20)
-        process = cluster.processes["shard-1"]
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
+        process, scheduler = cluster.processes["shard-1"], cluster.processes["scheduler"]
+        scheduler.send_signal(signal.SIGSTOP)  # so that nothing is handed over before the shard is found not ready
+        try:
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            probe = f"http://127.0.0.1:{cluster.shard_ports['shard-1']}/readyz"
+            told = {"status": "not ready", "reason": "this shard is stopping"}
+            eventually(lambda: httpx.get(probe).json() == told, within_s=5, what="being not ready")
+            assert httpx.get(probe).status_code == 503
+        finally:
+            scheduler.send_signal(signal.SIGCONT)
         process.wait(25)
         assert process.returncode == 0
         assert time.monotonic() - began < 25
@@ -219,7 +228,7 @@ def test_an_emptied_redis_is_seeded_from_memory(cluster: Nodes) -> None:
 
 
 def test_redis_away_refuses_what_it_cannot_keep(cluster: Nodes) -> None:
-    """While Redis is stopped journaled pushes are 503 and `applied` ones go on; no push is lost."""
+    """While Redis is stopped journaled pushes are 503 with Retry-After and `applied` ones go on; no push is lost."""
     name = made(cluster)
     plain = made(cluster, "applied")
     with redis_client.Redis.from_url(cluster.redis_url) as r:
