@@ -396,8 +396,8 @@ def test_status_describes_the_cluster(cluster: Nodes) -> None:
     assert cluster.get("/version")["service"] == "scheduler"
 
 
-def test_every_route_has_examples(cluster: Nodes) -> None:
-    """OpenAPI has a summary and a success response for each route, and an example for each body."""
+def test_every_route_is_described(cluster: Nodes) -> None:
+    """OpenAPI has a summary and a success response for each route, and an example for each request body."""
     paths = cluster.get("/openapi.json")["paths"]
     assert len(paths) > 25
     for path, methods in paths.items():
