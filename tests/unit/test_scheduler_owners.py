@@ -65,7 +65,7 @@ class Held:
 
     token: int
     value: int
-    wish: int = 0
+    release_number: int = 0
     stored: bool = False
 
 
@@ -82,7 +82,11 @@ class Holder:
 
     def released(self) -> list[Any]:
         """Return the release reports of the partitions that it has stored for their new owners."""
-        return [["m", 1, i, h.token, h.value, h.wish] for i, h in self.memory.items() if h.wish and h.stored]
+        return [
+            ["m", 1, i, h.token, h.value, h.release_number]
+            for i, h in self.memory.items()
+            if h.release_number and h.stored
+        ]
 
 
 class Leader:
@@ -200,8 +204,8 @@ class Owners(RuleBasedStateMachine):
                 held = None
         if held is None:
             held = shard.memory[i] = Held(token, self._load(i, token, options.get("source", source)))
-        if held.wish != options.get("release", 0):
-            held.wish, held.stored = options.get("release", 0), False
+        if held.release_number != options.get("release", 0):
+            held.release_number, held.stored = options.get("release", 0), False
 
     def _may_store(self, i: int, token: int) -> bool:
         return self.redis.tokens.get(i) == token
@@ -291,7 +295,7 @@ class Owners(RuleBasedStateMachine):
     def _push(self, shard: Holder, count: int) -> None:
         for i, h in shard.memory.items():
             fenced = self.redis.fences.get(shard.name, 0) >= shard.epoch
-            if not h.wish and not fenced and self.redis.tokens.get(i, h.token) == h.token:
+            if not h.release_number and not fenced and self.redis.tokens.get(i, h.token) == h.token:
                 h.value += count
                 self.floor[i] += count
 

@@ -52,7 +52,7 @@ class AsyncShard(RuleBasedStateMachine):
         self.acked: list[dict[int, int]] = [{} for _ in range(PARTITIONS)]
         """For each partition: push -> version it was answered with, in this incarnation."""
         self.versions = [0] * PARTITIONS
-        self.wish = 0
+        self.release_number = 0
         self.unseeded: set[int] = set()
         """Partitions that may not have been stored again since Redis was emptied."""
         self.start()
@@ -152,8 +152,8 @@ class AsyncShard(RuleBasedStateMachine):
     @rule(index=st.integers(0, PARTITIONS - 1))
     def hold(self, index: int) -> None:
         """Request that a partition be handed over."""
-        self.wish += 1
-        self.tell(release=dict(self.view.release) | {index: self.wish})
+        self.release_number += 1
+        self.tell(release=dict(self.view.release) | {index: self.release_number})
         self.collect()
 
     @precondition(lambda self: self.view.release)
@@ -168,8 +168,8 @@ class AsyncShard(RuleBasedStateMachine):
     @rule()
     def hand_over(self) -> None:
         """Give released partitions to their next owner, which must have every acknowledged push, at any level."""
-        for _, _, index, token, version, wish in list(self.driver.core.released()):
-            assert (token, wish) == (self.view.owned[index], self.view.release[index])
+        for _, _, index, token, version, release_number in list(self.driver.core.released()):
+            assert (token, release_number) == (self.view.owned[index], self.view.release[index])
             self.regain(index)
             assert self.versions[index] == version
             assert set(self.acked[index]) <= self.holds(index)
