@@ -7,6 +7,7 @@ import httpx
 
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver_node.forward import FORWARDED_TO_LEADER
+from paramserver_scheduler.http_client import http_client
 from paramserver_scheduler.lease import Lease
 
 ASK_S: Final = 1.0
@@ -17,11 +18,10 @@ class PeerSchedulers:
 
     def __init__(self, lease: Lease, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._lease = lease
-        self._http = httpx.AsyncClient(
-            headers={**credentials.headers, FORWARDED_TO_LEADER: "0"},  # only a leader answers such a request
-            verify=credentials.context(),
-            timeout=httpx.Timeout(ASK_S),
-            trust_env=False,
+        self._http = http_client(
+            credentials,
+            httpx.Timeout(ASK_S),
+            {FORWARDED_TO_LEADER: "0"},  # only a leader answers such a request
         )
 
     async def aclose(self) -> None:

@@ -15,6 +15,7 @@ from paramserver import checkpoint
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.errors import PsError, from_document, problem
 from paramserver_scheduler.checkpoints import CheckpointStore
+from paramserver_scheduler.http_client import http_client
 from paramserver_scheduler.lease import Lease
 
 log = logging.getLogger("paramserver.scheduler")
@@ -39,12 +40,7 @@ class RemoteCheckpoints:
     def __init__(self, lease: Lease, store: CheckpointStore, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._lease = lease
         self._store = store
-        self._http = httpx.AsyncClient(
-            headers=credentials.headers,
-            verify=credentials.context(),
-            timeout=httpx.Timeout(30.0, connect=2.0),
-            trust_env=False,
-        )
+        self._http = http_client(credentials)
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -14,6 +14,7 @@ from paramserver.limits import CHUNK_BYTES
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import SetFrame, StateFrame, restore_frame
+from paramserver_scheduler.http_client import http_client
 
 PATIENCE_S: Final = 30.0
 """How long requests are retried for a partition whose owner is being replaced."""
@@ -31,12 +32,7 @@ class ShardClient:
     """Transfers whole partitions from and to their current owners."""
 
     def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
-        self._http = httpx.AsyncClient(
-            headers=credentials.headers,
-            verify=credentials.context(),
-            timeout=httpx.Timeout(30.0, connect=2.0),
-            trust_env=False,
-        )
+        self._http = http_client(credentials)
 
     async def aclose(self) -> None:
         """Close the connections."""

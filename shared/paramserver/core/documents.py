@@ -24,20 +24,17 @@ def check_document(value: Any, where: str) -> Any:
     def fail(what: str, hint: str = "") -> Exception:
         return problem("invalid_field", f"{where}: {what}", hint=hint, where=where)
 
-    too_large = f"is too large: at most {VALUES_MAX} values and {TEXT_MAX} characters"
     values, text = 0, 0
     todo: list[tuple[Any, int]] = [(value, 0)]
     while todo:
         item, depth = todo.pop()
         values += 1
-        if values > VALUES_MAX:
-            raise fail(too_large)
+        text += len(item) if isinstance(item, str) else 0
+        if values > VALUES_MAX or text > TEXT_MAX:
+            raise fail(f"is too large: at most {VALUES_MAX} values and {TEXT_MAX} characters")
         if depth > limits.JSON_DEPTH_MAX:
             raise fail(f"is nested deeper than {limits.JSON_DEPTH_MAX} levels")
         if isinstance(item, str):
-            text += len(item)
-            if text > TEXT_MAX:
-                raise fail(too_large)
             if any("\ud800" <= c <= "\udfff" for c in item):
                 raise fail("contains text that is not valid Unicode")
         elif isinstance(item, float):

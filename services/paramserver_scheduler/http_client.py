@@ -1,0 +1,24 @@
+"""The HTTP client with which a scheduler makes requests to the other nodes."""
+
+from collections.abc import Mapping
+
+import httpx
+
+from paramserver.client.credentials import Credentials
+
+TIMEOUT = httpx.Timeout(30.0, connect=2.0)
+
+
+def http_client(
+    credentials: Credentials, timeout: httpx.Timeout = TIMEOUT, headers: Mapping[str, str] | None = None
+) -> httpx.AsyncClient:
+    """Return a client that sends the node's token and trusts its authorities, whatever proxies the environment names.
+
+    The caller closes it.
+    """
+    return httpx.AsyncClient(
+        headers={**credentials.headers, **(headers or {})},
+        verify=credentials.context(),
+        timeout=timeout,
+        trust_env=False,
+    )
