@@ -213,6 +213,95 @@ def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert [e for e in seen.errors if "401" not in e] == []
 
 
+def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
+    """The page changes a model's settings, starts a run on a new model like it, and pauses, resumes and stops that run."""
+    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
+        page = seen.page
+        page.on("dialog", lambda dialog: dialog.accept())
+        with ps.connect(cluster.url) as client:
+            client.create_model("digits", digits.spec(), optimizer=ps.SGD(lr=0.1))
+        page.goto(cluster.url)
+
+        page.click("#settings summary")
+        page.fill("#settings [name='optimizer.lr']", "0.05")
+        page.select_option("#settings [name='consistency.mode']", "sync")
+        page.fill("#settings [name='consistency.quorum']", "7")
+        page.click("#settings button")
+        page.wait_for_selector("#settings .bad:has-text('quorum')")
+        assert cluster.get("/models/digits")["revision"] == 0
+        page.fill("#settings [name='consistency.quorum']", "0.75")
+        _fits(seen)
+        page.click("#settings button")
+        page.wait_for_selector("#settings .good:has-text('revision 1')")
+        spec = cluster.get("/models/digits")["spec"]
+        assert (spec["optimizer"]["lr"], spec["consistency"]["mode"], spec["consistency"]["quorum"]) == (0.05, "sync", 0.75)
+
+        page.click("#new-run summary")
+        page.fill("#new-run [name=fresh]", "digits-2")
+        page.fill("#new-run [name=args]", "{oops")
+        page.click("#new-run button")
+        page.wait_for_selector("#new-run .bad:has-text('JSON')")
+        assert [m["name"] for m in cluster.get("/models")["items"]] == ["digits"]
+        page.fill("#new-run [name=args]", '{"batch_size": 16}')
+        page.fill("#new-run [name=workers]", "2")
+        page.fill("#new-run [name=minutes]", "7")
+        page.fill("#new-run [name='optimizer.lr']", "0.2")
+        page.select_option("#new-run [name='consistency.mode']", "ssp")
+        page.fill("#new-run [name='consistency.staleness']", "3")
+        _fits(seen)
+        page.click("#new-run button")
+        page.wait_for_selector("#new-run .good:has-text('run-1 is waiting')")
+        new, run = cluster.get("/models/digits-2")["spec"], cluster.get("/runs/run-1")
+        assert new["params"] == spec["params"]
+        assert (new["optimizer"]["lr"], new["consistency"]["mode"], new["consistency"]["staleness"]) == (0.2, "ssp", 3)
+        assert cluster.get("/models/digits")["spec"] == spec
+        wanted = {"model": "digits-2", "workers": 2, "stop": {"minutes": 7}, "args": {"batch_size": 16}}
+        assert {key: run[key] for key in wanted} == wanted
+
+        for button, state in (("Pause", "paused"), ("Resume", "waiting"), ("Stop", "stopped")):
+            page.click(f"#runs button:has-text('{button}')")
+            page.wait_for_selector(f"#runs-said:has-text('run-1 is {state}')")
+            assert cluster.get("/runs/run-1")["state"] == state
+        eventually(lambda: page.locator("#runs button").count() == 0, what="the end of the run on the page")
+        _fits(seen)
+        assert [e for e in seen.errors if "422" not in e] == []
+
+
+def test_a_change_from_the_page_needs_a_token_that_permits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cluster with a secret the page asks for a token before its first change, again if its role is too low."""
+    key = tokens.new_key()
+    made = {role: tokens.make(tokens.keys_of(key)[0], role) for role in ("reader", "admin")}
+    (tmp_path / "secret").write_text(key)
+    monkeypatch.setenv("PARAMSERVER_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("PARAMSERVER_TOKEN", made["admin"])
+    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
+        page = seen.page
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        page.goto(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}")
+        page.fill("input[name=token]", made["reader"])
+        page.click("button")
+        page.click("#settings summary")
+        page.fill("#settings [name='optimizer.lr']", "0.5")
+        page.click("#settings button")
+        page.click("#token button[value=cancel]")
+        page.wait_for_selector("#settings .bad:has-text('requires a token')")
+
+        page.click("#settings button")
+        page.fill("#token input", made["reader"])
+        page.click("#token button[value=ok]")
+        page.wait_for_selector("#token-reason:has-text('yours has')")
+        _fits(seen)
+        assert cluster.get("/models/m")["revision"] == 0
+        page.fill("#token input", made["admin"])
+        page.press("#token input", "Enter")
+        page.wait_for_selector("#settings .good:has-text('revision 1')")
+        page.fill("#settings [name='optimizer.lr']", "0.25")
+        page.click("#settings button")
+        page.wait_for_selector("#settings .good:has-text('revision 2')")
+        assert cluster.get("/models/m")["spec"]["optimizer"]["lr"] == 0.25
+        assert not page.is_visible("#token")
+
+
 def _version(seen: Browser) -> int:
     return int(seen.page.locator("#model-head dd").first.inner_text().replace(",", ""))
 

@@ -1,10 +1,12 @@
 // The page: follows the cluster's status, and hands each second of it to the panels.
 
-import {bar, el, pill, show, table, tone} from "./dom.js";
+import {el, show, tone} from "./dom.js";
 import {follow} from "./feed.js";
-import {clock, duration, fixed, percent, short} from "./format.js";
+import {clock, duration, short} from "./format.js";
 import {ModelPanel} from "./model.js";
 import {NodePanel, shardColours} from "./nodes.js";
+import {RunForm, RunTable} from "./runs.js";
+import {SettingsForm} from "./settings.js";
 import {drawProblems, drawTiles} from "./tiles.js";
 
 const SPANS = [["5 min", 300], ["15 min", 900], ["1 h", 3600], ["6 h", 21600], ["24 h", 86400]];
@@ -14,7 +16,8 @@ const EVENTS = 30;
 
 const $ = id => document.getElementById(id);
 const kept = {get: name => localStorage.getItem(`paramserver.${name}`), set: (name, v) => localStorage.setItem(`paramserver.${name}`, v)};
-const model = new ModelPanel(), nodes = new NodePanel();
+const model = new ModelPanel(), nodes = new NodePanel(), runTable = new RunTable(), settings = new SettingsForm();
+new RunForm();
 let status = null, lost = true, spanS = Number(kept.get("span")) || 900, chosen = decodeURIComponent(location.hash.slice(1));
 
 function onStatus(found) {
@@ -48,11 +51,12 @@ function draw() {
   const shown = models.find(m => m.name === chosen) ?? busiest(models, runs);
   drawTabs(models, shown);
   $("model").classList.toggle("none", shown === undefined);
+  settings.choose(shown?.name ?? null);
   if (shown === undefined) {
     model.clear();
     show($("model-head"), noModel());
   } else model.draw(shown, runs, cluster.now, spanS, colours);
-  show($("runs"), runRows(runs));
+  runTable.draw(runs);
   show($("events"), eventRows(events));
 }
 
@@ -86,15 +90,6 @@ function drawTabs(models, shown) {
 function noModel() {
   const line = `curl ${location.origin}/models --json '{"name":"demo","params":{"w":{"shape":[64,10]}}}'`;
   return el("div.dim", {}, "No model yet. Create one:", el("pre", {}, line));
-}
-
-function runRows(runs) {
-  if (runs.length === 0) return el("p.dim", {}, "No run yet: psctl train starts one.");
-  return table(["run", "model", "state", "", ">ran", ">workers", ""], runs.map(r => ({cells: [
-    r.name || r.id, r.model, pill(r.state),
-    r.progress === null ? "" : [bar(r.progress), " ", el("span.num.dim", {}, percent(r.progress))],
-    duration(r.ran_s), `${fixed(r.placed)} of ${r.workers}`, el("span.reason.dim", {}, r.reason.trim().split("\n").at(-1)),
-  ]})));
 }
 
 function eventRows(events) {

@@ -3,6 +3,7 @@
 import {Chart, colour} from "./charts.js";
 import {bar, el, pill, show, table} from "./dom.js";
 import {age, bytes, duration, fixed, percent, seconds, short, unit} from "./format.js";
+import {ended} from "./runs.js";
 import {Series, line} from "./series.js";
 
 const REPORTED_MAX = 6;
@@ -121,7 +122,7 @@ const behind = model => Math.max(0, model.version - model.durable_version);
 const shortWorker = name => name.split("/").at(-1);
 
 function head(model, runs) {
-  const run = runs.find(r => r.model === model.name && !["finished", "failed", "stopped"].includes(r.state));
+  const run = runs.find(r => r.model === model.name && !ended(r));
   const facts = [
     ["version", fixed(model.version)], ["clock", fixed(model.clock)],
     ...reportedNames(model).map(n => [n, unit(unitOf(n))(model.latest[n][1])]),

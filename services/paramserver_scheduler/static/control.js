@@ -1,0 +1,52 @@
+// Requests that change the cluster.  The page's cookie only permits reading; where the cluster has tokens, the page asks
+// for one that permits the change.  It is kept in this module alone, until the page is closed or loaded again.
+
+const $ = id => document.getElementById(id);
+let token = "";
+
+/** Send a change and return the answer's document.  Throws an Error that says what is wrong and what to do. */
+export async function send(method, path, body) {
+  for (;;) {
+    const headers = {accept: "application/json", "content-type": "application/json"};
+    if (token) headers.authorization = `Bearer ${token}`;
+    const answer = await fetch(path, {method, headers, body: JSON.stringify(body)}).catch(() => {
+      throw new Error("no answer came: see whether it was done before you try again");
+    });
+    if (answer.ok) return answer.json();
+    const problem = await answer.json().catch(() => ({detail: `HTTP ${answer.status}`}));
+    const refused = problem.code === "unauthorized" || problem.role !== undefined;
+    token = refused ? await askForToken(problem.detail) : token;
+    if (!refused || !token) throw new Error([problem.detail, problem.hint].filter(Boolean).join("; "));
+  }
+}
+
+/** Ask for a token; "" if the user closes the dialog without one. */
+function askForToken(reason) {
+  const dialog = $("token"), input = dialog.querySelector("input");
+  $("token-reason").textContent = reason;
+  input.value = "";
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise(resolve => dialog.addEventListener("close", () => resolve(dialog.returnValue), {once: true}));
+}
+
+$("token").querySelector("form").addEventListener("submit", e => {
+  e.preventDefault();
+  $("token").close(e.submitter.value === "ok" ? $("token").querySelector("input").value.trim() : "");
+});
+
+/** Run a change; show in `host` what came of it: the text it returns, or its error.  `form` is disabled meanwhile. */
+export async function attempt(host, form, change) {
+  host.className = "said dim";
+  host.textContent = "…";
+  form.inert = true;
+  try {
+    host.textContent = await change();
+    host.className = "said good";
+  } catch (error) {
+    host.textContent = error.message;
+    host.className = "said bad";
+  } finally {
+    form.inert = false;
+  }
+}

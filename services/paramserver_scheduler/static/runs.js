@@ -1,0 +1,119 @@
+// Runs: the table, the buttons that pause, resume and stop one, and the form that starts one.
+
+import {attempt, send} from "./control.js";
+import {bar, el, pill, show, table} from "./dom.js";
+import {get} from "./feed.js";
+import {duration, fixed, percent} from "./format.js";
+import {SettingsFields, choice, number, pathOf} from "./settings.js";
+
+const ENDED = ["finished", "failed", "stopped"];
+const EXAMPLE = "paramserver.examples.digits:train";
+
+/** Whether a run is over. */
+export const ended = run => ENDED.includes(run.state);
+
+/** The table of runs with their buttons. */
+export class RunTable {
+  #host = document.getElementById("runs");
+  #said = document.getElementById("runs-said");
+
+  constructor() {
+    this.#host.addEventListener("click", e => {
+      const {run, state} = e.target.dataset;
+      if (!run || (state === "stopped" && !confirm(`Stop ${run}? A stopped run cannot be resumed.`))) return;
+      attempt(this.#said, this.#host, async () => {
+        const now = await send("PATCH", `runs/${encodeURIComponent(run)}`, {state});
+        return `${now.id} is ${now.state}`;
+      });
+    });
+  }
+
+  /** Show this second. */
+  draw(runs) {
+    if (runs.length === 0) return show(this.#host, el("p.dim", {}, "No run yet."));
+    show(this.#host, table(["run", "model", "state", "", ">ran", ">workers", "", ""], runs.map(r => ({cells: [
+      r.name || r.id, r.model, pill(r.state),
+      r.progress === null ? "" : [bar(r.progress), " ", el("span.num.dim", {}, percent(r.progress))],
+      duration(r.ran_s), `${fixed(r.placed)} of ${r.workers}`, ended(r) ? "" : buttons(r),
+      el("span.reason.dim", {}, r.reason.trim().split("\n").at(-1)),
+    ]}))));
+  }
+}
+
+function buttons(run) {
+  const button = (text, state) => el("button", {type: "button", "data-run": run.id, "data-state": state}, text);
+  return el("span.row", {}, run.state === "paused" ? button("Resume", "running") : button("Pause", "paused"), button("Stop", "stopped"));
+}
+
+/** The folded form for a new run, on a model as it is or on a new one with the same parameters. */
+export class RunForm {
+  #host = document.getElementById("new-run");
+  #form = this.#host.querySelector("form");
+  #fields = el("div");
+  #settings = new SettingsFields();
+  #spec = null;
+
+  constructor() {
+    this.#form.prepend(this.#fields, this.#settings.host);
+    this.#host.addEventListener("toggle", () => this.#host.open && this.#load());
+    this.#form.addEventListener("change", e => e.target.name === "model" && this.#load(e.target.value));
+    this.#form.addEventListener("submit", e => {
+      e.preventDefault();
+      attempt(this.#form.querySelector("output"), this.#form, () => this.#start());
+    });
+  }
+
+  /** Fill in what the last run of this model had. */
+  async #load(chosen) {
+    const [models, runs] = await Promise.all([get("models"), get("runs")]);
+    const names = models.items.map(m => m.name), model = chosen ?? runs.items[0]?.model ?? names[0];
+    this.#form.querySelector("output").textContent = model === undefined ? "create a model first" : "";
+    if (model === undefined) return;
+    this.#spec = (await get(pathOf(model))).spec;
+    const last = runs.items.find(r => r.model === model) ?? runs.items[0] ?? {entry: EXAMPLE, workers: 1, args: {}, stop: {minutes: 5}};
+    const text = (name, label, value, attributes) => el("label", {}, label, el("input", {name, value, ...attributes}));
+    this.#fields.replaceChildren(el("div.fields", {},
+      choice("model", "model", names, model),
+      text("fresh", "or a new one like it, named", "", {placeholder: "the model as it is"}),
+      text("entry", "function that each worker runs", last.entry, {required: true}),
+      text("args", "its arguments (JSON)", JSON.stringify(last.args), {required: true}),
+      number("workers", "workers", last.workers, {min: 1, step: 1, required: true}),
+      number("minutes", "end after … minutes", last.stop.minutes, {placeholder: "no limit"}),
+      number("clocks", "end after … clocks", last.stop.clocks, {placeholder: "no limit", step: 1}),
+    ));
+    this.#settings.show(this.#spec);
+  }
+
+  async #start() {
+    const {model, fresh, entry, args, workers, minutes, clocks} = this.#form.elements;
+    const run = {entry: entry.value, args: parsed(args.value), workers: Number(workers.value), stop: {}, model: model.value};
+    if (minutes.value) run.stop.minutes = Number(minutes.value);
+    if (clocks.value) run.stop.clocks = Number(clocks.value);
+    const changes = this.#settings.changes();
+    if (fresh.value.trim()) {
+      run.model = fresh.value.trim();
+      this.#spec = (await send("POST", "models", copied(this.#spec, run.model))).spec;
+      model.append(el("option", {value: run.model}, run.model));  // if a later step fails, trying again goes on from here
+      model.value = run.model;
+      fresh.value = "";
+    }
+    if (Object.keys(changes).length > 0) this.#settings.show((await send("PATCH", pathOf(run.model), changes)).spec);
+    const {id, state, reason} = await send("POST", "runs", run);
+    return `${id} is ${state}${reason && ": " + reason}`;
+  }
+}
+
+/** The spec under another name. */
+function copied(spec, name) {
+  const uploaded = Object.keys(spec.params).filter(p => spec.params[p].init.kind === "upload");
+  if (uploaded.length > 0) throw new Error(`a client uploaded the initial ${uploaded.slice(0, 3).join(", ")}: create the new model with a client`);
+  return {...spec, name};
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new Error('the arguments must be a JSON object, such as {"batch_size": 32}');
+  }
+}
