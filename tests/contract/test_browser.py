@@ -146,6 +146,9 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -
 
         cluster.kill("scheduler")
         eventually(lambda: seen.text("#state") == "no answer", what="the loss on the page")
+        page.click("#settings summary")
+        page.wait_for_selector("#settings .bad:has-text('no answer')")
+        assert not page.is_visible("#settings button")
         cluster.start_scheduler()
         eventually(lambda: seen.text("#state") in ("ok", "degraded"), what="the return on the page")
         page.reload()
@@ -256,6 +259,8 @@ def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
         assert new["params"] == spec["params"]
         assert (new["optimizer"]["lr"], new["consistency"]["mode"], new["consistency"]["staleness"]) == (0.2, "ssp", 3)
         assert cluster.get("/models/digits")["spec"] == spec
+        page.wait_for_selector("#runs button")
+        assert page.is_visible("#settings [name='optimizer.lr']")  # not replaced by the newer model's
         wanted = {"model": "digits-2", "workers": 2, "stop": {"minutes": 7}, "args": {"batch_size": 16}}
         assert {key: run[key] for key in wanted} == wanted
 

@@ -5,7 +5,9 @@ const RETRY_MS = 1000;
 
 /** A JSON answer of the node; a page without a token goes to ask for one. */
 export async function get(path) {
-  const answer = await fetch(path, {headers: {accept: "application/json"}, cache: "no-store"});
+  const answer = await fetch(path, {headers: {accept: "application/json"}, cache: "no-store"}).catch(() => {
+    throw new Error("no answer");
+  });
   check(answer);
   return answer.json();
 }

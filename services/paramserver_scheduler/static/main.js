@@ -16,7 +16,7 @@ const EVENTS = 30;
 
 const $ = id => document.getElementById(id);
 const kept = {get: name => localStorage.getItem(`paramserver.${name}`), set: (name, v) => localStorage.setItem(`paramserver.${name}`, v)};
-const model = new ModelPanel(), nodes = new NodePanel(), runTable = new RunTable(), settings = new SettingsForm();
+const model = new ModelPanel(), nodes = new NodePanel(), runTable = new RunTable(), settings = new SettingsForm(choose);
 new RunForm();
 let status = null, lost = true, spanS = Number(kept.get("span")) || 900, chosen = decodeURIComponent(location.hash.slice(1));
 

@@ -49,30 +49,35 @@ function buttons(run) {
 export class RunForm {
   #host = document.getElementById("new-run");
   #form = this.#host.querySelector("form");
-  #fields = el("div");
+  #said = this.#host.querySelector("output");
+  #fields = el("div.fields");
   #settings = new SettingsFields();
   #spec = null;
 
   constructor() {
     this.#form.prepend(this.#fields, this.#settings.host);
-    this.#host.addEventListener("toggle", () => this.#host.open && this.#load());
-    this.#form.addEventListener("change", e => e.target.name === "model" && this.#load(e.target.value));
+    const load = model => attempt(this.#said, this.#form, () => this.#load(model));
+    this.#host.addEventListener("toggle", () => {
+      this.#form.hidden = true;
+      if (this.#host.open) load();
+    });
+    this.#form.addEventListener("change", e => e.target.name === "model" && load(e.target.value));
     this.#form.addEventListener("submit", e => {
       e.preventDefault();
-      attempt(this.#form.querySelector("output"), this.#form, () => this.#start());
+      attempt(this.#said, this.#form, () => this.#start());
     });
   }
 
   /** Fill in what the last run of this model had. */
   async #load(chosen) {
     const [models, runs] = await Promise.all([get("models"), get("runs")]);
-    const names = models.items.map(m => m.name), model = chosen ?? runs.items[0]?.model ?? names[0];
-    this.#form.querySelector("output").textContent = model === undefined ? "create a model first" : "";
-    if (model === undefined) return;
+    const names = models.items.map(m => m.name);
+    const model = chosen ?? runs.items.find(r => names.includes(r.model))?.model ?? names[0];
+    if (model === undefined) return "create a model first";
     this.#spec = (await get(pathOf(model))).spec;
     const last = runs.items.find(r => r.model === model) ?? runs.items[0] ?? {entry: EXAMPLE, workers: 1, args: {}, stop: {minutes: 5}};
     const text = (name, label, value, attributes) => el("label", {}, label, el("input", {name, value, ...attributes}));
-    this.#fields.replaceChildren(el("div.fields", {},
+    this.#fields.replaceChildren(
       choice("model", "model", names, model),
       text("fresh", "or a new one like it, named", "", {placeholder: "the model as it is"}),
       text("entry", "function that each worker runs", last.entry, {required: true}),
@@ -80,8 +85,10 @@ export class RunForm {
       number("workers", "workers", last.workers, {min: 1, step: 1, required: true}),
       number("minutes", "end after … minutes", last.stop.minutes, {placeholder: "no limit"}),
       number("clocks", "end after … clocks", last.stop.clocks, {placeholder: "no limit", step: 1}),
-    ));
+    );
     this.#settings.show(this.#spec);
+    this.#form.hidden = false;
+    return "";
   }
 
   async #start() {

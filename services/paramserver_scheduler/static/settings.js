@@ -61,19 +61,25 @@ export class SettingsFields {
   }
 }
 
-/** The folded form below the model's numbers. */
+/** The folded form below the model's numbers.  `pin` keeps a model on the page, even if more goes on in another. */
 export class SettingsForm {
   #host = document.getElementById("settings");
   #form = this.#host.querySelector("form");
+  #said = this.#host.querySelector("output");
   #fields = new SettingsFields();
   #model = null;
 
-  constructor() {
+  constructor(pin) {
     this.#form.prepend(this.#fields.host);
-    this.#host.addEventListener("toggle", () => this.#host.open && this.#load());
+    this.#host.addEventListener("toggle", () => {
+      this.#form.hidden = true;
+      if (!this.#host.open) return;
+      pin(this.#model);
+      attempt(this.#said, this.#form, () => this.#load(this.#model));
+    });
     this.#form.addEventListener("submit", e => {
       e.preventDefault();
-      attempt(this.#form.querySelector("output"), this.#form, () => this.#save());
+      attempt(this.#said, this.#form, () => this.#save(this.#model));
     });
   }
 
@@ -85,17 +91,24 @@ export class SettingsForm {
     this.#host.open = false;
   }
 
-  async #load() {
-    this.#form.querySelector("output").textContent = "";
-    this.#fields.show((await get(pathOf(this.#model))).spec);
+  async #load(model) {
+    const {spec} = await get(pathOf(model));
+    this.#show(model, spec);
+    return "";
   }
 
-  async #save() {
+  async #save(model) {
     const patch = this.#fields.changes();
     if (Object.keys(patch).length === 0) return "nothing was changed";
-    const {revision, spec} = await send("PATCH", pathOf(this.#model), patch);
-    this.#fields.show(spec);
+    const {revision, spec} = await send("PATCH", pathOf(model), patch);
+    this.#show(model, spec);
     return `in force within a second, as revision ${revision}`;
+  }
+
+  #show(model, spec) {
+    if (model !== this.#model) return;  // another one was chosen meanwhile
+    this.#fields.show(spec);
+    this.#form.hidden = false;
   }
 }
 
