@@ -67,6 +67,9 @@ class Arriving:
         self._coding: Coding = cast(DType, frame.dtype) if self._codec is None else self._codec.coding
         self._threads = threads
         self._own_buffers = frame.slot is None and has_own_buffers(sizes)
+        in_one_buffer = frame.slot is None and len(sizes) > 1 and not self._own_buffers
+        self._copied = in_one_buffer and not known.spec.consistency.immediate
+        """Whether parts are copied out of their body: one that is held for long would keep all of it in memory."""
         self._results: list[list[PushPart] | asyncio.Future[list[PushPart]]] = []
 
     def check(self, pieces: Sequence[tuple[int, AnyArray]]) -> None:
@@ -124,6 +127,8 @@ class Arriving:
         count = size if part.ranges is None else sum(stop - start for start, stop in part.ranges)
         if codec is not None and codec.stage is not None:
             data = unpack(codec.stage, data, frame.sizes[index][1])
+        elif self._copied:
+            data = data.copy()
         if codec is not None and codec.per_partition:
             check_content(coding, data, size)
         else:

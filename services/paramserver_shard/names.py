@@ -144,6 +144,8 @@ class NameService:
         for part in selection.parts:
             base = None if base_version is None else (base_version, known.owners[part.partition][1])
             data = vector[part.start : part.stop]
+            if len(selection.parts) > 1 and not known.spec.consistency.immediate:
+                data = data.copy()  # one that is held for long would keep all of the vector in memory
             parts.append(PushPart(part.partition, data, dtype, 0, True, part.ranges, base))
         clips = known.spec.optimizer.clip_norm is not None
         return PushReceived(
