@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paramserver import __version__, kernels
-from paramserver.core.fields import MODEL_NAME, MODEL_NAME_HINT
+from paramserver.core.fields import MODEL_NAME_HINT, is_name
 from paramserver.core.shard import ShardCore
 from paramserver.core.urls import listed_urls
 from paramserver.errors import PsError, problem
@@ -147,7 +147,7 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     shown = credentials(settings)
     clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
-    if not MODEL_NAME.fullmatch(name):
+    if not is_name(name):
         raise problem("invalid_field", f"name: {name!r:.80} is not allowed for a shard", hint=MODEL_NAME_HINT)
     addresses = listed_urls(settings.advertise)
     addresses = addresses or [url_of(settings.host, settings.port, tls=bool(settings.tls_certificate))]

@@ -6,7 +6,7 @@ from math import isfinite
 import numpy as np
 
 from paramserver import limits
-from paramserver.core.fields import NUMBER_MAX
+from paramserver.core.fields import INTEGER_MAX, NUMBER_MAX
 from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import slot_count
 from paramserver.core.served_model import ServedModel
@@ -17,7 +17,6 @@ from paramserver.core.window import fenced
 from paramserver.errors import PsError, problem
 from paramserver.types import PushId
 
-_NUMBER_MAX = 1 << 53
 _NUMPY = {
     "float16": (np.float16, np.uint16),
     "bfloat16": (np.uint16,),
@@ -40,8 +39,8 @@ def check_push(event: PushReceived, layout: Layout) -> None:
         _check_id(event.push_id)
     if event.key is not None and not 0 < len(event.key.encode()) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
         raise problem("invalid_field", f"Idempotency-Key: must have 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
-    if event.clock is not None and not 0 <= event.clock <= _NUMBER_MAX:
-        raise problem("invalid_field", f"clock: must be from 0 to {_NUMBER_MAX}, not {event.clock}")
+    if event.clock is not None and not 0 <= event.clock <= INTEGER_MAX:
+        raise problem("invalid_field", f"clock: must be from 0 to {INTEGER_MAX}, not {event.clock}")
     if event.norm is not None and not (isfinite(event.norm) and event.norm >= 0.0):
         raise problem("non_finite", "the gradient's norm is not a finite number")
     _check_parts(event.parts, layout)
@@ -64,8 +63,8 @@ def _check_id(push_id: PushId) -> None:
     if not 0 < len(push_id.worker.encode()) <= limits.WORKER_NAME_BYTES_MAX:
         raise problem("invalid_field", f"worker: must have 1 to {limits.WORKER_NAME_BYTES_MAX} bytes")
     for name, value in (("epoch", push_id.epoch), ("seq", push_id.seq)):
-        if not 0 <= value <= _NUMBER_MAX:
-            raise problem("invalid_field", f"{name}: must be from 0 to {_NUMBER_MAX}, not {value}")
+        if not 0 <= value <= INTEGER_MAX:
+            raise problem("invalid_field", f"{name}: must be from 0 to {INTEGER_MAX}, not {value}")
 
 
 def check_set(event: SetReceived, spec: ModelSpec, layout: Layout) -> None:

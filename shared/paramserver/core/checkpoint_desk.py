@@ -4,7 +4,7 @@ from typing import Any
 
 from paramserver.core.checkpoints import ALIASES, IDLE_S, PendingCheckpoint, Record
 from paramserver.core.cluster import Cluster
-from paramserver.core.fields import MODEL_NAME
+from paramserver.core.fields import is_name
 from paramserver.core.models import FORMAT, Model
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
@@ -28,7 +28,7 @@ class CheckpointDesk:
 
     def request(self, e: RequestCheckpoint, now: float) -> None:
         model = self.c.model(e.model)
-        if e.name is not None and (not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name)):
+        if e.name is not None and not is_name(e.name):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a checkpoint", where="name")
         if e.name in ALIASES:
             what = "the newest checkpoint" if e.name == "latest" else "the checkpoint whose metric was best"

@@ -165,16 +165,15 @@ class ModelSpec(Struct, frozen=True):
         partitions = r.integer("partitions", default, 1, limits.PARTITIONS_MAX)
         if size and not least <= partitions <= max(size, 1):
             r.fail("partitions", f"must be from {least} to {min(size, limits.PARTITIONS_MAX)} for {size} elements")
-        obj = lambda v: isinstance(v, Mapping)  # noqa: E731
         spec = cls(
             name,
             params,
-            OptimizerSpec.read(r.take("optimizer", {}, obj, "an object"), "optimizer", errors),
-            ConsistencySpec.read(r.take("consistency", {}, obj, "an object"), "consistency", errors),
+            OptimizerSpec.read(r.object("optimizer"), "optimizer", errors),
+            ConsistencySpec.read(r.object("consistency"), "consistency", errors),
             partitions,
             r.choice("ack", "applied", ("applied", "journaled", "fsynced")),
             r.integer("evaluate_every", 0),
-            CheckpointSpec.read(r.take("checkpoint", {}, obj, "an object"), "checkpoint", errors),
+            CheckpointSpec.read(r.object("checkpoint"), "checkpoint", errors),
         )
         r.done()
         if errors:
