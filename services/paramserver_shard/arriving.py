@@ -59,8 +59,9 @@ class Arriving:
         self.size: Final = sum(sizes)
         self.push_id: Final = frame.push_id
         self._codec: Final = frame.codec
-        applied_here = all_local or frame.forwarded or frame.map_epoch is not None  # not forwarded to other owners
-        self._with_crc = applied_here and (frame.seq is not None or frame.key is not None)
+        self.applied_here: Final = all_local or frame.forwarded or frame.map_epoch is not None
+        """Whether no part is forwarded to another owner."""
+        self._with_crc = self.applied_here and (frame.seq is not None or frame.key is not None)
         self._staged = self._codec is not None and self._codec.stage is not None
         self._defer_check = all_local and not self._staged and known.spec.consistency.immediate
         """Whether parts that are whole partitions are checked while they are applied."""

@@ -47,7 +47,7 @@ from paramserver_shard.frames import FrameService
 from paramserver_shard.journal import Journal
 from paramserver_shard.lending import Lending
 from paramserver_shard.link import RETRY_S, SchedulerLink
-from paramserver_shard.membership import TERM_KEY, Membership
+from paramserver_shard.membership import Membership
 from paramserver_shard.memory import Memory, limit_of
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
@@ -105,7 +105,7 @@ def shard(
 
     Each option can also be set as PARAMSERVER_... or in paramserver.toml; flags take precedence.
     """
-    flags = {k: v for k, v in locals().items() if v is not None}
+    flags = dict(locals())
     try:
         settings = ShardSettings.load(flags)
         node_log.setup(settings.log_level)
@@ -195,7 +195,7 @@ async def expect_state(url: str) -> None:
     try:
         while True:
             try:
-                found = await redis.exists(TERM_KEY)
+                found = await redis.exists(node_redis.TERM_KEY)
                 break
             except (RedisError, OSError) as error:
                 log.warning("Redis does not answer: %s", error)

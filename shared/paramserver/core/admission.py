@@ -12,10 +12,9 @@ from paramserver.core.optimizer import slot_count
 from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import AssignPart, PushPart, PushReceived, SetReceived, WorkerAnswered
 from paramserver.core.spec import ModelSpec
-from paramserver.core.watermark import LEVELS
 from paramserver.core.window import fenced
 from paramserver.errors import PsError, problem
-from paramserver.types import PushId
+from paramserver.types import LEVELS, PER_PARTITION, PushId
 
 _NUMPY = {
     "float16": (np.float16, np.uint16),
@@ -23,8 +22,6 @@ _NUMPY = {
     "float32": (np.float32,),
     "float64": (np.float64,),
 }
-_CODECS = ("int8", "topk")
-"""Codecs that encode a whole partition.  The runtime checks that their bytes fit it; the kernels decode them."""
 
 
 def check_push(event: PushReceived, layout: Layout) -> None:
@@ -91,13 +88,13 @@ def _check_parts(parts: tuple[PushPart, ...] | tuple[AssignPart, ...], layout: L
         if part.partition in seen:
             raise problem("invalid_range", f"partition {part.partition} is named twice")
         seen.add(part.partition)
-        if isinstance(part, PushPart) and part.dtype in _CODECS:
+        if isinstance(part, PushPart) and part.dtype in PER_PARTITION:
             if part.ranges is not None:
                 raise problem(
                     "invalid_encoding",
                     f"partition {part.partition}: codec {part.dtype} encodes the whole partition and takes no ranges",
                 )
-            assert part.data.dtype == np.uint8, "the runtime has checked the bytes of a codec"
+            assert part.data.dtype == np.uint8, "the runtime has checked that the bytes fit the partition"
             continue
         if part.dtype not in _NUMPY:
             raise problem("invalid_dtype", f"dtype '{part.dtype}' is not one of {', '.join(_NUMPY)}")

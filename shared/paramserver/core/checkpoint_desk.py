@@ -5,7 +5,7 @@ from typing import Any
 from paramserver.core.checkpoints import ALIASES, IDLE_S, PendingCheckpoint, Record
 from paramserver.core.cluster import Cluster
 from paramserver.core.fields import is_name
-from paramserver.core.models import FORMAT, Model
+from paramserver.core.models import Model
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
     CheckpointFailed,
@@ -89,7 +89,6 @@ class CheckpointDesk:
         value = model.series.latest(model.spec.checkpoint.metric)
         pending.metric = None if value is None else (model.spec.checkpoint.metric, value)
         document: dict[str, Any] = {
-            "format": FORMAT,
             "name": name,
             "model": model.name,
             "generation": model.generation,

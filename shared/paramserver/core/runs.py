@@ -186,7 +186,6 @@ class Run:
     def stored(self) -> dict[str, Any]:
         """Stored field `run:ID`."""
         return {
-            "format": 1,
             "id": self.id,
             "name": self.name,
             "model": self.model,

@@ -51,7 +51,7 @@ class Series:
     def stored(self) -> dict[str, Any]:
         """Stored field `series:NAME`: the newest points of each name."""
         newest = {n: list(p)[-limits.METRIC_POINTS_STORED :] for n, p in self.points.items()}
-        return {"format": 1, "points": {n: [list(row) for row in p] for n, p in newest.items()}}
+        return {"points": {n: [list(row) for row in p] for n, p in newest.items()}}
 
     def due(self, now: float) -> bool:
         """Whether points have waited long enough to be stored; if so, they count as stored from now on."""

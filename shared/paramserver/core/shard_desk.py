@@ -166,7 +166,7 @@ class ShardDesk:
     def _begin_anew(self, model: Model) -> None:
         """Restart a model of which nothing is stored: random values are drawn again, others requested or read again."""
         complete = model.ready or bool(model.lost)
-        model.missing = {p.name for p in model.spec.params if p.init.kind in ("upload", "file")}
+        model.missing = {*model.spec.uploads, *model.spec.files}
         model.missing |= {RESTORED} if model.restored else set()
         if complete and model.missing:
             model.lost = set(range(len(model.owners)))
