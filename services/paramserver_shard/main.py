@@ -227,7 +227,8 @@ async def serve(settings: ShardSettings) -> None:
             serving = group.create_task(tcp)
             ending = group.create_task(Stopping(membership, runtime).run(asked, stop))
             if shard.folder is not None and shard.lending is not None:
-                group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop, transfer_threads=threads))
+                path = str(shard.folder.path / SOCKET)
+                group.create_task(serve_unix(app, path, stop, grace_s=GRACE_S, transfer_threads=threads))
                 lending = group.create_task(shard.lending.expire_periodically())
             await runtime.offload(kernels.warm_up)  # compile before joining, so no push waits for it
             if threads is not None:
