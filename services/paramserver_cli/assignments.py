@@ -1,6 +1,5 @@
 """Settings on a command line, such as `lr=0.05 mode=ssp staleness=2`, as a JSON merge patch."""
 
-import difflib
 import json
 from collections.abc import Iterable
 from typing import Any, Final
@@ -8,6 +7,7 @@ from typing import Any, Final
 import typer
 from msgspec.structs import fields
 
+from paramserver.core.near import near
 from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.spec import CheckpointSpec, ConsistencySpec
 
@@ -63,8 +63,8 @@ def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
             owner = next((s for s, names in _SECTIONS.items() if name in names), None)
             if owner is None:
                 known = sorted({"optimizer", *_TOP}.union(*_SECTIONS.values()))
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+                meant = near(name, known)
+                hint = f"did you mean '{meant}'?" if meant else f"known: {', '.join(known)}"
                 raise typer.BadParameter(f"'{name}' is not a setting of a model; {hint}")
             patch.setdefault(owner, {})[name] = right
     return patch

@@ -98,7 +98,6 @@ class StateDir:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self.logs = self.path / "logs"
-
         self.secret_file = self.path / "secret"
 
     def secret(self) -> str:

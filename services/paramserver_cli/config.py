@@ -74,28 +74,23 @@ def connect(url: str | None, *, timeout_s: float | None = None) -> ps.Client:
     settings = client_settings({"url": url, "timeout_s": timeout_s})
     check_ca(*settings["ca"])
     found = {name: value for name, (value, _) in settings.items()}
-    token = found["token"] or _own_token(found["secret"] or _secret_of(found["url"], Path(found["state_dir"])))
+    token = found["token"] or tokens.of_secret(_secret(found), "admin", "psctl")
     return ps.connect(found["url"], timeout=found["timeout_s"], token=token, ca=found["ca"] or None)
 
 
 def worker_token(url: str | None) -> str | None:
     """Return a token for workers of the cluster; None if no secret is known here, or a token is set (inherited)."""
     found = {name: value for name, (value, _) in client_settings({"url": url}).items()}
-    keys = tokens.keys_of(found["secret"] or _secret_of(found["url"], Path(found["state_dir"])))
-    return tokens.make(keys[0], "worker") if keys and not found["token"] else None
+    return None if found["token"] else tokens.of_secret(_secret(found), "worker")
 
 
-def _secret_of(url: str, folder: Path) -> str:
-    """Return the secret of the cluster under `folder` if all URLs in `url` are its schedulers, else an empty string."""
-    state = StateDir(folder)
+def _secret(settings: dict[str, Any]) -> str:
+    """Return the secret that is set, or that of the cluster under `state_dir` if all URLs are its schedulers, or ""."""
+    if settings["secret"]:
+        return str(settings["secret"])
+    state = StateDir(Path(settings["state_dir"]))
     cluster = state.cluster()
-    return state.secret() if cluster is not None and all(map(cluster.is_at, url.split(","))) else ""
-
-
-def _own_token(secret: str) -> str | None:
-    """Return an admin token for psctl made from the nodes' secret; None if the secret is empty."""
-    keys = tokens.keys_of(secret)
-    return tokens.make(keys[0], "admin", "psctl") if keys else None
+    return state.secret() if cluster is not None and all(map(cluster.is_at, settings["url"].split(","))) else ""
 
 
 def _printable(name: str, value: Any) -> Any:

@@ -37,6 +37,11 @@ def console() -> Console:
     return Console() if at_terminal() else Console(width=200)
 
 
+def last_line(reason: str) -> str:
+    """Return the last line of why a run has ended: of a traceback, the error."""
+    return (reason.strip().splitlines() or [""])[-1]
+
+
 @contextmanager
 def display(page: str) -> Iterator[Display]:
     """Yield a live display at a terminal, else a plain one; `page` is the address of the status page."""

@@ -98,15 +98,16 @@ def node_environment(state: StateDir, plan: Plan) -> Mapping[str, str]:
 def printable_cluster(cluster: Cluster) -> dict[str, object]:
     """Return a cluster as the object to print: with an admin token, if a secret is known here."""
     secret = client_settings({})["secret"][0] or StateDir(Path(cluster.state_dir)).secret()
-    keys = tokens.keys_of(secret)
-    return asdict(replace(cluster, token=tokens.make(keys[0], "admin") if keys else None))
+    return asdict(replace(cluster, token=tokens.of_secret(secret, "admin")))
 
 
 def worker_environment(state: StateDir) -> Mapping[str, str]:
     """Return environment variables for the workers: a token, if there is a secret and no token that they inherit."""
     found = client_settings({})
-    keys = () if found["token"][0] else tokens.keys_of(found["secret"][0] or state.secret())
-    return {"PARAMSERVER_TOKEN": tokens.make(keys[0], "worker")} if keys else {}
+    if found["token"][0]:
+        return {}
+    token = tokens.of_secret(found["secret"][0] or state.secret(), "worker")
+    return {} if token is None else {"PARAMSERVER_TOKEN": token}
 
 
 def _role(text: str) -> Role:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -70,8 +70,8 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
     return Launched(state, process, write_end)
 
 
-def wait_ready(launched: Launched, tick: Callable[[], None] = lambda: None) -> None:
-    """Wait until the cluster is ready; `tick` is called between two polls.
+def wait_ready(launched: Launched) -> None:
+    """Wait until the cluster is ready.
 
     Raises Failed if it does not start, with the supervisor's error or the end of its log, or with the log folder after
     READY_TIMEOUT_S.
@@ -91,7 +91,6 @@ def wait_ready(launched: Launched, tick: Callable[[], None] = lambda: None) -> N
             raise Failed(f"the cluster did not start:\n{state.tail('supervisor')}")
         if time.monotonic() > deadline:
             raise Failed(f"the cluster was not ready in {READY_TIMEOUT_S:g} s; its logs are in {state.logs}")
-        tick()
         time.sleep(POLL_S)  # the supervisor is another process; it writes its phase into the state directory
 
 
@@ -140,14 +139,14 @@ def end(launched: Launched) -> None:
 
 
 @contextmanager
-def cluster(state: StateDir, plan: Plan, tick: Callable[[], None] = lambda: None) -> Iterator[Launched]:
+def cluster(state: StateDir, plan: Plan) -> Iterator[Launched]:
     """Run a cluster for the duration of the block.
 
     However the block ends, no process remains; a second Ctrl-C during the shutdown kills those that still run.
     """
     launched = launch(state, plan, detach=False)
     try:
-        wait_ready(launched, tick)
+        wait_ready(launched)
         yield launched
     finally:
         try:

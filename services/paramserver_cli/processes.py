@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 from paramserver_cli import keys
 from paramserver_cli.children import ChildSpec
@@ -90,7 +90,7 @@ class Processes:
             for i in range(self.plan.workers)
         ]
 
-    def _node(self, name: str, kind: str, port: int, *own: str) -> ChildSpec:
+    def _node(self, name: str, kind: Literal["scheduler", "shard"], port: int, *own: str) -> ChildSpec:
         words = ["--name", name, "--host", self.plan.host, "--port", str(port), *own]
         # Nobody can connect to a wildcard address, so nodes bound to one advertise the host name.
         if self.plan.host in WILDCARD_HOSTS:
@@ -98,7 +98,7 @@ class Processes:
         argv = [*_python(kind), *words]
         # Not as --redis: every user of the machine can read command lines, and the URL may hold a password.
         env = {**self._node_env, "PARAMSERVER_REDIS": self.redis_url}
-        return ChildSpec(name, "shard" if kind == "shard" else "scheduler", argv, env)
+        return ChildSpec(name, kind, argv, env)
 
     def _url(self, port: int) -> str:
         return f"{self.scheme}://{self._host}:{port}"

@@ -6,10 +6,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from paramserver.core.runs import ENDED
 from paramserver.errors import problem
 from paramserver_cli import series
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import console
+from paramserver_cli.display import console, last_line
 
 app = typer.Typer(
     no_args_is_help=True, help="List, show, pause, resume and stop runs; train in series.", epilog="psctl run list"
@@ -40,7 +41,7 @@ def list_runs(as_json: Json = False, url: Url = None) -> None:
         return
     table = Table("run", "model", "entry", "state", "reason", box=None)
     for r in items:
-        table.add_row(r["id"], r["model"], r["entry"], r["state"], (r["reason"].strip().splitlines() or [""])[-1])
+        table.add_row(r["id"], r["model"], r["entry"], r["state"], last_line(r["reason"]))
     console().print(table)
 
 
@@ -88,7 +89,7 @@ def evaluate(run: Run, url: Url = None) -> None:
     """
     client = connect(url)
     document = client.get_run(run)
-    if document["state"] in ("finished", "failed", "stopped"):
+    if document["state"] in ENDED:
         hint = "only a running run can evaluate; psctl run list shows what runs"
         raise problem("conflict", f"run '{run}' has already ended ({document['state']})", hint=hint)
     model = document["model"]

@@ -16,14 +16,17 @@ import typer
 
 import paramserver as ps
 from paramserver.core.fields import check_model_name
+from paramserver.core.runs import ENDED
+from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import ConflictError, NotFoundError, Unavailable
 from paramserver_cli.config import Url, connect
+from paramserver_cli.display import last_line
 from paramserver_cli.models import create_from, read_spec
 
 DIGITS: Final = "paramserver.examples.digits:train"
 OPTIMIZER: Final = {"name": "adam", "lr": 1e-3, "schedule": {"kind": "exponential", "gamma": 0.9995}}
 """Optimizer of the digits example: its steps shrink because in async mode several gradients are in flight at once."""
-MODES: Final = ("async", "sync", "ssp", "buffered")
+MODES: Final = tuple(ConsistencySpec.MODES)
 POLL_S: Final = 1.0
 PAUSE_S: Final = 2.0
 """Pause after a failed run, doubled each time up to `PAUSE_MAX_S`; undoubled also after an outage or a conflict."""
@@ -55,7 +58,7 @@ class Series:
     def current_run(self) -> dict[str, Any] | None:
         """Return a run of this series that has not ended; None if all have."""
         ours = self._runs()
-        return next((r for r in ours if r["state"] not in ("finished", "failed", "stopped")), None)
+        return next((r for r in ours if r["state"] not in ENDED), None)
 
     def start(self) -> dict[str, Any]:
         """Start the next run, on a new model.  Raises ConflictError if another process was faster."""
@@ -99,7 +102,7 @@ class Series:
         """Wait until the run has ended and return its document.  Raises NotFoundError if the run is gone."""
         while True:
             document = self.client.get_run(run)
-            if document["state"] in ("finished", "failed", "stopped"):
+            if document["state"] in ENDED:
                 return document
             time.sleep(POLL_S)  # a run takes minutes, and each poll is one small request
 
@@ -133,7 +136,7 @@ def run_forever(series: Series) -> None:
             typer.echo(f"retrying: {e}", err=True)
             time.sleep(PAUSE_S)  # let the other client finish first
         else:
-            typer.echo(f"{ended['id']} {ended['state']}: {(ended['reason'].strip().splitlines() or [''])[-1]}")
+            typer.echo(f"{ended['id']} {ended['state']}: {last_line(ended['reason'])}")
             if ended["state"] == "failed":
                 time.sleep(pause_s)  # the next run may fail at once, too
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)

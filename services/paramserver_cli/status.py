@@ -12,7 +12,7 @@ from rich.text import Text
 
 from paramserver.errors import Unavailable
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import console
+from paramserver_cli.display import console, last_line
 
 WATCH_S = 1.0
 WAITED_FOR_SHOWN = 8
@@ -82,8 +82,7 @@ def table(found: dict[str, Any]) -> RenderableType:
     if found["runs"]:
         runs = Table("run", "model", "state", "workers", "", box=None)
         for r in found["runs"]:
-            reason = (r["reason"].strip().splitlines() or [""])[-1]
-            runs.add_row(r["id"], r["model"], r["state"], f"{r['placed']} of {r['workers']}", reason)
+            runs.add_row(r["id"], r["model"], r["state"], f"{r['placed']} of {r['workers']}", last_line(r["reason"]))
         parts += [Text(), runs]
     return Group(*parts)
 

@@ -233,14 +233,9 @@ class Supervisor:
         self.phase = "stopping"
         self.publish()
         names = sorted(self.alive)
-        kinds = {name: name.partition("-")[0] for name in names}
-        for kind, grace_s in (
-            ("worker", GRACE_S),
-            ("shard", SHARD_GRACE_S),
-            ("scheduler", GRACE_S),
-            ("redis", GRACE_S),
-        ):
-            await self._end([n for n in names if kinds[n] == kind], grace_s)
+        for kind in ("worker", "shard", "scheduler", "redis"):
+            ours = [n for n in names if n.partition("-")[0] == kind]
+            await self._end(ours, SHARD_GRACE_S if kind == "shard" else GRACE_S)
 
     async def _end(self, names: Sequence[str], grace_s: float) -> None:
         """Send these children SIGTERM, wait up to `grace_s` for them to exit, then SIGKILL their process groups."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import paramserver as ps
+from paramserver.core.runs import ENDED
 from paramserver.errors import NotFoundError, PsError, problem
 from paramserver_cli import launch
 from paramserver_cli.assignments import merge_patch, pairs
@@ -125,7 +126,7 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
             training.poll()
             shown.show(training)
             document = client.get_run(run)
-            if document["state"] in ("finished", "failed", "stopped"):
+            if document["state"] in ENDED:
                 training.poll()  # pick up the last reports
                 return document
             supervisor = state.supervisor()

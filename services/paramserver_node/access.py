@@ -223,8 +223,7 @@ def guard(app: FastAPI, access: Access | LocalOnly | None) -> Guard | LocalOnly 
 
 def credentials(settings: NodeSettings) -> Credentials:
     """Return the credentials with which a node calls other nodes."""
-    keys = tokens.keys_of(settings.secret)
-    return Credentials.of(tokens.make(keys[0], "node") if keys else None, settings.ca)
+    return Credentials.of(tokens.of_secret(settings.secret, "node"), settings.ca)
 
 
 @lru_cache(maxsize=256)

@@ -14,11 +14,16 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paramserver.errors import problem
 from paramserver.limits import MIB
+from paramserver.types import Token
 
 TIMEOUT_S: Final = 5.0
 """Timeout for one write or reply; for large transfers see `transfer_timeout`."""
 PACE_BYTES_PER_S: Final = 4 * MIB
 """Lowest transfer rate expected of Redis: over a slow disk or network that reaches it, Redis counts as available."""
+TERM_KEY: Final = "ps:term"
+"""The number of leaderships; the leader writes it, and shards compare it with what they are told."""
+FENCE_KEY: Final = "ps:fence"
+"""Hash, also written by the leader: shard name -> highest epoch of it that must not serve any more."""
 AWAY: Final = (RedisConnectionError, RedisTimeoutError, OSError)
 """Errors of a Redis that cannot be reached; any other error is an answer from it."""
 
@@ -28,6 +33,11 @@ FsyncWay: TypeAlias = Literal["waitaof", "always"]
 FSYNC_HINT: Final = (
     "use Redis 7.2 or newer, or Valkey, with --appendonly yes; or --appendfsync always with an older one"
 )
+
+
+def token_text(token: Token) -> str:
+    """Return an owner token as it is stored: with leading zeros, so that texts compare like numbers."""
+    return f"{token:020d}"
 
 
 def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:

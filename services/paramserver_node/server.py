@@ -129,7 +129,7 @@ async def serve_unix(
     path: str,
     stop: asyncio.Event,
     *,
-    grace_s: float = GRACE_S,
+    grace_s: float,
     transfer_threads: "TransferThreads | None" = None,
 ) -> None:
     """Serve on a Unix socket until `stop`; raises OSError if it cannot be created at that path.

@@ -5,7 +5,6 @@ The file's top level applies to every service, a table to one: `[scheduler]`, `[
 line.  `docs/settings.md` lists all settings; a test checks that.
 """
 
-import difflib
 import ipaddress
 import os
 import socket
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, Self, get_type_hints
 
+from paramserver.core.near import near
 from paramserver.core.urls import is_node_url
 from paramserver.errors import RequestError, problem
 from paramserver_node.setting_checks import check, shown
@@ -255,8 +255,8 @@ def _tables(file: Path, section: str) -> tuple[Mapping[str, Any], Mapping[str, A
 
 def _check_names(names: set[str], known: set[str], where: str) -> None:
     for name in sorted(names - known):
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(known))}"
+        meant = near(name, known)
+        hint = f"did you mean '{meant}'?" if meant else f"known: {', '.join(sorted(known))}"
         raise problem("invalid_field", f"{where}: unknown setting '{name:.60}'", hint=hint)
 
 

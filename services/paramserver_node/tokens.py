@@ -74,6 +74,12 @@ def make(key: bytes, role: Role, name: str = "", expires_at_s: int = 0) -> str:
     return f"{payload}.{_mac(key, payload)}"
 
 
+def of_secret(secret: str, role: Role, name: str = "") -> str | None:
+    """Return a token signed with the first key of a secret; None for an empty text.  Raises like `keys_of`."""
+    keys = keys_of(secret)
+    return make(keys[0], role, name) if keys else None
+
+
 def read(token: str, keys: Iterable[bytes], now_s: float) -> Holder | None:
     """Return the holder of a token; None if no key made it or it has expired."""
     payload, _, mac = token.rpartition(".")

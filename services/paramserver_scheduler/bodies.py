@@ -9,10 +9,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from paramserver import limits
+from paramserver.core.fields import INTEGER_MAX
 from paramserver.core.near import near
 from paramserver.errors import PsError, combined, problem
 
-Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Count = Annotated[int, Field(ge=0, le=INTEGER_MAX)]
 Seconds = Annotated[float, Field(ge=0, le=limits.WAIT_S_MAX, allow_inf_nan=False)]
 Id = Annotated[str, StringConstraints(min_length=1, max_length=limits.WORKER_NAME_BYTES_MAX)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -186,7 +187,7 @@ class ShardHeartbeat(Body):
     partitions: Many[Many[Any]] = Field(
         [], description="[model, generation, index, token, version, durable_version, revision, durable_clock]"
     )
-    cuts: Many[Many[Any]] = Field([], description="[model, generation, index, token, version]")
+    cuts: Many[Many[Any]] = Field([], description="[model, generation, index, token, clock]")
     released: Many[Many[Any]] = Field([], description="[model, generation, index, token, version, release]")
     lost: Many[Many[Any]] = Field([], description="[model, generation, index, token]")
     memory: dict[str, Any] = Field({}, examples=[{"limit_bytes": 8589934592, "used_bytes": 734003200}])

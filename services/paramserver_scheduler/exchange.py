@@ -9,6 +9,7 @@ from fastapi import Request, Response
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.core.fields import INTEGER_MAX
 from paramserver.core.reading import Reading
 from paramserver.errors import problem
 from paramserver_node import negotiate
@@ -23,6 +24,7 @@ from paramserver_scheduler.runtime import Answer, Runtime
 from paramserver_scheduler.status_broadcast import StatusBroadcast
 
 B = TypeVar("B", bound=bodies.Body)
+D = TypeVar("D")
 PAGE_MAX = 1000
 PAGED = ("limit", "after")
 """Query parameters of every paged list."""
@@ -141,12 +143,12 @@ def respond(
 def page(request: Request, items: Sequence[Mapping[str, Any]]) -> Response:
     """Return one page of a list: `?limit=` items from position `?after=`, the `next` of the page before."""
     limit = number_of(request, "limit", PAGE_MAX, 1, PAGE_MAX)
-    start = number_of(request, "after", 0, 0, 1 << 53)
+    start = number_of(request, "after", 0)
     end = start + limit
     return respond(request, {"items": list(items[start:end]), "next": str(end) if end < len(items) else None})
 
 
-def number_of(request: Request, name: str, default: int, low: int, high: int) -> int:
+def number_of(request: Request, name: str, default: D, low: int = 0, high: int = INTEGER_MAX) -> int | D:
     """Return an integer query parameter; raises RequestError (`malformed`) unless it is from `low` to `high`."""
     text = request.query_params.get(name)
     if text is None:

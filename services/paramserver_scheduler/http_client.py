@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import httpx
 
 from paramserver.client.credentials import Credentials
+from paramserver.errors import from_document
 
 TIMEOUT = httpx.Timeout(30.0, connect=2.0)
 
@@ -22,3 +23,14 @@ def http_client(
         timeout=timeout,
         trust_env=False,
     )
+
+
+def check(response: httpx.Response) -> None:
+    """Raise the PsError that an unsuccessful response tells of; its body must have been read."""
+    if response.is_success:
+        return
+    try:
+        document = response.json()
+    except ValueError:
+        document = {}
+    raise from_document({"status": response.status_code, **(document if isinstance(document, dict) else {})})

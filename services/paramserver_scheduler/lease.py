@@ -21,10 +21,9 @@ from redis.exceptions import RedisError
 
 from paramserver import limits
 from paramserver.errors import problem
-from paramserver_node.redis import AWAY, stop_if_cancelled, trouble
+from paramserver_node.redis import AWAY, TERM_KEY, stop_if_cancelled, trouble
 
 LEADER_KEY: Final = "ps:leader"
-TERM_KEY: Final = "ps:term"
 SCHEDULERS_KEY: Final = "ps:schedulers"
 WRITTEN_KEY: Final = "ps:written"
 _NEVER_MS: Final = 1 << 53

@@ -212,17 +212,7 @@ def scheduler(
     Of several schedulers on the same Redis one leads; the others stand by and forward every request to it.
     Each option can also be set by an environment variable PARAMSERVER_... or in paramserver.toml.
     """
-    flags = {
-        "name": name,
-        "host": host,
-        "port": port,
-        "redis": redis,
-        "state_dir": state_dir,
-        "advertise": advertise,
-        "expect_state": expect_state,
-        "insecure": insecure,
-        "log_level": log_level,
-    }
+    flags = dict(locals())
     try:
         settings = SchedulerSettings.load(flags)
         setup(settings.log_level)

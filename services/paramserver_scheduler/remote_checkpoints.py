@@ -13,9 +13,9 @@ import httpx
 
 from paramserver import checkpoint
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
-from paramserver.errors import PsError, from_document, problem
+from paramserver.errors import PsError, problem
 from paramserver_scheduler.checkpoints import CheckpointStore
-from paramserver_scheduler.http_client import http_client
+from paramserver_scheduler.http_client import check, http_client
 from paramserver_scheduler.lease import Lease
 
 log = logging.getLogger("paramserver.scheduler")
@@ -104,15 +104,7 @@ class RemoteCheckpoints:
         async with self._http.stream("GET", url, params=of_creation(creation)) as response:
             if not response.is_success:
                 await response.aread()
-                raise _error(response)
+                check(response)
             with path.open("wb") as out:
                 async for chunk in response.aiter_bytes(1 << 20):
                     await asyncio.to_thread(out.write, chunk)
-
-
-def _error(response: httpx.Response) -> PsError:
-    try:
-        document = response.json()
-    except ValueError:
-        document = {}
-    return from_document({"status": response.status_code, **(document if isinstance(document, dict) else {})})

@@ -9,12 +9,13 @@ import httpx
 
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.core.shard_io import PartitionState
-from paramserver.errors import ConflictError, PsError, StaleMapError, Unavailable, from_document, problem
+from paramserver.errors import ConflictError, PsError, StaleMapError, Unavailable, problem
 from paramserver.limits import CHUNK_BYTES
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import SetFrame, StateFrame, restore_frame
-from paramserver_scheduler.http_client import http_client
+from paramserver_node.server import first_cause
+from paramserver_scheduler.http_client import check, http_client
 
 PATIENCE_S: Final = 30.0
 """How long requests are retried for a partition whose owner is being replaced."""
@@ -50,7 +51,7 @@ class ShardClient:
         async def fetch(index: int) -> tuple[StateFrame, PartitionState]:
             url = f"{owner(index)}/internal/state/{model.name}/{index}"
             response = await self._http.get(url, params=params)
-            _check(response)
+            check(response)
             frame, offset = decode_header(response.content, StateFrame)
             if (frame.generation, frame.partition) != (model.generation, index):
                 raise problem("model_replaced", f"model '{model.name}' was deleted and created again")
@@ -90,7 +91,7 @@ class ShardClient:
         response = await self._http.post(
             f"{url}/internal/set/{frame.model}", content=_chunks(prefix, arrays), headers=headers
         )
-        _check(response)
+        check(response)
 
 
 async def _each(count: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
@@ -116,32 +117,14 @@ async def _each(count: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(i)) for i in range(count)]
     except* PsError as errors:
-        raise _first(errors) from None
+        raise first_cause(errors) from None
     return [t.result() for t in tasks]
-
-
-def _first(errors: BaseExceptionGroup[PsError]) -> PsError:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, PsError)
-    return error
 
 
 def _as_problem(error: Exception) -> PsError:
     if isinstance(error, PsError) and not isinstance(error, StaleMapError):
         return error
     return problem("unavailable", f"a shard does not answer: {error or type(error).__name__}")
-
-
-def _check(response: httpx.Response) -> None:
-    if response.is_success:
-        return
-    try:
-        document = response.json()
-    except ValueError:
-        document = {}
-    raise from_document({"status": response.status_code, **(document if isinstance(document, dict) else {})})
 
 
 async def _chunks(prefix: bytes, arrays: Sequence[AnyArray]) -> AsyncIterator[bytes]:

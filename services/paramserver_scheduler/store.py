@@ -16,11 +16,10 @@ from redis.exceptions import RedisError
 
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
-from paramserver_node.redis import stop_if_cancelled
-from paramserver_scheduler.lease import LEADER_KEY, TERM_KEY, WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
+from paramserver_node.redis import FENCE_KEY, TERM_KEY, stop_if_cancelled, token_text
+from paramserver_scheduler.lease import LEADER_KEY, WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
 
 STATE_KEY: Final = "ps:state"
-FENCE_KEY: Final = "ps:fence"
 FORMAT: Final = 1
 
 # KEYS: term, state, written, fence, leader, then the token keys.  ARGV: term, number of this write, the leader's lease
@@ -111,9 +110,13 @@ class StateStore:
             try:
                 document = json.loads(text)
                 if document["format"] != FORMAT:
-                    raise ValueError(f"format {document['format']}")
+                    raise ValueError(f"it has format {document['format']}, this version reads format {FORMAT}")
             except (ValueError, KeyError, TypeError) as e:
-                raise problem("corrupt_state", f"field '{field}' of {STATE_KEY} in Redis cannot be read: {e}") from e
+                raise problem(
+                    "corrupt_state",
+                    f"field '{field}' of {STATE_KEY} in Redis cannot be read: {e}",
+                    hint="start the version that wrote it, or a newer one",
+                ) from e
             documents[field] = document
         return documents
 
@@ -142,7 +145,7 @@ class StateStore:
         the caller's next write must repeat it, possibly merged with later changes.  Raises Deposed if a newer scheduler
         leads, RedisDataLost if Redis has lost the state; call `begin_new_term` then.
         """
-        new_tokens = {f"{{{key}}}:token": "" if t is None else f"{t:020d}" for key, t in tokens}
+        new_tokens = {f"{{{key}}}:token": "" if t is None else token_text(t) for key, t in tokens}
         new_fields = {
             f: None if d is None else json.dumps({**d, "format": FORMAT}, separators=(",", ":"))
             for f, d in documents.items()

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import kernels
-from paramserver.core.selection import Selection, select, unknown
+from paramserver.core.selection import Selection, select
 from paramserver.core.set_operation import precondition_failed
 from paramserver.core.shard_io import AssignPart, PushDone, SetReceived
 from paramserver.errors import combined, problem
@@ -246,7 +246,7 @@ def _checked(name: str, array: AnyArray, shape: tuple[int, ...]) -> tuple[AnyArr
 def _one(known: KnownModel, name: str) -> Selection:
     """Select one parameter: a path holds a name, never a pattern."""
     if name not in known.layout.by_name:
-        raise combined(unknown(known.layout, [name]))
+        raise combined(known.spec.unknown([name]))
     return select(known.layout, [name])
 
 

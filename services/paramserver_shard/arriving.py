@@ -59,14 +59,18 @@ class Arriving:
         self.size: Final = sum(sizes)
         self.push_id: Final = frame.push_id
         self._codec: Final = frame.codec
-        applied_here = all_local or frame.forwarded or frame.map_epoch is not None  # not forwarded to other owners
-        self._with_crc = applied_here and (frame.seq is not None or frame.key is not None)
+        self.applied_here: Final = all_local or frame.forwarded or frame.map_epoch is not None
+        """Whether no part is forwarded to another owner."""
+        self._with_crc = self.applied_here and (frame.seq is not None or frame.key is not None)
         self._staged = self._codec is not None and self._codec.stage is not None
         self._defer_check = all_local and not self._staged and known.spec.consistency.immediate
         """Whether parts that are whole partitions are checked while they are applied."""
         self._coding: Coding = cast(DType, frame.dtype) if self._codec is None else self._codec.coding
         self._threads = threads
         self._own_buffers = frame.slot is None and has_own_buffers(sizes)
+        in_one_buffer = frame.slot is None and len(sizes) > 1 and not self._own_buffers
+        self._copied = in_one_buffer and not known.spec.consistency.immediate
+        """Whether parts are copied out of their body: one that is held for long would keep all of it in memory."""
         self._results: list[list[PushPart] | asyncio.Future[list[PushPart]]] = []
 
     def check(self, pieces: Sequence[tuple[int, AnyArray]]) -> None:
@@ -124,6 +128,8 @@ class Arriving:
         count = size if part.ranges is None else sum(stop - start for start, stop in part.ranges)
         if codec is not None and codec.stage is not None:
             data = unpack(codec.stage, data, frame.sizes[index][1])
+        elif self._copied:
+            data = data.copy()
         if codec is not None and codec.per_partition:
             check_content(coding, data, size)
         else:

@@ -19,6 +19,7 @@ from paramserver.errors import PsError, Unavailable, problem
 from paramserver.limits import (
     BODY_BYTES_MAX,
     CHUNK_BYTES,
+    IDEMPOTENCY_KEY_BYTES_MAX,
     JSON_ELEMENTS_MAX,
     NAMED_BODY_BYTES_MAX,
 )
@@ -284,6 +285,7 @@ def pull_response(request: Request, pulled: Pulled, dtype: str | None, push: Pus
 def idempotency_key(request: Request) -> str | None:
     """Return the `Idempotency-Key` header, if any.  Raises RequestError (`invalid_field`) for a wrong length."""
     key = request.headers.get("idempotency-key")
-    if key is not None and not 0 < len(key) <= 256:
-        raise problem("invalid_field", "Idempotency-Key must be of 1 to 256 bytes", where="Idempotency-Key")
+    if key is not None and not 0 < len(key) <= IDEMPOTENCY_KEY_BYTES_MAX:
+        detail = f"Idempotency-Key must be of 1 to {IDEMPOTENCY_KEY_BYTES_MAX} bytes"
+        raise problem("invalid_field", detail, where="Idempotency-Key")
     return key

@@ -36,9 +36,6 @@ from paramserver_shard.runtime import Runtime
 MAP_REFRESH_S: Final = 1.0
 """How long refused parts wait for a newer map before the second attempt."""
 
-Part = TypeVar("Part")
-Answer = TypeVar("Answer")
-
 
 class WantedPart(Struct, frozen=True):
     """What a pull requests of one partition."""
@@ -56,6 +53,10 @@ class GotPart(Struct, frozen=True):
     incarnation: int
     pieces: tuple[F32, ...]
     """The elements of each requested range; read-only by convention."""
+
+
+Part = TypeVar("Part", PushPart, WantedPart, AssignPart)
+Answer = TypeVar("Answer")
 
 
 class Exchange:
@@ -103,7 +104,7 @@ class Exchange:
             reply, _ = await self._peers.call(url, frame, [p.data for p in parts], PushReply)
             return push_done(now, reply)
 
-        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote, _accepted_partitions)
+        done = await self._spread(known, command.parts, local, remote, _accepted_partitions)
         return merged_push(known, done)
 
     async def pull(
@@ -147,7 +148,7 @@ class Exchange:
             reply, body = await self._peers.call(url, frame, [], PullReply, wait_s=wait_s, asked_bytes=size)
             return _got(now, parts, reply, body)
 
-        answers = await self._spread(known, wanted, lambda p: p.partition, local, remote)
+        answers = await self._spread(known, wanted, local, remote)
         return {part.partition: part for answer in answers for part in answer}
 
     async def assign(self, known: KnownModel, command: SetReceived) -> PushDone:
@@ -163,14 +164,13 @@ class Exchange:
             reply, _ = await self._peers.call(url, frame, [p.data for p in parts], PushReply)
             return push_done(now, reply)
 
-        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote, _accepted_partitions)
+        done = await self._spread(known, command.parts, local, remote, _accepted_partitions)
         return merged_push(known, done)
 
     async def _spread(
         self,
         known: KnownModel,
         parts: Sequence[Part],
-        index: Callable[[Part], int],
         local: Callable[[KnownModel, Sequence[Part]], Awaitable[Answer]],
         remote: Callable[[KnownModel, str, Sequence[Part]], Awaitable[Answer]],
         accepted: Callable[[Answer], Sequence[int]] = lambda _: (),
@@ -188,7 +188,7 @@ class Exchange:
         for attempt in (1, 2):
             groups: dict[str, list[Part]] = {}
             for part in parts:
-                groups.setdefault(known.owners[index(part)][0], []).append(part)
+                groups.setdefault(known.owners[part.partition][0], []).append(part)
             results = await asyncio.gather(
                 *(
                     local(known, group) if shard == self._directory.shard else remote(known, shard, group)

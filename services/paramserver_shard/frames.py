@@ -151,7 +151,7 @@ class FrameService:
                 frame.ack,
             )
 
-        if arriving.all_local or frame.forwarded or frame.map_epoch is not None:
+        if arriving.applied_here:
             return await self._runtime.push(command)
         # Sent by a client without a map to any shard: this one splits it among the owners.
         bad = [p.partition for p in parts if not p.finite]

@@ -172,7 +172,7 @@ def _encoded(batches: Sequence[Batch]) -> tuple[list[Script], list[int]]:
             keys, args = out[-1].keys, out[-1].args
             if not count_at:
                 keys.extend(f"{{{batch.key}}}:{name}" for name in ("token", "lsn", "journal"))
-                args.extend((f"{batch.token:020d}", 0))
+                args.extend((node_redis.token_text(batch.token), 0))
                 count_at = len(args) - 1
                 of.append(number)
             args.extend((entry.lsn, *encode(entry)))

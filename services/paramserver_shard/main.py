@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paramserver import __version__, kernels
-from paramserver.core.fields import MODEL_NAME, MODEL_NAME_HINT
+from paramserver.core.fields import MODEL_NAME_HINT, is_name
 from paramserver.core.shard import ShardCore
 from paramserver.core.urls import listed_urls
 from paramserver.errors import PsError, problem
@@ -47,7 +47,7 @@ from paramserver_shard.frames import FrameService
 from paramserver_shard.journal import Journal
 from paramserver_shard.lending import Lending
 from paramserver_shard.link import RETRY_S, SchedulerLink
-from paramserver_shard.membership import TERM_KEY, Membership
+from paramserver_shard.membership import Membership
 from paramserver_shard.memory import Memory, limit_of
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
@@ -105,7 +105,7 @@ def shard(
 
     Each option can also be set as PARAMSERVER_... or in paramserver.toml; flags take precedence.
     """
-    flags = {k: v for k, v in locals().items() if v is not None}
+    flags = dict(locals())
     try:
         settings = ShardSettings.load(flags)
         node_log.setup(settings.log_level)
@@ -147,7 +147,7 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     shown = credentials(settings)
     clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
-    if not MODEL_NAME.fullmatch(name):
+    if not is_name(name):
         raise problem("invalid_field", f"name: {name!r:.80} is not allowed for a shard", hint=MODEL_NAME_HINT)
     addresses = listed_urls(settings.advertise)
     addresses = addresses or [url_of(settings.host, settings.port, tls=bool(settings.tls_certificate))]
@@ -195,7 +195,7 @@ async def expect_state(url: str) -> None:
     try:
         while True:
             try:
-                found = await redis.exists(TERM_KEY)
+                found = await redis.exists(node_redis.TERM_KEY)
                 break
             except (RedisError, OSError) as error:
                 log.warning("Redis does not answer: %s", error)
@@ -227,7 +227,8 @@ async def serve(settings: ShardSettings) -> None:
             serving = group.create_task(tcp)
             ending = group.create_task(Stopping(membership, runtime).run(asked, stop))
             if shard.folder is not None and shard.lending is not None:
-                group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop, transfer_threads=threads))
+                path = str(shard.folder.path / SOCKET)
+                group.create_task(serve_unix(app, path, stop, grace_s=GRACE_S, transfer_threads=threads))
                 lending = group.create_task(shard.lending.expire_periodically())
             await runtime.offload(kernels.warm_up)  # compile before joining, so no push waits for it
             if threads is not None:

@@ -28,7 +28,7 @@ from paramserver.errors import FencedError, NotFoundError, PsError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S, SERVE_WITHOUT_CONTACT_S
 from paramserver.types import ModelKey
 from paramserver_node.race import race
-from paramserver_node.redis import stop_if_cancelled
+from paramserver_node.redis import FENCE_KEY, TERM_KEY, stop_if_cancelled
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
 from paramserver_shard.link import RETRY_S, SOURCE_URL, SchedulerLink
@@ -39,9 +39,6 @@ from paramserver_shard.telemetry import DEGRADED, JOURNAL_WAITING, KEPT, LENT, P
 log = logging.getLogger("paramserver.shard")
 
 JOIN_LOG_INTERVAL_S: Final = 60.0
-TERM_KEY: Final = "ps:term"
-FENCE_KEY: Final = "ps:fence"
-"""Redis hash: shard name -> highest fenced epoch. The leader writes this key and `TERM_KEY`."""
 
 
 class Membership:

@@ -12,10 +12,10 @@ from msgspec import Struct
 
 from paramserver import kernels, limits
 from paramserver.core.fields import Reader
-from paramserver.core.selection import Selection, select, unknown
+from paramserver.core.selection import Selection, select
 from paramserver.core.shard_io import PushDone, PushPart, PushReceived
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import F32, ITEMSIZE, AnyArray, DType, PushId
+from paramserver.types import F32, ITEMSIZE, LEVELS, AnyArray, DType, PushId
 from paramserver.wire.tensor import NUMPY_DTYPE, from_json, from_msgpack, to_f32
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart
@@ -129,7 +129,7 @@ class NameService:
         weight = r.number("weight", 1.0, 0.0)
         ack = r.data.get("ack")
         r.known.append("ack")
-        if ack not in (None, "applied", "journaled", "fsynced"):
+        if ack not in (None, *LEVELS):
             r.fail("ack", "must be applied, journaled or fsynced")
         ranges = _read_ranges(r)
         grads = r.take("grads", {}, lambda v: isinstance(v, Mapping), "an object of tensors by name")
@@ -144,6 +144,8 @@ class NameService:
         for part in selection.parts:
             base = None if base_version is None else (base_version, known.owners[part.partition][1])
             data = vector[part.start : part.stop]
+            if len(selection.parts) > 1 and not known.spec.consistency.immediate:
+                data = data.copy()  # one that is held for long would keep all of the vector in memory
             parts.append(PushPart(part.partition, data, dtype, 0, True, part.ranges, base))
         clips = known.spec.optimizer.clip_norm is not None
         return PushReceived(
@@ -268,7 +270,7 @@ def _read_tensors(
     """Return the selection of these named tensors, and each tensor 1-D with its dtype; appends to `errors`."""
     try:
         names = [n for n in values if isinstance(n, str)]
-        errors += unknown(known.layout, [n for n in names if n not in known.layout.by_name])
+        errors += known.spec.unknown([n for n in names if n not in known.layout.by_name])
         known_names = [n for n in names if n in known.layout.by_name]
         stray = [n for n in ranges if n not in values]
         errors += [problem("invalid_range", f"ranges: '{n}' is not in {where}", where=n) for n in stray]

@@ -25,6 +25,7 @@ from paramserver.errors import problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES, SNAPSHOT_BYTES_PER_S
 from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
+from paramserver_node.redis import token_text
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.scripts import Script, ScriptRunner
 from paramserver_shard.stored import (
@@ -189,7 +190,7 @@ class SnapshotStore:
             keep_from = f"{min(e['lsn'] for e in kept) + 1}-0" if len(kept) == KEPT else ""
             names = ("token", "manifest", "pending", "saved", "lsn", "journal")
             keys = [_key(key, n) for n in names] + _blocks(key, name, count)
-            args = [_token_text(token), pack_manifest(kept), f"{name}:{count}", version, lsn, keep_from]
+            args = [token_text(token), pack_manifest(kept), f"{name}:{count}", version, lsn, keep_from]
             crash_point("shard.snapshot_before_switch")
             (result,) = await self._scripts.run([Script(_SWITCH, keys, args)], fsync=fsync)
             crash_point("shard.snapshot_after_switch")
@@ -269,7 +270,7 @@ class SnapshotStore:
             blocks = [] if name in named else _blocks(key, name, int(count))
             scripts.append(
                 Script(
-                    _DELETE_ABANDONED, [_key(key, "token"), _key(key, "pending"), *blocks], [_token_text(token), text]
+                    _DELETE_ABANDONED, [_key(key, "token"), _key(key, "pending"), *blocks], [token_text(token), text]
                 )
             )
         if scripts:
@@ -296,7 +297,3 @@ def _key(key: PartitionKey, name: str) -> str:
 
 def _blocks(key: PartitionKey, name: str, count: int) -> list[str]:
     return [_key(key, f"snap:{name}:{i}") for i in range(count)]
-
-
-def _token_text(token: Token) -> str:
-    return f"{token:020d}"

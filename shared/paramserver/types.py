@@ -1,5 +1,6 @@
 """Types that every part of paramserver shares."""
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -8,6 +9,8 @@ from msgspec import Struct
 
 F32: TypeAlias = npt.NDArray[np.float32]
 AnyArray: TypeAlias = npt.NDArray[Any]
+Json: TypeAlias = Mapping[str, Any]
+"""A JSON object."""
 
 DType: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
 """Element types on the wire; values and optimizer state are kept in float32."""
@@ -15,7 +18,13 @@ DType: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
 Coding: TypeAlias = Literal["float16", "bfloat16", "float32", "float64", "int8", "topk"]
 """How the bytes of a gradient are encoded: as elements of a dtype, or a whole partition by a codec."""
 
+PER_PARTITION: Final = ("int8", "topk")
+"""Codings that encode whole partitions, and lose something; the worker adds that to its next gradient."""
+
 ITEMSIZE: Final[dict[str, int]] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+LEVELS: Final[dict[str, int]] = {"applied": 0, "journaled": 1, "fsynced": 2}
+"""What an acknowledged push survives: nothing; the end of the process; also a crash of Redis's machine."""
 
 PushState: TypeAlias = Literal["applied", "staged", "buffered"]
 

@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from paramserver_node import redis_server
 from paramserver_node.protocol_detector import ProtocolDetector
-from paramserver_shard.membership import TERM_KEY
+from paramserver_node.redis import TERM_KEY
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)]
 

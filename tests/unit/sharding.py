@@ -72,6 +72,7 @@ class Shards:
         self.timelines: dict[str | None, list[int]] = {}
         self.log: list[tuple[str | None, str]] = []
         self.pushes: list[PushFrame] = []
+        self.pulls: list[PullFrame] = []
         self.trouble: list[Callable[[Request], Outcome | None]] = []
 
     def __call__(self, request: Request) -> Outcome:
@@ -100,6 +101,8 @@ class Shards:
         pull_only = request.path == "/pull"
         frame: Any
         frame, offset = decode_header(data, PullFrame if pull_only else PushFrame)
+        if pull_only:
+            self.pulls.append(frame)
         body = memoryview(data)[offset:]
         mine = [p[0] if pull_only else p.partition for p in frame.parts]
         if request.to is not None:

@@ -12,7 +12,12 @@ from paramserver.types import Coding, ModelKey
 from paramserver.wire.frame import PushFrame, PushPart
 from paramserver.wire.tensor import slice_crc
 from paramserver_shard.arriving import BLOCK_BYTES, Arriving, Threads, checked
+from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import KnownModel
+from paramserver_shard.exchange import Exchange
+from paramserver_shard.models import Models
+from paramserver_shard.names import NameService
+from paramserver_shard.receiving import Body
 
 DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -47,3 +52,53 @@ async def test_a_push_that_came_before_its_partition_has_a_checksum(fields: dict
     (part,) = await arriving.parts()
 
     assert part.crc == slice_crc("float32", ((0, 4),), gradient)
+
+
+BUFFERED = ModelSpec.parse(
+    {
+        "name": "m",
+        "params": {"w": {"shape": [20 * 40_000]}},
+        "partitions": 20,
+        "consistency": {"mode": "buffered", "count": 100},
+    }
+)
+KNOWN = KnownModel(ModelKey("m", 1), Layout(BUFFERED), 0, "ready", (("here", 1),) * 20, None, None)
+
+
+@pytest.mark.asyncio
+async def test_a_held_part_keeps_only_its_own_bytes_in_memory() -> None:
+    """Once a part of one element is all that is held of a push, the memory of the large part beside it is free."""
+    frame = PushFrame("m", [PushPart(0, None, None), *(PushPart(i, None, [(0, 1)]) for i in range(1, 20))])
+    gradient = np.ones(KNOWN.layout.partition_size(0) + 19, np.float32)
+    sizes, pool = [gradient.nbytes - 4 * 19, *[4] * 19], BufferPool()
+
+    arriving = Arriving(KNOWN, frame, True, sizes, cast(Threads, SimpleNamespace(threads=2)))
+    body = Body(sizes, arriving.check)
+    body.allocate(pool)
+    body.feed(gradient.data.cast("B"))
+    body.end()
+    assert pool.lent_bytes >= gradient.nbytes
+    held = (await arriving.parts())[-1]
+    del body, arriving
+
+    assert pool.lent_bytes == 0
+    assert held.data.tolist() == [1.0]
+
+
+@pytest.mark.asyncio
+async def test_a_held_part_of_a_push_by_name_keeps_only_its_own_bytes_in_memory() -> None:
+    """Of a push by name, each part that may be held has memory of its own."""
+    pushed: list[Any] = []
+
+    async def find(name: str) -> KnownModel:
+        return KNOWN
+
+    async def push(known: KnownModel, command: Any) -> None:
+        pushed.append(command)
+
+    names = NameService(cast(Models, SimpleNamespace(find=find)), cast(Exchange, SimpleNamespace(push=push)))
+    await names.push({"model": "m", "grads": {"w": [1.0] * BUFFERED.size}}, None)
+
+    parts = pushed[0].parts
+    assert len(parts) == 20
+    assert all(part.data.base is None and part.data.tolist() == [1.0] * part.data.size for part in parts)

@@ -47,24 +47,26 @@ def test_a_pull_puts_every_partition_in_its_place(shards: Shards, now: Now, clus
 
 
 def test_a_pull_of_names_and_ranges_is_packed(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """A pull of name patterns and ranges returns only the selected elements, end to end."""
+    """A pull of name patterns and ranges asks for the selected elements only, and returns them end to end."""
     p = drive(
         transfer.pull(cluster, "m", Deadline.after(30, now), names="[w]", ranges={"w": [(3, 5), (40, 44)]}), shards, now
     )
 
-    assert p["w"].tolist() == [3, 4, 40, 41, 42, 43]
+    assert p["w"].tolist() == p.flat.tolist() == [3, 4, 40, 41, 42, 43]
     assert list(p) == ["w"]
+    assert sorted(part for f in shards.pulls for part in f.parts) == [(0, [(3, 5)]), (2, [(8, 12)])]
 
 
 def test_out_is_filled_and_returned(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """A pull with `out` fills the arrays of an earlier pull, updates their version and returns them."""
+    """A pull with `out` fills the arrays of an earlier pull in place, updates their version and returns them."""
     first = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    flat, b = first.flat, first["b"]
     drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
 
     again = drive(transfer.pull(cluster, "m", Deadline.after(30, now), out=first), shards, now)
 
     assert again is first
-    assert (first.version, first.flat.tolist()) == (1, expected().tolist())
+    assert (first.version, flat.tolist(), b.tolist()) == (1, expected().tolist(), expected()[50:].tolist())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
@@ -318,6 +320,7 @@ def test_values_travel_in_the_dtype_asked_for(shards: Shards, now: Now, cluster:
     """Pulled values have the requested dtype, but bfloat16 arrives as float32; small integers are exact in all."""
     p = drive(transfer.pull(cluster, "m", Deadline.after(30, now), dtype=dtype), shards, now)
 
+    assert [f.dtype for f in shards.pulls] == [dtype] * 2
     assert p.flat.dtype == ("float32" if dtype == "bfloat16" else dtype)
     assert p.flat.tolist() == list(range(64))
 
@@ -325,13 +328,14 @@ def test_values_travel_in_the_dtype_asked_for(shards: Shards, now: Now, cluster:
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "float64"])
 def test_a_push_reaches_all_owners_with_one_norm(now: Now, cluster: Cluster, dtype: str | None, clip: bool) -> None:
-    """A push sends each shard one frame, which has the norm of the whole gradient if the model clips by it."""
+    """A push sends each shard one frame in that dtype, with the gradient's norm if the model clips by it."""
     shards = Shards(clip=clip)
     done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), dtype=dtype), shards, now)
 
     assert (done.state, done.version, done.duplicate) == ("applied", 1, False)
     assert shards.flat.tolist() == expected().tolist()
-    assert [f.norm for f in shards.pushes] == [pytest.approx((50 + 14 * 4) ** 0.5) if clip else None] * 2
+    norm = pytest.approx((50 + 14 * 4) ** 0.5) if clip else None
+    assert [(f.dtype, f.norm) for f in shards.pushes] == [(dtype or "float32", norm)] * 2
 
 
 def test_a_flat_vector_is_a_gradient_too(shards: Shards, now: Now, cluster: Cluster) -> None:
@@ -344,7 +348,7 @@ def test_a_flat_vector_is_a_gradient_too(shards: Shards, now: Now, cluster: Clus
 
 
 def test_a_push_of_ranges_touches_only_them(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """A push of ranges changes only their elements, and only the partitions that contain them."""
+    """A push of ranges sends only their elements, to the partitions that contain them."""
     drive(
         transfer.push(
             cluster, "m", Deadline.after(30, now), {"w": [5.0, 7.0]}, terms(), ranges={"w": [(0, 1), (49, 50)]}
@@ -356,6 +360,9 @@ def test_a_push_of_ranges_touches_only_them(shards: Shards, now: Now, cluster: C
     change = shards.flat - np.arange(64)
     assert {int(i): float(change[i]) for i in np.flatnonzero(change)} == {0: 5.0, 49: 7.0}
     assert sum(shards.versions) == 2
+    assert sorted((part.partition, part.ranges) for f in shards.pushes for part in f.parts) == [
+        (0, [(0, 1)]), (3, [(1, 2)]),
+    ]  # fmt: skip
 
 
 def test_a_client_under_tls_sends_nothing_in_the_clear(shards: Shards, now: Now) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -122,8 +123,10 @@ async def test_what_follows_the_end_of_a_body_is_not_taken_for_it() -> None:
 
 
 @pytest.mark.asyncio
-async def test_short_answers_to_several_go_together_and_none_is_lost_at_the_end() -> None:
-    """Short responses queued until the end of a loop iteration are all sent before a shutdown closes the connection."""
+async def test_short_answers_to_several_go_together_and_none_is_lost_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Short responses queued in a loop iteration share a write, before a shutdown closes the connection."""
     async with connected(into([Into() for _ in range(9)])) as (theirs, connection):
         for stream in range(1, 19, 2):
             await asked(theirs, connection, stream)
@@ -131,5 +134,8 @@ async def test_short_answers_to_several_go_together_and_none_is_lost_at_the_end(
         given_up = b"".join(wire.u32_frame(stream, wire.RST_STREAM, wire.CANCEL) for stream in (1, 3))
         connection.feed(memoryview(bodies + given_up))
         connection.shutdown()
+        write = Mock(wraps=connection.transport.write)
+        monkeypatch.setattr(connection.transport, "write", write)
         assert await answered(theirs, 7) == [wire.encoded([(b":status", b"200")])] * 7
+        assert write.call_count == 1
         assert await asyncio.get_running_loop().sock_recv(theirs, 1) == b""

@@ -248,7 +248,9 @@ async def test_who_asks_over_a_unix_socket_is_one_of_several(tmp_path: Path) -> 
     Its small calls, too, would wait for the large bodies of other connections.
     """
     loop, stop, threads = asyncio.get_running_loop(), asyncio.Event(), Mock()
-    serving = asyncio.create_task(serve_unix(app, str(tmp_path / "socket"), stop, transfer_threads=threads))
+    serving = asyncio.create_task(
+        serve_unix(app, str(tmp_path / "socket"), stop, grace_s=5.0, transfer_threads=threads)
+    )
     with socket.socket(socket.AF_UNIX) as theirs:
         theirs.setblocking(False)
         while not (tmp_path / "socket").exists():

@@ -35,7 +35,7 @@ async def get_map(request: Request) -> Response:
     """
     negotiate.check_accept(request)
     s = service(request)
-    since = number_of(request, "since", 0, 0, 1 << 53)
+    since = number_of(request, "since", 0)
     wait_s = number_of(request, "wait_s", 30, 0, int(limits.WAIT_S_MAX))
     if "since" in request.query_params:
 

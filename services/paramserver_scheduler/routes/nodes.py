@@ -15,9 +15,8 @@ from paramserver.errors import PsError, problem
 from paramserver_node.middleware import no_body_deadline
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import ask, read, reply, request_body, respond, response_doc, service
+from paramserver_scheduler.exchange import ask, number_of, read, reply, request_body, respond, response_doc, service
 from paramserver_scheduler.routes.feed import open_feed
-from paramserver_scheduler.routes.workers import epoch_of, number_of
 
 router = APIRouter(prefix="/internal", tags=["internal"])
 
@@ -44,7 +43,7 @@ async def join_shard(request: Request) -> Response:
     `?redis_term=` is the leader term that the shard found in its Redis (0: none).  If it is lower than the scheduler's,
     the shard uses another Redis than the schedulers, and the answer is 409 `conflict`.
     """
-    b, term = await read(request, bodies.JoinShard), number_of(request, "redis_term")
+    b, term = await read(request, bodies.JoinShard), number_of(request, "redis_term", None)
     return await reply(request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version, term))
 
 
@@ -115,7 +114,7 @@ def _clock(line: bytes) -> ClockLine:
 
 
 def _needed_epoch(request: Request) -> int:
-    epoch = epoch_of(request)
+    epoch = number_of(request, "epoch", None)
     if epoch is None:
         raise problem("malformed", "query parameter 'epoch' is required")
     return epoch
@@ -192,7 +191,7 @@ async def feed(request: Request) -> StreamingResponse:
     """
     runtime = service(request).runtime
     with _in_term(runtime.core.read.term):
-        opened = await open_feed(runtime, request.query_params.get("shard"), epoch_of(request))
+        opened = await open_feed(runtime, request.query_params.get("shard"), number_of(request, "epoch", None))
 
     async def lines() -> AsyncIterator[bytes]:
         try:

@@ -11,6 +11,7 @@ from paramserver_node.roles import role
 from paramserver_scheduler import bodies
 from paramserver_scheduler.exchange import (
     PAGED,
+    number_of,
     page,
     read,
     read_optional,
@@ -20,7 +21,6 @@ from paramserver_scheduler.exchange import (
     response_doc,
     service,
 )
-from paramserver_scheduler.routes.workers import epoch_of
 
 router = APIRouter(tags=["runs"])
 
@@ -147,5 +147,5 @@ async def leave_pool(request: Request, member: str) -> Response:
 
     With `?epoch=` only that incarnation leaves; a newer one of the same name stays.
     """
-    epoch = epoch_of(request)
+    epoch = number_of(request, "epoch", None)
     return await reply(request, lambda n: io.LeavePool(n, member, epoch))

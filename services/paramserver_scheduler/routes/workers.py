@@ -8,12 +8,12 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
-from paramserver.errors import problem
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
 from paramserver_scheduler.exchange import (
     PAGED,
+    number_of,
     page,
     read,
     read_optional,
@@ -127,7 +127,7 @@ async def leave(request: Request, m: str, w: str) -> Response:
 
     With `?epoch=` only that incarnation leaves; a newer one of the same name stays.
     """
-    epoch = epoch_of(request)
+    epoch = number_of(request, "epoch", None)
     return await reply(request, lambda n: io.LeaveWorker(n, m, w, epoch))
 
 
@@ -147,18 +147,3 @@ async def clock(request: Request, m: str) -> Response:
     b = await read(request, bodies.Clock)
     report = b.worker, b.epoch, b.clock, b.timeline, b.wait_s, b.since
     return await reply(request, lambda n: io.ReportClock(n, m, *report))
-
-
-def epoch_of(request: Request) -> int | None:
-    """Return the query parameter `epoch`, or None without one; raises RequestError (`malformed`)."""
-    return number_of(request, "epoch")
-
-
-def number_of(request: Request, name: str) -> int | None:
-    """Return a non-negative integer query parameter, or None without one; raises RequestError (`malformed`)."""
-    text = request.query_params.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 17):
-        raise problem("malformed", f"query parameter '{name}' must be a non-negative integer")
-    return int(text)

@@ -17,11 +17,12 @@ from paramserver.client.pushed import Pushed
 from paramserver.client.session import Session
 from paramserver.client.streaming import AsyncPushStream
 from paramserver.client.task_requests import TaskRequests
-from paramserver.client.tasks import EVALUATE, Task
+from paramserver.client.tasks import Task
 from paramserver.client.worker import LEAVE_S
 from paramserver.client.worker_view import WorkerView, of_another_process
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
+from paramserver.core.tasks import EVALUATE
 from paramserver.errors import PsError, problem
 
 if TYPE_CHECKING:

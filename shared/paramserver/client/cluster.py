@@ -19,6 +19,7 @@ from paramserver.client.retry import Backoff, deliver
 from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
+from paramserver.core.urls import listed_urls
 from paramserver.errors import problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, encode_header
 
@@ -96,7 +97,7 @@ class _Address:
 def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the comma-separated base URLs in `url`, else in PARAMSERVER_URL, else the default."""
     text = url or environment.get(ENV_URL) or DEFAULT_URL
-    urls = tuple(u if "://" in u else f"http://{u}" for u in (p.strip().rstrip("/") for p in text.split(",")) if u)
+    urls = tuple(u if "://" in u else f"http://{u}" for u in listed_urls(text))
     for u in urls:
         if not u.startswith(("http://", "https://")) or " " in u or len(u) < 10:
             raise problem("malformed", f"'{u}' is not a valid cluster URL", hint=f"for example {DEFAULT_URL}")

@@ -14,7 +14,6 @@ from paramserver.client.cluster import Cluster, ModelMap, control, model_path
 from paramserver.client.retry import Backoff, deliver, is_temporary, to_result
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
-from paramserver.core.selection import unknown
 from paramserver.errors import InDoubt, PsError, combined, problem
 from paramserver.types import AnyArray
 
@@ -99,7 +98,7 @@ def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
     """Assign new values to parameters; shapes and numbers are checked before anything is sent."""
     model_map = yield from cluster.map_of(model, deadline)
-    errors = unknown(model_map.layout, [name for name in values if name not in model_map.layout.by_name])
+    errors = model_map.spec.unknown([name for name in values if name not in model_map.layout.by_name])
     arrays: dict[str, AnyArray] = {}
     for name, value in values.items():
         spec = model_map.layout.by_name.get(name)

@@ -20,10 +20,10 @@ from paramserver.client.gradient_arrays import ArrayMemory, GradientArrays
 from paramserver.client.values import not_held
 from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
-from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select, unknown
+from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
-from paramserver.wire.tensor import f32_to_bf16_bits
+from paramserver.wire.tensor import NUMPY_DTYPE, f32_to_bf16_bits
 
 Grads: TypeAlias = Mapping[str, Any] | Any
 """Arrays by parameter name, or one flat vector of the whole model."""
@@ -42,12 +42,6 @@ _SQUARES_F64: Final = 2.0**254
 """If a sum of squares is below this, each of the float64 elements fits into float32."""
 _NARROW: Final = {np.dtype(np.float16): "float16"}
 """Source dtypes that are sent unconverted, besides float32 and bfloat16."""
-_WIRE: Final[Mapping[str, np.dtype[Any]]] = {
-    "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype("<u2"),
-    "float32": np.dtype("<f4"),
-    "float64": np.dtype("<f8"),
-}
 
 
 class Gradient(Struct, frozen=True):
@@ -80,7 +74,7 @@ class Gradient(Struct, frozen=True):
         squares, param, end = 0.0, -1, -1
         for piece in (piece for part in parts for piece in part.pieces):
             source, stop = self.sources[piece.param], piece.source + piece.length
-            if source.dtype != _WIRE["float32"]:
+            if source.dtype != np.float32:
                 return None
             if scan.scan_unconverted:
                 squares += _squares(source[piece.source : stop])
@@ -147,7 +141,7 @@ def prepare(
     ranges = listed(None, ranges)[1]
     stray = [n for n in ranges if n not in grads]
     errors += [problem("invalid_range", f"ranges name '{n}', which has no array", where=n) for n in stray]
-    errors += unknown(layout, [str(n) for n in grads if n not in layout.by_name])
+    errors += layout.spec.unknown([str(n) for n in grads if n not in layout.by_name])
     known: Names = [n for n in grads if n in layout.by_name]
     selection = select(layout, known, {n: r for n, r in ranges.items() if n in known})
     arrays: list[tuple[AnyArray, bool]] = []
@@ -245,7 +239,7 @@ class Scan:
 
 def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
     """Write the elements of `parts` end to end into `body`, scanning them."""
-    out = np.frombuffer(body, dtype=_WIRE[gradient.dtype])
+    out = np.frombuffer(body, dtype=NUMPY_DTYPE[gradient.dtype])
     fast, at = _float32_encoder(gradient, scan), 0
     for part in parts:
         for piece in part.pieces:

@@ -12,7 +12,7 @@ from typing import Any
 
 from paramserver import limits
 from paramserver.client.client import Client, connect
-from paramserver.errors import PsError, problem
+from paramserver.errors import problem
 
 START_S = 90.0
 """How long the cluster may take to become ready; on a machine's first start the kernels are compiled."""
@@ -66,9 +66,6 @@ def _psctl(arguments: Sequence[str], timeout_s: float) -> str:
         raise problem("unavailable", f"`psctl {arguments[0]}` did not finish in {timeout_s:g} s") from None
     if done.returncode != 0:
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
-        raise _failed(arguments[0], last)
+        hint = "`psctl doctor` looks for the cause"
+        raise problem("unavailable", f"`psctl {arguments[0]}` failed: {last}", hint=hint)
     return done.stdout
-
-
-def _failed(verb: str, last: str) -> PsError:
-    return problem("unavailable", f"`psctl {verb}` failed: {last}", hint="`psctl doctor` looks for the cause")

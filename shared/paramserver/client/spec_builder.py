@@ -129,7 +129,7 @@ def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[st
         if p.init is not None:
             raise problem("invalid_field", f"params.{name}: give either an array or init=, not both")
         array = values_of(name, p.value)
-        native = "bfloat16" if array.dtype.name == "bfloat16" else array.dtype.name
+        native = array.dtype.name
         out["shape"] = list(array.shape)
         out["dtype"] = p.dtype or (native if native in ("float16", "bfloat16") else "float32")
         out["init"] = {"kind": "upload"}

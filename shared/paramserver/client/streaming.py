@@ -19,7 +19,6 @@ from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
 from paramserver.client.session import Session
 from paramserver.core.layout import Layout
-from paramserver.core.selection import unknown
 from paramserver.errors import InDoubt, Unavailable, combined, problem
 
 BUCKET_BYTES: Final = 4 << 20
@@ -51,7 +50,7 @@ class Pieces:
     def put(self, name: str, grad: Any) -> None:
         """Add a parameter's gradient.  Raises NotFoundError, or RequestError if it was put before."""
         if name not in self._layout.by_name:
-            raise combined(unknown(self._layout, [name]))
+            raise combined(self._layout.spec.unknown([name]))
         if name in self.grads:
             raise problem("invalid_field", f"'{name}' has been put into this push already", where=name)
         self.grads[name] = grad

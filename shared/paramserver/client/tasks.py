@@ -3,10 +3,9 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-EVALUATE: Final = "evaluate"
-"""The dataset whose tasks are evaluations."""
+from paramserver.core.tasks import EVALUATE
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,8 @@ from paramserver.client.sends import Transfer, origin_of
 from paramserver.codecs.codec import Codec
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
-from paramserver.core.watermark import LEVELS
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
-from paramserver.types import ITEMSIZE, AnyArray, DType
+from paramserver.types import ITEMSIZE, LEVELS, AnyArray, DType
 from paramserver.wire.frame import PullReply, PushReply
 
 _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Final, Self, cast
 
 from paramserver.errors import problem
-from paramserver.types import ITEMSIZE, Coding
+from paramserver.types import ITEMSIZE, PER_PARTITION, Coding
 
 ELEMENTS: Final[dict[str, Coding]] = {
     "fp32": "float32",
@@ -17,8 +17,6 @@ ELEMENTS: Final[dict[str, Coding]] = {
     "float64": "float64",
 }
 """Codecs that send elements of a dtype, and that dtype; the dtypes' own names mean the same."""
-PER_PARTITION: Final = ("int8", "topk")
-"""Lossy codecs that encode whole partitions; the worker adds what they leave out to its next gradient."""
 STAGES: Final = ("zstd", "lz4")
 """Lossless second stages."""
 NAMES: Final = ("fp32", "fp16", "bf16", *PER_PARTITION)

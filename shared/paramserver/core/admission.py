@@ -6,26 +6,22 @@ from math import isfinite
 import numpy as np
 
 from paramserver import limits
-from paramserver.core.fields import NUMBER_MAX
+from paramserver.core.fields import INTEGER_MAX, NUMBER_MAX
 from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import slot_count
 from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import AssignPart, PushPart, PushReceived, SetReceived, WorkerAnswered
 from paramserver.core.spec import ModelSpec
-from paramserver.core.watermark import LEVELS
 from paramserver.core.window import fenced
 from paramserver.errors import PsError, problem
-from paramserver.types import PushId
+from paramserver.types import LEVELS, PER_PARTITION, PushId
 
-_NUMBER_MAX = 1 << 53
 _NUMPY = {
     "float16": (np.float16, np.uint16),
     "bfloat16": (np.uint16,),
     "float32": (np.float32,),
     "float64": (np.float64,),
 }
-_CODECS = ("int8", "topk")
-"""Codecs that encode a whole partition.  The runtime checks that their bytes fit it; the kernels decode them."""
 
 
 def check_push(event: PushReceived, layout: Layout) -> None:
@@ -40,8 +36,8 @@ def check_push(event: PushReceived, layout: Layout) -> None:
         _check_id(event.push_id)
     if event.key is not None and not 0 < len(event.key.encode()) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
         raise problem("invalid_field", f"Idempotency-Key: must have 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
-    if event.clock is not None and not 0 <= event.clock <= _NUMBER_MAX:
-        raise problem("invalid_field", f"clock: must be from 0 to {_NUMBER_MAX}, not {event.clock}")
+    if event.clock is not None and not 0 <= event.clock <= INTEGER_MAX:
+        raise problem("invalid_field", f"clock: must be from 0 to {INTEGER_MAX}, not {event.clock}")
     if event.norm is not None and not (isfinite(event.norm) and event.norm >= 0.0):
         raise problem("non_finite", "the gradient's norm is not a finite number")
     _check_parts(event.parts, layout)
@@ -64,8 +60,8 @@ def _check_id(push_id: PushId) -> None:
     if not 0 < len(push_id.worker.encode()) <= limits.WORKER_NAME_BYTES_MAX:
         raise problem("invalid_field", f"worker: must have 1 to {limits.WORKER_NAME_BYTES_MAX} bytes")
     for name, value in (("epoch", push_id.epoch), ("seq", push_id.seq)):
-        if not 0 <= value <= _NUMBER_MAX:
-            raise problem("invalid_field", f"{name}: must be from 0 to {_NUMBER_MAX}, not {value}")
+        if not 0 <= value <= INTEGER_MAX:
+            raise problem("invalid_field", f"{name}: must be from 0 to {INTEGER_MAX}, not {value}")
 
 
 def check_set(event: SetReceived, spec: ModelSpec, layout: Layout) -> None:
@@ -92,13 +88,13 @@ def _check_parts(parts: tuple[PushPart, ...] | tuple[AssignPart, ...], layout: L
         if part.partition in seen:
             raise problem("invalid_range", f"partition {part.partition} is named twice")
         seen.add(part.partition)
-        if isinstance(part, PushPart) and part.dtype in _CODECS:
+        if isinstance(part, PushPart) and part.dtype in PER_PARTITION:
             if part.ranges is not None:
                 raise problem(
                     "invalid_encoding",
                     f"partition {part.partition}: codec {part.dtype} encodes the whole partition and takes no ranges",
                 )
-            assert part.data.dtype == np.uint8, "the runtime has checked the bytes of a codec"
+            assert part.data.dtype == np.uint8, "the runtime has checked that the bytes fit the partition"
             continue
         if part.dtype not in _NUMPY:
             raise problem("invalid_dtype", f"dtype '{part.dtype}' is not one of {', '.join(_NUMPY)}")

@@ -4,8 +4,8 @@ from typing import Any
 
 from paramserver.core.checkpoints import ALIASES, IDLE_S, PendingCheckpoint, Record
 from paramserver.core.cluster import Cluster
-from paramserver.core.fields import MODEL_NAME
-from paramserver.core.models import FORMAT, Model
+from paramserver.core.fields import is_name
+from paramserver.core.models import Model
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
     CheckpointFailed,
@@ -28,7 +28,7 @@ class CheckpointDesk:
 
     def request(self, e: RequestCheckpoint, now: float) -> None:
         model = self.c.model(e.model)
-        if e.name is not None and (not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name)):
+        if e.name is not None and not is_name(e.name):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a checkpoint", where="name")
         if e.name in ALIASES:
             what = "the newest checkpoint" if e.name == "latest" else "the checkpoint whose metric was best"
@@ -89,7 +89,6 @@ class CheckpointDesk:
         value = model.series.latest(model.spec.checkpoint.metric)
         pending.metric = None if value is None else (model.spec.checkpoint.metric, value)
         document: dict[str, Any] = {
-            "format": FORMAT,
             "name": name,
             "model": model.name,
             "generation": model.generation,

@@ -10,7 +10,7 @@ from typing import Any
 
 from paramserver.core.gate import Commit
 from paramserver.core.membership import Member, Shard, Worker
-from paramserver.core.models import FORMAT, Model
+from paramserver.core.models import Model
 from paramserver.core.runs import Run
 from paramserver.core.scheduler_io import Effect, ForgetModel, LoadFiles, Publish, Reply, SetTokens, Store
 from paramserver.core.waiter import Waiter
@@ -78,7 +78,6 @@ class Cluster:
         self.save(
             f"shard:{shard.name}",
             lambda: {
-                "format": FORMAT,
                 "epoch": shard.epoch,
                 "alive": shard.alive,
                 "addresses": list(shard.addresses),
@@ -99,7 +98,6 @@ class Cluster:
         self.save(
             f"worker:{model.name}:{worker.name}",
             lambda: {
-                "format": FORMAT,
                 "epoch": worker.epoch,
                 "alive": worker.alive,
                 "rank": worker.rank,
@@ -124,7 +122,6 @@ class Cluster:
         self.save(
             f"member:{member.name}",
             lambda: {
-                "format": FORMAT,
                 "epoch": member.epoch,
                 "alive": member.alive,
                 "allow": list(member.allow),
@@ -176,7 +173,7 @@ class Cluster:
         reading voids its result and has it repeated.
         """
         model.read_at_s = float("inf")
-        files = {p.name: p.init.path for p in model.spec.params if p.init.kind == "file" and p.name in model.missing}
+        files = {name: path for name, path in model.spec.files.items() if name in model.missing}
         if not files or model.restored:
             return
         model.read_again = model.reading
@@ -358,7 +355,6 @@ class Cluster:
     def stored(self) -> dict[str, Any]:
         """The stored field `cluster`."""
         return {
-            "format": FORMAT,
             "map_epoch": self.map_epoch,
             "generations": self.generations,
             "run_count": self.run_count,

@@ -16,9 +16,9 @@ from paramserver.core.partition import Partition
 from paramserver.core.shard_io import Capture, Journal, JournalEntry, Outcome, PushDone, Request
 from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.timers import Timers
-from paramserver.core.watermark import LEVELS, Waiting
+from paramserver.core.watermark import Waiting
 from paramserver.errors import PsError, problem
-from paramserver.types import AnyArray
+from paramserver.types import LEVELS, AnyArray
 
 _FSYNCED = LEVELS["fsynced"]
 

@@ -13,6 +13,8 @@ from paramserver.errors import PsError, combined, problem
 
 NUMBER_MAX: Final = 1e38
 """Bound for numbers in requests, near the largest float32: shards compute in float32."""
+INTEGER_MAX: Final = 1 << 53
+"""Bound for integers in requests: up to here, every JSON reader gets them exactly."""
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MODEL_NAME_HINT: Final = "letters, digits, '.', '_' and '-', starting with a letter or digit, at most 64"
 WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", re.ASCII)
@@ -68,11 +70,8 @@ class Reader:
         most = f"below {NUMBER_MAX:g}" if high == float("inf") else f"at most {high:g}"
         return float(self.take(name, default, ok, f"a number {least} and {most}"))
 
-    def integer(self, name: str, default: int, low: int = 0, high: int = 1 << 53) -> int:
-        def ok(v: Any) -> bool:
-            return isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
-
-        return int(self.take(name, default, ok, f"an integer from {low} to {high}"))
+    def integer(self, name: str, default: int, low: int = 0, high: int = INTEGER_MAX) -> int:
+        return int(self.take(name, default, lambda v: is_integer(v, low, high), f"an integer from {low} to {high}"))
 
     def optional_number(self, name: str, low: float = 0.0) -> float | None:
         if self.data.get(name, None) is None:
@@ -89,6 +88,11 @@ class Reader:
     def flag(self, name: str, default: bool) -> bool:
         return bool(self.take(name, default, lambda v: isinstance(v, bool), "true or false"))
 
+    def object(self, name: str) -> Mapping[str, Any]:
+        """Return a field that is an object, for a reader of its own; empty by default."""
+        found: Mapping[str, Any] = self.take(name, {}, lambda v: isinstance(v, Mapping), "an object")
+        return found
+
     def choice(self, name: str, default: str, options: tuple[str, ...]) -> str:
         value = self.take(name, default, lambda v: isinstance(v, str), "a string")
         if value not in options:
@@ -103,15 +107,16 @@ class Reader:
                 self.fail(name[:60], "is not a known field", hint)
 
 
+def is_name(value: Any) -> bool:
+    """Whether a JSON value can name a model, shard, pool member, run, dataset or checkpoint."""
+    return isinstance(value, str) and MODEL_NAME.fullmatch(value) is not None
+
+
 def check_model_name(name: Any) -> str:
     """Return the name if it is a valid model name; raises RequestError (`invalid_field`) otherwise."""
-    if not isinstance(name, str) or not MODEL_NAME.fullmatch(name):
-        raise problem(
-            "invalid_field",
-            f"model name {name!r:.80} is not allowed",
-            hint=MODEL_NAME_HINT,
-        )
-    return name
+    if not is_name(name):
+        raise problem("invalid_field", f"model name {name!r:.80} is not allowed", hint=MODEL_NAME_HINT)
+    return str(name)
 
 
 def check_param_name(name: Any) -> str:
@@ -151,7 +156,12 @@ def finite(value: Any) -> bool:
     )
 
 
-def whole_number(name: str, value: Any, low: int = 0, high: int = 1 << 53) -> int:
+def is_integer(value: Any, low: int = 0, high: int = INTEGER_MAX) -> bool:
+    """Whether a JSON value is an integer from `low` to `high`."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def whole_number(name: str, value: Any, low: int = 0, high: int = INTEGER_MAX) -> int:
     """Return an argument as an integer; raises RequestError (`invalid_field`) unless it is one from `low` to `high`."""
     try:
         number = -1 if isinstance(value, bool) else index(value)

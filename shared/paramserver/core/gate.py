@@ -7,16 +7,15 @@ here.  A sync commit t lists (worker, clock) pairs in (rank, clock) order; no pa
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, Final
+from typing import Any
 
 from msgspec import Struct
 
 from paramserver import limits
+from paramserver.core.fields import INTEGER_MAX
 from paramserver.core.membership import Roster, Worker
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import problem
-
-CLOCK_MAX: Final = 1 << 53
 
 
 class Commit(Struct, frozen=True):
@@ -122,7 +121,7 @@ class Gate:
 
     def check(self, worker: Worker, done: int, since: int | None) -> None:
         """Raise RequestError (`invalid_field`) if the worker cannot report these numbers; see `report`."""
-        top = max(worker.done, self.clock + limits.CLOCKS_AHEAD_MAX) if self.sync else CLOCK_MAX
+        top = max(worker.done, self.clock + limits.CLOCKS_AHEAD_MAX) if self.sync else INTEGER_MAX
         if not 0 <= done <= top:
             raise problem("invalid_field", f"clock: must be from 0 to {top}, not {done}", where="clock")
         if since is not None and not 0 <= since <= done:

@@ -1,6 +1,5 @@
 """Handover of live partitions: moved whole to another shard, or kept under a renewed token (semantics 6)."""
 
-from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -112,11 +111,3 @@ class Handover:
 def _commits(partition: Partition) -> bool:
     """Whether a commit is being computed; queued ones have been withdrawn."""
     return any(op.running and isinstance(op, CommitOperation) for op in partition.operations)
-
-
-def released(models: Iterable[ServedModel]) -> Iterator[tuple[str, int, int, Token, int, int]]:
-    """Yield (model, generation, index, token, version, release number) of each partition that may be taken over."""
-    for model in models:
-        for p in model.partitions.values():
-            if p.released:
-                yield (model.key.name, model.key.generation, p.index, p.token, p.version, p.held)

@@ -27,9 +27,6 @@ class Shard(running.Shard, Protocol):
     def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
         """Return the model, if known, and the partition, if this shard has it under that token."""
 
-    def owns(self, key: PartitionKey, token: Token) -> bool:
-        """Whether this shard has that partition under that token."""
-
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Resume what was suspended while the partition was not loaded."""
 
@@ -84,7 +81,7 @@ class LoadDesk:
         self._requests.refuse(model, p, event.error)
 
         def again(at: float) -> None:
-            if self._shard.owns(p.key, p.token) and p.state is None:
+            if self._shard.find(p.key, p.token)[1] is p and p.state is None:
                 self._perform(LoadPartition(p.key, p.token, p.source, model.spec, model.layout))
 
         self._timers.at(now + _RETRY_S, again)

@@ -61,8 +61,7 @@ class ModelDesk:
         model.owners = [Owner() for _ in range(spec.partitions)]
         model.checkpoints.last_s = now
         model.restored = e.restore
-        files = {p.name: p.init.path for p in spec.params if p.init.kind == "file"}
-        model.missing = {RESTORED} if e.restore else {*spec.uploads, *files}
+        model.missing = {RESTORED} if e.restore else {*spec.uploads, *spec.files}
         token = None
         if spec.uploads and not e.restore:
             token = model.upload_token = e.nonce
@@ -114,8 +113,8 @@ class ModelDesk:
                 hint="choose another name, PATCH the model, or delete it first",
             )
         token = None
-        files = {p.name for p in spec.params if p.init.kind == "file" and not model.restored}
-        if model.missing - files - {RESTORED} and now >= model.upload_until_s:
+        files = {} if model.restored else spec.files
+        if model.missing - files.keys() - {RESTORED} and now >= model.upload_until_s:
             token = model.upload_token = e.nonce
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
             self.c.save_model(model)
@@ -131,9 +130,9 @@ class ModelDesk:
         """Answer create requests once the model is served or their deadline passes; read its files again when due."""
         if now >= model.read_at_s:
             self.c.load_files(model)
-        files = any(p.init.kind == "file" for p in model.spec.params) and not model.restored
-        file_names = {p.name for p in model.spec.params if p.init.kind == "file"} if files else set()
-        complete = model.served and not file_names & model.missing
+        if not model.creators:
+            return
+        complete = model.served and (model.restored or not model.spec.files.keys() & model.missing)
         for w in list(model.creators):
             if complete:
                 body = self.c.public(model)

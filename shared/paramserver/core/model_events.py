@@ -1,14 +1,12 @@
 """Events of the scheduler's core about models and their checkpoints; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from msgspec import Struct
 
 from paramserver.errors import PsError
 from paramserver.types import ModelKey
-
-Json: TypeAlias = Mapping[str, Any]
 
 
 class CreateModel(Struct, frozen=True):

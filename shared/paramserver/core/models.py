@@ -24,7 +24,6 @@ from paramserver.core.tasks import Dataset, Evaluation
 from paramserver.core.waiter import Waiter
 from paramserver.types import ModelKey, PartitionKey
 
-FORMAT: Final = 1
 COMMITS_KEPT: Final = 4096
 COMMIT_KEPT_S: Final = 30.0
 """Younger commits are kept for shards that reconnect; connected shards have seen a commit long before that age."""
@@ -285,7 +284,6 @@ class Model:
     def stored(self) -> dict[str, Any]:
         """Stored field `model:NAME`."""
         return {
-            "format": FORMAT,
             "generation": self.generation,
             "revision": self.revision,
             "created": dict(self.created),
@@ -302,12 +300,11 @@ class Model:
 
     def stored_place(self) -> dict[str, Any]:
         """Stored field `place:NAME`."""
-        return {"format": FORMAT, "source": self.source, "owners": [o.row() for o in self.owners]}
+        return {"source": self.source, "owners": [o.row() for o in self.owners]}
 
     def stored_clock(self) -> dict[str, Any]:
         """Stored field `clock:NAME`."""
         return {
-            "format": FORMAT,
             "clock": self.gate.clock,
             "opened": self.gate.opened,
             "timeline": self.timeline,

@@ -1,13 +1,11 @@
 """Events of the scheduler's core about shards and Redis; see `scheduler_io`."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from msgspec import Struct, field
 
-from paramserver.types import PartitionKey
-
-Json: TypeAlias = Mapping[str, Any]
+from paramserver.types import Json, PartitionKey
 
 
 class JoinShard(Struct, frozen=True):

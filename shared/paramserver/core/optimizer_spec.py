@@ -111,8 +111,7 @@ class OptimizerSpec(Struct, frozen=True):
                 values[key] = r.flag(key, default)
             else:
                 values[key] = r.number(key, default, 0.0, 1.0 if key in ("momentum", "alpha") else float("inf"))
-        schedule = r.take("schedule", {}, lambda v: isinstance(v, Mapping), "an object")
-        values["schedule"] = ScheduleSpec.read(schedule, f"{where}.schedule", errors)
+        values["schedule"] = ScheduleSpec.read(r.object("schedule"), f"{where}.schedule", errors)
         values["clip_value"] = r.optional_number("clip_value")
         values["clip_norm"] = r.optional_number("clip_norm")
         values["linear_scaling"] = r.flag("linear_scaling", False)

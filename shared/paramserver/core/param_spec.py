@@ -1,13 +1,12 @@
 """One parameter of a model: shape, dtype, initial values, and its own training settings."""
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any, Final, Self
 
 from msgspec import Struct, field
 
 from paramserver import limits
-from paramserver.core.fields import MODEL_NAME, Reader, check_param_name
+from paramserver.core.fields import Reader, check_param_name, is_integer, is_name
 from paramserver.errors import PsError
 from paramserver.types import ITEMSIZE
 
@@ -56,9 +55,8 @@ class InitSpec(Struct, frozen=True):
                 kinds = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
                 values[name] = r.choice("nonlinearity", "leaky_relu", kinds)
             elif name == "path":
-                ok = r.take("path", "", lambda v: isinstance(v, str) and bool(MODEL_NAME.fullmatch(v)), "a file name")
-                values[name] = ok
-                if not ok:
+                values[name] = r.take("path", "", is_name, "a file name")
+                if not values[name]:
                     r.fail("path", "is required")
             else:
                 low = 0.0 if name == "std" else float("-inf")
@@ -104,9 +102,7 @@ class ParamSpec(Struct, frozen=True):
             return (
                 isinstance(v, list | tuple)
                 and len(v) <= limits.RANK_MAX
-                and all(
-                    isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= limits.MODEL_ELEMENTS_MAX for n in v
-                )
+                and all(is_integer(n, 1, limits.MODEL_ELEMENTS_MAX) for n in v)
             )
 
         if "shape" not in r.data:
@@ -118,7 +114,7 @@ class ParamSpec(Struct, frozen=True):
             name,
             tuple(shape),
             r.choice("dtype", "float32", tuple(ITEMSIZE)),
-            InitSpec.read(r.take("init", {}, lambda v: isinstance(v, Mapping), "an object"), f"{where}.init", errors),
+            InitSpec.read(r.object("init"), f"{where}.init", errors),
             r.number("lr_scale", 1.0, 0.0),
             r.optional_number("weight_decay"),
             r.flag("trainable", True),

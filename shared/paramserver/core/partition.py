@@ -22,10 +22,10 @@ from paramserver.core.shard_io import (
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timers import Timer
 from paramserver.core.update import UpdateInput
-from paramserver.core.watermark import LEVELS, Watermark
+from paramserver.core.watermark import Watermark
 from paramserver.core.window import PushMemory
 from paramserver.errors import problem
-from paramserver.types import PartitionKey, Token
+from paramserver.types import LEVELS, PartitionKey, Token
 
 if TYPE_CHECKING:
     from paramserver.core.operation import Operation
@@ -58,7 +58,7 @@ class Partition:
     durable_clock: int = 0
     """sync: the clock at which a new owner would start; unlike the version, it is not raised by assignments."""
     level: int = 0
-    """The model's acknowledgement level (`watermark.LEVELS`); above 0 every command is journaled."""
+    """The model's acknowledgement level (`types.LEVELS`); above 0 every command is journaled."""
     lsn: int = 0
     """Number of the last command executed; counts on over all owners."""
     mark: Watermark = field(default_factory=Watermark)

@@ -28,7 +28,7 @@ class PushOperation(Operation):
     expires: float = 0.0
     """Deadline for its partitions to be loaded."""
     level: int = 0
-    """Durability that its reply acknowledges and waits for (`watermark.LEVELS`)."""
+    """Durability that its reply acknowledges and waits for (`types.LEVELS`)."""
     _seen: list[EarlierAnswer | None] = field(default_factory=list)
     _fresh: list[tuple[Partition, PushPart]] = field(default_factory=list)
     _numbers: list[tuple[float, float]] = field(default_factory=list)

@@ -7,7 +7,7 @@ from paramserver.core.checkpoints import Record
 from paramserver.core.cluster import Cluster
 from paramserver.core.gate import Commit
 from paramserver.core.membership import Member, Shard, Worker
-from paramserver.core.models import FORMAT, Model
+from paramserver.core.models import Model
 from paramserver.core.runs import Run
 from paramserver.core.series import Series
 from paramserver.core.tasks import Dataset
@@ -30,12 +30,6 @@ def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, u
         kind, _, rest = name.partition(":")
         if kind not in groups:
             raise problem("corrupt_state", f"field {name!r:.80} of the stored state has an unknown kind")
-        if doc.get("format", FORMAT) != FORMAT:
-            raise problem(
-                "corrupt_state",
-                f"field {name!r:.80} has format {doc.get('format')}; this version reads format {FORMAT}",
-                hint="start the version that wrote it, or a newer one",
-            )
         groups[kind][rest] = doc
     c = Cluster(term, unix_s - now)
     try:

@@ -26,8 +26,8 @@ from paramserver.core.shard_io import (
     WorkerAnswered,
 )
 from paramserver.core.timers import Timers
-from paramserver.core.watermark import LEVELS
 from paramserver.errors import PsError, as_problem, problem
+from paramserver.types import LEVELS
 
 
 class Shard(running.Shard, Protocol):

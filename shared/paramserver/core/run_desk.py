@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
-from paramserver.core.fields import MODEL_NAME
+from paramserver.core.fields import is_name
 from paramserver.core.membership import Member, current, expired
 from paramserver.core.models import Model
 from paramserver.core.runs import RESTARTS_MAX, Place, Run, StopRule, check_run, how_to_start
@@ -37,7 +37,7 @@ class RunDesk:
         with validating():
             check_run(e.entry, e.workers, e.args, e.evaluate_every, e.checkpoint_every)
             stop = StopRule.check(e.stop)
-        if e.name is not None and (not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name)):
+        if e.name is not None and not is_name(e.name):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed", where="name")
         model = self.c.model(e.model)
         busy = next((r.id for r in self.c.runs.values() if r.model == e.model and not r.ended), None)
@@ -169,7 +169,7 @@ class RunDesk:
     # --- the pool ---
 
     def join(self, e: JoinPool, now: float) -> None:
-        if e.name is not None and (not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name)):
+        if e.name is not None and not is_name(e.name):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed", where="name")
         if not all(isinstance(p, str) and 0 < len(p) <= 256 for p in e.allow) or len(e.allow) > 64:
             raise problem("invalid_field", "allow: must be a list of module prefixes", where="allow")

@@ -1,11 +1,11 @@
 """Events of the scheduler's core about runs and the worker pool; see `scheduler_io`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct, field
 
-Json: TypeAlias = Mapping[str, Any]
+from paramserver.types import Json
 
 
 class CreateRun(Struct, frozen=True):

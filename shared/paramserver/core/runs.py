@@ -14,6 +14,8 @@ from msgspec import Struct
 
 from paramserver import limits
 from paramserver.core.documents import check_document
+from paramserver.core.fields import finite, is_integer
+from paramserver.core.series import is_metric_name
 from paramserver.errors import PsError, combined, problem
 
 RESTARTS_MAX: Final = 3
@@ -65,20 +67,18 @@ class StopRule(Struct, frozen=True):
             if key not in ("clocks", "minutes", "metric"):
                 fail(f"stop.{key!s:.40}", "is not a known field", "known fields: clocks, metric, minutes")
         clocks, minutes, metric = data.get("clocks"), data.get("minutes"), data.get("metric")
-        if clocks is not None and not (
-            isinstance(clocks, int) and not isinstance(clocks, bool) and 0 < clocks < 1 << 53
-        ):
+        if clocks is not None and not is_integer(clocks, 1):
             fail("stop.clocks", "must be a positive integer")
-        if minutes is not None and not (_is_number(minutes) and 0 < minutes < 1e9):
+        if minutes is not None and not (finite(minutes) and 0 < minutes < 1e9):
             fail("stop.minutes", "must be a positive number")
         name = low = high = None
         if metric is not None:
-            if not isinstance(metric, Mapping) or not _is_name(metric.get("name")):
+            if not isinstance(metric, Mapping) or not is_metric_name(metric.get("name")):
                 fail("stop.metric", 'must be {"name": ..., "at_least" or "at_most": number}')
             else:
                 name, low, high = metric["name"], metric.get("at_least"), metric.get("at_most")
                 given = [v for v in (low, high) if v is not None]
-                if len(given) != 1 or not _is_number(given[0]) or set(metric) - {"name", "at_least", "at_most"}:
+                if len(given) != 1 or not finite(given[0]) or set(metric) - {"name", "at_least", "at_most"}:
                     fail("stop.metric", "needs either at_least or at_most, a number")
         if errors:
             raise combined(errors)
@@ -186,7 +186,6 @@ class Run:
     def stored(self) -> dict[str, Any]:
         """Stored field `run:ID`."""
         return {
-            "format": 1,
             "id": self.id,
             "name": self.name,
             "model": self.model,
@@ -261,14 +260,6 @@ def how_to_start(entry: str, barred: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
 def check_run(entry: Any, workers: Any, args: Any, evaluate_every: Any, checkpoint_every: Any) -> None:
     """Raise RequestError naming each invalid field of a new run."""
     errors: list[PsError] = []
@@ -276,19 +267,16 @@ def check_run(entry: Any, workers: Any, args: Any, evaluate_every: Any, checkpoi
     def fail(where: str, what: str, hint: str = "") -> None:
         errors.append(problem("invalid_field", f"{where}: {what}", hint=hint, where=where))
 
-    def count(value: Any, low: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and low <= value < 1 << 53
-
     if not isinstance(entry, str) or len(entry) > 256 or not ENTRY.fullmatch(entry):
         fail("entry", f"{entry!r:.80} is not a valid entry point", "write 'package.module:function'")
-    if not count(workers, 1) or workers > limits.WORKERS_PER_MODEL_MAX:
+    if not is_integer(workers, 1, limits.WORKERS_PER_MODEL_MAX):
         fail("workers", f"must be an integer from 1 to {limits.WORKERS_PER_MODEL_MAX}")
     if not isinstance(args, Mapping) or not all(isinstance(k, str) for k in args):
         fail("args", "must be an object")
     else:
         check_document(args, "args")
     for where, value in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
-        if not count(value, 0):
+        if not is_integer(value):
             fail(where, "must be a number of clocks, 0 for none")
     if errors:
         raise combined(errors)

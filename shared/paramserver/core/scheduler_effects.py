@@ -1,14 +1,11 @@
 """Effects of the scheduler's core, performed by its runtime; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
 
 from msgspec import Struct
 
 from paramserver.errors import PsError
-from paramserver.types import ModelKey, PartitionKey, Token
-
-Json: TypeAlias = Mapping[str, Any]
+from paramserver.types import Json, ModelKey, PartitionKey, Token
 
 
 class Store(Struct, frozen=True):

@@ -15,7 +15,7 @@ from msgspec import Struct
 from paramserver import limits
 from paramserver.core.layout import Layout, Range
 from paramserver.core.param_spec import ParamSpec
-from paramserver.errors import PsError, combined, problem
+from paramserver.errors import combined, problem
 
 Names: TypeAlias = str | Iterable[str]
 Ranges: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
@@ -122,13 +122,8 @@ def matched(layout: Layout, names: Names) -> list[str]:
         if hits:
             stray.discard(pattern)
     if stray:
-        raise combined(unknown(layout, [name for name in others if name in stray]))
+        raise combined(layout.spec.unknown([name for name in others if name in stray]))
     return [n for n in layout.by_name if n in found]
-
-
-def unknown(layout: Layout, names: Iterable[str]) -> list[PsError]:
-    """Return an error for each name that the model lacks; the first few hint at the nearest known name."""
-    return layout.spec.unknown(names)
 
 
 def select(layout: Layout, names: Names | None = None, ranges: Ranges | None = None) -> Selection:

@@ -9,6 +9,11 @@ from paramserver.core.fields import finite
 from paramserver.errors import problem
 
 
+def is_metric_name(value: Any) -> bool:
+    """Whether a JSON value can name a metric: 1 to 64 printable characters."""
+    return isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable()
+
+
 def check_metrics(metrics: Any) -> dict[str, float]:
     """Return the metrics as floats; raises RequestError (`invalid_field`) unless they are numbers under short names."""
     if not isinstance(metrics, Mapping):
@@ -16,7 +21,7 @@ def check_metrics(metrics: Any) -> dict[str, float]:
     if len(metrics) > limits.METRIC_NAMES_MAX:
         raise problem("invalid_field", f"metrics: at most {limits.METRIC_NAMES_MAX} names", where="metrics")
     for name, value in metrics.items():
-        if not isinstance(name, str) or not 0 < len(name) <= 64 or not name.isprintable():
+        if not is_metric_name(name):
             raise problem(
                 "invalid_field", f"metrics: {name!r:.80} is not a name of 1 to 64 characters", where="metrics"
             )
@@ -46,7 +51,7 @@ class Series:
     def stored(self) -> dict[str, Any]:
         """Stored field `series:NAME`: the newest points of each name."""
         newest = {n: list(p)[-limits.METRIC_POINTS_STORED :] for n, p in self.points.items()}
-        return {"format": 1, "points": {n: [list(row) for row in p] for n, p in newest.items()}}
+        return {"points": {n: [list(row) for row in p] for n, p in newest.items()}}
 
     def due(self, now: float) -> bool:
         """Whether points have waited long enough to be stored; if so, they count as stored from now on."""

@@ -10,9 +10,8 @@ from paramserver.core.partition import Partition
 from paramserver.core.shard_io import CommitDecided, ModelView
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timers import Timer
-from paramserver.core.watermark import LEVELS
 from paramserver.errors import PsError, problem
-from paramserver.types import ModelKey
+from paramserver.types import LEVELS, ModelKey
 
 if TYPE_CHECKING:
     from paramserver.core.operation import Operation
@@ -84,7 +83,7 @@ class ServedModel:
 
     @property
     def level(self) -> int:
-        """The acknowledgement level (`watermark.LEVELS`); it never changes."""
+        """The acknowledgement level (`types.LEVELS`); it never changes."""
         return LEVELS[self.spec.ack]
 
     @property

@@ -1,7 +1,7 @@
 """A change of settings, once its turn has come: one consistency mode is ended properly before the next begins."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
 from paramserver.core.operation import Operation, Shard, record_settings_change
@@ -52,11 +52,4 @@ class SettingsOperation(Operation):
         return ()
 
     def _again(self) -> "SettingsOperation":
-        return SettingsOperation(
-            self.model,
-            self.partitions,
-            spec=self.spec,
-            revision=self.revision,
-            live_workers=self.live_workers,
-            clock=self.clock,
-        )
+        return replace(self)

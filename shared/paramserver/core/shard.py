@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paramserver.core.durability import Durability
-from paramserver.core.handover import Handover, released
+from paramserver.core.handover import Handover
 from paramserver.core.journal import drop_head
 from paramserver.core.loading import LoadDesk
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
@@ -152,7 +152,10 @@ class ShardCore:
 
     def released(self) -> Iterator[tuple[str, int, int, Token, int, int]]:
         """Yield (model, generation, index, token, version, release number) of each partition that may be taken over."""
-        return released(self.models.values())
+        for model in self.models.values():
+            for p in model.partitions.values():
+                if p.released:
+                    yield (model.key.name, model.key.generation, p.index, p.token, p.version, p.held)
 
     def owns(self, key: PartitionKey, token: Token) -> bool:
         """Whether this shard has that partition under that token."""

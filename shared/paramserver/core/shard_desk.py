@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
-from paramserver.core.fields import MODEL_NAME, finite
+from paramserver.core.fields import finite, is_name
 from paramserver.core.membership import Shard, current, expired
 from paramserver.core.models import RESTORED, Model
 from paramserver.core.move_desk import MoveDesk
@@ -27,7 +27,7 @@ class ShardDesk:
         self.moves = moves
 
     def join(self, e: JoinShard, now: float) -> None:
-        if not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name):
+        if not is_name(e.name):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a shard", where="name")
         addresses = tuple(e.addresses)
         if not 0 < len(addresses) <= ADDRESSES_MAX or not all(isinstance(a, str) and len(a) < 256 for a in addresses):
@@ -166,7 +166,7 @@ class ShardDesk:
     def _begin_anew(self, model: Model) -> None:
         """Restart a model of which nothing is stored: random values are drawn again, others requested or read again."""
         complete = model.ready or bool(model.lost)
-        model.missing = {p.name for p in model.spec.params if p.init.kind in ("upload", "file")}
+        model.missing = {*model.spec.uploads, *model.spec.files}
         model.missing |= {RESTORED} if model.restored else set()
         if complete and model.missing:
             model.lost = set(range(len(model.owners)))

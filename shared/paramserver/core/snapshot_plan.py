@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from paramserver import limits
 from paramserver.core.partition import Partition
 from paramserver.core.shard_io import Capture, StoreSnapshot
-from paramserver.core.watermark import LEVELS
-from paramserver.types import PartitionKey
+from paramserver.types import LEVELS, PartitionKey
 
 _RETRY_S = 1.0
 

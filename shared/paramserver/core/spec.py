@@ -15,6 +15,7 @@ from paramserver.core.near import near
 from paramserver.core.optimizer_spec import OptimizerSpec, kept_fields
 from paramserver.core.param_spec import ParamSpec
 from paramserver.errors import PsError, combined, problem
+from paramserver.types import LEVELS
 
 
 class ConsistencySpec(Struct, frozen=True):
@@ -133,6 +134,11 @@ class ModelSpec(Struct, frozen=True):
         """Names of the parameters whose initial values a client uploads."""
         return tuple(p.name for p in self.params if p.init.kind == "upload")
 
+    @property
+    def files(self) -> dict[str, str]:
+        """File names of the parameters whose initial values the scheduler reads from files, by parameter."""
+        return {p.name: p.init.path for p in self.params if p.init.kind == "file"}
+
     @classmethod
     def parse(cls, data: Any) -> Self:
         """Return the spec that a JSON object describes, with defaults filled in.
@@ -165,16 +171,15 @@ class ModelSpec(Struct, frozen=True):
         partitions = r.integer("partitions", default, 1, limits.PARTITIONS_MAX)
         if size and not least <= partitions <= max(size, 1):
             r.fail("partitions", f"must be from {least} to {min(size, limits.PARTITIONS_MAX)} for {size} elements")
-        obj = lambda v: isinstance(v, Mapping)  # noqa: E731
         spec = cls(
             name,
             params,
-            OptimizerSpec.read(r.take("optimizer", {}, obj, "an object"), "optimizer", errors),
-            ConsistencySpec.read(r.take("consistency", {}, obj, "an object"), "consistency", errors),
+            OptimizerSpec.read(r.object("optimizer"), "optimizer", errors),
+            ConsistencySpec.read(r.object("consistency"), "consistency", errors),
             partitions,
-            r.choice("ack", "applied", ("applied", "journaled", "fsynced")),
+            r.choice("ack", "applied", tuple(LEVELS)),
             r.integer("evaluate_every", 0),
-            CheckpointSpec.read(r.take("checkpoint", {}, obj, "an object"), "checkpoint", errors),
+            CheckpointSpec.read(r.object("checkpoint"), "checkpoint", errors),
         )
         r.done()
         if errors:

@@ -13,13 +13,12 @@ from typing import Any, Final
 from msgspec import Struct
 
 from paramserver import limits
-from paramserver.core.fields import MODEL_NAME
+from paramserver.core.fields import is_integer, is_name
 from paramserver.errors import PsError, combined, problem
 
 OPEN_PASSES: Final = 2
 EVALUATE: Final = "evaluate"
 """Dataset name under which evaluation tasks are leased; no real dataset may have it."""
-_INT_MAX: Final = 1 << 53
 
 
 class RangeSet:
@@ -86,13 +85,13 @@ class DatasetSpec(Struct, frozen=True):
         def fail(where: str, what: str, hint: str = "") -> None:
             errors.append(problem("invalid_field", f"{where}: {what}", hint=hint, where=where))
 
-        if not isinstance(name, str) or not MODEL_NAME.fullmatch(name) or name == EVALUATE:
+        if not is_name(name) or name == EVALUATE:
             fail("dataset", f"{name!r:.80} is not allowed", "letters, digits, '.', '_' and '-'; not 'evaluate'")
         if uri is not None and (not isinstance(uri, str) or len(uri) > 4096 or not uri.isprintable()):
             fail("uri", "must be at most 4096 printable characters")
         if assignment not in ("dynamic", "static"):
             fail("assignment", f"'{assignment!s:.40}' is not one of dynamic, static")
-        if passes is not None and not _is_int(passes, 1):
+        if passes is not None and not is_integer(passes, 1):
             fail("passes", "must be a positive integer, or null for passes without end")
         pieces: list[tuple[int, int]] = []
         if ranges is not None:
@@ -104,9 +103,9 @@ class DatasetSpec(Struct, frozen=True):
                 pieces = [(r[0], r[1]) for r in ranges]
             else:
                 fail("ranges", "each must be [start, stop] with 0 <= start < stop")
-        elif not _is_int(size, 1):
+        elif not is_integer(size, 1):
             fail("size", "must be a positive integer", "or give `ranges`")
-        elif task_size is not None and not _is_int(task_size, 1):
+        elif task_size is not None and not is_integer(task_size, 1):
             fail("task_size", "must be a positive integer")
         else:
             assert size is not None
@@ -136,16 +135,12 @@ class DatasetSpec(Struct, frozen=True):
         return cls(doc["name"], ranges, doc["uri"], doc["assignment"], doc["passes"])
 
 
-def _is_int(value: Any, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= _INT_MAX
-
-
 def _is_range(value: Any) -> bool:
     return (
         isinstance(value, Sequence)
         and len(value) == 2
-        and _is_int(value[0], 0)
-        and _is_int(value[1], 1)
+        and is_integer(value[0])
+        and is_integer(value[1], 1)
         and bool(value[0] < value[1])
     )
 

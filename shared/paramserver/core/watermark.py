@@ -2,15 +2,13 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from paramserver.core.shard_io import PushDone, Request
+from paramserver.types import LEVELS
 
 if TYPE_CHECKING:
     from paramserver.core.partition import Partition
-
-LEVELS: Final[dict[str, int]] = {"applied": 0, "journaled": 1, "fsynced": 2}
-"""What an acknowledged push survives: nothing; the end of the process; also a crash of Redis's machine."""
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.documents import check_document
-from paramserver.core.fields import WORKER_NAME, finite, wait_seconds
+from paramserver.core.fields import INTEGER_MAX, WORKER_NAME, finite, is_integer, wait_seconds
 from paramserver.core.membership import Worker, expired
 from paramserver.core.models import COMMITS_KEPT, Model
 from paramserver.core.run_desk import RunDesk
@@ -23,13 +23,12 @@ from paramserver.core.waiter import Waiter, not_a_member
 from paramserver.errors import PsError, problem, validating
 
 COMMITS_PER_EVENT: Final = 64
-RANK_MAX: Final = 1 << 31
-EPOCH_MAX: Final = 1 << 53
+RANK_MAX: Final = (1 << 31) - 1
 
 
-def _count(value: Any, where: str, top: int = EPOCH_MAX) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < top:
-        raise problem("invalid_field", f"{where}: must be an integer from 0 to {top - 1}", where=where)
+def _count(value: Any, where: str, high: int = INTEGER_MAX - 1) -> None:
+    if not is_integer(value, 0, high):
+        raise problem("invalid_field", f"{where}: must be an integer from 0 to {high}", where=where)
 
 
 def _lease_s(value: Any) -> float:
@@ -59,7 +58,7 @@ class WorkerDesk:
         if e.rank is not None:
             _count(e.rank, "rank", RANK_MAX)
         if e.above is not None:
-            _count(e.above, "above", EPOCH_MAX - 1)
+            _count(e.above, "above", INTEGER_MAX - 2)
         lease_s = _lease_s(e.lease_s)
         name, count = self._name(model, e.name, e.attempt)
         self._clear_rank(model, name, e.rank)
@@ -176,9 +175,7 @@ class WorkerDesk:
 
     def heartbeat(self, e: WorkerHeartbeat, now: float) -> None:
         model = self.c.model(e.model)
-        worker = self.renew_lease(
-            model, e.worker, e.epoch, now
-        )  # It is alive, even if the rest of the event is invalid.
+        worker = self.renew_lease(model, e.worker, e.epoch, now)  # it is alive, even if the rest is invalid
         with validating():
             metrics = check_metrics(e.metrics)
             check_document(e.state, "state")

@@ -1,11 +1,11 @@
 """Events that the workers of a model send to the scheduler's core; see `scheduler_io`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct, field
 
-Json: TypeAlias = Mapping[str, Any]
+from paramserver.types import Json
 
 
 class JoinWorker(Struct, frozen=True):

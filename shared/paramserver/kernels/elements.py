@@ -6,9 +6,10 @@ Used by workers.  Like `encoding`, this needs numba; a pass is compiled, or load
 from functools import cache
 from typing import Any, Final
 
-import numba
 import numpy as np
 from numba import types
+
+from paramserver.kernels.jit import jit_entry_point, jit_internal
 
 _BLOCK: Final = 2048
 """Elements that are written and then squared while they are still in the first-level cache."""
@@ -25,11 +26,6 @@ _INF = np.uint32(0x7F800000)
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 _out16 = types.Array(types.uint16, 1, "C", aligned=False)
 _out32 = types.Array(types.uint32, 1, "C", aligned=False)
-_njit: Any = numba.njit
-
-
-def _jit_internal(function: Any) -> Any:
-    return _njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 @cache
@@ -42,13 +38,10 @@ def encoder(dtype: str) -> Any:
     """
     passes = {"float32": _float32, "float16": _float16, "bfloat16": _bfloat16}
     function, signature = passes[dtype], (_in32, _out32 if dtype == "float32" else _out16)
-    try:
-        return _njit(signature, nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no folder for a cache, as in `jit`
-        return _njit(signature, nogil=True, error_model="numpy")(function)
+    return jit_entry_point(function, signature)
 
 
-@_jit_internal
+@jit_internal
 def _add_squares(values: Any, lanes: Any) -> None:
     whole = values.size // (_LANES * _ROWS) * (_LANES * _ROWS)
     for i in range(0, whole, _LANES * _ROWS):
@@ -63,7 +56,7 @@ def _add_squares(values: Any, lanes: Any) -> None:
         lanes[i % _LANES] += x * x
 
 
-@_jit_internal
+@jit_internal
 def _copy(bits: Any, out: Any, top: Any) -> Any:
     """Copy float32 bits; return the largest magnitude so far, as its bits.  The `_round` functions do the same."""
     for i in range(bits.size):
@@ -73,7 +66,7 @@ def _copy(bits: Any, out: Any, top: Any) -> Any:
     return top
 
 
-@_jit_internal
+@jit_internal
 def _round_bfloat16(bits: Any, out: Any, top: Any) -> Any:
     for i in range(bits.size):
         u = bits[i]
@@ -86,7 +79,7 @@ def _round_bfloat16(bits: Any, out: Any, top: Any) -> Any:
     return top
 
 
-@_jit_internal
+@jit_internal
 def _round_float16(bits: Any, out: Any, top: Any) -> Any:
     for i in range(bits.size):
         u = bits[i]
@@ -105,7 +98,7 @@ def _round_float16(bits: Any, out: Any, top: Any) -> Any:
     return top
 
 
-@_jit_internal
+@jit_internal
 def _total(lanes: Any, finite: Any) -> Any:
     total = 0.0
     for k in range(_LANES):

@@ -1,12 +1,13 @@
 """The compiled encoder of the int8 codec, used by workers; compiled, or loaded from the cache, on import."""
 
+from functools import partial
 from typing import Any, Final
 
-import numba
 import numpy as np
 from numba import types
 
 from paramserver.kernels.codes import INT8_BLOCK
+from paramserver.kernels.jit import jit_entry_point
 
 SCALE: Final = np.float32(1.0 / 127.0)
 SMALLEST: Final = np.float32(2.0**-126)
@@ -17,18 +18,9 @@ _INF_BITS = np.uint32(0x7F800000)
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 _out32 = types.Array(types.float32, 1, "C", aligned=False)
 _out8 = types.Array(types.int8, 1, "C", aligned=False)
-_njit: Any = numba.njit
 
 
-def _jit(function: Any) -> Any:
-    signature = types.float64(_in32, _in32, _out32, _out8, _out32)
-    try:
-        return _njit(signature, nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no folder for a cache, as in `jit`
-        return _njit(signature, nogil=True, error_model="numpy")(function)
-
-
-@_jit
+@partial(jit_entry_point, signature=types.float64(_in32, _in32, _out32, _out8, _out32))
 def int8(values: Any, residual: Any, scales: Any, q: Any, new_residual: Any) -> Any:
     """Encode values + residual into scales and q, and write the encoding error to `new_residual`.
 

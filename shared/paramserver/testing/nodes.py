@@ -15,8 +15,8 @@ REDIS_S = 1.0
 class Node:
     """One process of the cluster."""
 
-    def __init__(self, world: World, name: str, redis: SimRedis, *, crashes: bool = True) -> None:
-        self.world, self.name, self.redis, self.crashes = world, name, redis, crashes
+    def __init__(self, world: World, name: str, redis: SimRedis) -> None:
+        self.world, self.name, self.redis = world, name, redis
         self.up = False
         self.deaths = 0
         self.paused_until_s = 0.0
@@ -63,7 +63,7 @@ class Node:
 
         def act() -> None:
             action()
-            if self.crashes and self.up and self.world.chance(self.world.faults.crash):
+            if self.up and self.world.chance(self.world.faults.crash):
                 self.crash()
 
         self._free_at = max(self._free_at, self.world.now) + self.world.rng.uniform(1e-5, 2e-3)

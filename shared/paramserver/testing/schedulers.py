@@ -54,8 +54,8 @@ class _Batch:
 class SimScheduler(Node):
     """The scheduler's core over simulated Redis."""
 
-    def __init__(self, world: World, name: str, redis: SimRedis, ledger: Ledger, *, crashes: bool = True) -> None:
-        super().__init__(world, name, redis, crashes=crashes)
+    def __init__(self, world: World, name: str, redis: SimRedis, ledger: Ledger) -> None:
+        super().__init__(world, name, redis)
         self.ledger = ledger
         self.leading = False
         self.seen_term = 0

@@ -95,11 +95,15 @@ class InMemoryStore:
 
     def append(self, entry: JournalEntry) -> bool:
         """Append one entry to its journal, unless it is already there; return False if earlier ones are missing."""
-        journal = self.journals.get(entry.key, [])
-        last = max([*(e.lsn for e in journal[-1:]), *(c.lsn for c in self.kept.get(entry.key, ())[:1])], default=0)
+        last = self.last_lsn(entry.key)
         if entry.lsn == last + 1:
-            self.journals.setdefault(entry.key, journal).append(entry)
+            self.journals.setdefault(entry.key, []).append(entry)
         return entry.lsn <= last + 1
+
+    def last_lsn(self, key: PartitionKey) -> int:
+        """Number of the last command that is stored, by snapshot or journal."""
+        stored = [*self.journals.get(key, ())[-1:], *self.kept.get(key, ())[:1]]
+        return max((s.lsn for s in stored), default=0)
 
     def load(self, effect: LoadPartition) -> LoadedState:
         """Return the state that a partition starts from; raises KeyError for an unknown cut."""

@@ -28,10 +28,8 @@ Ownership = tuple[PartitionKey, Token]
 class SimShard(Node):
     """One shard process."""
 
-    def __init__(
-        self, world: World, name: str, redis: SimRedis, schedulers: Sequence[SimScheduler], *, crashes: bool
-    ) -> None:
-        super().__init__(world, name, redis, crashes=crashes)
+    def __init__(self, world: World, name: str, redis: SimRedis, schedulers: Sequence[SimScheduler]) -> None:
+        super().__init__(world, name, redis)
         self.schedulers = list(schedulers)
 
     def start(self) -> None:

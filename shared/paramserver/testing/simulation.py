@@ -89,7 +89,7 @@ class Simulation:
         self.ledger = Ledger()
         self.schedulers = [SimScheduler(self.world, f"scheduler-{i}", self.redis, self.ledger) for i in range(2)]
         self.shards = {
-            name: SimShard(self.world, name, self.redis, self.schedulers[::turn], crashes=True)
+            name: SimShard(self.world, name, self.redis, self.schedulers[::turn])
             for name, turn in (("shard-0", 1), ("shard-1", -1), ("shard-2", 1))
         }
         self.workers = 3

@@ -102,17 +102,11 @@ class SimRedis:
         owner = self.tokens.get(key, 0)
         if owner != token:
             return Verdict.FENCED if owner > token else Verdict.EMPTIED
-        if entries[0].lsn > self._last(key) + 1:
+        if entries[0].lsn > self.store.last_lsn(key) + 1:
             return Verdict.GAP
         for entry in entries:
             self.store.append(entry)
         return Verdict.DONE
-
-    def _last(self, key: PartitionKey) -> int:
-        lsns = [e.lsn for e in self.store.journals.get(key, ())[-1:]] + [
-            c.lsn for c in self.store.kept.get(key, ())[:1]
-        ]
-        return max(lsns, default=0)
 
     def save(self, effect: StoreSnapshot, pinned: int | None) -> Verdict:
         """Store a snapshot, if its token is the owner's; the cut at clock `pinned` is kept."""
