@@ -5,6 +5,7 @@ new connection starts with the complete state, so a broken connection loses noth
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -40,8 +41,9 @@ log = logging.getLogger("paramserver.shard")
 
 JOIN_LOG_INTERVAL_S: Final = 60.0
 TERM_KEY: Final = "ps:term"
+LEADER_KEY: Final = "ps:leader"
 FENCE_KEY: Final = "ps:fence"
-"""Redis hash: shard name -> highest fenced epoch. The leader writes this key and `TERM_KEY`."""
+"""Redis hash: shard name -> highest fenced epoch. The leader writes this key, `TERM_KEY` and `LEADER_KEY`."""
 
 
 class Membership:
@@ -160,6 +162,8 @@ class Membership:
                 if error.code == "invalid_field":  # its name or an address is not allowed: retrying would not help
                     raise
                 self._log_join_failure(error)
+                if error.code == "conflict":  # perhaps of a leader that does not know its successor yet
+                    self.link.switch_from(self.link.url)
                 await asyncio.sleep(RETRY_S)
                 continue
             self._join_error = ""
@@ -179,20 +183,21 @@ class Membership:
 
     async def _join(self) -> None:
         body = {"name": self.name, "addresses": self._addresses, "version": self._version}
-        answer = await self.link.request("POST", "/internal/shards", body, await self._redis_term())
+        answer = await self.link.request("POST", "/internal/shards", body, await self._redis_leader())
         await self._accept_term(answer)
         self.epoch = int(answer["epoch"])
         self.state = "active"
         self._confirmed(scheduler_at=monotonic())
         log.info("joined as %s, epoch %d", self.name, self.epoch)
 
-    async def _redis_term(self) -> dict[str, int]:
-        """Return the term in this shard's Redis as a query parameter; empty if Redis does not answer."""
+    async def _redis_leader(self) -> dict[str, Any]:
+        """Return term and leader in this shard's Redis as query parameters; empty if Redis does not answer."""
         try:
-            return {"redis_term": int(await self._redis.get(TERM_KEY) or 0)}
+            term, leader = await self._redis.mget(TERM_KEY, LEADER_KEY)
         except (RedisError, OSError):
             stop_if_cancelled()
             return {}
+        return {"redis_term": int(term or 0)} | ({"redis_leader": json.loads(leader)["id"]} if leader else {})
 
     def _log_join_failure(self, error: PsError) -> None:
         """Log a failed join, unless the same reason was logged within the last minute."""
