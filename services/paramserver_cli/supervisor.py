@@ -77,6 +77,8 @@ class Supervisor:
     def __init__(self, processes: Processes, guard: Guard) -> None:
         self.state, self.processes, self.guard = processes.state, processes, guard
         self.alive: dict[str, subprocess.Popen[bytes]] = {}
+        self._kept: set[str] = set()
+        """Names of the children that a `run_child` keeps running; they may be dead until it starts them again."""
         self.restarts: dict[str, int] = {}
         self.phase: Phase = "starting"
         self.error = ""
@@ -92,6 +94,14 @@ class Supervisor:
         A worker that exits with 0 and a shard that the plan no longer has are not restarted.  Raises StartFailed after
         START_ATTEMPTS_MAX deaths before the cluster is ready.
         """
+        self._kept.add(spec.name)
+        try:
+            await self._keep(spec)
+        finally:
+            self._kept.remove(spec.name)
+        self.publish()
+
+    async def _keep(self, spec: ChildSpec) -> None:
         backoff_s = BACKOFF_FIRST_S
         while self._wanted(spec):
             born = time.monotonic()
@@ -113,7 +123,6 @@ class Supervisor:
             backoff_s = BACKOFF_FIRST_S if time.monotonic() - born > STEADY_S else min(backoff_s * 2, BACKOFF_MAX_S)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.stop.wait(), backoff_s)
-        self.publish()
 
     def _wanted(self, spec: ChildSpec) -> bool:
         """Whether to start the child (again)."""
@@ -222,7 +231,7 @@ class Supervisor:
             p.plan = replace(p.plan, shards=plan.shards)
             before, self._wanted_shards = self._wanted_shards, set(p.shard_names)
             for spec in p.shard_specs():
-                if spec.name not in before and spec.name not in self.alive:
+                if spec.name not in self._kept:
                     children.create_task(self.run_child(spec))
             self.publish()
             await self._end(sorted(before - self._wanted_shards), SHARD_GRACE_S)

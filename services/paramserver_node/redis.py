@@ -20,6 +20,8 @@ TIMEOUT_S: Final = 5.0
 """Timeout for one write or reply; for large transfers see `transfer_timeout`."""
 PACE_BYTES_PER_S: Final = 4 * MIB
 """Lowest transfer rate expected of Redis: over a slow disk or network that reaches it, Redis counts as available."""
+LEADER_KEY: Final = "ps:leader"
+"""JSON with the leader's id, among others (`paramserver_scheduler.lease`); shards compare it at their join."""
 TERM_KEY: Final = "ps:term"
 """The number of leaderships; the leader writes it, and shards compare it with what they are told."""
 FENCE_KEY: Final = "ps:fence"

@@ -6,7 +6,8 @@ Keys: `ps:leader` (JSON with id, place, url, term and, by Redis' clock, the time
 listened on.  Only one process can be there, so a scheduler that finds the lease held by its own place takes it at once.
 
 A lease that was not renewed for 3 s is taken over only by a scheduler that has been getting answers from Redis for
-1.5 s: after an outage of Redis the leader can renew its lease before another takes it.
+1.5 s: after an outage of Redis the leader can renew its lease before another takes it.  The same holds for a renewal
+that lies in the future, because the clock of Redis' machine was put back.
 """
 
 import asyncio
@@ -21,9 +22,8 @@ from redis.exceptions import RedisError
 
 from paramserver import limits
 from paramserver.errors import problem
-from paramserver_node.redis import AWAY, TERM_KEY, stop_if_cancelled, trouble
+from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, stop_if_cancelled, trouble
 
-LEADER_KEY: Final = "ps:leader"
 SCHEDULERS_KEY: Final = "ps:schedulers"
 WRITTEN_KEY: Final = "ps:written"
 _NEVER_MS: Final = 1 << 53
@@ -38,7 +38,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 redis.call('HSET', KEYS[3], ARGV[1], cjson.encode({url = ARGV[2], name = ARGV[3], seen = now}))
 local held, others = redis.call('HGETALL', KEYS[3]), {}
 for i = 1, #held, 2 do
-  if now - cjson.decode(held[i + 1]).seen > 10000 then
+  if math.abs(now - cjson.decode(held[i + 1]).seen) > 10000 then
     redis.call('HDEL', KEYS[3], held[i])
   else
     local other = cjson.decode(held[i + 1])
@@ -63,7 +63,7 @@ local free = not leader
 if leader then
   local held = cjson.decode(leader)
   local watched = now - tonumber(ARGV[9]) >= 1500 and now - tonumber(ARGV[10]) <= 2000
-  free = held.place == ARGV[1] or held.renewed == 0 or (watched and now - held.renewed > tonumber(ARGV[5]))
+  free = held.place == ARGV[1] or held.renewed == 0 or (watched and math.abs(now - held.renewed) > tonumber(ARGV[5]))
 end
 local known = tonumber(ARGV[6])
 if free and (term >= known or ARGV[7] == '1') and not (term == 0 and ARGV[8] == '1') then
@@ -165,7 +165,7 @@ class Lease:
         flags = [self.known_term, int(even_if_emptied), int(self._expect_state), *self._answered_ms]
         won, term, leader, others, now_ms = await self._run(self._acquire_script, flags)
         since_ms, last_ms = self._answered_ms
-        self._answered_ms = (since_ms if now_ms - last_ms <= 2000 else now_ms, now_ms)
+        self._answered_ms = (since_ms if 0 <= now_ms - last_ms <= 2000 else now_ms, now_ms)
         self.emptied = int(term) < self.known_term
         self.known_term = max(self.known_term, int(term))
         self._note(leader, others)

@@ -16,8 +16,8 @@ from redis.exceptions import RedisError
 
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
-from paramserver_node.redis import FENCE_KEY, TERM_KEY, stop_if_cancelled, token_text
-from paramserver_scheduler.lease import LEADER_KEY, WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
+from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, stop_if_cancelled, token_text
+from paramserver_scheduler.lease import WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
 
 STATE_KEY: Final = "ps:state"
 FORMAT: Final = 1

@@ -5,6 +5,7 @@ new connection starts with the complete state, so a broken connection loses noth
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -28,7 +29,7 @@ from paramserver.errors import FencedError, NotFoundError, PsError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S, SERVE_WITHOUT_CONTACT_S
 from paramserver.types import ModelKey
 from paramserver_node.race import race
-from paramserver_node.redis import FENCE_KEY, TERM_KEY, stop_if_cancelled
+from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, stop_if_cancelled
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
 from paramserver_shard.link import RETRY_S, SOURCE_URL, SchedulerLink
@@ -157,6 +158,8 @@ class Membership:
                 if error.code == "invalid_field":  # its name or an address is not allowed: retrying would not help
                     raise
                 self._log_join_failure(error)
+                if error.code == "conflict":  # perhaps of a leader that does not know its successor yet
+                    self.link.switch_from(self.link.url)
                 await asyncio.sleep(RETRY_S)
                 continue
             self._join_error = ""
@@ -176,20 +179,21 @@ class Membership:
 
     async def _join(self) -> None:
         body = {"name": self.name, "addresses": self._addresses, "version": self._version}
-        answer = await self.link.request("POST", "/internal/shards", body, await self._redis_term())
+        answer = await self.link.request("POST", "/internal/shards", body, await self._redis_leader())
         await self._accept_term(answer)
         self.epoch = int(answer["epoch"])
         self.state = "active"
         self._confirmed(scheduler_at=monotonic())
         log.info("joined as %s, epoch %d", self.name, self.epoch)
 
-    async def _redis_term(self) -> dict[str, int]:
-        """Return the term in this shard's Redis as a query parameter; empty if Redis does not answer."""
+    async def _redis_leader(self) -> dict[str, Any]:
+        """Return term and leader in this shard's Redis as query parameters; empty if Redis does not answer."""
         try:
-            return {"redis_term": int(await self._redis.get(TERM_KEY) or 0)}
+            term, leader = await self._redis.mget(TERM_KEY, LEADER_KEY)
         except (RedisError, OSError):
             stop_if_cancelled()
             return {}
+        return {"redis_term": int(term or 0)} | ({"redis_leader": json.loads(leader)["id"]} if leader else {})
 
     def _log_join_failure(self, error: PsError) -> None:
         """Log a failed join, unless the same reason was logged within the last minute."""

@@ -118,6 +118,7 @@ class Runtime:
         self._tasks: set[asyncio.Task[None]] = set()
         self._events: deque[Event] = deque()
         self._draining = False
+        self._closed = False
         self._open: dict[Request, asyncio.Future[Outcome]] = {}
         self._last_request = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -161,6 +162,7 @@ class Runtime:
         return outcome
 
     async def _ask(self, event: Callable[[Request], Event]) -> tuple[Event, Outcome]:
+        self._check_open()
         if len(self._open) >= QUEUED_REQUESTS_MAX:
             raise problem("queue_full", f"{len(self._open)} requests are waiting in this shard")
         self._last_request += 1
@@ -180,7 +182,9 @@ class Runtime:
         return made, outcome
 
     def feed(self, event: Event) -> None:
-        """Hand one event to the core and perform its effects before returning."""
+        """Hand one event to the core and perform its effects before returning; nothing happens any more once closed."""
+        if self._closed:
+            return
         self._events.append(event)
         if self._draining:
             return  # called from an effect: the outer call's loop takes it next, so effects stay in order
@@ -246,11 +250,12 @@ class Runtime:
         task.add_done_callback(self._tasks.discard)
 
     async def offload(self, work: Callable[[], T]) -> T:
-        """Run `work` in a compute thread and return its result."""
-        return await self._loop.run_in_executor(self._executor, work)
+        """Run `work` in a compute thread and return its result.  Raises like `submit`."""
+        return await self.submit(work)
 
     def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Start `work` in a compute thread; returns a future."""
+        """Start `work` in a compute thread; returns a future.  Raises Unavailable once closed."""
+        self._check_open()
         return self._loop.run_in_executor(self._executor, work)
 
     def _apply(self, due: Apply) -> None:
@@ -361,15 +366,24 @@ class Runtime:
         self.feed(await self.peers.ask_worker(effect))
 
     def close(self) -> None:
-        """Cancel all tasks; requests that still wait are answered 503."""
+        """Cancel all tasks and take no more events; requests that still wait are answered 503, as are later ones."""
+        self._closed = True
         for task in tuple(self._tasks):
             task.cancel()
         if self._timer is not None:
             self._timer.cancel()
         for future in self._open.values():
             if not future.done():
-                future.set_result(problem("unavailable", "this shard is stopping"))
+                future.set_result(_stopping())
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _stopping()
+
+
+def _stopping() -> PsError:
+    return problem("unavailable", "this shard is stopping")
 
 
 def _no_op(states: Sequence[PartitionState]) -> None:

@@ -196,6 +196,7 @@ class SnapshotStore:
             crash_point("shard.snapshot_after_switch")
             if result != SaveResult.STORED:
                 await self._delete_blocks(key, name, count)
+                await self._redis.srem(_key(key, "pending"), f"{name}:{count}")
                 return SaveResult(result)
             for old in found:
                 if all(old["name"] != e["name"] for e in kept):

@@ -1,6 +1,7 @@
 """The scheduler's state in a real Redis: written atomically, in order, by the newest leader only."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from redis.asyncio import Redis as AsyncRedis
 from paramserver.errors import PsError
 from paramserver.types import ModelKey, PartitionKey
 from paramserver_node import redis_server
-from paramserver_node.redis import connect
+from paramserver_node.redis import LEADER_KEY, connect
 from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
 from paramserver_scheduler.store import StateStore
@@ -26,6 +27,7 @@ async def leading(redis: AsyncRedis) -> StateStore:
 
 
 KEY = PartitionKey(ModelKey("m", 1), 0)
+HOUR_MS = 3_600_000
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +205,24 @@ async def test_a_request_in_doubt_is_let_go_when_the_reign_ends() -> None:
         running.cancel()
         assert await leads is False
         await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_clock_of_redis_that_is_put_back_keeps_nobody_from_leading(redis_url: str, plain: Redis) -> None:
+    """When the clock of Redis goes back an hour, a living leader goes on leading, and a dead one is replaced."""
+    async with connect(redis_url) as redis:
+        old = Lease(redis, name="old", place="there", url="http://127.0.0.1:1")
+        new = Lease(redis, name="new", place="here", url="http://127.0.0.1:2")
+        assert await old.try_acquire()
+        assert not await new.try_acquire()
+        # All times that either knows of are now an hour in the future.
+        held = json.loads(plain.get(LEADER_KEY) or b"")
+        plain.set(LEADER_KEY, json.dumps(held | {"renewed": held["renewed"] + HOUR_MS}))
+        new._answered_ms = (new._answered_ms[0] + HOUR_MS, new._answered_ms[1] + HOUR_MS)
+        for _ in range(10):
+            await old.renew()
+            assert not await new.try_acquire()
+            await asyncio.sleep(0.2)
+        held = json.loads(plain.get(LEADER_KEY) or b"")
+        plain.set(LEADER_KEY, json.dumps(held | {"renewed": held["renewed"] + HOUR_MS}))
+        assert await new.try_acquire()

@@ -88,6 +88,13 @@ async def test_two_snapshots_are_kept_and_the_newest_is_read(redis: Redis) -> No
     assert np.array_equal(stored.arrays[0], values(3))
 
 
+async def test_what_is_stored_of_a_model_that_is_deleted_meanwhile_goes_with_it(redis: Redis) -> None:
+    """A snapshot that ends after the model's keys were deleted leaves no key."""
+    await redis.flushall()
+    assert await save(store_of(redis), 1) == SaveResult.EMPTIED
+    assert await redis.keys("*") == []
+
+
 async def test_what_is_read_back_leaves_no_other_memory_in_the_pool(redis: Redis) -> None:
     """Reading a snapshot leaves no free buffers in the pool.
 

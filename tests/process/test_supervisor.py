@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 from redis import Redis
 
 import paramserver as ps
+from paramserver_cli.cluster_file import StateDir
+from paramserver_cli.launch import plan_changed
 from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, cluster, eventually
@@ -81,6 +84,41 @@ def test_a_killed_process_comes_back_at_its_address(own_cluster: Cluster) -> Non
         if url:
             eventually(partial(is_ready, url), what=f"{kind} ready")
     assert listener(port_of(own_cluster.info["redis"])) == own_cluster.present()["pids"]["redis"][0]
+
+
+def test_a_shard_that_is_scaled_away_and_back_while_it_is_down_runs_once(tmp_path: Path) -> None:
+    """A shard that the plan loses and regains while its restart is held back is started once, not twice.
+
+    Of two under one name and port, one could never run, and the supervisor failed when the other ended.
+    """
+
+    def pid() -> int | None:
+        found = folder.cluster()
+        return found.pids["shards"][1] if found is not None else None
+
+    def kill() -> None:
+        os.kill(eventually(pid, what="the shard") or 0, signal.SIGKILL)
+        eventually(lambda: pid() is None, what="its end")
+
+    def resize(shards: int) -> None:
+        plan = folder.plan()
+        assert plan is not None
+        folder.write(replace(plan, shards=shards))
+        plan_changed(folder)
+        eventually(lambda: (c := folder.cluster()) and len(c.shards) == shards, what=f"{shards} shards")
+
+    folder = StateDir(tmp_path / "c")
+    with cluster(folder.path) as running:
+        for _ in range(5):  # each doubles the pause before the next start, which is 3.2 s in the end
+            kill()
+        resize(1)
+        resize(2)
+        eventually(partial(is_ready, running.shards[1]), what="the shard ready")
+        kill()
+        eventually(pid, what="a new shard")
+        supervisor = folder.supervisor()
+        assert supervisor is not None
+        assert supervisor.restarts["shard-1"] == 6
 
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:

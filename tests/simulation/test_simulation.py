@@ -115,6 +115,13 @@ def test_a_quorum_under_faults_divides_by_what_was_pushed(late: str, first: int)
         run(Simulation(seed, "sync", checkpoints=2 * (seed % 3), late=late))
 
 
+@pytest.mark.parametrize("mode", CONSISTENCY)
+def test_workers_that_die_leave_nothing_half_done(mode: str) -> None:
+    """Workers that die between two requests and join again, soon or after their lease, break no promise."""
+    for seed, kind in enumerate(KINDS):
+        run(Simulation(seed, mode, kind=kind, deaths=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_gives_the_same_trace(kind: str) -> None:
     """Two runs of the same seed have the same trace, and two different seeds have different traces."""

@@ -109,7 +109,37 @@ def test_who_joins_a_restored_model_begins_with_the_state_that_the_checkpoint_ha
     joined = [d.join(w) for w in ("a", "b", "run-1/w0", "c")]
 
     assert [w["state"] for w in joined] == [{"at": 3}, {"at": 4}, [5], None]
-    assert [w["epoch"] for w in joined] == [2, 2, 2, 1]
+    assert [w["epoch"] for w in joined] == [2, 1, 1, 1]
+
+
+def test_a_worker_that_a_restore_has_brought_and_that_has_not_joined_is_not_dead() -> None:
+    """Until it joins, a restored worker is in no status and unknown to shards, but stored states list it."""
+    d = Driver()
+    d.model()
+    d.join("a")
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, None, 0, {"m/b": {"at": 4}}))
+    for _ in range(2):
+        assert [w["worker"] for w in d.core.read.status(d.now)["models"][0]["workers"]] == ["m/a"]
+        with pytest.raises(PsError, match="has not joined"):
+            d.core.read.worker("m", "m/b", d.now)
+        listed = d.core.read.workers("m", d.now, kept=True)[-1]
+        assert (listed["worker"], listed["state"], listed["kept"]) == ("m/b", "restored", {"at": 4})
+        d.restart()
+    assert d.join("b")["epoch"] == 1
+    assert d.core.read.worker("m", "m/b", d.now)["state"] == "active"
+
+
+def test_a_restored_worker_gets_no_epoch_that_a_forgotten_one_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epoch of a worker that joins after a restore is higher than those of all workers that were forgotten."""
+    monkeypatch.setattr(limits, "WORKERS_PER_MODEL_MAX", 2)
+    d = Driver()
+    d.model()
+    for name in ("b", "b", "b", "a", "c"):  # the last two of them leave no room for b
+        d.join(name)
+        d.ask(lambda n, w=name: io.LeaveWorker(n, "m", f"m/{w}"))  # type: ignore[misc]
+    monkeypatch.setattr(limits, "WORKERS_PER_MODEL_MAX", 3)
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, None, 0, {"m/b": 1}))
+    assert d.join("b")["epoch"] == 4
 
 
 @pytest.mark.parametrize(

@@ -262,17 +262,20 @@ def test_a_death_before_the_first_cut_of_a_sync_phase_goes_back_to_snapshots() -
 
 
 def test_a_shard_whose_redis_is_another_one_is_refused() -> None:
-    """A shard joins if its Redis has the leader's term or a later one, or does not answer; an older term is refused."""
+    """A shard joins if its Redis has the leader's term or a later one, or does not answer.
+
+    It is refused if the term is older, or another scheduler's.
+    """
     d = Driver()
     d.shard("s0")
     stored, term = dict(d.hash), d.core.read.term
 
-    def join(name: str, found: int | None) -> Any:
-        return d.ask(lambda n: io.JoinShard(n, name, ["http://s:1"], "", found))
+    def join(name: str, found: int | None, other: bool = False) -> Any:
+        return d.ask(lambda n: io.JoinShard(n, name, ["http://s:1"], "", found, other))
 
-    for found in (0, term - 1):
+    for found, other in ((0, False), (term - 1, False), (term, True), (term + 1, True)):
         with pytest.raises(ConflictError, match="uses a different Redis than the schedulers"):
-            join("s1", found)
+            join("s1", found, other)
     assert d.hash == stored
     assert [join(f"ok{later}", later)["epoch"] for later in (None, term, term + 1)] == [1, 1, 1]
 

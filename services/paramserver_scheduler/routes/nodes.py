@@ -40,11 +40,14 @@ BEAT = {"epoch": 1, "metrics": {"pushes_per_s": 120.0}, "partitions": [["demo", 
 async def join_shard(request: Request) -> Response:
     """Register a shard process that starts; an older process of the same name is declared dead at once.
 
-    `?redis_term=` is the leader term that the shard found in its Redis (0: none).  If it is lower than the scheduler's,
-    the shard uses another Redis than the schedulers, and the answer is 409 `conflict`.
+    `?redis_term=` is the leader term that the shard found in its Redis (0: none), `?redis_leader=` the leader's id.  If
+    the term is lower than the scheduler's, or the leader another one, the shard uses another Redis than the
+    schedulers, and the answer is 409 `conflict`.
     """
     b, term = await read(request, bodies.JoinShard), number_of(request, "redis_term", None)
-    return await reply(request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version, term))
+    own = service(request).lease.id
+    other = request.query_params.get("redis_leader", own) != own
+    return await reply(request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version, term, other))
 
 
 @router.put(

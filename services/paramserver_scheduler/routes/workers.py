@@ -76,7 +76,8 @@ async def join(request: Request, m: str) -> Response:
 async def list_workers(request: Request, m: str) -> Response:
     """List the workers of a model, the live ones by rank, then the dead.
 
-    Each comes with its clock, its heartbeat age and the state that is stored for it (`kept`).
+    Each comes with its clock, its heartbeat age and the state that is stored for it (`kept`).  A worker that a restore
+    has brought a state for, and that has not joined since, is `restored`.
     """
     s = service(request)
     return page(request, s.read.workers(m, s.now, kept=True))

@@ -102,7 +102,7 @@ class Member(Holder):
 
 @dataclass(slots=True)
 class Worker(Holder):
-    """One incarnation of a worker of one model."""
+    """One incarnation of a worker of one model; epoch 0: it has never joined, and a restore has brought its state."""
 
     rank: int = 0
     done: int = 0
@@ -165,7 +165,7 @@ class Roster:
         if worker is None:
             if len(self.workers) >= limits.WORKERS_PER_MODEL_MAX:
                 return None
-            worker = self.workers[name] = Worker(name, self.floor + 1, now, alive=False)
+            worker = self.workers[name] = Worker(name, 0, now, alive=False)
         worker.state = state
         return worker
 
@@ -206,7 +206,7 @@ class Roster:
             self.floor = max(self.floor, dead.epoch)
             del self.workers[dead.name]
             forgotten.append(dead.name)
-        epoch = 1 + max(old.epoch if old else self.floor, above)
+        epoch = 1 + max((old.epoch if old else 0) or self.floor, above)
         worker = Worker(name, epoch, now, rank=rank, done=clock, granted=clock, timeline=timeline)
         if old is not None:
             worker.state = old.state

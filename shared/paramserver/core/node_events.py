@@ -21,6 +21,8 @@ class JoinShard(Struct, frozen=True):
     version: str = ""
     redis_term: int | None = None
     """Leader term found in the shard's Redis, 0 if there is none; None if Redis did not answer."""
+    other_leader: bool = False
+    """Whether the shard's Redis names another leader than the scheduler that it asks."""
 
 
 class ShardHeartbeat(Struct, frozen=True):

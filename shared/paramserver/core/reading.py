@@ -49,9 +49,13 @@ class Reading:
         return self._c.public(self._c.model(name))
 
     def workers(self, name: str, now: float, *, kept: bool = False) -> list[dict[str, Any]]:
-        """The workers of a model: the live ones by rank, then the dead; see `worker`."""
+        """The workers of a model: the live ones by rank, then the dead; see `worker`.
+
+        With `kept`, also those that a restore has brought a state for and that have not joined yet.
+        """
         model = self._c.model(name)
-        ordered = sorted(model.roster, key=lambda w: (not w.alive, w.rank, w.name))
+        shown = (w for w in model.roster if w.epoch or kept)
+        ordered = sorted(shown, key=lambda w: (not w.alive, w.rank, w.name))
         return [_worker(model, w, now, kept) for w in ordered]
 
     def worker(self, name: str, worker: str, now: float, *, kept: bool = False) -> dict[str, Any]:
@@ -61,7 +65,7 @@ class Reading:
         """
         model = self._c.model(name)
         found = model.roster.workers.get(worker)
-        if found is None:
+        if found is None or not (found.epoch or kept):
             raise problem("unknown_worker", f"worker {worker!r:.140} has not joined model '{name}'")
         return _worker(model, found, now, kept)
 
@@ -167,6 +171,8 @@ def _worker(model: Model, w: Worker, now: float, kept: bool) -> dict[str, Any]:
     lease = _lease(w, now)
     if w.alive and (w.draining or w.resting):
         lease["state"] = "draining" if w.draining else "resting"
+    if not w.epoch:
+        lease["state"] = "restored"
     return {
         "worker": w.name,
         **lease,

@@ -59,9 +59,9 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         # one at which it joined.
         done = granted = model.gate.clock if model.gate.sync else max(doc["clock"], model.gate.clock)
         pending: list[int] = []
-        epoch, *late = groups["clock"][model_name].get("late", {}).get(worker, (0,))
-        if epoch == doc["epoch"]:
-            done, granted, pending = late
+        late = groups["clock"][model_name].get("late", {}).get(worker)
+        if late is not None and late[0] == doc["epoch"]:
+            _, done, granted, pending = late
         model.roster.workers[worker] = Worker(
             worker, doc["epoch"], now, doc["alive"], doc["rank"], done, pending, granted=granted, state=doc["state"],
             # So that a plain client that has not been told of a rollback yet will be.

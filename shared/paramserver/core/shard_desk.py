@@ -36,8 +36,10 @@ class ShardDesk:
         if wrong is not None or not is_node_url(addresses[0]):
             detail = f"addresses: must be like http://HOST:PORT, not {wrong or addresses[0]!r:.80}"
             raise problem("invalid_field", detail, where="addresses")
-        if e.redis_term is not None and e.redis_term < self.c.term:  # a leader stores its term first
+        if e.redis_term is not None and (e.redis_term < self.c.term or e.other_leader):  # a leader stores both first
             terms = f"their term is {self.c.term}, its Redis has {e.redis_term or 'none'}"
+            if e.other_leader:
+                terms += ", of another leader"
             raise problem(
                 "conflict",
                 f"shard '{e.name}' uses a different Redis than the schedulers: {terms}",

@@ -66,6 +66,8 @@ class Simulation:
     `journaled`."""
     late: str = ""
     """sync: policy for late reports, with a quorum of two of the three workers; empty: the quorum is all three."""
+    deaths: bool = False
+    """Whether workers die, too: between any two of their requests; they join again, perhaps within their lease."""
     faults: Faults | None = None
     world: World = field(init=False)
     finished: int = 0
@@ -111,6 +113,7 @@ class Simulation:
         """The command that repeats this run."""
         chosen = f"--mode {self.mode} --level {self.level} --kind {self.kind} --change {self.change}"
         chosen += f" --checkpoints {self.checkpoints}" + (f" --late {self.late}" if self.late else "")
+        chosen += " --deaths" if self.deaths else ""
         return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
 
     def run(self) -> str:
@@ -298,11 +301,12 @@ def main() -> int:
     parser.add_argument("--change", choices=CHANGES, default="", help=override)
     parser.add_argument("--checkpoints", type=int, default=0, help="clocks between checkpoints; 0: none")
     parser.add_argument("--late", choices=["fold", "drop"], default="", help=late)
+    parser.add_argument("--deaths", action="store_true", help="workers die, too")
     parser.add_argument("--quiet", action="store_true", help="print only failures")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
-        settings = {"checkpoints": args.checkpoints, "late": args.late}
+        settings = {"checkpoints": args.checkpoints, "late": args.late, "deaths": args.deaths}
         simulation = Simulation(seed, args.mode, args.level, args.kind, args.change, **settings)
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:

@@ -1,6 +1,6 @@
 """A simulated worker: it pushes ones, clock by clock, and repeats each push under its id until it is answered."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from msgspec.structs import replace
@@ -15,6 +15,10 @@ from paramserver.types import PushId
 
 if TYPE_CHECKING:
     from paramserver.testing.simulation import Simulation
+
+
+DIES: Final = 0.02
+"""Probability that a worker dies before a request."""
 
 
 class SimClient:
@@ -86,6 +90,10 @@ class SimClient:
         return pulled
 
 
+class _Died(Exception):
+    """Ends a worker's script, as SIGKILL ends its process."""
+
+
 class SimWorker(SimClient):
     """Trains the model up to the last clock."""
 
@@ -105,7 +113,11 @@ class SimWorker(SimClient):
                 continue
             beating = _Heartbeat(self, me)
             sim.world.play(beating.beat())
-            over = yield from self._work(me, beating)
+            try:
+                over = yield from self._work(me, beating)
+            except _Died:
+                beating.over, over = True, False
+                yield sim.world.fault_duration()
             beating.over = True
             if over:
                 break
@@ -159,6 +171,7 @@ class SimWorker(SimClient):
                 push = sio.PushReceived(0, self.sim.spec.name, parts, None, timeline, push_id, clock=clock)
                 what, make = f"push {push_id.seq} {indices}", lambda r, push=push: replace(push, request=r)
                 node = self.sim.shards[shard]
+                self._may_die()
                 if first:
                     done = yield node.ask_last_push(self.name, what, make, len(owners))
                 else:
@@ -182,6 +195,7 @@ class SimWorker(SimClient):
         """Whether all shards say that the push's clock is over; what they return then is checked like a pull."""
         pulled: list[sio.PulledPart] = []
         for shard, push in pushes:
+            self._may_die()
             done = yield self.sim.shards[shard].ask_commit(self.name, push, 2.0)
             if not isinstance(done, sio.PullDone):
                 return False
@@ -191,9 +205,14 @@ class SimWorker(SimClient):
         self.sim.observe(self.index, pulled)
         return len(pulled) == self.sim.spec.partitions
 
+    def _may_die(self) -> None:
+        if self.sim.deaths and self.sim.world.chance(DIES):
+            raise _Died
+
     def _report(self, me: Any, clock: int, timeline: int, since: int) -> Script:
         model = self.sim.spec.name
         while True:
+            self._may_die()
             answer = yield from self.ask(
                 lambda r: io.ReportClock(r, model, me["worker"], me["epoch"], clock, timeline, 3.0, since)
             )
