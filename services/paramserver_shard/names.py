@@ -145,7 +145,6 @@ class NameService:
             base = None if base_version is None else (base_version, known.owners[part.partition][1])
             data = vector[part.start : part.stop]
             parts.append(PushPart(part.partition, data, dtype, 0, True, part.ranges, base))
-        clips = known.spec.optimizer.clip_norm is not None
         return PushReceived(
             0,
             known.key.name,
@@ -156,7 +155,7 @@ class NameService:
             None if push_id is not None else key,
             clock,
             weight,
-            kernels.norm2(vector, dtype) if clips else None,
+            kernels.norm2(vector, dtype),  # even if the model does not clip: an owner may know that it does by now
             ack,
         )
 
