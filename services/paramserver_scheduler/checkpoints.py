@@ -23,7 +23,7 @@ from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import F32, AnyArray
-from paramserver.wire.state import SetFrame, SetPart
+from paramserver.wire.state import SetFrame, SetPart, StateFrame
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -55,8 +55,7 @@ class CheckpointStore:
         model: str,
         name: str,
         document: Mapping[str, Any],
-        states: Sequence[PartitionState],
-        versions: Sequence[int],
+        held: Sequence[tuple[StateFrame, PartitionState]],
     ) -> tuple[int, str]:
         """Write a checkpoint and return (bytes of its files, its path).
 
@@ -66,15 +65,14 @@ class CheckpointStore:
         Raises PsError, including ConflictError (`conflict`) if the name is `taken`, or OSError if writing fails.
         """
         spec = ModelSpec.parse(document["spec"])
-        params, slots, steps = gather(Layout(spec), states)
+        params, slots, steps = gather(Layout(spec), [frame.fitting(state, spec.optimizer) for frame, state in held])
+        numbers = [frame.version for frame, _ in held]
         workers = {w: d.get("state") for w, d in document["workers"].items()}
         meta = {k: v for k, v in document.items() if k != "spec"}
         meta["workers"] = {w: {k: v for k, v in d.items() if k != "state"} for w, d in document["workers"].items()}
         path = self.path(model, name)
         free = not self.taken(model, name, document["creation"])
-        manifest = checkpoint.write(
-            path, spec.document(), params, slots, steps, versions, workers, meta, overwrite=free
-        )
+        manifest = checkpoint.write(path, spec.document(), params, slots, steps, numbers, workers, meta, overwrite=free)
         return sum(f["bytes"] for f in manifest["files"].values()), str(path)
 
     def taken(self, model: str, name: str, creation: str) -> bool:
@@ -212,7 +210,7 @@ def partition(held: checkpoint.Checkpoint, spec: ModelSpec) -> list[tuple[Partit
     Raises RequestError if its parameters do not match the spec.
     """
     layout = Layout(spec)
-    states = scatter(layout, held.params, held.slots, held.steps)
+    states = scatter(layout, held.params, held.slots, held.steps, held.spec.optimizer)
     return list(zip(states, versions(layout, Layout(held.spec), held.versions), strict=True))
 
 

@@ -176,9 +176,8 @@ class Jobs:
             held = await self._shards.states(effect.model, count, self._owner(effect.model), effect.cut)
             _check_clocks(effect.document, [frame.clock for frame, _ in held])
             versions = [frame.version for frame, _ in held]
-            states = [state for _, state in held]
             size, path = await asyncio.to_thread(
-                self._store.write, effect.model.name, effect.name, effect.document, states, versions
+                self._store.write, effect.model.name, effect.name, effect.document, held
             )
         except Exception as e:
             error = _problem_of(e)

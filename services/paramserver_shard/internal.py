@@ -48,6 +48,7 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
             values.size,
             len(slots),
             capture.state.steps,
+            tuple(capture.memory["slots"]),
         )
         parts = [encode_header(frame), *(a.tobytes() for a in (values, *slots))]
         return ChunkedResponse(b"".join(parts), media_type=MEDIA_TYPE)

@@ -147,7 +147,6 @@ class NameService:
             if len(selection.parts) > 1 and not known.spec.consistency.immediate:
                 data = data.copy()  # one that is held for long would keep all of the vector in memory
             parts.append(PushPart(part.partition, data, dtype, 0, True, part.ranges, base))
-        clips = known.spec.optimizer.clip_norm is not None
         return PushReceived(
             0,
             known.key.name,
@@ -158,7 +157,7 @@ class NameService:
             None if push_id is not None else key,
             clock,
             weight,
-            kernels.norm2(vector, dtype) if clips else None,
+            kernels.norm2(vector, dtype),  # even if the model does not clip: an owner may know that it does by now
             ack,
         )
 

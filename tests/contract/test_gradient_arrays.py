@@ -169,6 +169,26 @@ def test_a_norm_is_clipped_as_ever(client: ps.Client) -> None:
     assert model.pull().flat.any()
 
 
+def test_a_client_goes_on_when_a_model_begins_to_clip(either: ps.Client, cluster: Nodes) -> None:
+    """A client that began to push before another one set `clip_norm` goes on, and its gradients are clipped."""
+    model = made(either, optimizer=ps.SGD(lr=1.0))
+    grads = model.gradients()
+    model.push(grads)
+    with ps.connect(either.url) as other:
+        other.model(model.name).set(clip_norm=1.0)
+    grads.flat[:] = 1.0
+
+    def clipped() -> bool:
+        before = model.pull().flat[0]
+        model.push(grads)
+        return bool(before - model.pull().flat[0] < 0.5)
+
+    eventually(clipped, within_s=5.0, what="the new setting")
+    before = model.pull().flat
+    model.push(grads)
+    np.testing.assert_allclose(before - model.pull().flat, SIZE**-0.5, rtol=1e-2)
+
+
 def test_a_slot_taken_back_is_replaced(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that its shard has taken back is replaced, whether the client or the shard notices first."""
     model = made(client)

@@ -284,6 +284,39 @@ def test_a_checkpoint_sets_its_model_back_whose_settings_have_changed(
     assert other.pull()["v"].tolist() == [0.0] * 4
 
 
+@pytest.mark.parametrize("keeper", ["client", "cluster"])
+@pytest.mark.parametrize("changed", ["after", "before"])
+def test_state_of_another_optimizer_is_dropped(
+    client: ps.Client, name: str, tmp_path: Path, keeper: str, changed: str
+) -> None:
+    """A checkpoint's optimizer state is dropped if it is of another optimizer with as many arrays.
+
+    The optimizer changes after the checkpoint, which is restored in place, or before it, when no commit has made the
+    partitions adopt it yet, and the model is created anew from it.
+    """
+    model = client.create_model(name, ones(), optimizer=ps.Momentum(lr=0.1), consistency=ps.Sync(), partitions=2)
+    with model.worker() as w:
+        w.step({"w": -np.ones(100)})  # Adagrad would take the root of this buffer
+    if changed == "before":
+        model.set(optimizer=ps.Adagrad(lr=0.1))
+    model.checkpoint(tmp_path / "ckpt") if keeper == "client" else model.save("mine")
+    if changed == "after":
+        model.set(optimizer=ps.Adagrad(lr=0.1))
+        with model.worker() as w:
+            w.step(ones())
+    else:
+        model.delete()
+    if keeper == "client":
+        client.restore(tmp_path / "ckpt", exist_ok=True)
+    else:
+        model.restore("mine")
+
+    with model.worker() as w:
+        before = w.pull()["w"]
+        w.step(ones())
+        np.testing.assert_allclose(w.pull()["w"], before - 0.1, rtol=1e-6)
+
+
 @pytest.mark.parametrize("ack", ["applied", "journaled"])
 def test_the_clusters_checkpoint_of_a_training_is_of_one_clock(
     shared_cluster: Cluster, client: ps.Client, name: str, ack: str

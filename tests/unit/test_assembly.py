@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from paramserver.core.assembly import gather, scatter, versions
 from paramserver.core.layout import Layout
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
@@ -33,8 +34,8 @@ def test_other_partition_counts_hold_the_same(shapes: list[list[int]], data: st.
     slots = {n: [v + 1, v + 2] for n, v in params.items()}
     steps = {n: i + 1 for i, n in enumerate(params)}
 
-    once = gather(first, scatter(first, params, slots, steps))
-    twice = gather(second, scatter(second, *once))
+    once = gather(first, scatter(first, params, slots, steps, first.spec.optimizer))
+    twice = gather(second, scatter(second, *once, first.spec.optimizer))
 
     for got in (once, twice):
         assert got[2] == steps
@@ -59,11 +60,12 @@ def test_a_schedule_goes_on_where_it_was() -> None:
     assert versions(two, two, []) == [0, 0]
 
 
-def test_another_optimizer_starts_afresh() -> None:
-    """Optimizer state whose number of arrays does not fit the model's optimizer is dropped, with its step counts."""
-    layout = _layout([[4]], 2)
+@pytest.mark.parametrize(("source", "arrays"), [("momentum", 1), ("adam", 1), ("ftrl", 2)])
+def test_another_optimizer_starts_afresh(source: str, arrays: int) -> None:
+    """Optimizer state that is not what the model's optimizer keeps is dropped, with its step counts."""
+    layout, one = _layout([[4]], 2), np.ones(4, np.float32)
 
-    states = scatter(layout, {"p0": np.ones(4, np.float32)}, {"p0": [np.ones(4, np.float32)]}, {"p0": 9})
+    states = scatter(layout, {"p0": one}, {"p0": [one] * arrays}, {"p0": 9}, OptimizerSpec(source))
 
     for state in states:
         assert [s.tolist() for s in state.slots] == [[0.0, 0.0], [0.0, 0.0]]
@@ -81,7 +83,7 @@ def test_another_optimizer_starts_afresh() -> None:
 def test_arrays_of_another_model_are_refused(params: dict[str, np.ndarray], code: str) -> None:
     """Arrays whose names or shapes are not those of the model are refused."""
     with pytest.raises(PsError) as caught:
-        scatter(_layout([[4]], 1), params, {}, {})
+        scatter(_layout([[4]], 1), params, {}, {}, OptimizerSpec("adam"))
     assert caught.value.code == code
 
 

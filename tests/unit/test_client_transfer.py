@@ -325,6 +325,45 @@ def test_values_travel_in_the_dtype_asked_for(shards: Shards, now: Now, cluster:
     assert p.flat.tolist() == list(range(64))
 
 
+def clips_from_now_on(shards: Shards, missed_by: str) -> None:
+    """Let the model clip by norm, which that shard knows and the client's map does not."""
+    shards.spec = Shards(clip=True).spec
+    told = refusal("invalid_field", where="norm")
+    shards.trouble.append(lambda r: told if r.to == missed_by and r.path == "/push" else None)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_a_shard_that_has_begun_to_clip_gets_the_norm_of_the_whole_gradient(
+    shards: Shards, now: Now, cluster: Cluster, dtype: str | None
+) -> None:
+    """A push refused for its missing norm is sent again with that of the whole gradient, accepted parts included."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    clips_from_now_on(shards, B)
+
+    done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), dtype=dtype), shards, now)
+
+    assert done.state == "applied"
+    assert [f.norm for f in shards.pushes] == [None, pytest.approx((50 + 14 * 4) ** 0.5)]
+    assert shards.flat.tolist() == expected().tolist()
+
+
+def test_a_piece_of_a_push_is_refused_by_a_shard_that_has_begun_to_clip(
+    shards: Shards, now: Now, cluster: Cluster
+) -> None:
+    """A piece of a streamed push is not sent with its own norm as that of the whole, even once the setting is known."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    clips_from_now_on(shards, A)
+    piece = frozenset({0})
+
+    with pytest.raises(RequestError):
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), partitions=piece), shards, now)
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), partitions=piece), shards, now)
+
+    assert [f.norm for f in shards.pushes] == [None]
+    clips = drive(cluster.map_of("m", Deadline.after(30, now)), shards, now).spec.optimizer.clip_norm
+    assert clips is not None
+
+
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "float64"])
 def test_a_push_reaches_all_owners_with_one_norm(now: Now, cluster: Cluster, dtype: str | None, clip: bool) -> None:

@@ -1,7 +1,7 @@
 """Optimizers and schedules against torch (stored results, and live if it is installed), and FTRL against its paper."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,16 @@ def optimizer(fields: dict[str, Any]) -> OptimizerSpec:
     return ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "optimizer": fields}).optimizer
 
 
-def trajectory(o: OptimizerSpec, w: F32, grads: F32, decay: float | None = None) -> F32:
+def trajectory(
+    o: OptimizerSpec, w: F32, grads: F32, decay: float | None = None, rates: Sequence[float] | None = None
+) -> F32:
     """Return the values after each step, float32 [steps, size], for gradients of the same shape."""
     slots = kernels.initial_slots(o, w)
     out = np.empty_like(grads)
     weight_decay = o.weight_decay if decay is None else decay
     for i, g in enumerate(grads):
         new = tuple(np.empty_like(s) for s in slots)
-        steps = [kernels.SegmentStep(0, w.size, o.lr, weight_decay, i + 1)]
+        steps = [kernels.SegmentStep(0, w.size, rates[i] if rates else o.lr, weight_decay, i + 1)]
         assert kernels.apply(o, steps, w, slots, g, "float32", out[i], new)
         w, slots = out[i], new
     return out
@@ -116,21 +118,25 @@ def test_a_schedule_gives_the_rates_of_the_installed_torch(name: str) -> None:
     np.testing.assert_allclose(rates(case["ours"]), generate.rates_of_torch(case), rtol=1e-9)
 
 
-def ftrl_of_the_paper(grads: AnyArray, alpha: float, beta: float, l1: float, l2: float) -> AnyArray:
-    """Algorithm 1 of McMahan et al. (2013), "Ad Click Prediction: a View from the Trenches", line by line, float64."""
+def ftrl_of_the_paper(grads: AnyArray, rates: Sequence[float], beta: float, l1: float, l2: float) -> AnyArray:
+    """Algorithm 1 of McMahan et al. (2013), "Ad Click Prediction: a View from the Trenches", line by line, float64.
+
+    `rates` are alpha in each step, which the paper keeps constant; sigma is 1/eta_t - 1/eta_(t-1), as it defines it.
+    """
     z, n = np.zeros(grads.shape[1]), np.zeros(grads.shape[1])
     out = np.zeros_like(grads, np.float64)
 
-    def weights() -> AnyArray:
+    def weights(alpha: float) -> AnyArray:
         w = -(1.0 / ((beta + np.sqrt(n)) / alpha + l2)) * (z - np.sign(z) * l1)
         return np.where(np.abs(z) <= l1, 0.0, w)
 
-    for t, g in enumerate(grads.astype(np.float64)):
-        w = weights()
-        sigma = (np.sqrt(n + g * g) - np.sqrt(n)) / alpha
+    before = rates[0]
+    for t, (g, alpha) in enumerate(zip(grads.astype(np.float64), rates, strict=True)):
+        w = weights(before)
+        sigma = (beta + np.sqrt(n + g * g)) / alpha - (beta + np.sqrt(n)) / before
         z = z + g - sigma * w
         n = n + g * g
-        out[t] = weights()
+        out[t], before = weights(alpha), alpha
     return out
 
 
@@ -142,7 +148,7 @@ def test_ftrl_follows_the_paper(l1: float, l2: float) -> None:
 
     ours = trajectory(o, np.zeros(grads.shape[1], np.float32), grads)
 
-    theirs = ftrl_of_the_paper(grads, 0.1, 0.7, l1, l2)
+    theirs = ftrl_of_the_paper(grads, [0.1] * len(grads), 0.7, l1, l2)
     np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
     assert np.abs(theirs).max() > 0.05
     if l1:
@@ -151,14 +157,27 @@ def test_ftrl_follows_the_paper(l1: float, l2: float) -> None:
         assert (ours[:, :4][sparse] == 0.0).all()
 
 
-def test_ftrl_keeps_initial_values_that_are_not_zero() -> None:
-    """A step with a zero gradient keeps nonzero initial values, though FTRL computes values from its state."""
+@pytest.mark.parametrize("rates", [(0.1, 0.1), (0.001, 0.01, 0.1), (0.1, 1e-6, 1e-45, 0.0, 3.0)])
+@pytest.mark.parametrize("l1", [0.0, 0.25])
+def test_ftrl_keeps_values_without_a_gradient_whatever_the_rate(rates: tuple[float, ...], l1: float) -> None:
+    """Steps with a zero gradient keep all values, initial ones too, though FTRL's rate changes from step to step."""
     w = np.array([0.5, -2.0, 0.0, 1e-3], np.float32)
-    o = optimizer({"name": "ftrl", "lr": 0.1, "l1": 0.25, "l2": 0.1})
+    o = optimizer({"name": "ftrl", "lr": 0.1, "l1": l1, "l2": 0.1})
 
-    after = trajectory(o, w, np.zeros((1, 4), np.float32))[0]
+    np.testing.assert_array_equal(trajectory(o, w, np.zeros((len(rates), 4), np.float32), rates=rates)[-1], w)
 
-    np.testing.assert_allclose(after, w, rtol=1e-4, atol=1e-7)
+
+@pytest.mark.parametrize(("l1", "l2"), [(0.0, 0.0), (0.5, 0.0), (2.0, 0.1)])
+def test_ftrl_goes_on_from_its_values_when_its_rate_changes(l1: float, l2: float) -> None:
+    """FTRL gives the paper's weights at a rate that differs in each step, by the paper's definition of sigma."""
+    _, grads = generate.inputs()
+    rates = tuple(0.1 * (1.0 + 0.9 * np.sin(np.arange(len(grads)) / 5.0)))
+    o = optimizer({"name": "ftrl", "lr": 0.1, "beta": 0.7, "l1": l1, "l2": l2})
+
+    ours = trajectory(o, np.zeros(grads.shape[1], np.float32), grads, rates=rates)
+
+    theirs = ftrl_of_the_paper(grads, rates, 0.7, l1, l2)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
 
 
 def test_sum_adds_gradients() -> None:

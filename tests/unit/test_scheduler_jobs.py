@@ -99,9 +99,8 @@ async def test_a_disk_that_refuses_a_checkpoint_is_not_asked_again(tmp_path: Pat
     asked = d.send(lambda n: io.RequestCheckpoint(n, "m"))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "m").touch()
-    held = (StateFrame("m", 1, 0, 0, 0, 1, 64, 0, (0,)), PartitionState(np.zeros(64, np.float32), (), (0,)))
 
-    await performed(d, tmp_path, Mock(states=AsyncMock(return_value=[held])))
+    await performed(d, tmp_path, Mock(states=AsyncMock(return_value=held(0))))
 
     with pytest.raises(ConflictError, match=r"File exists: .*/checkpoints/m'") as told:
         d.result(asked)
@@ -246,6 +245,11 @@ class BlindRuntime:
         return Answer(200, self.d.result(number))
 
 
+def held(version: int) -> list[tuple[StateFrame, PartitionState]]:
+    """Return the only partition of a model at that version, as its shard sends it."""
+    return [(StateFrame("m", 1, 0, version, 0, 1, 64, 0, (0,)), PartitionState(np.zeros(64, np.float32), (), (0,)))]
+
+
 @pytest.mark.parametrize("creation", ["2-5.0", None, "1-4.0"])
 def test_only_what_the_same_creation_wrote_is_replaced_or_removed(tmp_path: Path, creation: str | None) -> None:
     """A checkpoint is replaced or removed only by the creation of the model that wrote it.
@@ -253,32 +257,30 @@ def test_only_what_the_same_creation_wrote_is_replaced_or_removed(tmp_path: Path
     One of another generation or cluster stays, and so does an old one that records only another generation.
     """
     store = CheckpointStore(tmp_path)
-    state = PartitionState(np.zeros(64, np.float32), (), (0,))
     own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
     other = own | {"creation": creation, "generation": 7}
 
-    store.write("m", "final", other, [state], [1])
+    store.write("m", "final", other, held(1))
     assert store.taken("m", "final", "1-5.0")
     with pytest.raises(PsError, match="exists already"):
-        store.write("m", "final", own, [state], [2])
+        store.write("m", "final", own, held(2))
     store.remove("m", "final", "1-5.0")
     assert store.read("m", "final").versions == [1]
 
     store.remove("m", "final", creation or "7-3.0")
     assert not store.path("m", "final").exists()
     assert not store.taken("m", "final", "1-5.0")
-    store.write("m", "final", own, [state], [2])
-    store.write("m", "final", own, [state], [3])
+    store.write("m", "final", own, held(2))
+    store.write("m", "final", own, held(3))
     assert store.read("m", "final").versions == [3]
 
 
 def test_a_folder_that_is_called_latest_is_not_the_newest_for_that(tmp_path: Path) -> None:
     """`latest` is the newest checkpoint, even if an older release let one be named so; its creation finds that one."""
     store = CheckpointStore(tmp_path)
-    state = PartitionState(np.zeros(64, np.float32), (), (0,))
     own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
-    store.write("m", "latest", own | {"created_s": 1.0}, [state], [1])
-    store.write("m", "newer", own | {"created_s": 2.0}, [state], [2])
+    store.write("m", "latest", own | {"created_s": 1.0}, held(1))
+    store.write("m", "newer", own | {"created_s": 2.0}, held(2))
 
     assert store.read("m", "latest").versions == [2]
     assert store.read("m", "latest", "1-5.0").versions == [1]

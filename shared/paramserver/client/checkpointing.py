@@ -48,7 +48,8 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
             raise problem("unavailable", "the partitions could not be read at one clock in time", hint=hint)
         yield Pause(0.1)
     workers = yield from listed(model_path(model, "workers"), deadline)
-    params, slots, steps = gather(model_map.layout, [state for _, state in states])
+    optimizer = model_map.spec.optimizer
+    params, slots, steps = gather(model_map.layout, [frame.fitting(state, optimizer) for frame, state in states])
     return checkpoint.write(
         os.fspath(path),
         model_map.spec.document(),
@@ -88,7 +89,7 @@ def restore(
         raise problem(
             "conflict", f"model '{model_map.name}' has {model_map.spec.partitions} partitions, which cannot be changed"
         )
-    states = scatter(model_map.layout, found.params, found.slots, found.steps)
+    states = scatter(model_map.layout, found.params, found.slots, found.steps, found.spec.optimizer)
     least = versions(model_map.layout, Layout(found.spec), found.versions)
     pending = list(range(len(states)))
     backoff = Backoff(deadline)

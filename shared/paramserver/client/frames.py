@@ -69,11 +69,17 @@ class PullTerms(Struct, frozen=True):
 class Outgoing:
     """The frames of one push, one per route; the norm is known once all have been written."""
 
-    def __init__(self, gradient: Content, terms: PushTerms, same_host: SameHost, *, mapped: bool = False) -> None:
-        """`mapped`: ask shards on this machine to lend the values that the push makes, as they will be pulled next."""
+    def __init__(
+        self, gradient: Content, terms: PushTerms, same_host: SameHost, *, mapped: bool = False, piece: bool = False
+    ) -> None:
+        """`mapped`: ask shards on this machine to lend the values that the push makes, as they will be pulled next.
+
+        `piece`: the gradient is only a part of what is pushed, so its norm is not sent.
+        """
         self._mapped = mapped
         self._commit_wait_s = terms.commit_wait_s
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
+        self._piece = piece
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
         self.memory: Final = gradient.memory if isinstance(gradient, Gradient) else None
         """The gradient's memory, if slots can be mapped over it; else None."""
@@ -97,10 +103,10 @@ class Outgoing:
     ) -> list[Request]:
         """Return one request for each (address, parts); raises RequestError (`non_finite`) before any is sent.
 
-        The first call must cover the whole gradient.  With `pull` they are pushpulls, whose sinks are added later.
+        With `pull` they are pushpulls, whose sinks are added later.
         A gradient for a single shard is not always scanned, because that shard refuses NaN as a whole: see `explain`.
         """
-        clips = model_map.spec.optimizer.clip_norm is not None
+        clips = self._clips(model_map)
         scan = Scan(exact=clips, scan_unconverted=clips or len(groups) > 1)
         drafts: list[tuple[str | None, PushFrame, bytes, AnyArray | None, Sequence[memoryview]]] = []
         # Only one complete attempt may end the iteration: parts of two attempts cannot be added up to one push.
@@ -122,6 +128,7 @@ class Outgoing:
             drafts.append((to, header, prefix, body, views or ()))
         scan.raise_for_bad()
         if clips and self._norm is None:
+            self._scan_others([part.partition for _, parts in groups for part in parts], scan)
             self._norm = scan.norm
         path = "/pushpull" if pull is not None else "/push"
         out: list[Request] = []
@@ -133,6 +140,19 @@ class Outgoing:
                 body[: len(prefix)] = np.frombuffer(prefix, np.uint8)
             out.append(Request("POST", path, prefix if body is None else body.data, _HEADERS, to, rest=rest))
         return out
+
+    def _clips(self, model_map: ModelMap) -> bool:
+        return model_map.spec.optimizer.clip_norm is not None and not self._piece
+
+    def _scan_others(self, sent: Sequence[int], scan: Scan) -> None:
+        """Scan what other shards accepted before the model began to clip by norm: all parts except those partitions."""
+        for part in self._gradient.selection.parts:
+            if part.partition not in sent:
+                self._gradient.write([part], np.empty(self._gradient.body_bytes([part]), np.uint8).data, scan)
+
+    def may_add_norm(self, refused: PsError) -> bool:
+        """Whether a shard lacks the norm because the map is older than the model's `clip_norm`."""
+        return lacks_norm(refused) and not self._piece
 
     def explain(self, refused: PsError) -> None:
         """If a shard refused the push for NaN or infinity, raise RequestError (`non_finite`) naming the parameters."""
@@ -164,7 +184,7 @@ class Outgoing:
             parts=[PushPart(p.partition, base.get(p.partition), p.ranges) for p in parts],
             dtype=self._gradient.dtype,
             weight=self._terms.weight,
-            norm=None if model_map.spec.optimizer.clip_norm is None else 0.0,  # placeholder until the norm is known
+            norm=0.0 if self._clips(model_map) else None,  # placeholder until the norm is known
             ack=self._terms.ack,
             pull=None
             if pull is None
@@ -183,6 +203,11 @@ class Outgoing:
             mapped=self._mapped and is_same_host(to),
             ends=ends,
         )
+
+
+def lacks_norm(refused: PsError) -> bool:
+    """Whether a shard has refused a push because the model clips by norm and the push carries none."""
+    return refused.code == "invalid_field" and refused.members.get("where") == "norm"
 
 
 def _mapped(to: str | None, terms: PullTerms) -> bool:

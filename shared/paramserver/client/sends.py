@@ -16,7 +16,7 @@ from paramserver.client.arrivals import Arrivals
 from paramserver.client.calls import Call, Deadline, Outcome, Response, error_of, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
-from paramserver.client.frames import Incoming, Outgoing, PullTerms
+from paramserver.client.frames import Incoming, Outgoing, PullTerms, lacks_norm
 from paramserver.client.retry import Backoff, is_temporary, may_be_done, to_result
 from paramserver.client.same_host import Leased, Slot
 from paramserver.core.selection import Part, Selection
@@ -74,7 +74,7 @@ class Transfer:
         good: list[tuple[int, Response]] = []
         again: list[Part] = []
         failures: list[PsError] = []
-        stale = False
+        stale = temporary = False
         refused: PsError | None = None
         for i, ((to, parts), outcome) in enumerate(zip(groups, outcomes, strict=True)):
             result = to_result(outcome)
@@ -87,7 +87,7 @@ class Transfer:
                     self._draft.accepted([p.partition for p in parts])
                 continue
             again += parts
-            if isinstance(result, StaleMapError):
+            if isinstance(result, StaleMapError) or (outgoing is not None and outgoing.may_add_norm(result)):
                 stale = True
                 failures.append(result)
             elif result.code == "slot_gone":
@@ -97,11 +97,12 @@ class Transfer:
                 if to is not None and isinstance(result, Unreachable):
                     self.cluster.lost(to, self.deadline.clock())
                 failures.append(result)
+                temporary = True
             else:
                 refused = refused or result
         if refused is not None:
             gone = refused.code in ("model_replaced", "unknown_model")
-            if gone:
+            if gone or lacks_norm(refused):
                 self.cluster.forget(self.model_map.name)
             if outgoing is not None:
                 outgoing.explain(refused)
@@ -111,9 +112,8 @@ class Transfer:
         if self._accepted or any(map(may_be_done, failures)):
             self._backoff.in_doubt = True
         if failures:
-            moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
             self._moved += 1
-            if not moved_once:  # a first 421 only needs a fresh map; every other failure backs off
+            if temporary or self._moved > 1:  # a map that was outdated, for the first time, needs no pause
                 yield self._backoff.pause(failures[0])
             if stale:
                 yield from self._refresh()

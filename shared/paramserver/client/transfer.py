@@ -145,7 +145,8 @@ def push(
         if not whole and terms.commit_wait_s is not None:
             terms = replace(terms, commit_wait_s=None)  # partitions that it does not touch may take the commit later
         mapped = whole and cluster.lease_cache.should_request_values(model)
-        outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host, mapped=mapped)
+        piece = partitions is not None
+        outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host, mapped=mapped, piece=piece)
         transfer = Transfer(cluster, model_map, gradient.selection, deadline, draft)
         replies: list[PushReply] = []
         leased: list[Leased] = []

@@ -146,6 +146,7 @@ def clip_factor(event: PushReceived, spec: ModelSpec) -> float:
             "invalid_field",
             "norm: is required, because the model clips by norm",
             hint="send the 2-norm of the whole gradient, or push by name",
+            where="norm",
         )
     return bound / event.norm if event.norm > bound else 1.0
 

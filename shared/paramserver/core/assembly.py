@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paramserver.core.layout import Layout
-from paramserver.core.optimizer import initial_slots, slot_count
+from paramserver.core.optimizer import initial_slots, slot_count, slot_names
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import problem
 from paramserver.types import F32
@@ -45,11 +46,13 @@ def scatter(
     params: Mapping[str, F32],
     slots: Mapping[str, Sequence[F32]],
     steps: Mapping[str, int],
+    source: OptimizerSpec,
 ) -> list[PartitionState]:
     """Return the partitions of a layout, by index, filled from these named arrays.
 
-    Optimizer state and step counts are kept if every parameter has as many arrays as the layout's optimizer uses;
-    otherwise (another optimizer) both start afresh.  Raises RequestError if names or shapes differ from the layout's.
+    Optimizer state and step counts are kept if the optimizer that they are of, `source`, has the same arrays as the
+    layout's, and every parameter has them; otherwise both start afresh.  Raises RequestError if names or shapes differ
+    from the layout's.
     """
     for p in layout.spec.params:
         if p.name not in params:
@@ -62,7 +65,8 @@ def scatter(
             raise problem("unknown_parameter", f"the model has no parameter '{name}'", name=name)
     optimizer = layout.spec.optimizer
     wanted = slot_count(optimizer)
-    keep = all(len(slots.get(n, ())) == wanted for n in layout.offsets)
+    same = slot_names(source) == slot_names(optimizer)
+    keep = same and all(len(slots.get(n, ())) == wanted for n in layout.offsets)
     vectors = [_flat(layout, params)]
     if keep:
         vectors += [_flat(layout, {n: slots[n][i] for n in layout.offsets}) for i in range(wanted)]

@@ -66,8 +66,7 @@ def initial_slots(optimizer: OptimizerSpec, values: F32) -> tuple[F32, ...]:
     """Return new state arrays, as long as `values`, for elements that have these values and were never stepped.
 
     All zeros, with two exceptions: adagrad's sum starts at `initial_accumulator_value`; ftrl's z is what its closed
-    form needs to give `values` back (0 for 0, as in the paper), since ftrl computes w from z and would otherwise
-    forget the initial values in its first step.
+    form needs to give `values` back (0 for 0, as in the paper).
     """
     slots = {name: np.zeros(values.size, np.float32) for name in slot_names(optimizer)}
     if optimizer.name == "adagrad":

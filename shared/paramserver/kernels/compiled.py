@@ -192,17 +192,23 @@ def _block_step(store: Any) -> Any:
     def _ftrl(
         w: Any, z: Any, n: Any, g: Any, out: Any, z_out: Any, n_out: Any, alpha: Any, beta: Any, l1: Any, l2: Any
     ) -> Any:
-        """Per-coordinate FTRL-Proximal (McMahan et al. 2013, algorithm 1)."""
+        """Per-coordinate FTRL-Proximal (McMahan et al. 2013, algorithm 1), whose alpha may differ from step to step.
+
+        What the paper has after subtracting sigma * w, the difference of two strengths times w, is computed from w: by
+        its closed form z + w * (the last step's strength) is what l1 takes off, or z itself where w is 0.
+        """
         worst = np.uint32(0)
         zero = np.float32(0.0)
         for i in range(g.size):
             after = n[i] + g[i] * g[i]
-            root = np.sqrt(after)
-            sigma = (root - np.sqrt(n[i])) / alpha
-            linear = z[i] + g[i] - sigma * w[i]
-            shrunk = max(abs(linear) - l1, zero)
-            size = shrunk / ((beta + root) / alpha + l2)
+            strength = (beta + np.sqrt(after)) / alpha + l2
+            held = min(max(z[i], -l1), l1)
+            held = -l1 if w[i] > zero else held
+            held = l1 if w[i] < zero else held
+            linear = held + g[i] - strength * w[i]
+            size = max(abs(linear) - l1, zero) / strength
             new = -size if linear > zero else size
+            new = w[i] if g[i] == zero else new  # exactly, without rounding
             store(z_out, i, linear)
             store(n_out, i, after)
             store(out, i, new)

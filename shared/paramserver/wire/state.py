@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 
 from paramserver import limits
+from paramserver.core.optimizer import slot_names
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
@@ -34,10 +36,21 @@ class StateFrame(Header, frozen=True, tag_field="kind", tag="state", omit_defaul
     slots: Count
     steps: tuple[Count, ...]
     """Step count of each segment."""
+    names: tuple[str, ...] | None = None
+    """Names of the slots; None: from a shard of an earlier version."""
 
     def body_bytes(self) -> int:
         """Length of the body."""
         return 4 * self.size * (1 + self.slots)
+
+    def fitting(self, state: PartitionState, optimizer: OptimizerSpec) -> PartitionState:
+        """Return the state that came with this header, without slots and step counts if another optimizer has them.
+
+        A partition adopts another optimizer only after the model's document names it, and a cut is older still.
+        """
+        if self.names in (None, slot_names(optimizer)):
+            return state
+        return PartitionState(state.values, (), (0,) * len(state.steps))
 
     def read(self, body: bytes | bytearray | memoryview) -> PartitionState:
         """Return the state in a body, as views of it; raises RequestError (`malformed`) if the length is wrong."""
