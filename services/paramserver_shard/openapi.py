@@ -51,6 +51,7 @@ ASSIGN_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
 NPY_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     200: {"description": "The parameter", "content": {"application/x-npy": {}}},
     304: {"description": "Unchanged since the ETag in If-None-Match"},
+    412: {"description": "The value does not satisfy If-Match"},
 }
 ASSIGN_BODY: Final[dict[str, Any]] = {
     "requestBody": {

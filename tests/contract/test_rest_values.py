@@ -118,6 +118,19 @@ def test_settings_of_clipping_weight_and_single_parameters(face: Face) -> None:
 NAMES = ["layers.0/w é[x]*", "a/b", "日本", "a b%20?#"]
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_reader_may_name_the_value_that_it_wants(face: Face, method: str) -> None:
+    """A read whose If-Match fails (RFC 9110, 13.1.1) gets 412; only if it holds does If-None-Match decide (304)."""
+    model = face.make()
+    held = f"/pull/{model}/w"
+    tag = face.raw("GET", held).headers["etag"]
+
+    assert face.raw(method, held, if_match=f'"another", {tag}').status_code == 200
+    assert face.raw(method, held, if_match="*", if_none_match=f"W/{tag}").status_code == 304
+    for given in ({"if_match": '"another"'}, {"if_match": f"W/{tag}"}, {"if_match": '"a"', "if_none_match": tag}):
+        assert face.raw(method, held, **given).status_code == 412
+
+
 def test_of_two_who_change_the_same_value_one_is_refused(face: Face) -> None:
     """A PUT whose If-Match or If-None-Match fails (RFC 9110, 13.1) gets 412 and changes nothing."""
     model = face.make()

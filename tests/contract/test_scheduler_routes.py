@@ -307,13 +307,21 @@ def test_a_checkpoint_is_not_called_latest_or_best(cluster: Nodes, name: str) ->
 
 
 def test_a_part_of_a_checkpoints_file_is_had_by_its_range(cluster: Nodes) -> None:
-    """A range of a checkpoint file is 206; an unreadable one is ignored, one beyond the end is 416."""
+    """A range of a checkpoint file is 206; an unreadable one is ignored, one beyond the end is 416.
+
+    The conditions of the request come first: a file that the client has is 304, one that it does not want is 412.
+    """
     name = make(cluster)
     cluster.post(f"/models/{name}/checkpoints", {"name": "c"}, status=201)
     url = f"/models/{name}/checkpoints/c/model.safetensors"
-    whole = cluster.http.get(url).content
+    known = cluster.http.get(url)
+    whole, tag = known.content, known.headers["etag"]
     size = len(whole)
 
+    unchanged = cluster.http.get(url, headers={"if-none-match": f'"x", {tag}', "range": "bytes=0-1"})
+    assert (unchanged.status_code, unchanged.headers["etag"], unchanged.content) == (304, tag, b"")
+    other = cluster.http.get(url, headers={"if-match": '"x"'})
+    assert (other.status_code, other.json()["code"]) == (412, "precondition_failed")
     for asked, start, stop in (
         ("bytes=2-5", 2, 6), ("BYTES=-4", size - 4, size), (f"bytes={size - 1}-{9**30}", size - 1, size),
         (f"bytes={size}-,0-0", 0, 1), (f"bytes=-{size + 1}", 0, size),

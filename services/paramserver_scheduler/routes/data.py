@@ -70,7 +70,7 @@ async def pushpull(request: Request) -> Response:
 @router.get("/pull/{m}/{name:path}", responses=response_doc(200, "A .npy file, with an ETag"))
 @role("reader")
 async def pull_npy(request: Request, m: str, name: str) -> Response:
-    """Pull one parameter as a .npy file with an `ETag`; 304 if `If-None-Match` matches."""
+    """Pull one parameter as a .npy file with an `ETag`; 304 if `If-None-Match` matches, 412 if `If-Match` does not."""
     return await hand_over(request)
 
 
