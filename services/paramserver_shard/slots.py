@@ -32,7 +32,10 @@ def router(membership: Membership, frames: FrameService) -> APIRouter:
     routes = APIRouter(tags=["shared memory"])
 
     @routes.post(
-        "/slots", summary="Lend a slot of shared memory, named in a later push in place of a body", openapi_extra=_BODY
+        "/slots",
+        summary="Lend a slot of shared memory, named in a later push in place of a body",
+        openapi_extra=_BODY,
+        responses={200: {"description": "Lent", "content": {"application/json": {"example": {"slot": "b12"}}}}},
     )
     @role("worker")
     async def lend(request: Request) -> Response:
