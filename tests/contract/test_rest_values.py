@@ -53,14 +53,15 @@ def test_a_key_is_the_same_through_every_node(rest_cluster: Nodes) -> None:
     """A push repeated through another node under the same bytes as its key is a duplicate, or refused by both."""
     shard = Face(rest_cluster, f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}", "json")
     scheduler = Face(rest_cluster, rest_cluster.url, "json")
-    body = {"model": shard.make(), "grads": {"b": 1.0}}
+    model = shard.make()
+    body = {"model": model, "grads": {"b": 1.0}}
 
     for key in ("é".encode(), b"k\xe9"):
-        headers = {"idempotency-key": key}
+        headers = [(b"idempotency-key", key)]
         told = [f.http.post(f.url + "/push", json=body, headers=headers).json() for f in (scheduler, shard, scheduler)]
         applied = [answer.get("duplicate", answer.get("code")) for answer in told]
         assert applied == ([False, True, True] if key != b"k\xe9" else ["invalid_field"] * 3)
-    assert shard.pull(body["model"], names=["b"]) == {"b": 1.0}
+    assert shard.pull(model, names=["b"]) == {"b": 1.0}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
