@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
@@ -11,18 +12,33 @@ from paramserver_node.metrics import metrics
 from paramserver_node.roles import role
 
 
+def _example(value: object, status: int = 200, text: str = "Successful Response") -> dict[int | str, dict[str, Any]]:
+    return {status: {"description": text, "content": {"application/json": {"example": value}}}}
+
+
 def router(service: str, ready: Callable[[], str]) -> APIRouter:
     """Return the probe routes of a service; `ready` returns why it is not ready yet, or ''."""
     routes = APIRouter(tags=["probes"])
+    versions: dict[str, str | int] = {
+        "service": service,
+        "version": paramserver.__version__,
+        "frame_format": 1,
+        "python": platform.python_version(),
+    }
 
     @routes.head("/livez", include_in_schema=False)
-    @routes.get("/livez", summary="Whether the process answers at all")
+    @routes.get("/livez", summary="Whether the process answers at all", responses=_example({"status": "ok"}))
     @role("open")
     async def livez() -> dict[str, str]:
         return {"status": "ok"}
 
     @routes.head("/readyz", include_in_schema=False)
-    @routes.get("/readyz", summary="Whether the node may be sent requests; independent of Redis")
+    @routes.get(
+        "/readyz",
+        summary="Whether the node may be sent requests; independent of Redis",
+        responses=_example({"status": "ok"})
+        | _example({"status": "not ready", "reason": "there is no leader yet"}, 503, "Not ready"),
+    )
     @role("open")
     async def readyz() -> Response:
         reason = ready()
@@ -30,15 +46,10 @@ def router(service: str, ready: Callable[[], str]) -> APIRouter:
         return JSONResponse(body, 503 if reason else 200, {"retry-after": "1"} if reason else {})
 
     @routes.head("/version", include_in_schema=False)
-    @routes.get("/version", summary="Versions of the node and of what it speaks")
+    @routes.get("/version", summary="Versions of the node and of what it speaks", responses=_example(versions))
     @role("open")
     async def version() -> dict[str, str | int]:
-        return {
-            "service": service,
-            "version": paramserver.__version__,
-            "frame_format": 1,
-            "python": platform.python_version(),
-        }
+        return versions
 
     routes.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=Response)
     return routes

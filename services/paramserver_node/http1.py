@@ -6,6 +6,7 @@ pace required of bodies (see `read_deadline`).
 """
 
 import asyncio
+import sys
 from array import array
 from http import HTTPStatus
 from typing import Any, Final
@@ -32,12 +33,12 @@ def refusal(error: PsError) -> bytes:
     return "\r\n".join((*lines, f"content-length: {len(body)}", "", "")).encode() + body
 
 
-TOO_LONG: Final = refusal(
-    problem(
-        "headers_too_large",
-        f"headers, trailers and other data outside the body are limited to {HEADER_BYTES_MAX} bytes",
-    )
+_HEAD_TOO_LONG: Final = problem(
+    "headers_too_large",
+    f"the request line, headers, trailers and other data outside the body are limited to {HEADER_BYTES_MAX} bytes",
+    hint="send long names and lists in a body, as POST /pull takes them",
 )
+TOO_LONG: Final = refusal(_HEAD_TOO_LONG)
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -84,8 +85,6 @@ class Http1(HttpToolsProtocol):
         """Whether the last read made progress: completed a head or a message, or contained some of a body."""
         self._bytes_without_progress = 0
         """Bytes read since the last progress."""
-        self._invalid_reason = ""
-        """What is wrong with a request that the parser itself accepts."""
         self._head_timer: asyncio.TimerHandle | None = None
         """Timer that runs while a head is awaited."""
 
@@ -120,18 +119,34 @@ class Http1(HttpToolsProtocol):
         super().data_received(data)
         self._bytes_without_progress = 0 if self._progressed else self._bytes_without_progress + len(data)
         if self._bytes_without_progress > HEADER_BYTES_MAX and not self.transport.is_closing():
-            if not self._response_pending:
-                self.transport.write(TOO_LONG)
-            self.transport.close()
+            self._refuse(TOO_LONG)
         if self.transport.is_closing():
             self._read_deadline.start()
         elif not self._answering:
             self._await_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer an invalid request with a problem document, unless a response is in progress; close the connection."""
+        """Refuse a request that the parser, or one of the callbacks below, does not accept."""
+        error = sys.exc_info()[1]
+        if isinstance(error, httptools.HttpParserCallbackError):
+            error = error.__context__
+        if not isinstance(error, PsError):
+            why = error if isinstance(error, httptools.HttpParserError) else "the request target has no path"
+            error = problem("malformed", f"this is not valid HTTP/1.1: {why}")
+        self._refuse(refusal(error))
+
+    def _refuse(self, answer: bytes) -> None:
+        """Refuse what has just arrived, and close the connection.
+
+        Complete requests before it are answered first, as this would be taken for their answer.  If a request's own
+        body is at fault while its response is in progress, nothing more can be said.
+        """
+        if self._answering and not self.cycle.more_body:
+            self.cycle.keep_alive = False
+            self.flow.pause_reading()
+            return
         if not self._response_pending:
-            self.transport.write(refusal(problem("malformed", self._invalid_reason or msg)))
+            self.transport.write(answer)
         self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -166,18 +181,31 @@ class Http1(HttpToolsProtocol):
         """Begin the request, unless its head is to be parsed again without its offer."""
         if self.offers_upgrade:
             return
-        codings = b",".join([value for name, value in self.headers if name == b"transfer-encoding"])
-        if codings.strip().lower() not in (b"", b"chunked"):
-            # Otherwise the still encoded body would be taken for its content.
-            self._invalid_reason = (
-                f"only the transfer coding 'chunked' is supported, not {codings[:80].decode('latin-1')!r}"
-            )
-            raise ValueError(self._invalid_reason)
+        self._check_head()
         self._progressed = True
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
         super().on_headers_complete()
+
+    def _check_head(self) -> None:
+        """Check what the parser does not.  Raises RequestError (`headers_too_large`, `malformed`)."""
+        size, hosts, codings = len(self.url), 0, []
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding":
+                codings.append(value)
+        if size > HEADER_BYTES_MAX:
+            raise _HEAD_TOO_LONG
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            raise problem("malformed", f"a request needs one Host header (RFC 9112, 3.2), this one has {hosts}")
+        coding = b",".join(codings)
+        if coding.strip().lower() not in (b"", b"chunked"):
+            # Otherwise the still encoded body would be taken for its content.
+            text = coding[:80].decode("latin-1")
+            raise problem("malformed", f"only the transfer coding 'chunked' is supported, not {text!r}")
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body."""

@@ -27,7 +27,8 @@ KEEPALIVE_IDLE_S: Final = 60
 KEEPALIVE_INTERVAL_S: Final = 10
 KEEPALIVE_PROBES_MAX: Final = 6
 """Unanswered probes, `KEEPALIVE_INTERVAL_S` apart, after which the peer counts as gone."""
-_HEAD_END: Final = b"\r\n\r\n"
+_HEAD_ENDS: Final = (b"\r\n\r\n", b"\n\n")
+"""How a request's head ends, and how one ends that HTTP/1.1 refuses: with bare line feeds."""
 _HANDSHAKE: Final = b"\x16\x03"
 """Start of a client's first TLS record (RFC 8446, 5.1); no HTTP method starts like this."""
 _NO_TLS: Final = refusal(problem("malformed", "this node speaks HTTP without TLS: ask http://, not https://"))
@@ -107,7 +108,7 @@ class ProtocolDetector(asyncio.Protocol):
             return
         elif self._buffer.startswith(_HANDSHAKE):
             self._refuse(_NO_TLS)
-        elif _HEAD_END in self._buffer:
+        elif any([end in self._buffer for end in _HEAD_ENDS]):
             self._switch_to(Http1(self._config, self._server, self._state, self._loop)).data_received(self._buffer)
         elif len(self._buffer) > HEADER_BYTES_MAX:
             self._refuse(TOO_LONG)

@@ -3,7 +3,7 @@
 import logging
 import re
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from paramserver.client.credentials import Credentials, is_token
 from paramserver.core.urls import is_host, is_node_url, listed_urls
@@ -21,6 +21,11 @@ TIMEOUT_S_MAX: Final = 1e9
 
 _SIZE: Final = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _DATABASE: Final = re.compile(r"/?[0-9]*/?")
+_REDIS_OPTION: Final = re.compile(
+    "db|username|password|client_name|lib_name|lib_version|socket_keepalive|health_check_interval|retry_on_timeout|ssl_.*"
+)
+"""Options of a Redis URL: how to reach it and log in.  Others change what its client returns, or its timeouts."""
+NAME_BYTES_MAX: Final = 128
 
 
 def size_bytes(text: str) -> int:
@@ -60,6 +65,10 @@ def _wrong(section: str, name: str, value: Any) -> str:
             return f"must be DEBUG, INFO, WARNING or ERROR, not {value!r:.60}"
         case "token" if not is_token(value.strip()):
             return "must be one word of ASCII characters (psctl token prints one)"
+        case "revoked" if value:
+            return _wrong_token_names(value)
+        case "name" if section == "scheduler" and not (value.isprintable() and len(value.encode()) <= NAME_BYTES_MAX):
+            return f"must be at most {NAME_BYTES_MAX} bytes of printable text, not {value!r:.60}"
         case "secret" if section in ("scheduler", "shard"):
             return _wrong_secret(value)
         case "port" if not 1 <= value <= 65535:
@@ -113,6 +122,14 @@ def _wrong_secret(text: str) -> str:
     return ""
 
 
+def _wrong_token_names(text: str) -> str:
+    from paramserver_node import tokens  # as above
+
+    if all([tokens.is_name(name) for name in map(str.strip, text.split(",")) if name]):
+        return ""
+    return "must be names of tokens (psctl token --name), separated by commas: nothing else is revoked"
+
+
 def _wrong_memory(text: str) -> str:
     try:
         size = size_bytes(text)
@@ -146,7 +163,10 @@ def _is_redis_url(text: str) -> bool:
 
 
 def _refused_by_client(url: str) -> str:
-    """Return what the Redis client says is wrong with the options after the '?'; it is imported only for those."""
+    """Return what is wrong with the options after the '?'; the Redis client is imported only for those."""
+    for option, _ in parse_qsl(urlsplit(url).query):
+        if not _REDIS_OPTION.fullmatch(option):
+            return f"has options that paramserver does not allow: {option!r:.60}"
     from redis.exceptions import RedisError
 
     from paramserver_node.redis import connect

@@ -58,6 +58,11 @@ def keys_of(secret: str) -> tuple[bytes, ...]:
     return tuple(k.encode() for k in keys)
 
 
+def is_name(text: str) -> bool:
+    """Return whether a token can have this name: 1 to 64 letters, digits, `_` and `-`."""
+    return _NAME.fullmatch(text) is not None
+
+
 def make(key: bytes, role: Role, name: str = "", expires_at_s: int = 0) -> str:
     """Return a token; the same arguments give the same one.
 
@@ -68,7 +73,7 @@ def make(key: bytes, role: Role, name: str = "", expires_at_s: int = 0) -> str:
     name = name or role
     if role not in ROLES or role == "open":
         raise problem("invalid_field", f"no token has the role '{role}'", hint=", ".join(ROLES[1:]))
-    if _NAME.fullmatch(name) is None:
+    if not is_name(name):
         raise problem("invalid_field", f"a token's name has 1 to 64 letters, digits, '_' and '-'; not {name!r:.80}")
     payload = f"{_FORMAT}.{role}.{name}.{expires_at_s}"
     return f"{payload}.{_mac(key, payload)}"
@@ -89,7 +94,7 @@ def read(token: str, keys: Iterable[bytes], now_s: float) -> Holder | None:
     _, role, name, expires = parts
     # All keys are tried, even if the first one matches, so that the time taken reveals nothing.
     made = [hmac.compare_digest(_mac(key, payload), mac) for key in keys]
-    if not any(made) or role not in ROLES[1:] or not _NAME.fullmatch(name) or not _EXPIRES.fullmatch(expires):
+    if not any(made) or role not in ROLES[1:] or not is_name(name) or not _EXPIRES.fullmatch(expires):
         return None
     holder = Holder(role, name, int(expires))
     return holder if not holder.expires_at_s or now_s < holder.expires_at_s else None

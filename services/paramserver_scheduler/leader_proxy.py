@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paramserver.client.addresses import SCHEDULERS
 from paramserver.errors import problem
 from paramserver_node import problems
-from paramserver_node.forward import FORWARDED_TO_LEADER, Forwarder
+from paramserver_node.forward import FORWARDED_TO_LEADER, Forwarder, changes_something, in_doubt
 from paramserver_node.race import race
 from paramserver_scheduler.lease import Lease
 
@@ -90,5 +90,5 @@ class LeaderProxy:
 
         forwarded = await race(forward(), self._lease.wait_for_successor(leader))
         if forwarded is None and not begun:  # the former leader hangs, with the request in flight
-            code = "no_leader" if scope["method"] in ("GET", "HEAD") else "in_doubt"
-            raise problem(code, "another scheduler has taken over before the leader answered")
+            detail = "another scheduler has taken over before the leader answered"
+            raise in_doubt(scope, detail) if changes_something(scope) else problem("no_leader", detail)

@@ -13,13 +13,14 @@ from paramserver.errors import problem
 from paramserver.limits import NAMED_BODY_BYTES_MAX
 from paramserver_node import docs_page, health, negotiate, problems
 from paramserver_node.access import Access, LocalOnly, guard
+from paramserver_node.conditions import Conditions
 from paramserver_node.fast_path import FastPathApp, routed
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import query_checked
 from paramserver_node.roles import role
 from paramserver_shard import openapi, slots
-from paramserver_shard.arrays import NPY_MEDIA, ArrayService, Conditions, read_npy
+from paramserver_shard.arrays import NPY_MEDIA, ArrayService, read_npy
 from paramserver_shard.endpoints import ChunkedResponse, Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
 from paramserver_shard.inflight import InFlight, InFlightMiddleware, counted
@@ -92,7 +93,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         began_s = s.telemetry.clock()
         s.membership.check_serving()
         head = request.method == "HEAD"
-        answer = await s.arrays.get(model, name, _tags(request, "if-none-match"), head=head)
+        answer = await s.arrays.get(model, name, Conditions.of(request.headers), head=head)
         s.membership.check_serving()
         headers = {
             "etag": answer.etag,
@@ -123,17 +124,11 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
             value: Any = read_npy(await negotiate.read_body(request, NAMED_BODY_BYTES_MAX))
         else:
             value = await negotiate.read_tensors(request)
-        given = Conditions(_tags(request, "if-match"), _tags(request, "if-none-match"))
-        done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"), given)
+        done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"), Conditions.of(request.headers))
         s.membership.check_serving()
         return negotiate.respond(request, push_document(done))
 
     app.include_router(routes)
-
-
-def _tags(request: Request, header: str) -> str:
-    """The entity tags of a header, joined if the header is repeated."""
-    return ", ".join(request.headers.getlist(header))
 
 
 def _add_forwarding(app: FastAPI, s: Services) -> None:

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core.selection import Selection, select
-from paramserver.core.set_operation import precondition_failed
 from paramserver.core.shard_io import AssignPart, PushDone, SetReceived
 from paramserver.errors import combined, problem
 from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import AnyArray, DType
 from paramserver.wire.tensor import fits, from_f32
+from paramserver_node.conditions import ANY, Conditions
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart
 from paramserver_shard.link import SchedulerLink
@@ -32,29 +32,6 @@ NPY_MEDIA: Final = "application/x-npy"
 _MAGIC: Final = b"\x93NUMPY"
 _HEADER_BYTES_MAX: Final = 10_000
 _DTYPES: Final[dict[str, DType]] = {"<f2": "float16", "<f4": "float32", "<f8": "float64"}
-
-
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """The values of `If-Match` and `If-None-Match` (RFC 9110, 13.1.1 and 13.1.2): entity tags or `*`; "" if absent."""
-
-    match: str = ""
-    none_match: str = ""
-
-    def check(self, tag: str) -> None:
-        """Check the conditions against the current value's tag, which is "" if there is no value yet.
-
-        Raises ConflictError (`precondition_failed`) if they do not hold.
-        """
-        if self.match and not (tag and _matches(self.match, tag, weakly=False)):
-            raise precondition_failed(
-                f"the value's ETag is {tag}, none of {self.match:.200}" if tag else "the parameter has no value yet"
-            )
-        if self.none_match and tag and _matches(self.none_match, tag):
-            raise precondition_failed(f"there is a value, and its ETag is {tag}")
-
-
-ANY: Final = Conditions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +58,18 @@ class ArrayService:
         self._names = names
         self._link = link
 
-    async def get(self, model: str, name: str, if_none_match: str, *, head: bool) -> NpyAnswer:
-        """Return the parameter, without its body for HEAD or if its tag matches `if_none_match`.  Raises PsError."""
+    async def get(self, model: str, name: str, given: Conditions, *, head: bool) -> NpyAnswer:
+        """Return the parameter, without its body for HEAD or if the client's copy is current.  Raises PsError."""
         known = await self._models.find(model)
         selection = _one(known, name)
         param = selection.params[0]
         dtype = "float32" if param.dtype == "bfloat16" else param.dtype
         header = npy_header(dtype, param.shape)
         size = param.size * np.dtype(dtype).itemsize
-        if head or if_none_match:
+        if head or given != ANY:
             parts = await self._versions(known, selection)
             tag = etag(known, parts)
-            unchanged = _matches(if_none_match, tag)
+            unchanged = given.unchanged(tag)
             if head or unchanged:
                 version, incarnation = _newest(parts)
                 return NpyAnswer(tag, version, incarnation, header, memoryview(b""), size, unchanged)
@@ -102,7 +79,7 @@ class ArrayService:
         pulled = await self._names.fetch(known, PullRequest(selection, 0, 0, 0.0, None))
         tag = etag(known, pulled.parts)
         body = from_f32(pulled.packed, dtype).data.cast("B")
-        return NpyAnswer(tag, pulled.version, pulled.incarnation, header, body, size, _matches(if_none_match, tag))
+        return NpyAnswer(tag, pulled.version, pulled.incarnation, header, body, size, given.unchanged(tag))
 
     async def _versions(self, known: KnownModel, selection: Selection) -> list[GotPart]:
         """Pull one element of each partition, which is enough to learn its version."""
@@ -257,10 +234,3 @@ def _first(ranges: Sequence[tuple[int, int]] | None) -> tuple[int, int]:
 
 def _newest(parts: Sequence[GotPart]) -> tuple[int, int]:
     return min(p.version for p in parts), max(p.incarnation for p in parts)
-
-
-def _matches(tags: str, tag: str, *, weakly: bool = True) -> bool:
-    candidates = [t.strip() for t in tags.split(",")]
-    if weakly:
-        candidates = [t.removeprefix("W/") for t in candidates]
-    return "*" in candidates or tag in candidates

@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from paramserver import kernels
+from paramserver.client.retry import may_be_done
 from paramserver.core.shard_io import PushDone
 from paramserver.errors import PsError, Unavailable, problem
 from paramserver.limits import (
     BODY_BYTES_MAX,
     CHUNK_BYTES,
-    IDEMPOTENCY_KEY_BYTES_MAX,
     JSON_ELEMENTS_MAX,
     NAMED_BODY_BYTES_MAX,
 )
@@ -27,6 +27,7 @@ from paramserver.types import ITEMSIZE
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, encode_header
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
+from paramserver_node.conditions import idempotency_key
 from paramserver_node.middleware import omit_request_id
 from paramserver_node.race import while_there
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, BodyTransfer
@@ -41,6 +42,7 @@ from paramserver_shard.telemetry import Telemetry, frame_lag, name_lag
 T = TypeVar("T")
 
 _FRAME: Final = MEDIA_TYPE.encode()
+_REPEATABLE: Final = "repeatable_push"
 
 
 class _Endpoint:
@@ -116,6 +118,28 @@ class _Endpoint:
 class _Pushing(_Endpoint):
     """Base of routes that push: a shard that was paused may have applied the push after it lost its partitions."""
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except PsError as error:
+            if may_be_done(error) and _REPEATABLE not in scope["state"]:
+                raise error.plus(retryable=False) from error
+            raise
+
+    async def _read_frame(self, scope: Scope, receive: Receive) -> Arriving:
+        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.prepare_push)
+        frame = arriving.frame
+        if frame.forwarded or frame.seq is not None or frame.key is not None:
+            scope["state"][_REPEATABLE] = True
+        return arriving
+
+    def _key(self, request: Request, body: Any) -> str | None:
+        """Return the `Idempotency-Key`, after noting whether the push has that or a push id."""
+        key = idempotency_key(request.headers)
+        if key is not None or (isinstance(body, dict) and body.get("seq") is not None):
+            request.scope["state"][_REPEATABLE] = True
+        return key
+
     def recheck_serving(self) -> None:
         """Raises InDoubt (`in_doubt`) if the shard may no longer serve."""
         try:
@@ -131,7 +155,7 @@ class Push(_Pushing):
     """`POST /push`."""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.prepare_push)
+        arriving = await self._read_frame(scope, receive)
         done, commit_values = await self._frames.push(arriving, self._counted(arriving, began_s))
         reply = push_reply(done, commit_values, self._frames.lease_after(arriving.frame, done, commit_values))
         status = 200 if done.state == "applied" or reply.released else 202
@@ -139,7 +163,7 @@ class Push(_Pushing):
         await _send(send, status, encode_header(reply))
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
-        done = await self._names.push(body, idempotency_key(request))
+        done = await self._names.push(body, self._key(request, body))
         self._pushed_names(done, request, body, began_s)
         return negotiate.respond(request, push_document(done), 200 if done.state == "applied" else 202)
 
@@ -167,14 +191,14 @@ class PushPull(_Pushing):
     """`POST /pushpull`."""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.prepare_push)
+        arriving = await self._read_frame(scope, receive)
         answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
         self.recheck_serving()
         await _send_body(scope, send, 200, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
-        done, pulled, dtype = await self._names.pushpull(body, idempotency_key(request), check_of(request))
+        done, pulled, dtype = await self._names.pushpull(body, self._key(request, body), check_of(request))
         self._pushed_names(done, request, body, began_s)
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         try:
@@ -280,12 +304,3 @@ def pull_response(request: Request, pulled: Pulled, dtype: str | None, push: Pus
     if as_msgpack:
         return ChunkedResponse(msgpack.packb(document), media_type=negotiate.MSGPACK)
     return ChunkedResponse(JSONResponse(document).body, media_type=negotiate.JSON)
-
-
-def idempotency_key(request: Request) -> str | None:
-    """Return the `Idempotency-Key` header, if any.  Raises RequestError (`invalid_field`) for a wrong length."""
-    key = request.headers.get("idempotency-key")
-    if key is not None and not 0 < len(key) <= IDEMPOTENCY_KEY_BYTES_MAX:
-        detail = f"Idempotency-Key must be of 1 to {IDEMPOTENCY_KEY_BYTES_MAX} bytes"
-        raise problem("invalid_field", detail, where="Idempotency-Key")
-    return key

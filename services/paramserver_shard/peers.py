@@ -11,7 +11,7 @@ from pyreqwest.exceptions import PyreqwestError
 
 from paramserver.client.credentials import Credentials
 from paramserver.client.transport import translated, trusting
-from paramserver.errors import PsError, Unreachable, from_document, problem
+from paramserver.errors import PsError, Unavailable, Unreachable, from_document, problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JOURNAL_WAIT_S, LEASE_S, PACE_BYTES_PER_S
 from paramserver.types import AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, Header, PullFrame, decode_header, encode_header
@@ -109,6 +109,6 @@ def _refusal(status: int, body: bytes) -> Exception:
     except ValueError:
         document = {}
     error = from_document({"status": status, **(document if isinstance(document, dict) else {})})
-    if error.status >= 500 and not error.retryable:
+    if error.status >= 500 and not isinstance(error, Unavailable):
         return problem("unavailable", f"another shard failed: {error.detail}")
     return error

@@ -37,6 +37,7 @@ class PsError(Exception):
         *,
         hint: str = "",
         retry_after_s: float | None = None,
+        retryable: bool | None = None,
         errors: tuple[Mapping[str, Any], ...] = (),
         **members: Any,
     ) -> None:
@@ -50,7 +51,8 @@ class PsError(Exception):
         """Additional members of the problem document, such as `map_epoch` or `timeline`."""
         info = CODES[code]
         self.status: Final = info.status
-        self.retryable: Final = info.retryable
+        self.retryable: Final = info.retryable if retryable is None else retryable
+        """Whether the same request, sent again unchanged, may succeed and cannot count twice."""
         self.retry_after_s: Final = retry_after_s if retry_after_s is not None else info.retry_after_s
 
     def document(self, request_id: str = "") -> dict[str, Any]:
@@ -74,8 +76,8 @@ class PsError(Exception):
         return body | dict(self.members)
 
     def plus(self, **members: Any) -> "PsError":
-        """Return the same error with these additional members."""
-        more = {**self.members, **members}
+        """Return the same error with these additional members; `retryable` may be one of them."""
+        more = {"retryable": self.retryable, **self.members, **members}
         return type(self)(
             self.code, self.detail, hint=self.hint, retry_after_s=self.retry_after_s, errors=self.errors, **more
         )
@@ -213,11 +215,14 @@ def problem(
     *,
     hint: str = "",
     retry_after_s: float | None = None,
+    retryable: bool | None = None,
     errors: tuple[Mapping[str, Any], ...] = (),
     **members: Any,
 ) -> PsError:
     """Return the error for a code, in the code's class: `raise problem("unknown_model", "...")`."""
-    return CODES[code].cls(code, detail, hint=hint, retry_after_s=retry_after_s, errors=errors, **members)
+    return CODES[code].cls(
+        code, detail, hint=hint, retry_after_s=retry_after_s, retryable=retryable, errors=errors, **members
+    )
 
 
 def as_problem(error: Exception) -> PsError:
@@ -281,6 +286,7 @@ def from_document(doc: Mapping[str, Any]) -> PsError:
         str(doc.get("detail") or doc.get("title") or f"HTTP {doc.get('status')}"),
         hint=str(doc.get("hint", "")),
         retry_after_s=doc.get("retry_after_s"),
+        retryable=doc.get("retryable") if code == doc.get("code") else None,
         errors=tuple(doc.get("errors", ())),
         **{k: v for k, v in doc.items() if k not in _STANDARD and k.isidentifier()},
     )

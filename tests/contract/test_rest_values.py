@@ -8,7 +8,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from .processes import eventually, unique
+from .processes import Nodes, eventually, unique
 from .rest import Face, tensor
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
@@ -47,6 +47,21 @@ def test_a_key_is_bounded_and_holds_its_content(face: Face) -> None:
     other = body | {"grads": {"b": face.value(2.0)}}
     face.refused("POST", "/push", other, 422, "id_reused", idempotency_key="k")
     face.refused("POST", "/push", body, 422, "invalid_field", idempotency_key="x" * 300)
+
+
+def test_a_key_is_the_same_through_every_node(rest_cluster: Nodes) -> None:
+    """A push repeated through another node under the same bytes as its key is a duplicate, or refused by both."""
+    shard = Face(rest_cluster, f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}", "json")
+    scheduler = Face(rest_cluster, rest_cluster.url, "json")
+    model = shard.make()
+    body = {"model": model, "grads": {"b": 1.0}}
+
+    for key in ("é".encode(), b"k\xe9"):
+        headers = [(b"idempotency-key", key)]
+        told = [f.http.post(f.url + "/push", json=body, headers=headers).json() for f in (scheduler, shard, scheduler)]
+        applied = [answer.get("duplicate", answer.get("code")) for answer in told]
+        assert applied == ([False, True, True] if key != b"k\xe9" else ["invalid_field"] * 3)
+    assert shard.pull(model, names=["b"]) == {"b": 1.0}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -116,6 +131,19 @@ def test_settings_of_clipping_weight_and_single_parameters(face: Face) -> None:
 
 
 NAMES = ["layers.0/w é[x]*", "a/b", "日本", "a b%20?#"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_reader_may_name_the_value_that_it_wants(face: Face, method: str) -> None:
+    """A read whose If-Match fails (RFC 9110, 13.1.1) gets 412; only if it holds does If-None-Match decide (304)."""
+    model = face.make()
+    held = f"/pull/{model}/w"
+    tag = face.raw("GET", held).headers["etag"]
+
+    assert face.raw(method, held, if_match=f'"another", {tag}').status_code == 200
+    assert face.raw(method, held, if_match="*", if_none_match=f"W/{tag}").status_code == 304
+    for given in ({"if_match": '"another"'}, {"if_match": f"W/{tag}"}, {"if_match": '"a"', "if_none_match": tag}):
+        assert face.raw(method, held, **given).status_code == 412
 
 
 def test_of_two_who_change_the_same_value_one_is_refused(face: Face) -> None:

@@ -1,6 +1,9 @@
 """Every control route of a real scheduler over real sockets: what it accepts, answers and refuses."""
 
+import json
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
@@ -306,14 +309,44 @@ def test_a_checkpoint_is_not_called_latest_or_best(cluster: Nodes, name: str) ->
     assert cluster.get(f"/models/{model}/checkpoints")["items"] == []
 
 
+def test_a_flood_of_large_bodies_leaves_room_for_others(cluster: Nodes) -> None:
+    """Of too many large bodies of one client the excess gets 429; its small bodies and other clients are served."""
+    body = json.dumps({"entry": "a:b", "model": "m", "args": {"x": 100_000 * "y"}})
+    head = f"POST /runs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {4 << 20}\r\n\r\n"
+    port = httpx.URL(cluster.url).port
+
+    def told(address: str, content: str) -> int:
+        transport = httpx.HTTPTransport(local_address=address)
+        with httpx.Client(transport=transport, timeout=20) as http:
+            kind = {"content-type": "application/json"}
+            return http.post(cluster.url + "/runs", content=content, headers=kind).status_code
+
+    with ExitStack() as stack:
+        for _ in range(32):
+            flooding = socket.create_connection(("127.0.0.1", port), 30, ("127.0.0.2", 0))
+            stack.enter_context(closing(flooding)).sendall(head.encode())
+        eventually(lambda: told("127.0.0.2", body) == 429, what="the excess to be refused")
+        assert told("127.0.0.2", "{}") == 422
+        assert told("127.0.0.1", body) == 404
+    eventually(lambda: told("127.0.0.2", body) == 404, what="the flood to be over")
+
+
 def test_a_part_of_a_checkpoints_file_is_had_by_its_range(cluster: Nodes) -> None:
-    """A range of a checkpoint file is 206; an unreadable one is ignored, one beyond the end is 416."""
+    """A range of a checkpoint file is 206; an unreadable one is ignored, one beyond the end is 416.
+
+    The conditions of the request come first: a file that the client has is 304, one that it does not want is 412.
+    """
     name = make(cluster)
     cluster.post(f"/models/{name}/checkpoints", {"name": "c"}, status=201)
     url = f"/models/{name}/checkpoints/c/model.safetensors"
-    whole = cluster.http.get(url).content
+    known = cluster.http.get(url)
+    whole, tag = known.content, known.headers["etag"]
     size = len(whole)
 
+    unchanged = cluster.http.get(url, headers={"if-none-match": f'"x", {tag}', "range": "bytes=0-1"})
+    assert (unchanged.status_code, unchanged.headers["etag"], unchanged.content) == (304, tag, b"")
+    other = cluster.http.get(url, headers={"if-match": '"x"'})
+    assert (other.status_code, other.json()["code"]) == (412, "precondition_failed")
     for asked, start, stop in (
         ("bytes=2-5", 2, 6), ("BYTES=-4", size - 4, size), (f"bytes={size - 1}-{9**30}", size - 1, size),
         (f"bytes={size}-,0-0", 0, 1), (f"bytes=-{size + 1}", 0, size),

@@ -13,6 +13,7 @@ import httpx
 import msgpack
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paramserver.client.direct import SCHEME, path_of
 from paramserver.core.layout import Layout
@@ -22,6 +23,7 @@ from paramserver.wire.frame import (
     MEDIA_TYPE,
     PullFrame,
     PullReply,
+    PullSpec,
     PushFrame,
     PushPart,
     PushReply,
@@ -205,6 +207,25 @@ def test_a_pushpull_answers_with_the_values_after_the_push(model: Model) -> None
         model.ask("/pushpull", {"grads": {"b": 1.0}, "names": ["b"], "min_version": 9}), 412, "version_not_reached"
     )
     assert late["push"]["version"] == 2, "the push was accepted, and the answer says so"
+
+
+def test_an_error_says_whether_its_push_may_be_repeated(model: Model) -> None:
+    """An error of an accepted push is `retryable` only if the push has an id or a key, with which it counts once."""
+    late = {"grads": {"b": 1.0}, "names": ["b"], "min_version": 99}
+    ident: dict[str, Any] = {"worker": "w", "epoch": 1, "seq": 1}
+    frame = PushFrame(model.name, [PushPart(0, None, None)], pull=PullSpec([(0, None)], min_version=99))
+    ones = np.ones(model.layout.partition_size(0), np.float32).tobytes()
+    for shard in (0, 1):
+        asked = model.ask("/pushpull", late, shard), model.frame("/pushpull", frame, ones, shard)
+        repeatable = (
+            model.ask("/pushpull", late | ident, shard),
+            model.ask("/pushpull", late, shard, idempotency_key="k"),
+            model.frame("/pushpull", replace(frame, worker="v", epoch=1, seq=1), ones, shard),
+        )
+        for answers, retryable in ((asked, False), (repeatable, True)):
+            for document in [problem(answer, 412, "version_not_reached") for answer in answers]:
+                assert "push" in document
+                assert document["retryable"] is retryable
 
 
 def test_a_pull_waits_for_its_version(model: Model) -> None:

@@ -91,7 +91,7 @@ def answering(app: FastAPI) -> None:
 def handing_on(app: FastAPI, forwarder: Forwarder, upstreams: list[str]) -> None:
     """Add one route that forwards every request to the upstreams."""
 
-    @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST"])
+    @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "PUT"])
     async def everything(request: Request) -> Response:
         return await forwarder.forward(request, upstreams, by_shard=True, code="no_leader")
 

@@ -217,3 +217,34 @@ def test_a_node_that_dies_in_the_middle_cuts_the_answer_off(upstream: Node) -> N
 
     assert (answer.status_code, answer.json()["code"]) == (503, "no_leader")
     assert answer.headers["retry-after"] == "1"
+
+
+def test_who_may_send_again_what_was_not_answered() -> None:
+    """A forwarded request that was not answered is `retryable` only if it cannot count twice when it is sent again."""
+    key = {"idempotency-key": "k"}
+
+    def hang_up(listener: socket.socket) -> None:
+        while True:
+            try:
+                connected, _ = listener.accept()
+            except OSError:
+                return
+            with connected:
+                connected.recv(1 << 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = threading.Thread(target=hang_up, args=(listener,))
+        silent.start()
+        with node(f"http://127.0.0.1:{listener.getsockname()[1]}") as front:
+            for method, path, headers, code, retryable in (
+                ("POST", "/push", {}, "in_doubt", False),
+                ("POST", "/push", key, "in_doubt", True),
+                ("POST", "/pushpull", key, "in_doubt", True),
+                ("PUT", "/models/m/params/w", {}, "in_doubt", True),
+                ("POST", "/runs", key, "in_doubt", False),
+                ("POST", "/pull", {}, "no_leader", True),
+            ):
+                document = front.http.request(method, path, headers=headers, json={}).json()
+                assert (document["code"], document["retryable"]) == (code, retryable), (method, path, document)
+        listener.shutdown(socket.SHUT_RDWR)
+        silent.join()

@@ -149,6 +149,31 @@ async def test_a_head_that_is_too_long_is_refused(asked_before: bool) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("line", [b"GET /" + LONG[3:] + b" HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n" + LONG + b"\r\n"])
+async def test_a_head_that_is_too_long_is_refused_even_if_it_comes_at_once(line: bytes) -> None:
+    """A complete head above the limit is answered with 431, be it one long request line or one long header."""
+    async with serving() as (client, _):
+        await client.send(line + b"host: x\r\n\r\n")
+        told = problem_of(await client.to_the_end())
+        assert (told["code"], told["status"]) == ("headers_too_large", 431)
+        assert told["hint"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "rest", [b"}", b"FOO / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\n" + LONG], ids=["body", "head", "long"]
+)
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_refusal_is_not_taken_for_the_answer_to_the_request_before_it(rest: bytes, times: int) -> None:
+    """If something invalid follows complete requests, such as a body beyond its length, these get their own answers."""
+    asked = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhello"
+    async with serving() as (client, _):
+        await client.send(times * asked + rest)
+        answer = await client.to_the_end()
+    assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200 ") == answer.count(b"hello") == times
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("chunk", [b"0\r\n" + LONG, b"1;" + LONG[3:]], ids=["trailers", "extension"])
 async def test_a_chunked_body_has_no_more_than_that_beside_its_bytes(chunk: bytes) -> None:
     """Trailers or a chunk extension of a body in progress are answered with 431 if they exceed the header limit."""
@@ -328,12 +353,16 @@ async def test_an_offer_with_the_last_request_is_ignored(connection: bytes, cut:
     [
         b"FOO / HTTP/1.1\r\nhost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nno header\r\n\r\n",
+        b"GET / HTTP/1.1\nhost: x\n\n",
+        b"GET http://x HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
-    ids=["method", "header", "length", "coding", "codings", "chunk"],
+    ids=["method", "header", "line feeds", "target", "no host", "hosts", "length", "coding", "codings", "chunk"],
 )
 async def test_what_is_no_http_is_told_in_a_problem_document(asked: bytes) -> None:
     """Invalid HTTP and transfer codings other than `chunked` are answered once, with 400 and a problem document."""

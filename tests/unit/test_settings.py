@@ -141,9 +141,16 @@ def of_environment(service: type[Settings], name: str, value: str) -> Any:
         (ShardSettings, "redis", "unix://run/redis.sock", "redis://HOST:6379/0"),
         (SchedulerSettings, "redis", "redis://:secret@h/0?db=x", "'db'"),
         (SchedulerSettings, "redis", "redis://h/0?foo=bar", "'foo'"),
-        (SchedulerSettings, "redis", "redis://h/0?retry=3", "options"),
+        (SchedulerSettings, "redis", "redis://h/0?health_check_interval=x", "options"),
         (SchedulerSettings, "redis", "rediss://h/0?ssl_cert_reqs=maybe", "maybe"),
+        *[
+            (ShardSettings, "redis", f"redis://h/0?{option}=1", f"does not allow: '{option}'")
+            for option in ("decode_responses", "encoding", "protocol", "max_connections", "socket_timeout",
+                           "socket_read_size", "redis_connect_func", "socket_keepalive_options")
+        ],
         (ShardSettings, "log_level", "foo", "DEBUG.*not 'foo'"),
+        *[(ShardSettings, "revoked", v, "names of tokens") for v in ("ci;laptop", "ci laptop", "ps1.node.secret.0.x")],
+        *[(SchedulerSettings, "name", v, "printable") for v in ("a\nb", "a\udcff", 129 * "a")],
         *[(ShardSettings, "snapshot_mib_per_s", v, "a number from 0.001") for v in ("0", "-1", "nan", "inf", "1e-300")],
         *[(ClientSettings, "timeout_s", v, "more than 0") for v in ("0", "-1", "nan", "inf", "1e300")],
         *[(s, "port", v, "65535") for s in (ShardSettings, SchedulerSettings) for v in ("0", "-1", "65536", "99999")],
@@ -190,8 +197,11 @@ def test_a_value_that_its_user_would_stumble_over_is_refused_by_name(
         *[
             (ShardSettings, "redis", value)
             for value in ("rediss://:x@[::1]:1/2", "unix:///run/redis.sock", "unix://:x@/run/redis.sock?db=2",
-                          "redis://:p%2F@h", "redis://h/", "redis:///1", "rediss://h/0?ssl_cert_reqs=none")
+                          "redis://:p%2F@h", "redis://h/", "redis:///1", "rediss://h/0?ssl_cert_reqs=none",
+                          "redis://h/0?client_name=a&health_check_interval=30&socket_keepalive=1&protocol=")
         ],
+        (ShardSettings, "revoked", "ci, laptop,"),
+        (SchedulerSettings, "name", "scheduler 1, é"),
         (ShardSettings, "log_level", "warning"),
         (ShardSettings, "memory_limit", "64MiB"),
         *[(ShardSettings, "host", value) for value in ("::1", "0.0.0.0", "my_node.local")],

@@ -21,6 +21,7 @@ from paramserver_scheduler.exchange import (
     response_doc,
     service,
 )
+from paramserver_scheduler.routes.models import MODEL
 
 router = APIRouter(prefix="/models/{m}", tags=["checkpoints"])
 
@@ -67,7 +68,7 @@ async def list_checkpoints(request: Request, m: str) -> Response:
 
 @router.post(
     "/restore",
-    responses=response_doc(200, "Restored; 201 if the model was created"),
+    responses={**response_doc(200, "Restored", MODEL), **response_doc(201, "Restored into a new model", MODEL)},
     openapi_extra=request_body(bodies.Restore, {"checkpoint": "latest", "as": "demo2", "partitions": 4}, False),
 )
 @role("admin")

@@ -5,31 +5,19 @@ import itertools
 from fastapi import APIRouter, Request, Response
 
 from paramserver.errors import problem
+from paramserver_node import value_docs as docs
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import request_body, response_doc, service
+from paramserver_scheduler.exchange import response_doc, service
 
 router = APIRouter(tags=["data"])
 
 _turns = itertools.count()
 
-PUSH = {"model": "demo", "grads": {"w": [[0.1, 0.2]]}, "worker": "w0", "epoch": 1, "seq": 7}
-PUSHED = {
-    "model": "demo",
-    "version": 7,
-    "state": "applied",
-    "duplicate": False,
-    "durable_version": 5,
-    "incarnation": 1,
-    "timeline": 0,
-}
-PULL = {"model": "demo", "names": ["w"], "min_version": 7, "wait_s": 5}
-PULLED = {"model": "demo", "version": 7, "incarnation": 1, "timeline": 0, "params": {"w": [[0.1, 0.2]]}}
-
 
 @router.post(
     "/push",
-    responses=response_doc(200, "Applied (202: staged or buffered)", PUSHED),
-    openapi_extra=request_body(None, PUSH),
+    responses=docs.PUSH_ANSWERS,
+    openapi_extra=docs.body(docs.PUSH, docs.PUSH_EXAMPLE),
 )
 @role("worker")
 async def push(request: Request) -> Response:
@@ -41,7 +29,7 @@ async def push(request: Request) -> Response:
     return await hand_over(request)
 
 
-@router.post("/pull", responses=response_doc(200, "The values", PULLED), openapi_extra=request_body(None, PULL))
+@router.post("/pull", responses=docs.PULL_ANSWERS, openapi_extra=docs.body(docs.PULL, docs.PULL_EXAMPLE))
 @role("reader")
 async def pull(request: Request) -> Response:
     """Pull parameters by name.
@@ -54,8 +42,8 @@ async def pull(request: Request) -> Response:
 
 @router.post(
     "/pushpull",
-    responses=response_doc(200, "The values, and what the push did", {**PUSHED, **PULLED, "push": PUSHED}),
-    openapi_extra=request_body(None, {**PUSH, "names": ["w"]}),
+    responses=docs.PUSHPULL_ANSWERS,
+    openapi_extra=docs.body(docs.PUSHPULL, docs.PUSHPULL_EXAMPLE),
 )
 @role("worker")
 async def pushpull(request: Request) -> Response:
@@ -70,14 +58,14 @@ async def pushpull(request: Request) -> Response:
 @router.get("/pull/{m}/{name:path}", responses=response_doc(200, "A .npy file, with an ETag"))
 @role("reader")
 async def pull_npy(request: Request, m: str, name: str) -> Response:
-    """Pull one parameter as a .npy file with an `ETag`; 304 if `If-None-Match` matches."""
+    """Pull one parameter as a .npy file with an `ETag`; 304 if `If-None-Match` matches, 412 if `If-Match` does not."""
     return await hand_over(request)
 
 
 @router.put(
     "/models/{m}/params/{name:path}",
-    responses=response_doc(200, "Assigned", PUSHED),
-    openapi_extra=request_body(None, [[0.0, 1.0]]),
+    responses=docs.answers({200: "Assigned"}, docs.PUSHED, docs.PUSHED_EXAMPLE),
+    openapi_extra=docs.body({}, [[0.0, 1.0]]),
 )
 @role("worker")
 async def assign(request: Request, m: str, name: str) -> Response:

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Receive, Scope, Send
 
 from paramserver.errors import NotFoundError, problem
+from paramserver_node.conditions import Conditions
 from paramserver_node.roles import role
 from paramserver_scheduler.checkpoints import CheckpointStore, check_name
 from paramserver_scheduler.exchange import response_doc, service
@@ -24,13 +25,19 @@ _RANGE: Final = re.compile(r"([0-9]*)-([0-9]*)")
 
 
 class _File(FileResponse):
-    """A file response that honors `Range`; a malformed `Range` is ignored (RFC 9110, 14.2)."""
+    """A file response that honors `Range` and conditions; a malformed `Range` is ignored (RFC 9110, 14.2)."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file or the requested ranges; raises RequestError (`range_not_satisfiable`) if it has none."""
+        """Send the file or the requested ranges, or 304.
+
+        Raises RequestError (`range_not_satisfiable`) if it has none of these, ConflictError (`precondition_failed`).
+        """
         self.stat_result = await asyncio.to_thread(os.stat, self.path)
         self.set_stat_headers(self.stat_result)
         size, asked = self.stat_result.st_size, Headers(scope=scope)
+        if Conditions.of(asked).unchanged(self.headers["etag"]):
+            await Response(status_code=304, headers={"etag": self.headers["etag"]})(scope, receive, send)
+            return
         text = asked.get("range")
         if text is not None and asked.get("if-range") in (None, self.headers["etag"], self.headers["last-modified"]):
             found = _ranges(text, size)
@@ -74,7 +81,8 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
     """Download a file of a checkpoint: `manifest.json`, `model.safetensors`, `optimizer.safetensors` or `workers.json`.
 
     `name` is a checkpoint in the model's list, `latest` or `best`; 503 `unavailable` if only a scheduler that is not
-    running has its files. For a deleted model it is a checkpoint on the leader's own disk. `Range` is supported.
+    running has its files. For a deleted model it is a checkpoint on the leader's own disk. `Range`, `If-Match` and
+    `If-None-Match` are supported.
     """
     s = service(request)
     try:

@@ -27,7 +27,10 @@ async def report(request: Request, m: str) -> Response:
 
 
 @router.get(
-    "/metrics", responses=response_doc(200, "The series", {"items": [{"name": "loss", "points": []}], "next": None})
+    "/metrics",
+    responses=response_doc(
+        200, "The series", {"items": [{"name": "loss", "points": [[1763700000.0, 6, "demo/w0", 0.31]]}], "next": None}
+    ),
 )
 @role("reader")
 @takes_query("name", *PAGED)

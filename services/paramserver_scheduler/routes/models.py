@@ -20,14 +20,50 @@ SPEC = {
     "partitions": 8,
     "ack": "applied",
 }
+FULL_SPEC = {
+    "name": "demo",
+    "params": {
+        "w": {
+            "shape": [64, 10],
+            "dtype": "float32",
+            "init": {"kind": "zeros"},
+            "lr_scale": 1.0,
+            "weight_decay": None,
+            "trainable": True,
+        }
+    },
+    "optimizer": {
+        "name": "sgd",
+        "lr": 0.1,
+        "weight_decay": 0.0,
+        "schedule": {"kind": "constant", "warmup": 0},
+        "clip_value": None,
+        "clip_norm": None,
+        "linear_scaling": False,
+    },
+    "consistency": {"mode": "async", "lag": "ignore", "lag_bound": 16},
+    "partitions": 8,
+    "ack": "applied",
+    "evaluate_every": 0,
+    "checkpoint": {"every_clocks": 0, "every_minutes": 10.0, "keep": 3, "metric": "accuracy", "best": "max"},
+}
+"""What the server makes of `SPEC`."""
 MODEL = {
     "name": "demo",
     "generation": 1,
     "revision": 1,
     "timeline": 0,
     "clock": 0,
+    "min_clock": 0,
+    "version": 0,
+    "cut": None,
     "state": "ready",
-    "spec": SPEC,
+    "missing": [],
+    "files_error": None,
+    "served": True,
+    "live_workers": 0,
+    "created_s": 1763700000.0,
+    "spec": FULL_SPEC,
     "bounds": [0, 640],
     "map_epoch": 3,
     "partitions": [
@@ -38,9 +74,25 @@ MODEL = {
             "version": 0,
             "durable_version": 0,
             "from_version": 0,
+            "served": True,
         }
     ],
     "shards": {"shard-0": {"addresses": ["http://127.0.0.1:8701"]}},
+}
+LISTED = {
+    "name": "demo",
+    "generation": 1,
+    "revision": 1,
+    "timeline": 0,
+    "clock": 0,
+    "version": 0,
+    "state": "ready",
+    "mode": "async",
+    "optimizer": "sgd",
+    "size": 640,
+    "partitions": 8,
+    "served": True,
+    "live_workers": 0,
 }
 
 
@@ -65,7 +117,7 @@ async def create_model(request: Request) -> Response:
     return await reply(request, lambda n: io.CreateModel(n, spec, nonce), lambda m: f"/models/{quote(m['name'])}")
 
 
-@router.get("/models", responses=response_doc(200, "All models", {"items": [MODEL], "next": None}))
+@router.get("/models", responses=response_doc(200, "All models", {"items": [LISTED], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_models(request: Request) -> Response:

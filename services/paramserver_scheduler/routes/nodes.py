@@ -17,6 +17,7 @@ from paramserver_node.roles import role
 from paramserver_scheduler import bodies
 from paramserver_scheduler.exchange import ask, number_of, read, reply, request_body, respond, response_doc, service
 from paramserver_scheduler.routes.feed import open_feed
+from paramserver_scheduler.routes.models import MODEL
 
 router = APIRouter(prefix="/internal", tags=["internal"])
 
@@ -159,7 +160,7 @@ async def uploaded(request: Request, m: str) -> Response:
 
 @router.post(
     "/models/{m}/restored",
-    responses=response_doc(200, "Noted"),
+    responses=response_doc(200, "Noted", MODEL),
     openapi_extra=request_body(bodies.Restored, {"generation": 1, "timeline": 0, "version": 400}),
 )
 @role("node")

@@ -25,12 +25,52 @@ from paramserver_scheduler.exchange import (
 router = APIRouter(tags=["runs"])
 
 RUN = {"model": "demo", "entry": "paramserver.examples.digits:train", "workers": 4, "stop": {"minutes": 5}}
+CREATED = {
+    "id": "run-7",
+    "name": "run-7",
+    "model": "demo",
+    "entry": "paramserver.examples.digits:train",
+    "args": {},
+    "workers": 4,
+    "stop": {"minutes": 5},
+    "evaluate_every": 0,
+    "checkpoint_every": 0,
+    "state": "running",
+    "reason": "",
+    "from_clock": 0,
+    "ran_s": 12.5,
+    "created_s": 1763700000.0,
+    "places": [{"place": 0, "worker": "run-7/w0", "member": "pool-0", "restarts": 0, "done": False}],
+}
+MEMBER = {
+    "member": "pool-0",
+    "epoch": 1,
+    "alive": True,
+    "state": "active",
+    "heartbeat_age_s": 0.4,
+    "allow": ["paramserver.examples"],
+    "run": "run-7",
+    "place": 0,
+    "metrics": {"cpu_cores": 0.5},
+}
+ASSIGNED = {
+    "id": "run-7",
+    "name": "run-7",
+    "model": "demo",
+    "entry": "paramserver.examples.digits:train",
+    "args": {},
+    "place": 0,
+    "attempt": 0,
+    "worker": "run-7/w0",
+    "rank": 0,
+    "workers": 4,
+}
 
 
 @router.post(
     "/runs",
     status_code=201,
-    responses=response_doc(201, "Waits for workers, or runs", {"id": "run-7f3a", "state": "waiting", **RUN}),
+    responses=response_doc(201, "Waits for workers, or runs", CREATED),
     openapi_extra=request_body(bodies.Run, RUN),
 )
 @role("admin")
@@ -52,7 +92,7 @@ async def create_run(request: Request) -> Response:
     return await reply(request, make, lambda run: f"/runs/{run['id']}")
 
 
-@router.get("/runs", responses=response_doc(200, "Newest first", {"items": [], "next": None}))
+@router.get("/runs", responses=response_doc(200, "Newest first", {"items": [CREATED], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_runs(request: Request) -> Response:
@@ -60,7 +100,7 @@ async def list_runs(request: Request) -> Response:
     return page(request, service(request).read.runs())
 
 
-@router.get("/runs/{run}", responses=response_doc(200, "The run"))
+@router.get("/runs/{run}", responses=response_doc(200, "The run", CREATED))
 @role("reader")
 async def get_run(request: Request, run: str) -> Response:
     """Return one run: its state with the reason, its places, and its stopping rule."""
@@ -69,7 +109,7 @@ async def get_run(request: Request, run: str) -> Response:
 
 @router.patch(
     "/runs/{run}",
-    responses=response_doc(200, "Changed"),
+    responses=response_doc(200, "Changed", CREATED),
     openapi_extra=request_body(bodies.RunPatch, {"state": "paused"}),
 )
 @role("admin")
@@ -84,7 +124,7 @@ async def patch_run(request: Request, run: str) -> Response:
 
 @router.post(
     "/runs/{run}/places/{place}/done",
-    responses=response_doc(200, "Noted"),
+    responses=response_doc(200, "Noted", CREATED),
     openapi_extra=request_body(bodies.PlaceDone, {"member": "pool-0", "epoch": 1, "error": None, "attempt": 0}),
 )
 @role("worker")
@@ -114,7 +154,7 @@ async def join_pool(request: Request) -> Response:
     return await reply(request, lambda n: io.JoinPool(n, b.name, b.allow), lambda p: f"/pool/{p['member']}")
 
 
-@router.get("/pool", responses=response_doc(200, "The pool", {"items": [], "next": None}))
+@router.get("/pool", responses=response_doc(200, "The pool", {"items": [MEMBER], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_pool(request: Request) -> Response:
@@ -125,7 +165,7 @@ async def list_pool(request: Request) -> Response:
 
 @router.put(
     "/pool/{member:path}",
-    responses=response_doc(200, "Alive", {"state": "idle", "run": None}),
+    responses=response_doc(200, "Alive", {"state": "assigned", "run": ASSIGNED}),
     openapi_extra=request_body(bodies.MemberHeartbeat, {"epoch": 1, "metrics": {"cpu_cores": 0.5}}),
 )
 @role("worker")

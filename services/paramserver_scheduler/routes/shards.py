@@ -49,7 +49,9 @@ async def get_shard(request: Request, name: str) -> Response:
 
 @router.put(
     "/shards/{name}",
-    responses=response_doc(200, "Noted; its partitions move one after the other", {**SHARD, "state": "draining"}),
+    responses=response_doc(
+        200, "Noted; its partitions move one after the other", {**SHARD, "state": "draining", "targets": 1}
+    ),
     openapi_extra=request_body(bodies.ShardState, {"state": "draining"}),
 )
 @role("admin")

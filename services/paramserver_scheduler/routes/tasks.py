@@ -11,6 +11,17 @@ from paramserver_scheduler.exchange import PAGED, page, read, reply, request_bod
 router = APIRouter(prefix="/models/{m}", tags=["tasks"])
 
 DATASET = {"dataset": "train", "size": 50000, "task_size": 1000}
+REGISTERED = {
+    "dataset": "train",
+    "tasks": 50,
+    "uri": None,
+    "assignment": "dynamic",
+    "passes": 1,
+    "passes_done": 0,
+    "done": 0,
+    "leased": 0,
+    "finished": False,
+}
 TASK = {
     "id": "train:0:0",
     "kind": "range",
@@ -26,7 +37,7 @@ TASK = {
 @router.post(
     "/tasks",
     status_code=201,
-    responses=response_doc(201, "Registered", DATASET),
+    responses=response_doc(201, "Registered", REGISTERED),
     openapi_extra=request_body(bodies.Dataset, DATASET),
 )
 @role("worker")
@@ -42,7 +53,7 @@ async def register(request: Request, m: str) -> Response:
     )
 
 
-@router.get("/tasks", responses=response_doc(200, "The datasets", {"items": [DATASET], "next": None}))
+@router.get("/tasks", responses=response_doc(200, "The datasets", {"items": [REGISTERED], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_datasets(request: Request, m: str) -> Response:

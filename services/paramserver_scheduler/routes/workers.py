@@ -36,7 +36,19 @@ JOINED = {
     "generation": 1,
     "state": None,
 }
-BEAT = {"state": "active", "clock": 6, "min_clock": 5, "timeline": 0, "evaluate": False}
+WORKER = {
+    "worker": "demo/w0",
+    "epoch": 1,
+    "alive": True,
+    "state": "active",
+    "heartbeat_age_s": 0.4,
+    "rank": 0,
+    "clock": 6,
+    "next_clock": 6,
+    "metrics": {"loss": 0.3},
+    "kept": None,
+}
+BEAT = {"state": "active", "min_clock": 5, "timeline": 0, "evaluate": False}
 CLOCK = {
     "released": True,
     "clock": 1,
@@ -70,7 +82,7 @@ async def join(request: Request, m: str) -> Response:
     )
 
 
-@router.get("/workers", responses=response_doc(200, "The roster", {"items": [], "next": None}))
+@router.get("/workers", responses=response_doc(200, "The roster", {"items": [WORKER], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_workers(request: Request, m: str) -> Response:
@@ -83,7 +95,10 @@ async def list_workers(request: Request, m: str) -> Response:
     return page(request, s.read.workers(m, s.now, kept=True))
 
 
-@router.post("/workers/{w:path}/drain", responses=response_doc(200, "Asked to finish"))
+@router.post(
+    "/workers/{w:path}/drain",
+    responses=response_doc(200, "Asked to finish", {"worker": "demo/w0", "state": "draining"}),
+)
 @role("admin")
 async def drain(request: Request, m: str, w: str) -> Response:
     """Ask a worker to finish its current work and leave the model.
@@ -94,7 +109,7 @@ async def drain(request: Request, m: str, w: str) -> Response:
     return await reply(request, lambda n: io.DrainWorker(n, m, w))
 
 
-@router.get("/workers/{w:path}", responses=response_doc(200, "The worker"))
+@router.get("/workers/{w:path}", responses=response_doc(200, "The worker", WORKER))
 @role("reader")
 async def get_worker(request: Request, m: str, w: str) -> Response:
     """Return one worker of a model, live or dead: its epoch, rank, clock, heartbeat age and stored state (`kept`)."""

@@ -1,0 +1,139 @@
+"""OpenAPI of pushes and pulls by name: schemas and examples of bodies and answers.
+
+Shards serve these routes and schedulers forward them, so both describe them with this module.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from paramserver import limits
+from paramserver.types import ITEMSIZE
+
+Schema = dict[str, Any]
+
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
+_TEXT: Final[Schema] = {"type": "string"}
+_TENSORS: Final[Schema] = {
+    "type": "object",
+    "description": "by parameter name: a number or nested lists in JSON, `{dtype, shape, data}` in msgpack",
+    "additionalProperties": {"anyOf": [{"type": "number"}, {"type": "array", "items": {}}]},
+}
+_STATE: Final[Schema] = {"type": "string", "enum": ["applied", "staged", "buffered"]}
+
+_PUSH_FIELDS: Final[dict[str, Schema]] = {
+    "model": _TEXT,
+    "grads": _TENSORS,
+    "ranges": {
+        "type": "object",
+        "description": "by parameter name: sorted, disjoint `[start, stop)` of its flat elements",
+        "additionalProperties": {"type": "array", "items": {"type": "array", "items": _COUNT}},
+    },
+    "worker": {**_TEXT, "description": "with `epoch` and `seq`: the push id, under which it can be repeated"},
+    "epoch": _COUNT,
+    "seq": _COUNT,
+    "clock": {**_COUNT, "description": "sync and ssp: the iteration that the push belongs to"},
+    "timeline": {**_COUNT, "description": "sync: that of the clock; for an older one the answer is 409 `rolled_back`"},
+    "base_version": {**_COUNT, "description": "the version that the gradient was computed from"},
+    "weight": {"type": "number", "minimum": 0, "description": "multiplies the gradient; default 1"},
+    "ack": {"type": "string", "enum": ["applied", "journaled", "fsynced"]},
+}
+_PULL_FIELDS: Final[dict[str, Schema]] = {
+    "model": _TEXT,
+    "names": {"type": "array", "items": _TEXT, "description": "names or patterns; default: all"},
+    "ranges": _PUSH_FIELDS["ranges"],
+    "min_version": _COUNT,
+    "min_clock": {**_COUNT, "description": "sync: commits that each partition must have taken"},
+    "wait_s": {"type": "number", "minimum": 0, "maximum": limits.WAIT_S_MAX},
+    "dtype": {"type": "string", "enum": list(ITEMSIZE), "description": "of the values; default: each parameter's own"},
+}
+_PUSHED_FIELDS: Final[dict[str, Schema]] = {
+    "model": _TEXT,
+    "version": {**_COUNT, "description": "the lowest of the partitions; if staged or buffered, the one before"},
+    "state": _STATE,
+    "duplicate": {"type": "boolean", "description": "it was accepted before, and did nothing this time"},
+    "durable_version": _COUNT,
+    "incarnation": _COUNT,
+    "timeline": _COUNT,
+    "late": {"type": "boolean", "description": "true if its clock is committed already; else absent"},
+}
+_PULLED_FIELDS: Final[dict[str, Schema]] = {
+    "model": _TEXT,
+    "version": _COUNT,
+    "incarnation": _COUNT,
+    "timeline": _COUNT,
+    "params": _TENSORS,
+}
+
+
+def _object(fields: Mapping[str, Schema], optional: Sequence[str] = ()) -> Schema:
+    required = [name for name in fields if name not in optional]
+    return {"type": "object", "properties": dict(fields), "required": required, "additionalProperties": False}
+
+
+def _body(fields: Mapping[str, Schema], required: Sequence[str]) -> Schema:
+    return _object(fields, [name for name in fields if name not in required])
+
+
+PUSH: Final = _body(_PUSH_FIELDS, ["model", "grads"])
+PULL: Final = _body(_PULL_FIELDS, ["model"])
+PUSHPULL: Final = _body(_PULL_FIELDS | _PUSH_FIELDS, ["model", "grads"])
+PUSHED: Final = _object(_PUSHED_FIELDS, ["late"])
+PULLED: Final = _object(_PULLED_FIELDS)
+PUSHPULLED: Final = _object(_PUSHED_FIELDS | _PULLED_FIELDS | {"push": PUSHED}, ["late"])
+
+PUSH_EXAMPLE: Final = {
+    "model": "demo",
+    "grads": {"b": [0.5, -0.5]},
+    "worker": "w0",
+    "epoch": 1,
+    "seq": 7,
+    "clock": 6,
+    "base_version": 6,
+    "weight": 1.0,
+}
+PULL_EXAMPLE: Final = {"model": "demo", "names": ["b"], "min_version": 7, "wait_s": 5, "dtype": "float32"}
+PUSHPULL_EXAMPLE: Final = {**PUSH_EXAMPLE, "names": ["b"]}
+PUSHED_EXAMPLE: Final = {
+    "model": "demo",
+    "version": 7,
+    "state": "applied",
+    "duplicate": False,
+    "durable_version": 5,
+    "incarnation": 4294967297,
+    "timeline": 0,
+}
+PULLED_EXAMPLE: Final = {
+    "model": "demo",
+    "version": 7,
+    "incarnation": 4294967297,
+    "timeline": 0,
+    "params": {"b": [0.1, 0.2]},
+}
+PUSHPULLED_EXAMPLE: Final = {**PUSHED_EXAMPLE, **PULLED_EXAMPLE, "push": PUSHED_EXAMPLE}
+
+
+def content(schema: Schema, example: Any) -> dict[str, Any]:
+    """Return the content of a body or an answer that is JSON, or the same in msgpack."""
+    return {
+        "application/json": {"schema": schema, "example": example},
+        "application/msgpack": {"schema": {"type": "string", "format": "binary"}},
+    }
+
+
+def answers(status_texts: Mapping[int, str], schema: Schema, example: Any) -> dict[int | str, dict[str, Any]]:
+    """Return the successful answers of a route, by status."""
+    return {status: {"description": text, "content": content(schema, example)} for status, text in status_texts.items()}
+
+
+def body(schema: Schema, example: Any) -> dict[str, Any]:
+    """Return the request body of a route."""
+    return {"requestBody": {"required": True, "content": content(schema, example)}}
+
+
+PUSH_ANSWERS: Final = answers({200: "Applied"}, PUSHED, PUSHED_EXAMPLE) | answers(
+    {202: "Accepted: staged (sync) or buffered; `version` is the one before"},
+    PUSHED,
+    {**PUSHED_EXAMPLE, "state": "staged"},
+)
+PULL_ANSWERS: Final = answers({200: "The values"}, PULLED, PULLED_EXAMPLE)
+PUSHPULL_ANSWERS: Final = answers({200: "The values, and what the push did"}, PUSHPULLED, PUSHPULLED_EXAMPLE)

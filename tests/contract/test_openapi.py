@@ -1,0 +1,169 @@
+"""What `/openapi.json` shows, compared with what the nodes answer."""
+
+import re
+from typing import Any
+
+import pytest
+
+from .processes import Nodes, unique
+from .rest import Face
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+
+FREE = ("params", "shards", "metrics", "args", "stop", "state", "kept", "memory")
+"""Keys of objects whose own keys are names, or up to the user."""
+ELSEWHERE = re.compile("/internal/|/events|/status|^/metrics|/checkpoints/.*/|/pull/.*/")
+"""Paths of routes between nodes, streams and files, and of those with a declared schema."""
+
+
+def asked(face: Face, model: str, run: str) -> list[tuple[str, str, str, Any]]:
+    """Return (method, path of the route, path, body) of requests to all routes that answer in JSON, in a good order."""
+    m, w = f"/models/{model}", f"{model}/w0"
+    spec = {"name": model, "params": {"w": {"shape": [2]}}, "optimizer": {"name": "sgd"}, "partitions": 1}
+    live, member = {"worker": w, "epoch": 1}, {"name": unique("pool"), "allow": ["nothing"]}
+    push = {"model": model, "grads": {"w": [1.0, 2.0]}}
+    return [
+        ("GET", "/livez", "", None),
+        ("GET", "/readyz", "", None),
+        ("GET", "/version", "", None),
+        ("POST", "/models", "", spec),
+        ("GET", "/models", "", None),
+        ("GET", "/models/{m}", m, None),
+        ("PATCH", "/models/{m}", m, {"optimizer": {"lr": 0.5}}),
+        ("PUT", "/models/{m}/params/{name}", f"{m}/params/w", [1.0, 2.0]),
+        ("POST", "/push", "", push),
+        ("POST", "/pull", "", {"model": model}),
+        ("POST", "/pushpull", "", push),
+        ("POST", "/models/{m}/workers", f"{m}/workers", {"name": "w0"}),
+        ("GET", "/models/{m}/workers", f"{m}/workers", None),
+        ("PUT", "/models/{m}/workers/{w}", f"{m}/workers/{w}", {"epoch": 1, "metrics": {"loss": 0.5}}),
+        ("GET", "/models/{m}/workers/{w}", f"{m}/workers/{w}", None),
+        ("POST", "/models/{m}/clock", f"{m}/clock", live | {"clock": 1}),
+        ("POST", "/models/{m}/tasks", f"{m}/tasks", {"size": 10, "task_size": 5}),
+        ("GET", "/models/{m}/tasks", f"{m}/tasks", None),
+        ("POST", "/models/{m}/tasks/lease", f"{m}/tasks/lease", live),
+        ("POST", "/models/{m}/tasks/{task}/done", f"{m}/tasks/train:0:0/done", live),
+        ("POST", "/models/{m}/evaluations", f"{m}/evaluations", None),
+        ("POST", "/models/{m}/metrics", f"{m}/metrics", {"metrics": {"loss": 0.5}, "worker": w, "clock": 1}),
+        ("GET", "/models/{m}/metrics", f"{m}/metrics", None),
+        ("POST", "/models/{m}/checkpoints", f"{m}/checkpoints", {"name": "c"}),
+        ("GET", "/models/{m}/checkpoints", f"{m}/checkpoints", None),
+        ("POST", "/models/{m}/restore", f"{m}/restore", {"checkpoint": "c"}),
+        ("POST", "/models/{m}/workers/{w}/drain", f"{m}/workers/{w}/drain", None),
+        ("POST", "/pool", "", member),
+        ("POST", "/runs", "", {"model": model, "entry": "nothing:train"}),
+        ("PUT", "/pool/{member}", f"/pool/{member['name']}", {"epoch": 1}),
+        ("GET", "/pool", "", None),
+        ("GET", "/runs", "", None),
+        ("GET", "/runs/{run}", f"/runs/{run}", None),
+        ("PATCH", "/runs/{run}", f"/runs/{run}", {"stop": {"clocks": 9}}),
+        (
+            "POST",
+            "/runs/{run}/places/{place}/done",
+            f"/runs/{run}/places/0/done",
+            {"member": member["name"], "epoch": 1},
+        ),
+        ("GET", "/map", "", None),
+        ("GET", "/shards", "", None),
+        ("GET", "/shards/{name}", "/shards/shard-0", None),
+        ("PUT", "/shards/{name}", "/shards/shard-0", {"state": "active"}),
+    ]
+
+
+def differences(example: Any, real: Any, where: str = "") -> list[str]:
+    """Return where an example is shaped unlike a real answer.
+
+    Null and an empty list say nothing about a shape, and FastAPI leaves the nulls of examples out.
+    """
+    if example is None or real is None:
+        return []
+    if isinstance(example, dict) and isinstance(real, dict):
+        if where.rpartition(".")[2] in FREE:
+            pairs = list(zip(example.values(), real.values(), strict=False))
+            return [d for a, b in pairs for d in differences(a, b, f"{where}.*.")] if pairs else []
+        found = [f"{where}.{k}" for k in example.keys() ^ real.keys() if k in example or real[k] is not None]
+        return found + [
+            d for k in example.keys() & real.keys() for d in differences(example[k], real[k], f"{where}.{k}")
+        ]
+    if isinstance(example, list) and isinstance(real, list):
+        return differences(example[0], real[0], f"{where}[]") if example and real else []
+    numbers = isinstance(example, int | float) and isinstance(real, int | float) and not isinstance(example, bool)
+    return [] if type(example) is type(real) or (numbers and not isinstance(real, bool)) else [where]
+
+
+def wrong(schema: dict[str, Any], value: Any, where: str = "") -> list[str]:
+    """Return where a value does not satisfy a schema (of the keywords that ours use)."""
+    if "anyOf" in schema:
+        return [] if any(not wrong(s, value) for s in schema["anyOf"]) else [where]
+    kinds: dict[str, Any] = {
+        "string": str,
+        "array": list,
+        "object": dict,
+        "boolean": bool,
+        "number": (int, float),
+        "integer": int,
+    }
+    kind = schema.get("type")
+    if kind is not None and (not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "boolean")):
+        return [where]
+    if "enum" in schema and value not in schema["enum"]:
+        return [where]
+    if kind in ("number", "integer") and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
+        return [where]
+    if kind == "array":
+        return [w for item in value for w in wrong(schema["items"], item, f"{where}[]")]
+    if kind != "object":
+        return []
+    known, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
+    found = [f"{where}.{k}" for k in schema.get("required", ()) if k not in value]
+    for key, item in value.items():
+        if key in known or isinstance(rest, dict):
+            found += wrong(known.get(key, rest), item, f"{where}.{key}")
+        elif rest is False:
+            found.append(f"{where}.{key}")
+    return found
+
+
+def test_every_example_of_an_answer_looks_like_an_answer(rest_cluster: Nodes) -> None:
+    """Every JSON route has an example of its answer, with the fields and types of a real one."""
+    face = Face(rest_cluster, rest_cluster.url, "json")
+    model, run = unique("m"), ""
+    document = face.http.get(face.url + "/openapi.json").json()
+    requests = asked(face, model, "RUN")
+    routes = {(method.upper(), path) for path, ops in document["paths"].items() for method in ops}
+    json_routes = {(m, p) for m, p in routes if m != "DELETE" and not ELSEWHERE.search(p)}
+    assert {(method, route) for method, route, _, _ in requests} == json_routes
+
+    for method, route, path, body in requests:
+        answer = face.raw(method, (path or route).replace("RUN", run), body)
+        assert answer.status_code < 300, (method, route, answer.text)
+        operation = document["paths"][route][method.lower()]
+        content = operation["responses"][str(answer.status_code)]["content"]["application/json"]
+        if route == "/runs" and method == "POST":
+            run = answer.json()["id"]
+        assert "example" in content, (method, route)
+        assert not differences(content["example"], answer.json()), (method, route, answer.json())
+
+
+@pytest.mark.parametrize("node", ["scheduler", "shard"])
+def test_the_schemas_of_pushes_and_pulls_are_those_of_the_node(rest_cluster: Nodes, node: str) -> None:
+    """The schemas of pushes and pulls hold for real ones and for the examples, and name the fields a node knows."""
+    shard_url = f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}"
+    face = Face(rest_cluster, rest_cluster.url if node == "scheduler" else shard_url, "json")
+    paths = face.http.get(face.url + "/openapi.json").json()["paths"]
+    model = face.make()
+    bodies = {
+        "/push": {"model": model, "grads": {"b": 1.0}, "worker": "w", "epoch": 1, "seq": 1, "weight": 0.5},
+        "/pull": {"model": model, "names": ["w", "b"], "min_version": 0, "wait_s": 1, "dtype": "float16"},
+        "/pushpull": {"model": model, "grads": {"w": [[1.0] * 3] * 2}, "base_version": 0, "ack": "applied"},
+    }
+    for path, body in bodies.items():
+        operation = paths[path]["post"]
+        asked, told = operation["requestBody"]["content"], operation["responses"]["200"]["content"]
+        schema, answered = asked["application/json"]["schema"], told["application/json"]["schema"]
+        assert not wrong(schema, body)
+        assert not wrong(answered, face.call("POST", path, body))
+        assert not wrong(schema, asked["application/json"]["example"])
+        assert not wrong(answered, told["application/json"]["example"])
+        hint = face.refused("POST", path, body | {"zzz": 1}, 422, "invalid_field")["hint"]
+        assert hint == f"known fields: {', '.join(sorted(schema['properties']))}"
