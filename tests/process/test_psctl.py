@@ -158,7 +158,10 @@ def test_doctor_looks_at_the_redis_that_up_would_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("trouble", "says"), [("full", "full: "), ("stopped", "imeout")])
 def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluster, trouble: str, says: str) -> None:
-    """With a full or unresponsive Redis, the failed bandwidth check is one finding, and the other checks still run."""
+    """With a full or unresponsive Redis, the failed bandwidth check is one finding, and the other checks still run.
+
+    It is the Redis of the cluster that runs here, also if nothing names it.
+    """
     url, pid = own_cluster.info["redis"], own_cluster.present()["pids"]["redis"][0]
     if trouble == "full":
         with redis.Redis.from_url(url) as client:
@@ -166,7 +169,7 @@ def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluste
     else:
         os.kill(pid, signal.SIGSTOP)
     try:
-        done = own_cluster.psctl("doctor", "--json", "--redis", url)
+        done = own_cluster.psctl("doctor", "--json")
     finally:
         os.kill(pid, signal.SIGCONT)
 
