@@ -51,7 +51,7 @@ class Pieces:
     def put(self, name: str, grad: Any) -> None:
         """Add a parameter's gradient.  Raises NotFoundError, or RequestError if it was put before."""
         if name not in self._layout.by_name:
-            raise combined(unknown(self._layout, [name]))
+            raise combined(unknown(self._layout, [str(name)]))
         if name in self.grads:
             raise problem("invalid_field", f"'{name}' has been put into this push already", where=name)
         self.grads[name] = grad

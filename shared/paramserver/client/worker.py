@@ -14,6 +14,7 @@ from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.iterations import Iterations
 from paramserver.client.pushed import Pushed
+from paramserver.client.reports import measured
 from paramserver.client.session import Session
 from paramserver.client.streaming import PushStream
 from paramserver.client.task_requests import TaskRequests
@@ -246,7 +247,7 @@ class Worker(WorkerView):
         if task is None:
             return None
         try:
-            metrics = {k: float(v) for k, v in measure(self.pull()).items()}
+            metrics = measured(measure(self.pull()))
             self._run(self._tasks.done(task, self._deadline(None), metrics))
         finally:
             self._session.holding.put_down(task)

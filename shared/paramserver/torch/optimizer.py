@@ -281,6 +281,9 @@ def _resolve_model(model: Model | Worker | str, timeout: float | None, stack: Ex
         return model._client, model.model
     if isinstance(model, Model):
         return model._client, model.name
+    if not isinstance(model, str):
+        kinds = "a model's URL or name, a ps.Model or a ps.Worker"
+        raise problem("invalid_field", f"model must be {kinds}, not {type(model).__name__}")
     base, found, name = model.partition("/models/") if "://" in model else ("", "yes", model)
     if not found or not name or "/" in name:
         raise problem("malformed", f"'{model}' is not a model's URL", hint="http://localhost:8700/models/demo")
