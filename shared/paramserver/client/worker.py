@@ -37,7 +37,8 @@ class Worker(WorkerView):
     """One worker of one model: joins when its `with` block begins, leaves when it ends.
 
     Inside the block it renews its lease from a background thread, numbers its pushes and clocks, and follows rollbacks
-    and requests of the scheduler (see `docs/sdk.md`).  It belongs to the process that opened it.
+    and requests of the scheduler (see `docs/sdk.md`).  It belongs to the process that opened it.  In sync its
+    iterations follow one another: threads need workers of their own.
     """
 
     def __init__(
