@@ -192,7 +192,12 @@ def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_
     restored = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"), "--as", "saved2")
     back = shared_cluster.psctl("checkpoint", "restore", "latest", "--as", "saved")
 
+    again = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"))
+    named = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"), "--as", "a b")
+
     assert restored.returncode == 0, restored.stderr
+    assert (again.returncode, "'saved' exists already" in again.stderr, "--exist-ok" in again.stderr) == (4, True, True)
+    assert (named.returncode, "model name 'a b'" in named.stderr) == (4, True)
     assert back.returncode == 0, back.stderr
     other = ps.connect(shared_cluster.url).model("saved2")
     np.testing.assert_array_equal(other.pull()["w"], np.arange(6.0))

@@ -16,7 +16,7 @@ from paramserver.client.aio_worker import AsyncWorker
 from paramserver.client.calls import Deadline
 from paramserver.client.client import Client
 from paramserver.client.cluster import Cluster, urls_of
-from paramserver.client.control import assign, dataset_document
+from paramserver.client.control import assign, dataset_document, run_document
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.client.gradients import Scan, prepare, write
 from paramserver.client.reports import measured
@@ -208,6 +208,8 @@ def test_what_is_no_optimizer_or_mode_is_told(optimizer: Any, consistency: Any, 
         (lambda: Credentials.of(cast(Any, b"abc"), None), "a token is one word"),
         (lambda: patch_document(None, None, cast(Any, ["w"]), {}, {}), "params: must be an object"),
         (lambda: next(assign(Cluster(("http://a:1",)), "m", cast(Any, np.ones(3)), Deadline.after(1))), "map names to"),
+        (lambda: run_document("m", "a:b", None, cast(Any, [1]), 1, None, 0, 0), "args: must be an object"),
+        (lambda: run_document("m", "a:b", None, None, 1, cast(Any, 5), 0, 0), "stop: must be an object"),
         (lambda: measured(None), "by name, not None.*return"),
         (lambda: measured({"accuracy": "high"}), "must be a number"),
     ],

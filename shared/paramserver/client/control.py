@@ -235,7 +235,10 @@ def run_document(
     evaluate_every: int,
     checkpoint_every: int,
 ) -> dict[str, Any]:
-    """Return the body that starts a run."""
+    """Return the body that starts a run.  Raises RequestError (`invalid_field`) if `args` or `stop` is no mapping."""
+    for field, value in (("args", args), ("stop", stop)):
+        if value is not None and not isinstance(value, Mapping):
+            raise problem("invalid_field", f"{field}: must be an object, not {value!r:.60}", where=field)
     body: dict[str, Any] = {
         "model": model,
         "entry": entry,
