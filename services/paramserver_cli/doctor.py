@@ -20,7 +20,7 @@ import typer
 from rich.table import Table
 
 import paramserver as ps
-from paramserver.errors import PsError
+from paramserver.errors import AuthError, PsError
 from paramserver_cli import launch, ports
 from paramserver_cli.cluster_file import running
 from paramserver_cli.config import Json, Url, client_settings, connect, redis_url
@@ -220,6 +220,9 @@ def cluster(url: str | None) -> Iterator[Finding]:
         return
     try:
         yield from _bandwidth(client, len(shards))
+    except AuthError as e:
+        remedy = "psctl token makes an admin's token; without one, all else works that yours allows"
+        yield Finding("bandwidth", "warning", f"not measured: {e.detail}", remedy)
     except PsError as e:
         yield Finding("bandwidth", "failed", e.detail, e.hint or "psctl logs says why")
 
