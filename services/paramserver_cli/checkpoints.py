@@ -20,7 +20,9 @@ ModelName = Annotated[str, typer.Argument(help="The model's name.")]
 @app.command()
 def save(
     model: ModelName,
-    path: Annotated[Path | None, typer.Argument(help="Folder on this machine; none: the cluster keeps it.")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(help="Folder on this machine; none: the cluster keeps it a while.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
     as_json: Json = False,
     url: Url = None,
@@ -35,8 +37,14 @@ def save(
     document = found.save() if path is None else found.checkpoint(path, overwrite=overwrite)
     if as_json:
         typer.echo(json.dumps(document))
-    else:
-        typer.echo(f"saved as {document['name']}" if path is None else f"saved to {path}")
+        return
+    typer.echo(f"saved as {document['name']}" if path is None else f"saved to {path}")
+    if path is None:
+        keep = found.info()["spec"]["checkpoint"]["keep"]
+        typer.echo(
+            f"the cluster keeps the newest {keep} such checkpoints and the best one; one in a folder of yours stays",
+            err=True,
+        )
 
 
 @app.command()

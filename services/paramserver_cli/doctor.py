@@ -20,9 +20,10 @@ import typer
 from rich.table import Table
 
 import paramserver as ps
-from paramserver.errors import PsError
+from paramserver.errors import AuthError, PsError
 from paramserver_cli import launch, ports
-from paramserver_cli.config import Json, Url, connect, redis_url
+from paramserver_cli.cluster_file import running
+from paramserver_cli.config import Json, Url, client_settings, connect, redis_url
 from paramserver_cli.display import console
 from paramserver_node import redis_server
 
@@ -51,7 +52,10 @@ class Finding:
 def doctor(
     redis: Annotated[
         str | None,
-        typer.Option(help="URL of the Redis you mean to use; default: PARAMSERVER_REDIS, else the embedded one."),
+        typer.Option(
+            help="URL of the Redis to check; default: PARAMSERVER_REDIS, else that of a cluster on this machine, else "
+            "the embedded one."
+        ),
     ] = None,
     as_json: Json = False,
     url: Url = None,
@@ -62,7 +66,9 @@ def doctor(
 
         psctl doctor --redis redis://10.0.0.3:6379/0
     """
-    findings = [*machine(redis_url(redis)), *cluster(url)]
+    chosen = redis_url(redis)
+    found, started = (chosen, False) if chosen is not None else running_redis(url)
+    findings = [*machine(found, started=started), *cluster(url)]
     if as_json:
         typer.echo(json.dumps({"items": [asdict(f) for f in findings], "next": None}))
     else:
@@ -75,8 +81,21 @@ def doctor(
         raise launch.Failed("something will not work; see above")
 
 
-def machine(redis: str | None) -> Iterator[Finding]:
-    """Run the checks that need no cluster."""
+def running_redis(url: str | None) -> tuple[str | None, bool]:
+    """Return the URL of the Redis of the cluster at `url`, and whether psctl up started it.
+
+    (None, False) if the cluster does not run on this machine under this user.
+    """
+    meant = str(client_settings({"url": url})["url"][0])
+    for state in running():
+        found, plan = state.cluster(), state.plan()
+        if found is not None and plan is not None and found.is_at(meant):
+            return plan.redis or found.redis, plan.redis is None
+    return None, False
+
+
+def machine(redis: str | None, *, started: bool = False) -> Iterator[Finding]:
+    """Run the checks that need no cluster; `started`: psctl up started this Redis, which has no bound of its own."""
     version = sys.version.split()[0]
     new_enough = sys.version_info >= (3, 11)
     yield Finding("Python", "ok" if new_enough else "failed", version, "" if new_enough else "install 3.11 or newer")
@@ -91,7 +110,7 @@ def machine(redis: str | None) -> Iterator[Finding]:
         f"in use: {', '.join(map(str, busy))}" if busy else f"{ports.BASE} to {ports.BASE + 2} are free",
         "psctl up takes others by itself; psctl list shows your clusters" if busy else "",
     )
-    yield _redis(redis)
+    yield _redis(redis, started)
     yield _shared_memory()
     yield _file_limit()
 
@@ -116,7 +135,7 @@ def _packages() -> Finding:
     return Finding("packages", "ok", f"paramserver {ps.__version__}, {', '.join(found)}")
 
 
-def _redis(url: str | None) -> Finding:
+def _redis(url: str | None, started: bool) -> Finding:
     if url is None:
         try:
             return Finding("Redis", "ok", f"will start {redis_server.find_binary()}")
@@ -143,7 +162,7 @@ def _redis(url: str | None) -> Finding:
         return Finding("Redis", "failed" if held >= most else "warning", f"{detail}, {full}", remedy)
     if not info.get("aof_enabled"):
         return Finding("Redis", "warning", f"{detail}, no append-only file", "CONFIG SET appendonly yes")
-    if info.get("maxmemory") == 0:
+    if info.get("maxmemory") == 0 and not started:
         remedy = "CONFIG SET maxmemory, half of what it may take: full, it then refuses writes and is not killed"
         return Finding("Redis", "warning", f"{detail}, no maxmemory", remedy)
     return Finding("Redis", "ok", detail)
@@ -201,6 +220,9 @@ def cluster(url: str | None) -> Iterator[Finding]:
         return
     try:
         yield from _bandwidth(client, len(shards))
+    except AuthError as e:
+        remedy = "psctl token makes an admin's token; without one, all else works that yours allows"
+        yield Finding("bandwidth", "warning", f"not measured: {e.detail}", remedy)
     except PsError as e:
         yield Finding("bandwidth", "failed", e.detail, e.hint or "psctl logs says why")
 

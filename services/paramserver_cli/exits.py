@@ -19,6 +19,9 @@ INTERRUPTED: Final = 130
 
 HINTS: Final[Mapping[str, str]] = {
     "pass exist_ok=True to use it": "--exist-ok uses it",
+    "as_= names another; exist_ok=True sets it to the checkpoint's values": (
+        "--as names another; --exist-ok sets it to the checkpoint's values"
+    ),
     "choose another path, or allow overwriting": "choose another folder, or --overwrite replaces it",
     "POST /models creates one": "psctl models lists them, psctl create makes one",
     "choose another name, PATCH the model, or delete it first": "choose another name; psctl set changes the model",

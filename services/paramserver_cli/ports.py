@@ -52,11 +52,12 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def _try_lock(bases: range) -> ExitStack | None:
+def _try_lock(ports: range) -> ExitStack | None:
+    """Lock every stride that has one of these ports; None if another cluster holds one."""
     folder = Path(tempfile.gettempdir()) / f"paramserver-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with ExitStack() as locks:
-        for base in bases:
+        for base in range(ports.start - ports.start % STRIDE, ports.stop, STRIDE):
             lock = locks.enter_context((folder / str(base)).open("a"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,7 +75,7 @@ def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None, sched
     is_free(host, 0)  # check the address before taking a lock: its validity does not depend on the port
     stride = STRIDE * -(-(shards + schedulers + 1) // STRIDE)
     for at in range(BASE, LAST_BASE, stride) if base is None else [base]:
-        lock = _try_lock(range(at, at + stride, STRIDE))
+        lock = _try_lock(range(at, at + stride))
         if lock is None:
             continue
         last = at + stride - 1
@@ -84,5 +85,7 @@ def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None, sched
         if all(is_free(host, p) for p in nodes) and is_free("127.0.0.1", block.redis):
             return block
         lock.close()
-    where = "no block of ports is free" if base is None else f"a port from {base} on is in use"
+    where = "no block of ports is free"
+    if base is not None:
+        where = f"some of the ports {base} to {base + stride - 1} are in use"
     raise problem("conflict", where, hint="psctl list shows the clusters of this machine; --port chooses another base")

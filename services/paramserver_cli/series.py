@@ -99,11 +99,19 @@ class Series:
         return old
 
     def follow(self, run: str) -> dict[str, Any]:
-        """Wait until the run has ended and return its document.  Raises NotFoundError if the run is gone."""
+        """Wait until the run has ended and return its document; say so if it waits for workers.
+
+        Raises NotFoundError if the run is gone.
+        """
+        begun, told = time.monotonic(), ""
         while True:
             document = self.client.get_run(run)
             if document["state"] in ENDED:
                 return document
+            waits = document["state"] == "waiting" and time.monotonic() - begun > PAUSE_S
+            if waits and document["reason"] not in ("", told):
+                told = document["reason"]
+                typer.echo(f"{run} waits: {told}", err=True)
             time.sleep(POLL_S)  # a run takes minutes, and each poll is one small request
 
     def _runs(self) -> list[dict[str, Any]]:

@@ -188,7 +188,9 @@ class Supervisor:
                             await self._unless_stopped(self._until_servers_are_ready())
                 except TimeoutError:
                     logs = f"what its processes say is in {self.state.logs}"
-                    raise StartFailed(f"the cluster was not ready after {START_TIMEOUT_S:g} s; {logs}") from None
+                    raise StartFailed(
+                        f"the cluster was not ready after {START_TIMEOUT_S:g} s; {logs}{self._complaints()}"
+                    ) from None
                 if not self.stop.is_set():
                     for spec in workers:
                         children.create_task(self.run_child(spec))
@@ -202,6 +204,14 @@ class Supervisor:
             for child in self.alive.values():
                 signal_group(child.pid, signal.SIGKILL)
                 child.wait()
+
+    def _complaints(self) -> str:
+        """Return the last warning or error in the log of each process, a line each."""
+        found = ""
+        for name in sorted(self.alive):
+            told = [line for line in self.state.tail(name).splitlines() if " WARNING " in line or " ERROR " in line]
+            found += f"\n{name}: {told[-1]}" if told else ""
+        return found
 
     async def _unless_stopped(self, step: Coroutine[Any, Any, None]) -> None:
         """Run one step of the start; cancel it if `stop` is set."""

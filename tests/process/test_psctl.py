@@ -158,7 +158,10 @@ def test_doctor_looks_at_the_redis_that_up_would_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("trouble", "says"), [("full", "full: "), ("stopped", "imeout")])
 def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluster, trouble: str, says: str) -> None:
-    """With a full or unresponsive Redis, the failed bandwidth check is one finding, and the other checks still run."""
+    """With a full or unresponsive Redis, the failed bandwidth check is one finding, and the other checks still run.
+
+    It is the Redis of the cluster that runs here, also if nothing names it.
+    """
     url, pid = own_cluster.info["redis"], own_cluster.present()["pids"]["redis"][0]
     if trouble == "full":
         with redis.Redis.from_url(url) as client:
@@ -166,7 +169,7 @@ def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluste
     else:
         os.kill(pid, signal.SIGSTOP)
     try:
-        done = own_cluster.psctl("doctor", "--json", "--redis", url)
+        done = own_cluster.psctl("doctor", "--json")
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -183,12 +186,18 @@ def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_
     model = ps.connect(shared_cluster.url).create_model("saved", {"w": np.arange(6.0)}, optimizer=ps.Sum())
 
     assert shared_cluster.psctl("checkpoint", "save", "saved", str(tmp_path / "ck")).returncode == 0
-    assert shared_cluster.psctl("checkpoint", "save", "saved").returncode == 0
+    own = shared_cluster.psctl("checkpoint", "save", "saved")
+    assert (own.returncode, "newest 3" in own.stderr) == (0, True), own.stderr
     model.push({"w": np.ones(6)})
     restored = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"), "--as", "saved2")
     back = shared_cluster.psctl("checkpoint", "restore", "latest", "--as", "saved")
 
+    again = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"))
+    named = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"), "--as", "a b")
+
     assert restored.returncode == 0, restored.stderr
+    assert (again.returncode, "'saved' exists already" in again.stderr, "--exist-ok" in again.stderr) == (4, True, True)
+    assert (named.returncode, "model name 'a b'" in named.stderr) == (4, True)
     assert back.returncode == 0, back.stderr
     other = ps.connect(shared_cluster.url).model("saved2")
     np.testing.assert_array_equal(other.pull()["w"], np.arange(6.0))

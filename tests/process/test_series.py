@@ -77,10 +77,15 @@ def test_a_series_goes_on_over_deaths_and_keeps_the_newest_models(tmp_path: Path
 
 
 def test_a_run_whose_model_is_deleted_gives_way_to_the_next(own_cluster: Cluster) -> None:
-    """Deleting the model of a series' current run stops that run, and the series starts the next one."""
+    """Deleting the model of a series' current run stops that run, and the series starts the next one.
+
+    While the run waits for workers, the series says so.
+    """
     client = ps.connect(own_cluster.url)
-    with series(own_cluster.url, "--minutes", "5"):  # the cluster has no workers, so the run waits
-        eventually(lambda: client.runs(), what="the first run")
+    with series(own_cluster.url, "--minutes", "5") as process:  # the cluster has no workers, so the run waits
+        assert process.stdout is not None
+        assert "trains model digits-1" in process.stdout.readline()
+        assert "paramserver-worker" in process.stdout.readline()
         client.model("digits-1").delete()
 
         eventually(lambda: "digits-2" in client.models(), what="the next model")

@@ -5,6 +5,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +25,7 @@ from paramserver.client.direct import DirectTransport
 from paramserver.client.plain import PlainTransport
 from paramserver.errors import Unreachable
 from paramserver.wire import http2 as wire
+from paramserver_cli.cluster_file import Plan, StateDir
 
 from .cluster import PSCTL, Cluster, cluster, eventually
 
@@ -152,10 +154,34 @@ def test_a_pool_worker_and_psctl_go_the_same_way(closed: Cluster, authority: Pat
 
     eventually(idle, within_s=30.0, what="the heartbeat of a worker that has nothing to do")
     doctor = closed.psctl("doctor")
+    reader = closed.psctl("token", "reader").stdout.strip()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMSERVER_TOKEN", reader)
+        reading = closed.psctl("doctor")
     saved = closed.psctl("checkpoint", "save", "digits-tls", str(tmp_path / "saved"))
 
     assert re.search(r"shard-0 +\S+ +\d+ MiB/s", doctor.stdout), doctor.stdout
+    assert (reading.returncode, "not measured" in reading.stdout) == (0, True), reading.stdout
     assert saved.returncode == 0, saved.stderr
+
+
+def test_a_start_without_the_authority_says_so(
+    authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the nodes do not trust each other's certificate, the failure of the start contains their own warning."""
+    monkeypatch.setenv("PARAMSERVER_TLS_CERTIFICATE", str(authority / "node.pem"))
+    monkeypatch.setenv("PARAMSERVER_TLS_KEY", str(authority / "node.key"))
+    monkeypatch.delenv("PARAMSERVER_CA", raising=False)
+    state = StateDir(tmp_path)
+    state.logs.mkdir()
+    state.write(Plan(shards=1))
+    code = "import sys; from paramserver_cli import supervisor as s; s.START_TIMEOUT_S = 30.0; s.main(sys.argv[1:])"
+
+    subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path)], check=True, timeout=90, capture_output=True)
+
+    found = state.supervisor()
+    assert found is not None
+    assert re.search(r"shard-0: .*not trusted", found.error), found.error
 
 
 @pytest.mark.parametrize("size", [100, 8_000_000])

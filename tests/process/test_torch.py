@@ -266,6 +266,39 @@ def test_parameters_without_a_gradient_stay(client: ps.Client, name: str) -> Non
         assert opt.worker.clock_number == 3
 
 
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_an_unfrozen_parameter_is_reported_and_can_be_trained(
+    client: ps.Client, name: str, codec: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A gradient of a parameter that was frozen at the model's creation is ignored with one warning that says why.
+
+    The call that the warning names trains it from then on.
+    """
+    net: Any = module()
+    net[0].weight.requires_grad_(False)
+    before = _values(net)["0.weight"]
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.1), codec=codec) as opt:
+        net[0].weight.requires_grad_(True)
+        for step in range(2):
+            opt.zero_grad()
+            loss_of(net, slice(None), step).backward()
+            opt.step()
+        np.testing.assert_array_equal(_values(net)["0.weight"], before)
+        (warning,) = [r.getMessage() for r in caplog.records if "not trained" in r.getMessage()]
+        assert "'0.weight'" in warning
+        assert "trainable" in warning
+
+        opt.model.set(params={"0.weight": {"trainable": True}})
+
+        def moved() -> bool:
+            opt.zero_grad()
+            loss_of(net, slice(None), 0).backward()
+            opt.step()
+            return not np.array_equal(_values(net)["0.weight"], before)
+
+        eventually(moved, what="a trained parameter")
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
 def test_sparse_gradients_are_refused_by_name(client: ps.Client, name: str, codec: str, alone: bool) -> None:

@@ -173,8 +173,8 @@ class Shards:
         self.trouble.append(lose)
 
 
-def refusal(code: str, **members: Any) -> Response:
-    doc = problem(code, "said the shard", **members).document()
+def refusal(code: str, said: str = "said the shard", **members: Any) -> Response:
+    doc = problem(code, said, **members).document()
     return Response(doc["status"], {"content-type": "application/problem+json"}, json.dumps(doc).encode())
 
 

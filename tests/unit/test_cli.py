@@ -202,6 +202,17 @@ def test_a_large_block_of_ports_is_taken_whole(tmp_path: Path, monkeypatch: pyte
     ports.reserve(3, base=third).lock.close()
 
 
+def test_blocks_of_ports_that_overlap_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that begins in the middle of another, or ends there, is refused, even if no common port is in use yet."""
+    monkeypatch.setattr("paramserver_cli.ports.tempfile.gettempdir", lambda: str(tmp_path))  # no other cluster's locks
+    base, half = 20_000, ports.STRIDE // 2
+    with closing(ports.reserve(3, base=base).lock):
+        for at in (base + half, base - half):
+            with pytest.raises(PsError, match=f"{base + half} to|{base - half} to"):
+                ports.reserve(3, base=at)
+        ports.reserve(3, base=base + ports.STRIDE).lock.close()
+
+
 def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
     """Plan, cluster and supervisor state are read as written, or None if missing; `remove_run_files` keeps the plan."""
     state = StateDir(tmp_path)

@@ -9,7 +9,16 @@ import pytest
 from paramserver.client import control, transfer
 from paramserver.client.calls import Deadline, Outcome, Request
 from paramserver.client.cluster import Cluster
-from paramserver.errors import ConflictError, FencedError, InDoubt, PsError, Unavailable, Unreachable, problem
+from paramserver.errors import (
+    ConflictError,
+    FencedError,
+    InDoubt,
+    PsError,
+    RequestError,
+    Unavailable,
+    Unreachable,
+    problem,
+)
 from paramserver.wire.frame import PullReply, encode_header
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
@@ -184,6 +193,34 @@ def test_a_push_that_some_shards_have_is_in_doubt(shards: Shards, now: Now, clus
         drive(way(cluster, "m", Deadline.after(5, now), grads(), terms()), one_is_away, now)
 
     assert len(shards.pushes) == 1
+
+
+@pytest.mark.parametrize("silent", [A, B])
+def test_every_reason_of_several_shards_is_told(shards: Shards, now: Now, cluster: Cluster, silent: str) -> None:
+    """At the deadline the error is what a shard has answered, and its text also says why the others failed."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    def fail(request: Request) -> Outcome:
+        if request.path != "/push":
+            return shards(request)
+        answer = refusal("storage_unavailable")
+        return problem("unreachable", "cannot reach it") if request.to == silent else answer
+
+    with pytest.raises(Unavailable, match=r"said the shard; cannot reach it") as e:
+        drive(transfer.push(cluster, "m", Deadline.after(1, now), grads(), terms()), fail, now)
+
+    assert e.value.code == "storage_unavailable"
+
+
+def test_every_refusal_of_several_shards_is_told(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A push that is refused for several reasons raises the first refusal, with the other reasons in its text."""
+    said = iter([refusal("non_finite_result", "would hold NaN"), refusal("too_stale", "is too old")])
+    shards.trouble += [lambda r: next(said) if r.path == "/push" else None] * 2
+
+    with pytest.raises(RequestError, match="would hold NaN; is too old") as e:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert e.value.code == "non_finite_result"
 
 
 def test_a_push_that_was_accepted_but_is_not_yet_kept_is_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:

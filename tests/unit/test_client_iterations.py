@@ -1,19 +1,21 @@
 """A worker's iterations, without I/O: what one round trip does, and when the worker asks the scheduler."""
 
+import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from paramserver import limits
-from paramserver.client.calls import Deadline, Outcome, Request, Response
+from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.client.encoding import Encoded
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.codecs import Codec
 from paramserver.core.selection import select
-from paramserver.errors import RequestError, Unavailable
+from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 
 from .sharding import Now, drive
@@ -56,6 +58,38 @@ class Shard(Node):
 def iterations(node: Node) -> tuple[Session, Iterations]:
     session = opened(node)
     return session, Iterations(session)
+
+
+@pytest.mark.parametrize("other", ["push", "step", "advance"])
+@pytest.mark.parametrize("first", ["push", "step", "advance"])
+def test_an_iteration_ends_only_after_its_pushes(first: str, other: str) -> None:
+    """In sync a call that ends the iteration is refused while another call of the worker pushes, and the reverse.
+
+    The commit could take that push on some partitions only.  Two pushes of one iteration may overlap.
+    """
+    node = Shard()
+    session, its = iterations(node)
+    calls: dict[str, Callable[[], Call[Any]]] = {
+        "push": lambda: session.push(GRAD, deadline()),
+        "step": lambda: its.step(GRAD, {}, deadline(), None),
+        "advance": lambda: its.advance(deadline(), None),
+    }
+    drive(session.pull(deadline()), node)  # fetches the map
+    call = calls[first]()
+    next(call)
+
+    if first == other == "push":
+        assert drive(calls[other](), node).state == "staged"
+    else:
+        with pytest.raises(ConflictError, match="in the middle of this iteration"):
+            drive(calls[other](), node)
+    call.close()
+    drive(calls[other](), node)
+    session.mode = "async"
+    call = calls[first]()
+    with contextlib.suppress(StopIteration):  # async: a clock asks nobody
+        next(call)
+    drive(calls[other](), node)
 
 
 def test_a_released_step_asks_nobody_else() -> None:

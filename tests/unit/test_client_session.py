@@ -511,6 +511,33 @@ def test_a_worker_that_asked_twice_to_join_takes_no_later_epoch_for_another_ones
     assert drive(session.push(GRAD, deadline()), node).state == "applied"
 
 
+@pytest.mark.parametrize("end", ["cancelled", "late"])
+def test_a_worker_takes_the_epoch_of_a_join_that_was_given_up_for_its_own(end: str) -> None:
+    """A worker whose request to join again was cancelled, or got no answer in time, does not give way to itself.
+
+    The scheduler may have granted the epoch all the same; no other worker has it.
+    """
+    node = Node("async")
+    session = opened(node)
+    node.script[BEAT] = [no("fenced")]
+    if end == "cancelled":
+        beating = session.beat(deadline())
+        sent = next(beating)
+        while not isinstance(sent, Pause) and sent[0].path != "/models/m/workers":
+            sent = beating.send([node(r) for r in sent])
+        beating.close()
+    else:
+        node.script["/models/m/workers"] = [problem("in_doubt", "no answer")]
+        with pytest.raises(Unavailable):
+            drive(session.beat(Deadline.after(0.0)), node)
+    node.epoch = 2
+    node.script["/push"] = [no("fenced", epoch=2)]
+
+    assert drive(session.push(GRAD, deadline()), node).state == "dropped"
+    assert drive(session.push(GRAD, deadline()), node).state == "applied"
+    assert session.status == "active"
+
+
 def test_a_number_is_of_the_epoch_it_was_taken_in() -> None:
     """A push id has the epoch in which its seq was allocated, even if a heartbeat joins again at that moment.
 

@@ -1,9 +1,11 @@
 """How the client checks and converts its arguments, and what importing it loads."""
 
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,11 +13,13 @@ import pytest
 import paramserver as ps
 from paramserver.client.aio import AsyncModel
 from paramserver.client.aio_worker import AsyncWorker
+from paramserver.client.calls import Deadline
 from paramserver.client.client import Client
-from paramserver.client.cluster import urls_of
-from paramserver.client.control import dataset_document
-from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver.client.cluster import Cluster, urls_of
+from paramserver.client.control import assign, dataset_document, run_document
+from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.client.gradients import Scan, prepare, write
+from paramserver.client.reports import measured
 from paramserver.client.spec_builder import model_document, patch_document
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_count
@@ -197,6 +201,35 @@ def test_what_is_no_optimizer_or_mode_is_told(optimizer: Any, consistency: Any, 
         patch_document(optimizer, consistency, None, {}, {})
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: urls_of(cast(Any, ["http://a:1"]), {}), "is text, not.*separated by commas"),
+        (lambda: Credentials.of(cast(Any, b"abc"), None), "a token is one word"),
+        (lambda: patch_document(None, None, cast(Any, ["w"]), {}, {}), "params: must be an object"),
+        (lambda: next(assign(Cluster(("http://a:1",)), "m", cast(Any, np.ones(3)), Deadline.after(1))), "map names to"),
+        (lambda: run_document("m", "a:b", None, cast(Any, [1]), 1, None, 0, 0), "args: must be an object"),
+        (lambda: run_document("m", "a:b", None, None, 1, cast(Any, 5), 0, 0), "stop: must be an object"),
+        (lambda: measured(None), "by name, not None.*return"),
+        (lambda: measured({"accuracy": "high"}), "must be a number"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_in_words(call: Callable[[], Any], says: str) -> None:
+    """An argument of a wrong kind raises RequestError that says what is expected, not an error from within."""
+    with pytest.raises(ps.RequestError, match=says):
+        call()
+
+
+@pytest.mark.parametrize("kind", [Client, ps.AsyncClient])
+def test_what_belongs_to_a_client_is_not_pickled(kind: Any) -> None:
+    """Pickling a client's model or worker for another process raises TypeError with a remedy."""
+    client = ps.AsyncClient("http://a:1") if kind is ps.AsyncClient else Client(("http://a:1",), 1.0, NO_CREDENTIALS)
+    model = client.model("m")
+    for held in (client, model, model.worker()):
+        with pytest.raises(TypeError, match="in the other process"):
+            pickle.dumps(held)
+
+
 def test_names_of_parameters_are_text() -> None:
     """A parameter name that is not a string is refused like any other invalid name."""
     with pytest.raises(ps.RequestError, match="parameter name 7 is not allowed"):
@@ -274,6 +307,7 @@ def test_a_codec_is_named(codec: Any) -> None:
         ({"chunk": 0}, "chunk: must be an integer from 1"),
         ({"chunk": 1, "size": 1 << 40}, "chunk: 1 would make more than"),
         ({"size": None, "chunk": None, "ranges": [(0, 5.5)]}, "ranges: must be pairs"),
+        ({"ranges": [(0, 5)]}, "either ranges=, or size= and chunk="),
     ],
 )
 def test_a_dataset_is_refused_in_the_words_of_who_adds_it(wrong: dict[str, Any], said: str) -> None:

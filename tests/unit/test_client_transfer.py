@@ -498,7 +498,7 @@ def test_out_is_looked_at_before_a_push_is_made(
     part = drive(transfer.pull(cluster, "m", Deadline.after(30, now), names="b"), shards, now)
 
     wrong: Any
-    for wrong in (part, np.empty(64)):
+    for wrong in (part, np.empty(64), {"w": np.empty(50)}):
         with pytest.raises(RequestError, match=r"out (cannot take|must be what)"):
             drive(transfer.pushpull(cluster, "m", Deadline.after(30, now), gradient, terms(), out=wrong), shards, now)
 

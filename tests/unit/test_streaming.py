@@ -68,6 +68,8 @@ def test_a_wrong_name_and_a_second_gradient_are_refused() -> None:
     pieces = Pieces(layout(2, weight=10, bias=10))
     with pytest.raises(NotFoundError, match="did you mean 'weight'"):
         pieces.put("weigth", None)
+    with pytest.raises(NotFoundError, match="no parameter '0'"):
+        pieces.put(0, None)  # type: ignore[arg-type]  # a user may take it for an index
     pieces.put("weight", 1)
     with pytest.raises(RequestError, match="already"):
         pieces.put("weight", 2)

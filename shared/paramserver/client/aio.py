@@ -6,7 +6,7 @@ The arguments are documented in `Client`, `Model` and `Worker`; only differences
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control, transfer
@@ -73,6 +73,9 @@ class AsyncClient:
 
     def __repr__(self) -> str:
         return f"<AsyncClient of {', '.join(self.urls)}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self} cannot be pickled, nor can its models and workers: make another in the other process")
 
     async def close(self) -> None:
         """Close all connections, and return slots and leases to shards on this machine."""

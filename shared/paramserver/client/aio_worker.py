@@ -14,6 +14,7 @@ from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.iterations import Iterations
 from paramserver.client.pushed import Pushed
+from paramserver.client.reports import measured
 from paramserver.client.session import Session
 from paramserver.client.streaming import AsyncPushStream
 from paramserver.client.task_requests import TaskRequests
@@ -206,9 +207,8 @@ class AsyncWorker(WorkerView):
         if task is None:
             return None
         try:
-            measured = measure(await self.pull())
-            found = await measured if isawaitable(measured) else measured
-            metrics = {k: float(v) for k, v in found.items()}
+            found = measure(await self.pull())
+            metrics = measured(await found if isawaitable(found) else found)
             await self._run(self._tasks.done(task, self._deadline(None), metrics))
         finally:
             self._session.holding.put_down(task)

@@ -13,7 +13,7 @@ from paramserver.client.control import create_model, listed
 from paramserver.client.retry import Backoff, is_temporary, to_result
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
-from paramserver.errors import NotFoundError, PsError, StaleMapError, problem
+from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
 from paramserver.limits import MIB
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame
@@ -73,10 +73,11 @@ def restore(
     from paramserver import checkpoint
     from paramserver.core.assembly import scatter, versions
     from paramserver.core.documents import check_states
+    from paramserver.core.fields import check_model_name
 
     found = checkpoint.read(os.fspath(path))
     document = found.spec.document()
-    document["name"] = as_ or found.spec.name
+    document["name"] = check_model_name(as_ or found.spec.name)
     check_states(found.states_in(document["name"]))
     for p in document["params"].values():
         p["init"] = {"kind": "zeros"}  # the real values are set below
@@ -84,7 +85,13 @@ def restore(
         document["partitions"] = partitions
     model_map = (yield from _existing_map(cluster, document["name"], deadline)) if exist_ok else None
     if model_map is None:
-        model_map = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
+        try:
+            model_map = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
+        except ConflictError as e:
+            if e.code != "model_exists":
+                raise
+            hint = "as_= names another; exist_ok=True sets it to the checkpoint's values"
+            raise problem(e.code, f"model '{document['name']}' exists already", hint=hint) from None
     elif partitions not in (None, model_map.spec.partitions):
         raise problem(
             "conflict", f"model '{model_map.name}' has {model_map.spec.partitions} partitions, which cannot be changed"

@@ -4,7 +4,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control
@@ -58,6 +58,9 @@ class Client:
 
     def __repr__(self) -> str:
         return f"<Client of {', '.join(self.urls)}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self} cannot be pickled, nor can its models and workers: connect in the other process")
 
     def close(self) -> None:
         """Close all connections, and return slots and leases to shards on this machine."""

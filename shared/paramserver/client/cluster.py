@@ -97,6 +97,9 @@ class _Address:
 def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the comma-separated base URLs in `url`, else in PARAMSERVER_URL, else the default."""
     text = url or environment.get(ENV_URL) or DEFAULT_URL
+    if not isinstance(text, str):
+        detail = f"the URL of a cluster is text, not {text!r:.60}"
+        raise problem("malformed", detail, hint="several are one text, separated by commas")
     urls = tuple(u if "://" in u else f"http://{u}" for u in listed_urls(text))
     for u in urls:
         if not u.startswith(("http://", "https://")) or " " in u or len(u) < 10:

@@ -97,8 +97,11 @@ def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
     """Assign new values to parameters; shapes and numbers are checked before anything is sent."""
+    if not isinstance(values, Mapping):
+        detail = f"values must map names to arrays, not {type(values).__name__}"
+        raise problem("invalid_field", detail, hint='assign({"w": array})')
     model_map = yield from cluster.map_of(model, deadline)
-    errors = model_map.spec.unknown([name for name in values if name not in model_map.layout.by_name])
+    errors = model_map.spec.unknown([str(name) for name in values if name not in model_map.layout.by_name])
     arrays: dict[str, AnyArray] = {}
     for name, value in values.items():
         spec = model_map.layout.by_name.get(name)
@@ -202,6 +205,8 @@ def dataset_document(
     passes = None if epochs is None else whole_number("epochs", epochs, 1)
     body: dict[str, Any] = {"dataset": dataset, "passes": passes, "assignment": assignment}
     if ranges is not None:
+        if size is not None or chunk is not None:
+            raise problem("invalid_field", "give either ranges=, or size= and chunk=", where="ranges")
         try:
             body["ranges"] = [[index(start), index(stop)] for start, stop in ranges]
         except (TypeError, ValueError):
@@ -229,7 +234,10 @@ def run_document(
     evaluate_every: int,
     checkpoint_every: int,
 ) -> dict[str, Any]:
-    """Return the body that starts a run."""
+    """Return the body that starts a run.  Raises RequestError (`invalid_field`) if `args` or `stop` is no mapping."""
+    for field, value in (("args", args), ("stop", stop)):
+        if value is not None and not isinstance(value, Mapping):
+            raise problem("invalid_field", f"{field}: must be an object, not {value!r:.60}", where=field)
     body: dict[str, Any] = {
         "model": model,
         "entry": entry,

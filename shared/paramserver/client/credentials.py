@@ -32,8 +32,8 @@ class Credentials:
 
         Raises RequestError (`invalid_field`) for a file without certificates, or a token that cannot be a header value.
         """
-        token = (token or "").strip()
-        if not is_token(token):
+        token = token or ""
+        if not isinstance(token, str) or not is_token(token := token.strip()):
             raise problem("invalid_field", "a token is one word of ASCII characters", hint="psctl token prints one")
         return cls(token, _authorities(os.fspath(ca), origin) if ca else ())
 

@@ -40,6 +40,10 @@ class Iterations:
         it only a silent cluster ends the wait.  Raises Unavailable (`unavailable`) naming the workers it waited for, or
         saying that the run is paused.
         """
+        with self._session.ending_iteration():
+            return (yield from self._advance(deadline, patience_s, began_s))
+
+    def _advance(self, deadline: Deadline, patience_s: float | None, began_s: float | None) -> Call[int]:
         s = self._session
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
@@ -75,6 +79,12 @@ class Iterations:
         self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
     ) -> Call[Pushed]:
         """Push, report the metrics and the clock; if the gradient was dropped, the clock does not advance."""
+        with self._session.ending_iteration():
+            return (yield from self._step(grads, metrics, deadline, patience_s, **options))
+
+    def _step(
+        self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
+    ) -> Call[Pushed]:
         s, numbers, began_s = self._session, numbers_of(metrics), deadline.clock()
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
@@ -97,12 +107,25 @@ class Iterations:
         **options: Any,
     ) -> Call[Params]:
         """Like `step`, but return the values for the next iteration, if possible from the same round trip."""
+        with self._session.ending_iteration():
+            return (yield from self._round(grads, metrics, deadline, patience_s, out, view, **options))
+
+    def _round(
+        self,
+        grads: Grads,
+        metrics: Mapping[str, Any],
+        deadline: Deadline,
+        patience_s: float | None,
+        out: Params | None,
+        view: bool,
+        **options: Any,
+    ) -> Call[Params]:
         s, numbers, began_s = self._session, numbers_of(metrics), deadline.clock()
         if view and out is not None:
             raise problem("invalid_field", "out= and copy=False exclude each other")
         if s.mode == "ssp":  # the values are pulled once the clock is released: the other workers are far enough then
             yield from s.check_out(out, deadline)
-            done = yield from self.step(grads, numbers, deadline, patience_s, **options)
+            done = yield from self._step(grads, numbers, deadline, patience_s, **options)
             return (yield from self._pull(deadline, patience_s, out, view, done=done.state != "dropped"))
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
@@ -146,7 +169,7 @@ class Iterations:
         """
         try:
             if released is None:
-                yield from self.advance(deadline, patience_s, began_s)
+                yield from self._advance(deadline, patience_s, began_s)
             else:
                 until = deadline if patience_s is not None else None
                 yield from self._session.continue_at(*released, until=until)

@@ -50,7 +50,7 @@ class Membership:
         self._lock = threading.Lock()
         self._joining = False
         self._join_in_doubt = False
-        """Whether an attempt of the last join may have been done without our knowing: a higher epoch may be our own."""
+        """Whether an attempt to join may have been done without our knowing: a higher epoch may be our own."""
         self._mode_fetched_at = 0.0
         self._base: Mapping[int, tuple[int, int]] | None = None
         """partition -> (version, incarnation) of the values that gradients are currently computed from."""
@@ -95,6 +95,7 @@ class Membership:
         if self.numbers.epoch:
             body["above"] = self.numbers.epoch
         path, backoff = model_path(self.model, "workers"), Backoff(deadline)
+        self._join_in_doubt = True  # until the answer is here; a join that is given up may be granted all the same
         try:
             doc = yield from control(_request("POST", path, body), deadline, backoff)
         except PsError as e:

@@ -246,7 +246,11 @@ class Model:
         self._client.run(control.send("POST", path, None, self._client.deadline(timeout)))
 
     def save(self, name: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
-        """Have the cluster write a checkpoint below its own state directory; return its document."""
+        """Have the cluster write a checkpoint below its own state directory; return its document.
+
+        One with a `name` is never removed automatically; one without is, once it is neither among the newest `keep`
+        without names (see `checkpoint=` of `create_model`) nor the best of them.
+        """
         path = model_path(self.name, "checkpoints")
         body = {} if name is None else {"name": name}
         return dict(self._client.run(control.post_unrepeatable(path, body, self._client.deadline(timeout))))

@@ -43,6 +43,11 @@ class PushNumbers:
             if push_id.epoch == self.epoch:
                 self._in_doubt.pop(push_id.seq, None)
 
+    def any_in_doubt(self) -> bool:
+        """Whether some push may still be sent, or sent again."""
+        with self._lock:
+            return any(held() is not None for held in self._in_doubt.values())
+
     def renew(self, epoch: int) -> None:
         """Begin a new epoch; the ids in doubt are dropped."""
         with self._lock:

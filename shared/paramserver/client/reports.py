@@ -131,6 +131,15 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return check_metrics(values)
 
 
+def measured(found: Any) -> dict[str, float]:
+    """Return as floats the metrics that the function of an evaluation has returned; see `numbers_of`."""
+    if not isinstance(found, Mapping):
+        detail = f"an evaluation must return its metrics by name, not {found!r:.60}"
+        raise problem("invalid_field", detail, hint='return {"accuracy": 0.97}')
+    numbers_of(found)
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
 def document(state: bytes | None, points: list[MetricPoint]) -> dict[str, Any]:
     """Return the part of a heartbeat's body with the state and the newest metrics."""
     fields: dict[str, Any] = {}

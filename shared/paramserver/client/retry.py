@@ -6,15 +6,18 @@ sent again unchanged, push id included, so that its second delivery is a duplica
 """
 
 import random
+from collections.abc import Sequence
 from typing import Final
 
 from msgspec.structs import replace
 
 from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response, error_of
-from paramserver.errors import InDoubt, PsError, Unavailable, Unreachable, problem
+from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, from_document, problem
 
 FIRST_S: Final = 0.05
 LONGEST_S: Final = 2.0
+REASONS_MAX: Final = 4
+"""Of the shards' different reasons, how many an error tells."""
 _random = random.Random()
 
 
@@ -34,9 +37,13 @@ class Backoff:
         self._answer: PsError | None = None
         """The last failure that the cluster answered, as opposed to attempts without an answer."""
 
-    def pause(self, error: PsError) -> Pause:
-        """Return the pause before the next attempt.  Raises the call's final error if the deadline comes first."""
-        self.in_doubt = self.in_doubt or may_be_done(error)
+    def pause(self, *errors: PsError) -> Pause:
+        """Return the pause before the next attempt.  Raises the call's final error if the deadline comes first.
+
+        Of several errors, what a node has answered comes before silence, and a stale map last.
+        """
+        error = together(sorted(errors, key=lambda e: (isinstance(e, StaleMapError), _is_silence(e))))
+        self.in_doubt = self.in_doubt or any(map(may_be_done, errors))
         if isinstance(error, Unavailable) and not _is_silence(error):
             self._answer = error
         ceiling = min(LONGEST_S, FIRST_S * 2.0**self._tries)
@@ -71,6 +78,15 @@ class Backoff:
         detail = f"{said.detail}; {tried}, at last {error.detail}" if said else f"{error.detail}; {tried}"
         hint = error.hint or (said.hint if said else "")
         return problem(error.code, detail, hint=hint, retry_after_s=error.retry_after_s, **error.members)
+
+
+def together(errors: Sequence[PsError]) -> PsError:
+    """Return the first of several errors with the texts of the others, at most `REASONS_MAX` in all."""
+    said = list(dict.fromkeys(e.detail for e in errors))
+    if len(said) == 1:
+        return errors[0]
+    more = f"; and {len(said) - REASONS_MAX} more reasons" if len(said) > REASONS_MAX else ""
+    return from_document({**errors[0].document(), "detail": "; ".join(said[:REASONS_MAX]) + more})
 
 
 def is_temporary(error: PsError) -> bool:

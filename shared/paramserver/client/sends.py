@@ -17,7 +17,7 @@ from paramserver.client.calls import Call, Deadline, Outcome, Response, error_of
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
 from paramserver.client.frames import Incoming, Outgoing, PullTerms, lacks_norm
-from paramserver.client.retry import Backoff, is_temporary, may_be_done, to_result
+from paramserver.client.retry import Backoff, is_temporary, may_be_done, to_result, together
 from paramserver.client.same_host import Leased, Slot
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
@@ -75,7 +75,7 @@ class Transfer:
         again: list[Part] = []
         failures: list[PsError] = []
         stale = temporary = False
-        refused: PsError | None = None
+        refusals: list[PsError] = []
         for i, ((to, parts), outcome) in enumerate(zip(groups, outcomes, strict=True)):
             result = to_result(outcome)
             if isinstance(result, Response):
@@ -99,10 +99,11 @@ class Transfer:
                 failures.append(result)
                 temporary = True
             else:
-                refused = refused or result
-        if refused is not None:
+                refusals.append(result)
+        if refusals:
+            refused = together(refusals)
             gone = refused.code in ("model_replaced", "unknown_model")
-            if gone or lacks_norm(refused):
+            if gone or any(map(lacks_norm, refusals)):
                 self.cluster.forget(self.model_map.name)
             if outgoing is not None:
                 outgoing.explain(refused)
@@ -114,7 +115,7 @@ class Transfer:
         if failures:
             self._moved += 1
             if temporary or self._moved > 1:  # a map that was outdated, for the first time, needs no pause
-                yield self._backoff.pause(failures[0])
+                yield self._backoff.pause(*failures)
             if stale:
                 yield from self._refresh()
         again.sort(key=lambda p: p.partition)

@@ -4,6 +4,8 @@ How it reacts to rollbacks, fencing and requests of the scheduler is in `members
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from paramserver import limits
@@ -46,6 +48,8 @@ class Session(Membership):
         """(epoch, timeline, model generation) of the values that gradients are currently computed from."""
         self.pushed: tuple[int, int] | None = None
         """(epoch, timeline) of the current iteration's last accepted push; `NOTHING`: none of its pushes counts."""
+        self._ending = False
+        """Whether a call is ending the current iteration."""
         self._torn = 0
         """sync: the epoch in which a push may have reached some shards but not all; see `rejoin_if_torn`."""
 
@@ -147,6 +151,8 @@ class Session(Membership):
         The terms are None if the gradient is obsolete (see `_is_obsolete`).  Raises RequestError (`invalid_field`) for
         a `streamed` push, which is sent in pieces, if the optimizer clips by the norm of the whole gradient.
         """
+        if self._ending and commit_wait_s is None and self.mode == "sync":
+            raise _busy()
         yield from self.rejoin_if_torn(deadline)
         model_map = yield from self.cluster.map_of(self.model, deadline)
         if streamed and model_map.spec.optimizer.clip_norm is not None:
@@ -249,6 +255,22 @@ class Session(Membership):
 
     # -------------------------------------------------------------------------------------------- clocks
 
+    @contextmanager
+    def ending_iteration(self) -> Iterator[None]:
+        """Surround a call that ends the iteration.
+
+        Raises ConflictError (`conflict`) in sync if another call of this worker is pushing or ending it: the commit
+        could take that push on some partitions only.
+        """
+        with self._lock:
+            if self.mode == "sync" and (self._ending or self.numbers.any_in_doubt()):
+                raise _busy()
+            self._ending = True
+        try:
+            yield
+        finally:
+            self._ending = False
+
     def continue_at(
         self, clock: int, epoch: int, timeline: int, min_clock: int = 0, *, until: Deadline | None = None
     ) -> Call[None]:
@@ -286,3 +308,11 @@ class Session(Membership):
             return False
         sync = self.mode == "sync"
         return self._pulled[1:] != (timeline, generation) or (sync and self._pulled[0] != epoch)
+
+
+def _busy() -> PsError:
+    return problem(
+        "conflict",
+        "another call of this worker is in the middle of this iteration, which is synchronous",
+        hint="end it after its pushes; threads and tasks need workers of their own: model.worker()",
+    )

@@ -89,7 +89,7 @@ def patch_document(
     if consistency is not None:
         body["consistency"] = _consistency(consistency)
     if params is not None:
-        body["params"] = {k: _document(f"params.{k}", v) for k, v in params.items()}
+        body["params"] = {k: _document(f"params.{k}", v) for k, v in _document("params", params).items()}
     if not body:
         raise problem("invalid_field", "nothing to set", hint="set(lr=0.05), set(consistency=ps.SSP(3)), ...")
     changed: dict[str, Any] = plain(body)

@@ -50,7 +50,7 @@ class Pieces:
     def put(self, name: str, grad: Any) -> None:
         """Add a parameter's gradient.  Raises NotFoundError, or RequestError if it was put before."""
         if name not in self._layout.by_name:
-            raise combined(self._layout.spec.unknown([name]))
+            raise combined(self._layout.spec.unknown([str(name)]))
         if name in self.grads:
             raise problem("invalid_field", f"'{name}' has been put into this push already", where=name)
         self.grads[name] = grad

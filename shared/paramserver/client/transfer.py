@@ -227,6 +227,7 @@ def exchange(
     if ranges is not None:
         ranges = listed(None, ranges)[1]
     if out is not None:
+        check_out(model_map, out)
         grads = copy_if_aliased(grads, out.flat)
     with draft_for(feedback) as draft:  # restored if the push fails
         gradient = ready(model_map.layout, model_map.generation, grads, ranges, dtype, codec, draft)
@@ -234,7 +235,6 @@ def exchange(
         if len(selection.params) < len(model_map.spec.params) or selection.ranged:
             if draft is not None:
                 draft.give_back()
-            check_out(model_map, out)
             how: Any = {"ranges": ranges, "dtype": dtype, "codec": codec, "feedback": feedback}
             return (yield from push(cluster, model, deadline, grads, terms, **how)), None
         pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)

@@ -14,6 +14,7 @@ from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.iterations import Iterations
 from paramserver.client.pushed import Pushed
+from paramserver.client.reports import measured
 from paramserver.client.session import Session
 from paramserver.client.streaming import PushStream
 from paramserver.client.task_requests import TaskRequests
@@ -37,7 +38,8 @@ class Worker(WorkerView):
     """One worker of one model: joins when its `with` block begins, leaves when it ends.
 
     Inside the block it renews its lease from a background thread, numbers its pushes and clocks, and follows rollbacks
-    and requests of the scheduler (see `docs/sdk.md`).  It belongs to the process that opened it.
+    and requests of the scheduler (see `docs/sdk.md`).  It belongs to the process that opened it.  In sync its
+    iterations follow one another: threads need workers of their own.
     """
 
     def __init__(
@@ -247,7 +249,7 @@ class Worker(WorkerView):
         if task is None:
             return None
         try:
-            metrics = {k: float(v) for k, v in measure(self.pull()).items()}
+            metrics = measured(measure(self.pull()))
             self._run(self._tasks.done(task, self._deadline(None), metrics))
         finally:
             self._session.holding.put_down(task)

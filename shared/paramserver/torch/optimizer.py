@@ -107,6 +107,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._allocate_values(model_map)
             self._pull_into_module()
             self._leave = weakref.finalize(self, stack.pop_all().close)
+        self._warned_of_ignored = False
         self.pushed: Pushed | None = None
         """The result of the last push; None before the first."""
 
@@ -156,8 +157,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
 
     def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> None:
         model_map = self._checked_map()
-        missing = [n for n, g in grads.items() if g is None and model_map.layout.by_name[n].trainable]
+        trainable = {n for n, spec in model_map.layout.by_name.items() if spec.trainable}
+        missing = [n for n, g in grads.items() if g is None and n in trainable]
         present = {n: g for n, g in grads.items() if g is not None}
+        self._warn_of_ignored([n for n in present if n not in trainable])
         if not present:
             self._worker.clock()
         elif (
@@ -168,6 +171,19 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         else:
             self._buffers.arrange(model_map)
             self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
+
+    def _warn_of_ignored(self, names: list[str]) -> None:
+        """Log a warning, once, that these parameters have gradients which the model ignores."""
+        if names and not self._warned_of_ignored:
+            self._warned_of_ignored = True
+            log.warning(
+                "model.ignores_gradients model=%s: not trained, because they were created frozen: %s%s; "
+                'opt.model.set(params={%r: {"trainable": True}}) changes that',
+                self._model.name,
+                ", ".join(repr(n) for n in names[:8]),
+                ", ..." if len(names) > 8 else "",
+                names[0],
+            )
 
     def _pull_into_module(self) -> None:
         self._checked_map()
@@ -265,6 +281,9 @@ def _resolve_model(model: Model | Worker | str, timeout: float | None, stack: Ex
         return model._client, model.model
     if isinstance(model, Model):
         return model._client, model.name
+    if not isinstance(model, str):
+        kinds = "a model's URL or name, a ps.Model or a ps.Worker"
+        raise problem("invalid_field", f"model must be {kinds}, not {type(model).__name__}")
     base, found, name = model.partition("/models/") if "://" in model else ("", "yes", model)
     if not found or not name or "/" in name:
         raise problem("malformed", f"'{model}' is not a model's URL", hint="http://localhost:8700/models/demo")
