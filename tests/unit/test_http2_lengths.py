@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 
 import pytest
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.stream import BODY
 from paramserver_scheduler import bodies
 from paramserver_scheduler.exchange import read_optional
+from paramserver_scheduler.large_bodies import LargeBodies
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.inflight import InFlight
 from paramserver_shard.receiving import Body, FrameReader
@@ -202,6 +204,7 @@ async def test_an_optional_body_that_nobody_has_announced_is_read(frames: list[b
     read: list[str | None] = []
 
     async def app(scope: Scope, receive: Receive, answer: Send) -> None:
+        scope["app"] = SimpleNamespace(state=SimpleNamespace(service=SimpleNamespace(large_bodies=LargeBodies())))
         read.append((await read_optional(Request(scope, receive), bodies.Checkpoint)).name)
         await answer({"type": "http.response.start", "status": 200, "headers": []})
         await answer({"type": "http.response.body", "body": b""})
