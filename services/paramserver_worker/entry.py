@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
 import paramserver as ps
@@ -44,6 +45,9 @@ def load(entry: str, prefixes: Sequence[str]) -> Entry:
     function = getattr(found, name, None)
     if not callable(function):
         raise problem("invalid_field", f"entry '{entry}': module '{module}' has no function '{name}'")
+    if iscoroutinefunction(function) or isgeneratorfunction(function) or isasyncgenfunction(function):
+        hint = "a coroutine can be run in one: asyncio.run(main(...))"
+        raise problem("invalid_field", f"entry '{entry}': '{name}' must be a plain function", hint=hint)
     result: Entry = function
     return result
 

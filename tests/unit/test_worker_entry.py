@@ -57,6 +57,18 @@ def test_a_module_that_lacks_something_shows_its_own_error(tmp_path: Path, monke
         entry.load("needs_more:train", ["needs_more"])
 
 
+@pytest.mark.parametrize("body", ["async def train(worker): pass", "def train(worker): yield"])
+def test_a_function_whose_call_runs_nothing_is_refused(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coroutine function or a generator is refused: called as a plain function it would end at once, as if done."""
+    module = f"lazy_{len(body)}"
+    (tmp_path / f"{module}.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RequestError, match="plain function"):
+        entry.load(f"{module}:train", [module])
+
+
 LONG = "ip-10-0-12-34.a-rather-long-department.an-example-company.internal"
 POD = "a-deployment-with-a-name-as-long-as-they-become-7d9f8b6c5-"
 
