@@ -23,6 +23,7 @@ from paramserver_cli.display import display
 from paramserver_cli.launch import Failed
 from paramserver_cli.models import create_from, read_spec
 from paramserver_cli.training import Training
+from paramserver_node import unwind
 
 SPEC_FILE = "model.yaml"
 POLL_S = 0.4
@@ -57,6 +58,7 @@ def train(
     client = connect(url)
     _prepare(client, model, spec or _beside(target), mode, workers)
     stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}
+    unwind.on_signals()  # SIGTERM becomes an exception, so that the run is stopped
     options: dict[str, Any] = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     if (token := worker_token(url)) is not None:
         os.environ["PARAMSERVER_TOKEN"] = token  # inherited by the workers: no file or command line shows it
@@ -71,7 +73,7 @@ def train(
             try:
                 training = Training(client, model, model)
                 _report(_follow(client, run["id"], training, state), training)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, unwind.Terminated):
                 with suppress(PsError):
                     client.set_run(run["id"], state="stopped", timeout=5.0)
                 raise

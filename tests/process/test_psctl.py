@@ -265,24 +265,28 @@ def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path:
     assert run["state"] == "failed"
 
 
-def test_an_interrupted_training_stops_its_run(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """Ctrl-C ends `psctl train` with exit code 130, stops its run and leaves no worker process."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"])
+def test_an_interrupted_training_stops_its_run(
+    shared_cluster: Cluster, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """Ctrl-C and SIGTERM end `psctl train` with exit codes 130 and 143, stop its run and leave no worker process."""
+    model = f"endless-{code}"
     (tmp_path / "endless.py").write_text(
         "def train(worker):\n    while not worker.draining:\n        worker.step({'w': [1.0, 1.0]})\n"
     )
     (tmp_path / "model.yaml").write_text("params: {w: {shape: [2]}}\n")
-    argv = [*PSCTL, "train", str(tmp_path / "endless.py"), "--model", "endless", "--url", shared_cluster.url]
+    argv = [*PSCTL, "train", str(tmp_path / "endless.py"), "--model", model, "--url", shared_cluster.url]
     env = os.environ | {"PARAMSERVER_TEST_MARK": str(tmp_path)}
     client = ps.connect(shared_cluster.url)
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as train:
-        eventually(lambda: client.model("endless").pull().version > 5, what="some updates")
+        eventually(lambda: client.model(model).pull().version > 5, what="some updates")
 
-        train.send_signal(signal.SIGINT)
+        train.send_signal(number)
         _, errors = train.communicate(timeout=30)
 
-    assert train.returncode == 130
+    assert train.returncode == code
     assert "Traceback" not in errors
-    (run,) = [r for r in client.runs() if r["model"] == "endless"]
+    (run,) = [r for r in client.runs() if r["model"] == model]
     assert run["state"] == "stopped"
     eventually(lambda: not marked(str(tmp_path)), what="the end of every worker")
 
