@@ -66,8 +66,8 @@ def bodies(content: Content) -> list[AnyArray]:
     return out
 
 
-def receive(codec: Codec, content: Content, parts: list[AnyArray], total: F32) -> None:
-    """Decode and check the parts as a shard does, and add them to `total`."""
+def receive(codec: Codec, content: Content, parts: list[AnyArray], out: F32) -> None:
+    """Decode and check the parts as a shard does, into `out`."""
     for part, body in zip(content.selection.parts, parts, strict=True):
         data, size = body, part.stop - part.start
         if codec.stage is not None:
@@ -78,7 +78,7 @@ def receive(codec: Codec, content: Content, parts: list[AnyArray], total: F32) -
         else:
             data = data.view(NUMPY_DTYPE[codec.coding])
         assert kernels.all_finite(data, codec.coding)
-        kernels.accumulate(total[part.start : part.stop], data, codec.coding)
+        kernels.mean([(data, codec.coding, 1.0)], 1.0, out[part.start : part.stop])
 
 
 def measure(text: str, elements: int, repeats: int) -> dict[str, Any]:

@@ -113,10 +113,10 @@ class Training:
             waiting_for=tuple(model["waiting_for"]),
         )
 
-    def has_reached(self, accuracy: float, times: int = 2) -> bool:
-        """Whether each of the last `times` entries of `evaluations` is at least `accuracy`."""
-        last = self.evaluations[-times:]
-        return len(last) == times and min(last) >= accuracy
+    def has_reached(self, accuracy: float) -> bool:
+        """Whether each of the last two entries of `evaluations` is at least `accuracy`."""
+        last = self.evaluations[-2:]
+        return len(last) == 2 and min(last) >= accuracy
 
     def rate(self) -> tuple[float, float]:
         """Return (updates per second, pushes per second), both averaged since the first sample with an update."""

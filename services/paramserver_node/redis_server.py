@@ -18,6 +18,7 @@ from paramserver.errors import problem
 
 START_TIMEOUT_S = 30.0
 """Longest wait for a server to load its file and answer."""
+ANSWER_TIMEOUT_S = 1.0
 _GIVEN: Final[set[int]] = set()
 """Ports that `free_port` has returned in this process."""
 
@@ -64,14 +65,13 @@ def url(port: int) -> str:
     return f"redis://127.0.0.1:{port}/0"
 
 
-def serving_pid(port: int, timeout_s: float = 1.0) -> int | None:
+def serving_pid(port: int) -> int | None:
     """Return the process id of the server that answers on 127.0.0.1:`port`; None while none is ready there.
 
     The process id, unlike a PONG, tells the caller's own server from an unrelated one on the same port.
     """
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout_s) as s:
-            s.settimeout(timeout_s)
+        with socket.create_connection(("127.0.0.1", port), ANSWER_TIMEOUT_S) as s:
             s.sendall(b"PING\r\nINFO server\r\nQUIT\r\n")
             text = b""
             while chunk := s.recv(65536):

@@ -71,9 +71,9 @@ class Settings:
         return out
 
     @classmethod
-    def load(cls, flags: Mapping[str, Any] | None = None, *, folder: Path | None = None) -> Self:
-        """Return the settings from `flags` (None: not given), the environment, and `paramserver.toml` in `folder`."""
-        found = cls.sources(flags or {}, os.environ, (folder or Path.cwd()) / FILE)
+    def load(cls, flags: Mapping[str, Any]) -> Self:
+        """Return the settings from `flags` (None: not given), the environment, and `paramserver.toml` here."""
+        found = cls.sources(flags, os.environ, Path.cwd() / FILE)
         return cls(**{name: value for name, (value, _) in found.items()})
 
 

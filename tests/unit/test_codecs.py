@@ -226,7 +226,7 @@ def test_kernels_refuse_bytes_of_another_partition() -> None:
     with pytest.raises(ValueError, match="none at"):
         kernels.mean([(encoded("int8", noise(90))[0], "int8", 1.0)], 1.0, out, 10)
     with pytest.raises(ValueError, match="does not hold"):
-        kernels.accumulate(out, w, "int8")
+        kernels.mean([(w, "int8", 1.0)], 1.0, out)
     assert not out.any()
 
 

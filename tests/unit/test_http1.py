@@ -271,10 +271,8 @@ async def test_the_next_answer_does_not_wait_for_ever_for_one_before_it(
 
 
 @pytest.mark.asyncio
-async def test_a_kept_connection_whose_answers_are_read_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_kept_connection_whose_answers_are_read_is_kept() -> None:
     """Once a response has been read, its read deadline is cancelled and cannot end an idle or busy connection."""
-    monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", LARGE_BYTES)
     async with serving(kept) as (client, state):
         for _ in range(3):
             await client.send(GET)

@@ -438,18 +438,6 @@ def test_a_mean_of_nothing_raises(parts: list[Any], divisor: float) -> None:
         kernels.mean(parts, divisor, np.empty(3, F))
 
 
-def test_accumulate_adds_in_place() -> None:
-    """`accumulate` computes out += weight * grad in float32, also for a float16 gradient."""
-    out, g = vector(0), vector(1)
-    expected = out + F(0.3) * g.astype(np.float16).astype(F)
-
-    kernels.accumulate(out, g.astype(np.float16), "float16", 0.3)
-
-    np.testing.assert_array_equal(out, expected)
-    with pytest.raises(ValueError, match="lengths"):
-        kernels.accumulate(out, g[:-1], "float32")
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_is_summed_in_float64(dtype: str) -> None:
     """The 2-norm agrees with NumPy's in float64 for every dtype, also of few elements or none."""

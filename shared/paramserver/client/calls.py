@@ -116,11 +116,9 @@ class Deadline:
         return Request(r.method, r.path, r.body, r.headers, r.to, sink or r.sink, left_s, r.rest)
 
 
-def json_request(
-    method: str, path: str, data: Any = None, headers: Mapping[str, str] | None = None, *, timeout_s: float = 30.0
-) -> Request:
+def json_request(method: str, path: str, data: Any = None, *, timeout_s: float = 30.0) -> Request:
     """Return a control request with a JSON body; without a body if `data` is None."""
-    head = {"accept": "application/json", **(headers or {})}
+    head = {"accept": "application/json"}
     if data is None:
         return Request(method, path, None, head, timeout_s=timeout_s)
     head["content-type"] = "application/json"

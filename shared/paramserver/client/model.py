@@ -1,13 +1,13 @@
 """A model of the blocking client."""
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramserver.client import checkpointing, control, transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
-from paramserver.client.cluster import Cluster, model_path
+from paramserver.client.cluster import model_path
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
 from paramserver.client.encoding import codec_of
@@ -23,9 +23,12 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
+from paramserver.types import PushId
 
 if TYPE_CHECKING:
     from paramserver.client.client import Client
+
+T = TypeVar("T")
 
 
 class Model:
@@ -103,14 +106,16 @@ class Model:
         Raises RequestError listing everything that is wrong, before anything is sent; ConflictError (`worker_required`)
         in sync and ssp mode; Unavailable, or its subclass InDoubt if the push may have been applied.
         """
-        client = self._client
-        terms = {"weight": weight, "ack": ack, "base": base}
-        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec)}
-        return client.run(
-            push_numbered(
-                client.cluster, client.numbers(self.name), self.name, client.deadline(timeout), grads, terms, options
+        client, deadline = self._client, self._client.deadline(timeout)
+        coding = codec_of(codec, dtype, self._codec)
+
+        def send(push_id: PushId) -> Call[Pushed]:
+            terms = PushTerms(push_id, weight=weight, ack=ack, base=base)
+            return transfer.push(
+                client.cluster, self.name, deadline, grads, terms, ranges=ranges, dtype=dtype, codec=coding
             )
-        )
+
+        return client.run(numbered(client.numbers(self.name), deadline, send))
 
     def pushpull(
         self,
@@ -125,14 +130,17 @@ class Model:
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient and return the values after it, in one round trip if the gradient covers the whole model."""
-        client = self._client
-        terms = {"weight": weight, "base": base}
-        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec), "out": out}
-        return client.run(
-            pushpull_numbered(
-                client.cluster, client.numbers(self.name), self.name, client.deadline(timeout), grads, terms, options
+        client, deadline = self._client, self._client.deadline(timeout)
+        coding = codec_of(codec, dtype, self._codec)
+
+        def send(push_id: PushId) -> Call[tuple[Pushed, Params]]:
+            terms = PushTerms(push_id, weight=weight, base=base)
+            return transfer.pushpull(
+                client.cluster, self.name, deadline, grads, terms, out=out, ranges=ranges, dtype=dtype, codec=coding
             )
-        )
+
+        _, params = client.run(numbered(client.numbers(self.name), deadline, send))
+        return params
 
     def gradients(self, *, timeout: float | None = None) -> GradientArrays:
         """Return arrays to compute gradients in; on the shard's own machine, pushing them needs no copy.
@@ -269,40 +277,11 @@ class Model:
         return self._client.run(control.listed(model_path(self.name, noun), self._client.deadline(timeout)))
 
 
-def push_numbered(
-    cluster: Cluster,
-    numbers: PushNumbers,
-    model: str,
-    deadline: Deadline,
-    grads: Grads,
-    terms: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Call[Pushed]:
-    """Push as a sender that has not joined."""
+def numbered(numbers: PushNumbers, deadline: Deadline, send: Callable[[PushId], Call[T]]) -> Call[T]:
+    """Run the call that `send` returns for the next number, as a sender that has not joined."""
     push_id = yield from numbers.take(deadline)
     try:
-        return (yield from transfer.push(cluster, model, deadline, grads, PushTerms(push_id, **terms), **options))
-    except PsError as e:
-        raise _with_hint(e) from None
-    finally:
-        numbers.settle(push_id)
-
-
-def pushpull_numbered(
-    cluster: Cluster,
-    numbers: PushNumbers,
-    model: str,
-    deadline: Deadline,
-    grads: Grads,
-    terms: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Call[Params]:
-    """Push and pull as a sender that has not joined."""
-    push_id = yield from numbers.take(deadline)
-    try:
-        call = transfer.pushpull(cluster, model, deadline, grads, PushTerms(push_id, **terms), **options)
-        _, params = yield from call
-        return params
+        return (yield from send(push_id))
     except PsError as e:
         raise _with_hint(e) from None
     finally:

@@ -243,10 +243,9 @@ class Cluster:
             status = outcome.status
         self._late.append(Reply(request, outcome, status))
 
-    def answer_now(self, request: int, outcome: Mapping[str, Any] | PsError | None, status: int = 200) -> None:
+    def answer_now(self, request: int, outcome: Mapping[str, Any] | PsError) -> None:
         """Answer a request without waiting for stores; the answer must reveal nothing that is not stored yet."""
-        if isinstance(outcome, PsError):
-            status = outcome.status
+        status = outcome.status if isinstance(outcome, PsError) else 200
         self._early.append(Reply(request, outcome, status, waits=False))
 
     def answer_waiter(self, model: Model, waiter: Waiter, outcome: Mapping[str, Any] | PsError, now: float) -> None:

@@ -73,11 +73,11 @@ class Reader:
     def integer(self, name: str, default: int, low: int = 0, high: int = INTEGER_MAX) -> int:
         return int(self.take(name, default, lambda v: is_integer(v, low, high), f"an integer from {low} to {high}"))
 
-    def optional_number(self, name: str, low: float = 0.0) -> float | None:
+    def optional_number(self, name: str) -> float | None:
         if self.data.get(name, None) is None:
             self.known.append(name)
             return None
-        return self.number(name, 0.0, low)
+        return self.number(name, 0.0, 0.0)
 
     def optional_integer(self, name: str, low: int = 1) -> int | None:
         if self.data.get(name, None) is None:
@@ -161,16 +161,15 @@ def is_integer(value: Any, low: int = 0, high: int = INTEGER_MAX) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-def whole_number(name: str, value: Any, low: int = 0, high: int = INTEGER_MAX) -> int:
-    """Return an argument as an integer; raises RequestError (`invalid_field`) unless it is one from `low` to `high`."""
+def whole_number(name: str, value: Any, low: int = 0) -> int:
+    """Return an argument as an integer; raises RequestError (`invalid_field`) unless it is one of at least `low`."""
     try:
         number = -1 if isinstance(value, bool) else index(value)
     except TypeError:
         number = -1
-    if not low <= number <= high:
-        raise problem(
-            "invalid_field", f"{name}: must be an integer from {low} to {high}, not {value!r:.40}", where=name
-        )
+    if not low <= number <= INTEGER_MAX:
+        detail = f"{name}: must be an integer from {low} to {INTEGER_MAX}, not {value!r:.40}"
+        raise problem("invalid_field", detail, where=name)
     return number
 
 

@@ -7,7 +7,6 @@
     exceeds_cache(optimizer, elements) -> bool
         whether nontemporal stores pay off for updates of this size
     mean(parts, divisor, out, start=0)       weighted sum of gradients in the given order, divided
-    accumulate(out, grad, dtype, weight)     out += weight * grad
     all_finite(a, dtype=None) -> bool        no NaN, no infinity
     norm2(a, dtype=None) -> float            2-norm, summed in float64
     warm_up()                                compile these functions, or load them from the cache on disk
@@ -22,11 +21,10 @@ caller, and raise ValueError before anything is written.
 """
 
 from paramserver.core.optimizer import SegmentStep, initial_slots, slot_count, slot_names
-from paramserver.kernels.calls import accumulate, all_finite, apply, apply_mean, exceeds_cache, mean, norm2, warm_up
+from paramserver.kernels.calls import all_finite, apply, apply_mean, exceeds_cache, mean, norm2, warm_up
 
 __all__ = [
     "SegmentStep",
-    "accumulate",
     "all_finite",
     "apply",
     "apply_mean",

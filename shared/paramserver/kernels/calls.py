@@ -327,13 +327,6 @@ def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32,
             np.divide(block, divide, out=block)
 
 
-def accumulate(out: F32, grad: AnyArray, dtype: str, weight: float = 1.0) -> None:
-    """out += weight * grad in float32.  Raises ValueError if their lengths differ."""
-    view = _views(grad, dtype)
-    _check_length(grad, view, dtype, out.size)
-    loops.add(False, out, *view, 0, weight)
-
-
 def all_finite(a: AnyArray, dtype: str | None = None) -> bool:
     """Whether the vector is finite in float32: no NaN, no infinity, and no float64 value that rounds to infinity.
 

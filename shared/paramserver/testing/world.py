@@ -147,14 +147,13 @@ class World:
         late = problem("in_doubt", f"{call.what}: no answer within {call.timeout_s} s")
         self.after(call.timeout_s, f"timeout {call.what}", lambda: settle(late))
 
-    def play(self, script: Script, ended: Callable[[], None] = lambda: None) -> None:
+    def play(self, script: Script) -> None:
         """Run a client's script to its end."""
 
         def step(value: Any) -> None:
             try:
                 wanted = script.send(value)
             except StopIteration:
-                ended()
                 return
             if isinstance(wanted, Call):
                 self.send(wanted, step)

@@ -28,7 +28,7 @@ _SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _LONG: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
-def _measure(buf: memoryview, container_max: int, depth_max: int) -> None:
+def _measure(buf: memoryview) -> None:
     """Walk one msgpack value; raises RequestError if it is truncated, too deep, too wide, or of an extension type."""
     at, end, total = 0, len(buf), 0
     open_items = [1]  # values still to come at each depth
@@ -65,10 +65,11 @@ def _measure(buf: memoryview, container_max: int, depth_max: int) -> None:
             raise problem("malformed", "the msgpack body is truncated")
         if items:
             total += items
-            if items > container_max * per:
-                raise problem("too_large", f"a msgpack container holds more than {container_max} items")
-            if len(open_items) > depth_max:
-                raise problem("too_large", f"the msgpack body is nested deeper than {depth_max}")
+            if items > limits.MSGPACK_CONTAINER_MAX * per:
+                detail = f"a msgpack container holds more than {limits.MSGPACK_CONTAINER_MAX} items"
+                raise problem("too_large", detail)
+            if len(open_items) > limits.MSGPACK_DEPTH_MAX:
+                raise problem("too_large", f"the msgpack body is nested deeper than {limits.MSGPACK_DEPTH_MAX}")
             if total > limits.MSGPACK_ITEMS_MAX:
                 raise problem("too_large", f"the msgpack body holds more than {limits.MSGPACK_ITEMS_MAX} values")
             open_items.append(items)
@@ -85,23 +86,21 @@ def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     return out
 
 
-def unpack(
-    buf: Buffer, *, container_max: int = limits.MSGPACK_CONTAINER_MAX, depth_max: int = limits.MSGPACK_DEPTH_MAX
-) -> Any:
+def unpack(buf: Buffer) -> Any:
     """Return the value of a msgpack body; map keys must be unique strings.
 
-    Raises RequestError: `malformed`, or `too_large` past `container_max` items in a container, `depth_max` levels or
-    `limits.MSGPACK_ITEMS_MAX` values in all.
+    Raises RequestError: `malformed`, or `too_large` past the `limits.MSGPACK_*` of items in a container, of levels or
+    of values in all.
     """
     view = memoryview(buf).cast("B")
-    _measure(view, container_max, depth_max)
+    _measure(view)
     try:
         return msgpack.unpackb(
             view,
             raw=False,
             strict_map_key=True,
-            max_array_len=container_max,
-            max_map_len=container_max,
+            max_array_len=limits.MSGPACK_CONTAINER_MAX,
+            max_map_len=limits.MSGPACK_CONTAINER_MAX,
             object_pairs_hook=_object,
         )
     except (ValueError, TypeError, OverflowError, struct.error, msgpack.exceptions.UnpackException) as e:
