@@ -1,4 +1,4 @@
-"""Conditional requests: `If-Match` and `If-None-Match` (RFC 9110, 13.1.1 and 13.1.2)."""
+"""Headers `If-Match` and `If-None-Match` (RFC 9110, 13.1.1 and 13.1.2) and `Idempotency-Key`."""
 
 from dataclasses import dataclass
 from typing import Final, Self
@@ -6,6 +6,9 @@ from typing import Final, Self
 from starlette.datastructures import Headers
 
 from paramserver.core.set_operation import precondition_failed
+from paramserver.errors import problem
+
+KEY_BYTES_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,25 @@ class Conditions:
 
 
 ANY: Final = Conditions()
+
+
+def idempotency_key(headers: Headers) -> str | None:
+    """Return the `Idempotency-Key` of a push, if it has one, as one character per byte.
+
+    Raises RequestError (`invalid_field`) for a wrong length, or for bytes that are not UTF-8, because a node that
+    forwards the push cannot pass them on unchanged.
+    """
+    key = headers.get("idempotency-key")
+    if key is None:
+        return None
+    try:
+        key.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        raise problem("invalid_field", "Idempotency-Key must be UTF-8", where="Idempotency-Key") from None
+    if not 0 < len(key) <= KEY_BYTES_MAX:
+        detail = f"Idempotency-Key must be of 1 to {KEY_BYTES_MAX} bytes"
+        raise problem("invalid_field", detail, where="Idempotency-Key")
+    return key
 
 
 def _matches(tags: str, tag: str, *, weakly: bool = True) -> bool:

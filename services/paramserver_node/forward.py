@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.client.transport import trusting
 from paramserver.errors import PsError, problem
+from paramserver_node.conditions import idempotency_key
 from paramserver_node.race import hung_up, race
 
 FORWARDED_BY_SHARD: Final = "x-paramserver-forwarded"
@@ -31,6 +32,7 @@ CONNECT_S: Final = 2.0
 SILENCE_S: Final = 75.0
 """Read timeout towards the other node; long polls take up to 60 s."""
 _CHUNK_BYTES_MAX: Final = 1 << 20
+_PUSHES: Final = ("/push", "/pushpull")
 
 _HOP_BY_HOP: Final = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
@@ -82,8 +84,11 @@ class Forwarder:
 
         No other URL is tried once some of the body has been read.  Raises Unavailable (`code`) if no node answered;
         InDoubt if one was reached and did not answer, unless the request changes nothing; and RequestError
-        (`malformed`) for a target that is not valid in a URL, or a body that was cut off.
+        (`malformed`) for a target that is not valid in a URL, or a body that was cut off, or what `idempotency_key`
+        raises.
         """
+        if request.scope["path"] in _PUSHES:
+            idempotency_key(request.headers)
         body = _Body(request)
         own = [(k.decode("latin-1"), _text(v)) for k, v in request.headers.raw]
         sent = [(k, v) for k, v in _kept(own) if k not in _OWN]
@@ -132,9 +137,7 @@ def in_doubt(scope: Scope, detail: str) -> PsError:
     That is so for idempotent methods (RFC 9110, 9.2.2) and for pushes with a key.  A push id, which also makes a push
     repeatable, is in the body, which is not looked into here.
     """
-    keyed = scope["path"] in ("/push", "/pushpull") and any(
-        [name == b"idempotency-key" for name, _ in scope["headers"]]
-    )
+    keyed = scope["path"] in _PUSHES and any([name == b"idempotency-key" for name, _ in scope["headers"]])
     repeatable = keyed or scope["method"] in ("PUT", "DELETE")
     hint = "" if repeatable else "look first whether it was done; a push may be sent again under its id"
     return problem("in_doubt", detail, hint=hint, retryable=repeatable)

@@ -41,8 +41,8 @@ TRANSFER_BYTES_MAX: Final = 16 << 20
 """Most that a thread transfers at a time, so that other requests on the connection get their turn."""
 
 _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
-_UNFIT: Final = re.compile(rb"[\0\r\n]")
-"""Bytes that no header field may contain."""
+_UNFIT: Final = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
+"""What no value of a header field may contain (RFC 9113, 8.2.1): HTTP/1.1 could not pass it on as it is."""
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 _OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
 

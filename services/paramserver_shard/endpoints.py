@@ -27,6 +27,7 @@ from paramserver.types import ITEMSIZE
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, encode_header
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
+from paramserver_node.conditions import idempotency_key
 from paramserver_node.middleware import omit_request_id
 from paramserver_node.race import while_there
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, BodyTransfer
@@ -134,7 +135,7 @@ class _Pushing(_Endpoint):
 
     def _key(self, request: Request, body: Any) -> str | None:
         """Return the `Idempotency-Key`, after noting whether the push has that or a push id."""
-        key = idempotency_key(request)
+        key = idempotency_key(request.headers)
         if key is not None or (isinstance(body, dict) and body.get("seq") is not None):
             request.scope["state"][_REPEATABLE] = True
         return key
@@ -303,11 +304,3 @@ def pull_response(request: Request, pulled: Pulled, dtype: str | None, push: Pus
     if as_msgpack:
         return ChunkedResponse(msgpack.packb(document), media_type=negotiate.MSGPACK)
     return ChunkedResponse(JSONResponse(document).body, media_type=negotiate.JSON)
-
-
-def idempotency_key(request: Request) -> str | None:
-    """Return the `Idempotency-Key` header, if any.  Raises RequestError (`invalid_field`) for a wrong length."""
-    key = request.headers.get("idempotency-key")
-    if key is not None and not 0 < len(key) <= 256:
-        raise problem("invalid_field", "Idempotency-Key must be of 1 to 256 bytes", where="Idempotency-Key")
-    return key

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from .processes import eventually, unique
+from .processes import Nodes, eventually, unique
 from .rest import Face, tensor
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
@@ -47,6 +47,21 @@ def test_a_key_is_bounded_and_holds_its_content(face: Face) -> None:
     other = body | {"grads": {"b": face.value(2.0)}}
     face.refused("POST", "/push", other, 422, "id_reused", idempotency_key="k")
     face.refused("POST", "/push", body, 422, "invalid_field", idempotency_key="x" * 300)
+
+
+def test_a_key_is_the_same_through_every_node(rest_cluster: Nodes) -> None:
+    """A push repeated through another node under the same bytes as its key is a duplicate, or refused by both."""
+    shard = Face(rest_cluster, f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}", "json")
+    scheduler = Face(rest_cluster, rest_cluster.url, "json")
+    model = shard.make()
+    body = {"model": model, "grads": {"b": 1.0}}
+
+    for key in ("é".encode(), b"k\xe9"):
+        headers = [(b"idempotency-key", key)]
+        told = [f.http.post(f.url + "/push", json=body, headers=headers).json() for f in (scheduler, shard, scheduler)]
+        applied = [answer.get("duplicate", answer.get("code")) for answer in told]
+        assert applied == ([False, True, True] if key != b"k\xe9" else ["invalid_field"] * 3)
+    assert shard.pull(model, names=["b"]) == {"b": 1.0}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -161,6 +161,7 @@ def test_cookies_in_fields_of_their_own_are_one_header() -> None:
     [
         ASKED[1:], ASKED[:1] + ASKED[2:], ASKED[:3], [*ASKED, (b"A", b"b")], [*ASKED, (b":late", b"")],
         [ASKED[0], *ASKED], [*ASKED, (b"connection", b"close")], [(b":other", b""), *ASKED], [*ASKED, (b"", b"")],
+        [*ASKED, (b"idempotency-key", b"k ")], [*ASKED, (b"x", b"\ty")],
         [*ASKED[:3], (b":path", b"p")], [*ASKED, (b"x", b"a\r\nb: c")], [*ASKED[:3], (b":path", b"/\x00")],
         [*ASKED, (b"content-length", b"9" * 5000)], [*ASKED, (b"content-length", b"-1")],
         [*ASKED, (b"content-length", b"1"), (b"content-length", b"2")],
