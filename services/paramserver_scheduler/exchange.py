@@ -17,6 +17,7 @@ from paramserver_node.race import hung_up
 from paramserver_scheduler import bodies
 from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs
+from paramserver_scheduler.large_bodies import LargeBodies
 from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.runtime import Answer, Runtime
@@ -42,6 +43,7 @@ class Service:
     """When this scheduler began to lead; monotonic."""
     broadcast: StatusBroadcast = field(default_factory=StatusBroadcast)
     """The source of the status streams."""
+    large_bodies: LargeBodies = field(default_factory=LargeBodies)
 
     @property
     def url(self) -> str:
@@ -70,9 +72,11 @@ def service(request: Request) -> Service:
 async def read_json(request: Request, *, optional: bool = False) -> Any:
     """Return the body, sent as JSON or msgpack, as plain JSON values; if `optional`, no body is an empty object.
 
-    Raises RequestError (`malformed`, `too_large`, `unsupported_media_type`).
+    Raises RequestError (`malformed`, `too_large`, `unsupported_media_type`), Unavailable (`too_many_requests`,
+    `queue_full`).
     """
-    value = await negotiate.read(request, limits.CONTROL_BODY_BYTES_MAX, optional=optional)
+    with service(request).large_bodies.reading(request):
+        value = await negotiate.read(request, limits.CONTROL_BODY_BYTES_MAX, optional=optional)
     _check_plain(value)
     return value
 

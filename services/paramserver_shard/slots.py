@@ -5,12 +5,14 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from paramserver.errors import problem
-from paramserver.limits import BODY_BYTES_MAX, CONTROL_BODY_BYTES_MAX
+from paramserver.limits import BODY_BYTES_MAX
 from paramserver_node import negotiate
 from paramserver_node.roles import role
 from paramserver_shard.frames import FrameService
 from paramserver_shard.membership import Membership
 
+BODY_SIZE_MAX: Final = 4096
+"""Largest body of a request for a slot, which holds one number."""
 _SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
     "required": ["bytes"],
@@ -41,7 +43,7 @@ def router(membership: Membership, frames: FrameService) -> APIRouter:
     async def lend(request: Request) -> Response:
         membership.check_serving()
         negotiate.check_accept(request)
-        body = await negotiate.read(request, CONTROL_BODY_BYTES_MAX)
+        body = await negotiate.read(request, BODY_SIZE_MAX)
         size_bytes = body.get("bytes") if isinstance(body, dict) else None
         if type(size_bytes) is not int or not 0 < size_bytes <= BODY_BYTES_MAX:
             raise problem("invalid_field", f"bytes: an integer from 1 to {BODY_BYTES_MAX}", where="bytes")

@@ -16,6 +16,8 @@ JSON_BODY_BYTES_MAX: Final = 8 * MIB
 """Largest JSON body of the name-level routes; parsing it blocks the event loop."""
 CONTROL_BODY_BYTES_MAX: Final = 4 * MIB
 """Largest body of a control route (models, workers, runs, ...)."""
+CONTROL_BODIES_BYTES_MAX: Final = 256 * MIB
+"""Bytes of large bodies of control routes that one scheduler reads at once; half of that per client address."""
 FRAME_HEADER_BYTES_MAX: Final = 1 * MIB
 MSGPACK_DEPTH_MAX: Final = 8
 MSGPACK_CONTAINER_MAX: Final = 4096

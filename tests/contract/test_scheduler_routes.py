@@ -1,6 +1,9 @@
 """Every control route of a real scheduler over real sockets: what it accepts, answers and refuses."""
 
+import json
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
@@ -304,6 +307,28 @@ def test_a_checkpoint_is_not_called_latest_or_best(cluster: Nodes, name: str) ->
     refused = cluster.post(f"/models/{model}/checkpoints", {"name": name}, status=422)
     assert (refused["code"], refused["where"]) == ("invalid_field", "name")
     assert cluster.get(f"/models/{model}/checkpoints")["items"] == []
+
+
+def test_a_flood_of_large_bodies_leaves_room_for_others(cluster: Nodes) -> None:
+    """Of too many large bodies of one client the excess gets 429; its small bodies and other clients are served."""
+    body = json.dumps({"entry": "a:b", "model": "m", "args": {"x": 100_000 * "y"}})
+    head = f"POST /runs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {4 << 20}\r\n\r\n"
+    port = httpx.URL(cluster.url).port
+
+    def told(address: str, content: str) -> int:
+        transport = httpx.HTTPTransport(local_address=address)
+        with httpx.Client(transport=transport, timeout=20) as http:
+            kind = {"content-type": "application/json"}
+            return http.post(cluster.url + "/runs", content=content, headers=kind).status_code
+
+    with ExitStack() as stack:
+        for _ in range(32):
+            flooding = socket.create_connection(("127.0.0.1", port), 30, ("127.0.0.2", 0))
+            stack.enter_context(closing(flooding)).sendall(head.encode())
+        eventually(lambda: told("127.0.0.2", body) == 429, what="the excess to be refused")
+        assert told("127.0.0.2", "{}") == 422
+        assert told("127.0.0.1", body) == 404
+    eventually(lambda: told("127.0.0.2", body) == 404, what="the flood to be over")
 
 
 def test_a_part_of_a_checkpoints_file_is_had_by_its_range(cluster: Nodes) -> None:

@@ -1,0 +1,50 @@
+"""A bound on the large bodies that a scheduler reads at the same time; without one, a client could fill its memory.
+
+Small bodies, such as those of heartbeats, are not counted, so that a flood of large ones holds up none of them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from fastapi import Request
+
+from paramserver.errors import problem
+from paramserver.limits import CONTROL_BODIES_BYTES_MAX, CONTROL_BODY_BYTES_MAX
+from paramserver_node.negotiate import announced
+
+SMALL_BYTES: Final = 64 << 10
+"""A body that is announced with at most this length does not count."""
+
+
+class LargeBodies:
+    """The bytes of large bodies being read, by client address."""
+
+    def __init__(self) -> None:
+        self._bytes = Counter[str]()
+
+    @contextmanager
+    def reading(self, request: Request) -> Iterator[None]:
+        """Count the request's body while it is read; at the maximum, if its length is not announced.
+
+        Raises Unavailable: `too_many_requests` if this client reads too much at once, `queue_full` if all together do.
+        """
+        size = announced(request)
+        if size is None:
+            size = CONTROL_BODY_BYTES_MAX
+        if not SMALL_BYTES < size <= CONTROL_BODY_BYTES_MAX:  # a larger one is refused before it is read
+            yield
+            return
+        address = request.client.host if request.client else ""
+        if self._bytes[address] + size > CONTROL_BODIES_BYTES_MAX // 2:
+            raise problem("too_many_requests", "this client sends too many large bodies at the same time")
+        if self._bytes.total() + size > CONTROL_BODIES_BYTES_MAX:
+            raise problem("queue_full", "this scheduler receives too many large bodies at the same time")
+        self._bytes[address] += size
+        try:
+            yield
+        finally:
+            self._bytes[address] -= size
+            if not self._bytes[address]:
+                del self._bytes[address]
