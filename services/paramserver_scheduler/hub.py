@@ -4,9 +4,12 @@ Documents are level-triggered: a reader that is too slow is cut off and gets the
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
+from paramserver.errors import problem
+from paramserver.limits import EVENT_STREAMS_MAX, WAITERS_MAX
 from paramserver_node.race import race
 
 BACKLOG_MAX: Final = 4096
@@ -19,6 +22,8 @@ class Feed:
 
     def __init__(self, first: list[Mapping[str, Any]]) -> None:
         self._first = first
+        self.public = False
+        """Whether it is a client's, not a shard's."""
         self._queue: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue(BACKLOG_MAX)
         self.open = True
 
@@ -58,6 +63,7 @@ class Hub:
         self._feeds: set[Feed] = set()
         self._changed = asyncio.Event()
         self._end = asyncio.Event()
+        self._polls = 0
 
     def publish(self, document: Mapping[str, Any]) -> None:
         """Pass the document to every open feed, and wake the long polls."""
@@ -81,6 +87,22 @@ class Hub:
         """Remove a feed whose reader is gone."""
         feed.open = False
         self._feeds.discard(feed)
+
+    def check_capacity(self) -> None:
+        """Raise Unavailable (`too_many_requests`) if the maximum number of public feeds is open."""
+        if sum([feed.public for feed in self._feeds]) >= EVENT_STREAMS_MAX:
+            raise problem("too_many_requests", f"the limit of {EVENT_STREAMS_MAX} open event streams is reached")
+
+    @contextmanager
+    def polling(self) -> Iterator[None]:
+        """Count a long poll while it waits; raises Unavailable (`too_many_requests`) above the limit."""
+        if self._polls >= WAITERS_MAX:
+            raise problem("too_many_requests", f"{WAITERS_MAX} requests are already waiting")
+        self._polls += 1
+        try:
+            yield
+        finally:
+            self._polls -= 1
 
     async def next_change(self) -> None:
         """Wait until the next document is published or the hub closes."""

@@ -155,6 +155,8 @@ TASKS_PER_DATASET_MAX: Final = 100_000
 TASKS_MAX: Final = 1_000_000
 """Ranges of all datasets of all models: 130 MB in the scheduler, created by requests of only 60 bytes each."""
 RUNS_KEPT_MAX: Final = 200
+EVENT_STREAMS_MAX: Final = 256
+"""Open streams of `GET /events` of one scheduler, which encodes every change for each of them."""
 WAITERS_MAX: Final = 8192
 """Long polls that one scheduler holds open."""
 STATUS_EVENTS_MAX: Final = 500

@@ -44,8 +44,9 @@ async def get_map(request: Request) -> Response:
                 await s.runtime.hub.next_change()
 
         try:
-            async with asyncio.timeout(wait_s):
-                await while_there(request.receive, newer())
+            with s.runtime.hub.polling():
+                async with asyncio.timeout(wait_s):
+                    await while_there(request.receive, newer())
         except TimeoutError:
             pass
     return respond(request, s.read.map())
@@ -60,7 +61,9 @@ async def events(request: Request) -> StreamingResponse:
     client that reconnects, at any time, gets the whole state again and has missed nothing.
     """
     runtime = service(request).runtime
+    runtime.hub.check_capacity()
     feed = await open_feed(runtime)
+    feed.public = True
 
     async def lines() -> AsyncIterator[bytes]:
         try:

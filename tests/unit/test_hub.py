@@ -1,0 +1,38 @@
+"""The feeds and long polls of a scheduler are bounded."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from paramserver.errors import Unavailable
+from paramserver.limits import EVENT_STREAMS_MAX, WAITERS_MAX
+from paramserver_scheduler.hub import Hub
+
+
+def test_clients_may_open_so_many_event_streams_and_shards_any_number() -> None:
+    """While EVENT_STREAMS_MAX streams of clients are open another one is refused; feeds of shards do not count."""
+    hub = Hub(lambda _: None)
+    feeds = [hub.subscribe([]) for _ in range(EVENT_STREAMS_MAX + 1)]
+    hub.check_capacity()
+    for feed in feeds[1:]:
+        feed.public = True
+
+    with pytest.raises(Unavailable) as refused:
+        hub.check_capacity()
+    assert refused.value.code == "too_many_requests"
+    hub.unsubscribe(feeds[-1])
+    hub.check_capacity()
+
+
+def test_so_many_long_polls_wait_at_the_same_time() -> None:
+    """While WAITERS_MAX long polls wait another one is refused, until one of them ends."""
+    hub = Hub(lambda _: None)
+    with ExitStack() as stack:
+        for _ in range(WAITERS_MAX - 1):
+            stack.enter_context(hub.polling())
+        with hub.polling():
+            with pytest.raises(Unavailable) as refused, hub.polling():
+                pass
+            assert refused.value.code == "too_many_requests"
+        with hub.polling():
+            pass
