@@ -86,7 +86,7 @@ def scale(
         _fewer(client, before[number:], number, local, timeout)
     elif number > len(before):
         _more(number, local)
-    _until_quiet(client, number, timeout)
+    _until_quiet(client, number, local, timeout)
     typer.echo(f"{number} shards")
 
 
@@ -100,6 +100,12 @@ class _LocalCluster:
     @property
     def names(self) -> list[str]:
         return [f"shard-{i}" for i in range(len(self.cluster.shards))]
+
+    def check_number(self, shards: int) -> None:
+        """Raise Failed if another command has changed the number of shards to be had."""
+        plan = self.state.plan()
+        if plan is not None and plan.shards != shards:
+            raise Failed(f"another command has set the number of shards to {plan.shards}")
 
     def resize(self, shards: int) -> None:
         """Change the number of shards in the plan, and wait until the supervisor has adopted it.
@@ -201,7 +207,10 @@ def _drain_all(client: ps.Client, names: Sequence[str]) -> None:
 
 
 def _until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> None:
-    """Show the moves until none of these shards owns a partition.  Raises Failed after `timeout_s`."""
+    """Show the moves until none of these shards owns a partition.
+
+    Raises Failed after `timeout_s`, or if another command has made one of them active again.
+    """
     deadline, total = time.monotonic() + timeout_s, 0
     with _progress("partitions moved") as show:
         while True:
@@ -212,12 +221,18 @@ def _until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> N
             show(total - left, total, f"{size:.1f} MiB left on {', '.join(names)}")
             if not left:
                 return
+            for x in lines:
+                if x["state"] == "active":
+                    raise Failed(f"another command has made {x['name']} active again")
             _check(deadline, f"{', '.join(names)} still own {left} partitions; psctl status shows the reason")
             time.sleep(POLL_S)  # moves happen in other processes; this is the redraw interval
 
 
-def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
-    """Show the moves until `number` shards are active and no move ran for QUIET_S.  Raises Failed after `timeout_s`."""
+def _until_quiet(client: ps.Client, number: int, local: _LocalCluster | None, timeout_s: float) -> None:
+    """Show the moves until `number` shards are active and no move ran for QUIET_S.
+
+    Raises Failed after `timeout_s`, or if another command has changed the number meanwhile.
+    """
     deadline = time.monotonic() + timeout_s
     owned: Mapping[str, int] = {}
     quiet_s = time.monotonic()
@@ -234,6 +249,8 @@ def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
             show(done, done + under_way, f"{len(now)} of {number} shards: {spread}")
             if time.monotonic() - quiet_s > QUIET_S:
                 return
+            if local is not None:
+                local.check_number(number)
             _check(deadline, f"{len(now)} of {number} shards are active, {under_way} moves are in progress")
             time.sleep(POLL_S)  # the redraw interval, as above
 

@@ -1,6 +1,9 @@
 """`psctl scale` and `psctl drain` on a cluster with two schedulers: pushes go on, and none is lost."""
 
 import json
+import os
+import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +16,7 @@ import pytest
 
 import paramserver as ps
 
-from .cluster import Cluster, cluster, eventually
+from .cluster import PSCTL, Cluster, cluster, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -105,6 +108,39 @@ def test_a_drained_shard_owns_nothing_until_it_is_wanted_again(elastic: Cluster)
         assert elastic.psctl("drain", "shard-1", "--undo").returncode == 0
         eventually(lambda: owners(elastic, "drained") == {"shard-0": 4, "shard-1": 4}, within_s=60.0)
     assert elastic.psctl("drain", "shard-9").returncode == 4
+
+
+def test_a_command_that_was_overtaken_ends(elastic: Cluster) -> None:
+    """`drain` ends with an error when the shard is made active again, `scale` when another number of shards is set."""
+    with ps.connect(elastic.url) as client:
+        client.create_model("overtaken", {"w": (64,)}, optimizer=ps.Sum(), partitions=8)
+    paused = int(elastic.present()["pids"]["shards"][0])  # so that neither command gets what it waits for
+    os.kill(paused, signal.SIGSTOP)
+    try:
+        with waiting(elastic, "drain", "shard-1") as drain:
+            httpx.put(f"{elastic.url}/shards/shard-1", json={"state": "active"}).raise_for_status()
+            assert "another command has made shard-1 active again" in drain.communicate(timeout=60)[1]
+        assert drain.returncode == 1
+        with waiting(elastic, "scale", "shards", "3") as scale:
+            eventually(lambda: len(elastic.present()["shards"]) == 3, within_s=60.0, what="the third shard")
+            other = elastic.psctl("scale", "shards", "2", "--timeout", "30", timeout_s=100)
+            assert "another command has set the number of shards to 2" in scale.communicate(timeout=60)[1]
+        assert scale.returncode == 1
+        assert "1 of 2 shards" in other.stderr
+    finally:
+        os.kill(paused, signal.SIGCONT)
+    done = elastic.psctl("scale", "shards", "2", timeout_s=100)
+    assert done.returncode == 0, done.stderr
+
+
+@contextmanager
+def waiting(running: Cluster, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """A psctl command that shows what it waits for."""
+    argv = [*PSCTL, *args, "--url", running.url]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        assert command.stderr is not None
+        assert "partitions moved" in command.stderr.readline()
+        yield command
 
 
 def test_another_scheduler_takes_over(elastic: Cluster) -> None:

@@ -102,7 +102,7 @@ def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
         raise problem("malformed", detail, hint="several are one text, separated by commas")
     urls = tuple(u if "://" in u else f"http://{u}" for u in listed_urls(text))
     for u in urls:
-        if not u.startswith(("http://", "https://")) or " " in u or len(u) < 10:
+        if not u.startswith(("http://", "https://")) or any(c in u for c in " ?#") or len(u) < 10:
             raise problem("malformed", f"'{u}' is not a valid cluster URL", hint=f"for example {DEFAULT_URL}")
     if not urls:
         raise problem("malformed", f"'{text}' contains no URL", hint=f"for example {DEFAULT_URL}")

@@ -196,8 +196,8 @@ class PushFrame(Header, frozen=True):
     clock: Count | None = None
     dtype: str = "float32"
     weight: Number = 1.0
-    norm: Number | None = None
-    """2-norm of the whole gradient, for clipping."""
+    norm: float | None = None
+    """2-norm of the whole gradient, for clipping; it may be larger than a float32."""
     ack: Annotated[str, Meta(min_length=1, max_length=16)] | None = None
     forwarded: bool = False
     pull: PullSpec | None = None
