@@ -54,7 +54,7 @@ def drain(
         return
     _drain_all(client, [shard])
     if wait:
-        _until_empty(client, [shard], timeout)
+        until_empty(client, [shard], timeout)
         typer.echo(f"{shard} is empty and can be stopped; to undo: psctl drain {shard} --undo")
 
 
@@ -162,7 +162,7 @@ def _more(number: int, local: _LocalCluster | None) -> None:
 def _fewer(client: ps.Client, names: Sequence[str], number: int, local: _LocalCluster | None, timeout_s: float) -> None:
     alive = {x["name"] for x in _shards(client) if x["alive"]}
     _drain_all(client, [n for n in names if n in alive])
-    _until_empty(client, names, timeout_s)
+    until_empty(client, names, timeout_s)
     if local is not None:
         local.resize(number)
         return
@@ -206,7 +206,7 @@ def _drain_all(client: ps.Client, names: Sequence[str]) -> None:
         raise
 
 
-def _until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> None:
+def until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> None:
     """Show the moves until none of these shards owns a partition.
 
     Raises Failed after `timeout_s`, or if another command has made one of them active again.

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 import paramserver as ps
+from paramserver_cli import moves
+from paramserver_cli.launch import Failed
 
 from .cluster import PSCTL, Cluster, cluster, eventually
 
@@ -111,19 +113,21 @@ def test_a_drained_shard_owns_nothing_until_it_is_wanted_again(elastic: Cluster)
 
 
 def test_a_command_that_was_overtaken_ends(elastic: Cluster) -> None:
-    """`drain` ends with an error when the shard is made active again, `scale` when another number of shards is set."""
+    """`drain` ends with an error if the shard is active again, `scale` if another number of shards has been set."""
     with ps.connect(elastic.url) as client:
         client.create_model("overtaken", {"w": (64,)}, optimizer=ps.Sum(), partitions=8)
-    paused = int(elastic.present()["pids"]["shards"][0])  # so that neither command gets what it waits for
+        eventually(lambda: len(owners(elastic, "overtaken")) == 2, what="partitions at both shards")
+        with pytest.raises(Failed, match="another command has made shard-1 active again"):
+            moves.until_empty(client, ["shard-1"], 30.0)
+
+    paused = int(elastic.present()["pids"]["shards"][0])  # so that there are never three live ones
     os.kill(paused, signal.SIGSTOP)
     try:
-        with waiting(elastic, "drain", "shard-1") as drain:
-            httpx.put(f"{elastic.url}/shards/shard-1", json={"state": "active"}).raise_for_status()
-            assert "another command has made shard-1 active again" in drain.communicate(timeout=60)[1]
-        assert drain.returncode == 1
+        shard = f"{elastic.url}/shards/shard-0"
+        eventually(lambda: not httpx.get(shard).json()["alive"], within_s=60.0, what="the shard's death")
         with waiting(elastic, "scale", "shards", "3") as scale:
             eventually(lambda: len(elastic.present()["shards"]) == 3, within_s=60.0, what="the third shard")
-            other = elastic.psctl("scale", "shards", "2", "--timeout", "30", timeout_s=100)
+            other = elastic.psctl("scale", "shards", "2", "--timeout", "20", timeout_s=100)
             assert "another command has set the number of shards to 2" in scale.communicate(timeout=60)[1]
         assert scale.returncode == 1
         assert "1 of 2 shards" in other.stderr
