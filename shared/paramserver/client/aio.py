@@ -19,7 +19,6 @@ from paramserver.client.control import Point
 from paramserver.client.credentials import Credentials
 from paramserver.client.encoding import codec_of
 from paramserver.client.forks import call_in_forked_child
-from paramserver.client.frames import PushTerms
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.model import numbered
@@ -33,7 +32,6 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import problem
-from paramserver.types import PushId
 
 T = TypeVar("T")
 
@@ -233,16 +231,11 @@ class AsyncModel:
         timeout: float | None = None,
     ) -> Pushed:
         """See `Model.push`; the arrays must not be changed before it returns."""
-        client, deadline = self._client, self._client.deadline(timeout)
-        coding = codec_of(codec, dtype, self._codec)
-
-        def send(push_id: PushId) -> Call[Pushed]:
-            terms = PushTerms(push_id, weight=weight, ack=ack, base=base)
-            return transfer.push(
-                client.cluster, self.name, deadline, grads, terms, ranges=ranges, dtype=dtype, codec=coding
-            )
-
-        return await client.run(numbered(client.numbers(self.name), deadline, send))
+        terms = {"weight": weight, "ack": ack, "base": base}
+        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec)}
+        return await self._client.run(
+            numbered(self, transfer.push, self._client.deadline(timeout), grads, terms, options)
+        )
 
     async def pushpull(
         self,
@@ -257,16 +250,10 @@ class AsyncModel:
         timeout: float | None = None,
     ) -> Params:
         """See `Model.pushpull`."""
-        client, deadline = self._client, self._client.deadline(timeout)
-        coding = codec_of(codec, dtype, self._codec)
-
-        def send(push_id: PushId) -> Call[tuple[Pushed, Params]]:
-            terms = PushTerms(push_id, weight=weight, base=base)
-            return transfer.pushpull(
-                client.cluster, self.name, deadline, grads, terms, out=out, ranges=ranges, dtype=dtype, codec=coding
-            )
-
-        _, params = await client.run(numbered(client.numbers(self.name), deadline, send))
+        terms = {"weight": weight, "base": base}
+        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec), "out": out}
+        deadline = self._client.deadline(timeout)
+        _, params = await self._client.run(numbered(self, transfer.pushpull, deadline, grads, terms, options))
         return params
 
     def worker(

@@ -14,7 +14,6 @@ from paramserver.client.encoding import codec_of
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
-from paramserver.client.numbers import PushNumbers
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
 from paramserver.client.spec_builder import patch_document
@@ -23,9 +22,9 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
-from paramserver.types import PushId
 
 if TYPE_CHECKING:
+    from paramserver.client.aio import AsyncModel
     from paramserver.client.client import Client
 
 T = TypeVar("T")
@@ -106,16 +105,10 @@ class Model:
         Raises RequestError listing everything that is wrong, before anything is sent; ConflictError (`worker_required`)
         in sync and ssp mode; Unavailable, or its subclass InDoubt if the push may have been applied.
         """
-        client, deadline = self._client, self._client.deadline(timeout)
-        coding = codec_of(codec, dtype, self._codec)
-
-        def send(push_id: PushId) -> Call[Pushed]:
-            terms = PushTerms(push_id, weight=weight, ack=ack, base=base)
-            return transfer.push(
-                client.cluster, self.name, deadline, grads, terms, ranges=ranges, dtype=dtype, codec=coding
-            )
-
-        return client.run(numbered(client.numbers(self.name), deadline, send))
+        terms = {"weight": weight, "ack": ack, "base": base}
+        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec)}
+        deadline = self._client.deadline(timeout)
+        return self._client.run(numbered(self, transfer.push, deadline, grads, terms, options))
 
     def pushpull(
         self,
@@ -130,16 +123,10 @@ class Model:
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient and return the values after it, in one round trip if the gradient covers the whole model."""
-        client, deadline = self._client, self._client.deadline(timeout)
-        coding = codec_of(codec, dtype, self._codec)
-
-        def send(push_id: PushId) -> Call[tuple[Pushed, Params]]:
-            terms = PushTerms(push_id, weight=weight, base=base)
-            return transfer.pushpull(
-                client.cluster, self.name, deadline, grads, terms, out=out, ranges=ranges, dtype=dtype, codec=coding
-            )
-
-        _, params = client.run(numbered(client.numbers(self.name), deadline, send))
+        terms = {"weight": weight, "base": base}
+        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec), "out": out}
+        deadline = self._client.deadline(timeout)
+        _, params = self._client.run(numbered(self, transfer.pushpull, deadline, grads, terms, options))
         return params
 
     def gradients(self, *, timeout: float | None = None) -> GradientArrays:
@@ -277,11 +264,20 @@ class Model:
         return self._client.run(control.listed(model_path(self.name, noun), self._client.deadline(timeout)))
 
 
-def numbered(numbers: PushNumbers, deadline: Deadline, send: Callable[[PushId], Call[T]]) -> Call[T]:
-    """Run the call that `send` returns for the next number, as a sender that has not joined."""
+def numbered(
+    model: "Model | AsyncModel",
+    send: Callable[..., Call[T]],
+    deadline: Deadline,
+    grads: Grads,
+    terms: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Call[T]:
+    """Send a push (`transfer.push` or `transfer.pushpull`) under the next number of a sender that has not joined."""
+    client = model._client
+    numbers = client.numbers(model.name)
     push_id = yield from numbers.take(deadline)
     try:
-        return (yield from send(push_id))
+        return (yield from send(client.cluster, model.name, deadline, grads, PushTerms(push_id, **terms), **options))
     except PsError as e:
         raise _with_hint(e) from None
     finally:
