@@ -50,3 +50,16 @@ export async function attempt(host, form, change) {
     form.inert = false;
   }
 }
+
+/** A folded form: `load` fills it in each time it is unfolded, until then it is hidden; `save` does what it is for. */
+export function foldedForm(host, load, save) {
+  const form = host.querySelector("form"), said = host.querySelector("output");
+  host.addEventListener("toggle", () => {
+    form.hidden = true;
+    if (host.open) attempt(said, form, load);
+  });
+  form.addEventListener("submit", e => {
+    e.preventDefault();
+    attempt(said, form, save);
+  });
+}

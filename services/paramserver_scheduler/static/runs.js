@@ -1,6 +1,6 @@
 // Runs: the table, the buttons that pause, resume and stop one, and the form that starts one.
 
-import {attempt, send} from "./control.js";
+import {attempt, foldedForm, send} from "./control.js";
 import {bar, el, pill, show, table} from "./dom.js";
 import {get} from "./feed.js";
 import {duration, fixed, percent} from "./format.js";
@@ -56,15 +56,9 @@ export class RunForm {
 
   constructor() {
     this.#form.prepend(this.#fields, this.#settings.host);
-    const load = model => attempt(this.#said, this.#form, () => this.#load(model));
-    this.#host.addEventListener("toggle", () => {
-      this.#form.hidden = true;
-      if (this.#host.open) load();
-    });
-    this.#form.addEventListener("change", e => e.target.name === "model" && load(e.target.value));
-    this.#form.addEventListener("submit", e => {
-      e.preventDefault();
-      attempt(this.#said, this.#form, () => this.#start());
+    foldedForm(this.#host, () => this.#load(), () => this.#start());
+    this.#form.addEventListener("change", e => {
+      if (e.target.name === "model") attempt(this.#said, this.#form, () => this.#load(e.target.value));
     });
   }
 

@@ -1,6 +1,6 @@
 // A model's settings: fields for them, what was changed in these, and the form that changes them during training.
 
-import {attempt, send} from "./control.js";
+import {foldedForm, send} from "./control.js";
 import {el} from "./dom.js";
 import {get} from "./feed.js";
 
@@ -65,22 +65,16 @@ export class SettingsFields {
 export class SettingsForm {
   #host = document.getElementById("settings");
   #form = this.#host.querySelector("form");
-  #said = this.#host.querySelector("output");
   #fields = new SettingsFields();
   #model = null;
 
   constructor(pin) {
     this.#form.prepend(this.#fields.host);
-    this.#host.addEventListener("toggle", () => {
-      this.#form.hidden = true;
-      if (!this.#host.open) return;
+    const load = () => {
       pin(this.#model);
-      attempt(this.#said, this.#form, () => this.#load(this.#model));
-    });
-    this.#form.addEventListener("submit", e => {
-      e.preventDefault();
-      attempt(this.#said, this.#form, () => this.#save(this.#model));
-    });
+      return this.#load(this.#model);
+    };
+    foldedForm(this.#host, load, () => this.#save(this.#model));
   }
 
   /** The settings are those of this model from now on; null for none. */
