@@ -88,7 +88,8 @@ class Iterations:
         s, numbers, began_s = self._session, numbers_of(metrics), deadline.clock()
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
-        done = yield from s.push(grads, deadline, commit_wait_s=self._commit_wait_s(deadline, patience_s), **options)
+        wait_s = self._commit_wait_s(deadline, patience_s)
+        done = yield from s.push(grads, deadline, last=True, commit_wait_s=wait_s, **options)
         if done.state != "dropped":
             s.reports.note(s.clock, numbers)
             released = (clock + 1, epoch, timeline) if done.released else None
@@ -190,7 +191,7 @@ class Iterations:
     ) -> Call[tuple[Pushed, Params | None] | None]:
         s = self._session
         options: dict[str, Any] = {"out": out, "view": view, "dtype": dtype, "codec": codec_of(codec, dtype, s.codec)}
-        _, agreed = yield from s.begin(deadline, commit_wait_s=commit_wait_s, **terms)
+        _, agreed = yield from s.begin(deadline, last=True, commit_wait_s=commit_wait_s, **terms)
         if agreed is None:
             return None
         exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, feedback=s.feedback, **options)

@@ -115,26 +115,23 @@ class Session(Membership):
         grads: Grads,
         deadline: Deadline,
         *,
-        base: Params | None = None,
-        weight: float = 1.0,
         ranges: Ranges | None = None,
         dtype: str | None = None,
-        ack: str | None = None,
         codec: str | None = None,
-        commit_wait_s: float | None = None,
+        **terms: Any,
     ) -> Call[Pushed]:
-        """Push a gradient for the current clock.
+        """Push a gradient for the current clock, under these terms (see `begin`).
 
         The result is `dropped` if a rollback, a new epoch or a new creation of the model has made the gradient
-        obsolete.  `commit_wait_s`: this is the last push of the clock; see `PushTerms`.
+        obsolete.
         """
-        _, terms = yield from self.begin(deadline, base=base, weight=weight, ack=ack, commit_wait_s=commit_wait_s)
-        if terms is None:
+        _, agreed = yield from self.begin(deadline, **terms)
+        if agreed is None:
             return DROPPED
         try:
-            return (yield from self.deliver(terms, grads, deadline, ranges=ranges, dtype=dtype, codec=codec))
+            return (yield from self.deliver(agreed, grads, deadline, ranges=ranges, dtype=dtype, codec=codec))
         finally:
-            self.numbers.settle(terms.push_id)
+            self.numbers.settle(agreed.push_id)
 
     def begin(
         self,
@@ -144,14 +141,18 @@ class Session(Membership):
         weight: float = 1.0,
         ack: str | None = None,
         streamed: bool = False,
+        last: bool = False,
         commit_wait_s: float | None = None,
     ) -> Call[tuple[Layout, PushTerms | None]]:
         """Return the model's layout, and the terms of a push for the current clock, whose push id the caller settles.
 
-        The terms are None if the gradient is obsolete (see `_is_obsolete`).  Raises RequestError (`invalid_field`) for
-        a `streamed` push, which is sent in pieces, if the optimizer clips by the norm of the whole gradient.
+        `last`: the call that is ending the iteration sends it; in sync, `commit_wait_s` (see `PushTerms`) goes with it.
+
+        The terms are None if the gradient is obsolete (see `_is_obsolete`).  Raises ConflictError (`conflict`) in sync
+        for another call's push while the iteration is being ended, and RequestError (`invalid_field`) for a `streamed`
+        push, which is sent in pieces, if the optimizer clips by the norm of the whole gradient.
         """
-        if self._ending and commit_wait_s is None and self.mode == "sync":
+        if self._ending and not last and self.mode == "sync":
             raise _busy()
         yield from self.rejoin_if_torn(deadline)
         model_map = yield from self.cluster.map_of(self.model, deadline)
