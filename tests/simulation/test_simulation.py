@@ -6,6 +6,7 @@ import pytest
 
 from paramserver.core import shard_io as sio
 from paramserver.core.cluster import Cluster
+from paramserver.core.cuts import Cuts
 from paramserver.core.durability import Durability
 from paramserver.core.gate import Gate
 from paramserver.core.models import Model
@@ -261,7 +262,7 @@ def test_not_telling_where_a_timeline_began_turns_the_checkers_red(monkeypatch: 
 
 def test_not_giving_up_a_cut_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a cut that was partly stored when Redis was emptied is not given up, it never completes and the run fails."""
-    monkeypatch.setattr(Model, "give_up_cut", lambda self: None)
+    monkeypatch.setattr(Cuts, "give_up", lambda self: None)
 
     assert turns_red("sync", "journaled", "emptied", within=17, checkpoints=2)
 

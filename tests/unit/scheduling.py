@@ -126,8 +126,8 @@ class Driver:
                     partitions.append([*row, version, durable[0], model.revision, durable[1]])
                     if o.release and releases:
                         released.append([*row, version, o.release])
-                    if model.pending_cut is not None and stored:
-                        cuts.append([*row, model.pending_cut])
+                    if model.cuts.pending is not None and stored:
+                        cuts.append([*row, model.cuts.pending])
         epoch = self.shards[name]
         fields = {"released": released} | fields
         beat = self.ask(lambda n: io.ShardHeartbeat(n, name, epoch, {}, partitions, cuts, **fields))

@@ -47,7 +47,7 @@ class CheckpointDesk:
 
     def advance(self, model: Model, now: float) -> None:
         """Queue a checkpoint if the rule requires one, and begin the first in the queue if that is possible now."""
-        points = model.checkpoints
+        points, cuts = model.checkpoints, model.cuts
         if not model.ready or not model.served or model.restoring:
             return
         run = self.runs.of_model(model)
@@ -62,18 +62,18 @@ class CheckpointDesk:
             self._begin(model, None, clock, now)
         elif model.moving:
             return
-        elif model.cut is not None and model.cut == clock:
-            self._begin(model, model.cut, clock, now)
-        elif model.pending_cut is None:
+        elif cuts.newest == clock:
+            self._begin(model, cuts.newest, clock, now)
+        elif cuts.pending is None:
             since = max(model.last_commit_s, points.pending[0].since_s)
             if now - since >= IDLE_S:
                 points.reading_current = True
                 self._begin(model, None, clock, now)
-            elif model.cut is None or model.cut_moved or model.cut < min(points.pending[0].clock, clock):
-                model.cut_wanted = True
+            elif cuts.newest is None or cuts.moved or cuts.newest < min(points.pending[0].clock, clock):
+                cuts.wanted = True
             else:
                 # The cut made for it is complete; training has moved on a little since.
-                self._begin(model, model.cut, model.cut, now)
+                self._begin(model, cuts.newest, cuts.newest, now)
 
     def _begin(self, model: Model, cut: int | None, clock: int, now: float) -> None:
         points = model.checkpoints

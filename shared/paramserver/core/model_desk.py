@@ -164,10 +164,8 @@ class ModelDesk:
             model.spec = spec
             model.revision += 1
             if was_sync and spec.consistency.mode != "sync":
-                model.pending_cut = None
-                model.cut_seen.clear()
-                model.cut = None
-                model.lacks_first_cut = model.cut_wanted = model.awaits_opening_commit = model.cut_now = False
+                model.cuts.leave_sync()
+                model.awaits_opening_commit = False
             model.gate.change(spec.consistency)
             self.c.save_model(model)
             self.c.save_clock(model)
@@ -250,8 +248,7 @@ class ModelDesk:
             model.read_at_s, model.files_error = float("inf"), None
             if model.gate.sync and not model.durable:
                 # Each partition stores these values as a cut at once; when all have, a recovery can go back to it.
-                model.pending_cut = model.gate.clock
-                model.cut_seen.clear()
+                model.cuts.begin(model.gate.clock)
                 self.c.save_clock(model)
         self.c.save_model(model)
         self.c.model_changed(model)

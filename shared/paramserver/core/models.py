@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.checkpoints import Checkpoints, creation_of
+from paramserver.core.cuts import Cuts
 from paramserver.core.gate import Commit, Gate
 from paramserver.core.layout import Layout
 from paramserver.core.membership import Roster, Worker
@@ -66,26 +67,14 @@ class Model:
     """Why the files of a once complete model could not be read again; None: no read has failed."""
     upload_token: str | None = None
     upload_until_s: float = 0.0
-    cut: int | None = None
-    """Newest clock that every partition has stored as a cut."""
-    pending_cut: int | None = None
-    cut_seen: set[int] = field(default_factory=set)
-    """Partitions that have stored the pending cut."""
-    cut_wanted: bool = False
-    cut_now: bool = False
-    """Make the current clock a cut without waiting for a commit, because a shard is about to stop."""
-    cut_moved: bool = False
-    """A partition has moved since the newest cut, so its owner no longer holds that cut for a checkpoint."""
+    cuts: Cuts = field(default_factory=Cuts)
     awaits_opening_commit: bool = False
     """sync: the phase has yet to begin with an empty commit on all partitions."""
-    last_cut_s: float = float("-inf")
     last_commit_s: float = float("-inf")
     restoring: bool = False
     """A restore is in progress, so no commits are made."""
     restored: bool = False
     """Created from a checkpoint."""
-    lacks_first_cut: bool = False
-    """sync: the phase began with values other than the initial ones, and no cut has been stored since."""
     clock_stored: int = 0
     """Modes other than sync: the clock last stored, with which another leader would start."""
     commits: deque[tuple[float, Commit]] = field(default_factory=deque)
@@ -157,32 +146,27 @@ class Model:
     @property
     def movable(self) -> bool:
         """Whether its partitions may move now: nothing is in progress that only their present owners can finish."""
-        busy = self.restoring or self.awaits_opening_commit or self.pending_cut is not None or self.checkpoints.writing
+        cutting = self.cuts.pending is not None
+        busy = self.restoring or self.awaits_opening_commit or cutting or self.checkpoints.writing
         return self.ready and self.served and not busy
 
     @property
     def may_cut(self) -> bool:
         """Whether a cut can begin now: the present owner of every partition will be the one to reach its clock."""
-        return self.pending_cut is None and not self.checkpoints.writing and not self.moving and self.served
+        return self.cuts.pending is None and not self.checkpoints.writing and not self.moving and self.served
 
     def begin_cut(self, now: float) -> None:
         """Have every partition store the current clock as a cut."""
-        self.pending_cut, self.last_cut_s, self.cut_wanted = self.gate.clock, now, False
-        self.cut_seen.clear()
-
-    def give_up_cut(self) -> None:
-        """Abandon a pending cut, which may never become complete, and request another one."""
-        if self.pending_cut is not None:
-            self.pending_cut, self.cut_wanted = None, True
-            self.cut_seen.clear()
+        self.cuts.begin(self.gate.clock)
+        self.cuts.began_s, self.cuts.wanted = now, False
 
     def needs_idle_cut(self, now: float) -> bool:
         """Whether to make the current clock a cut although no commit comes.
 
         Otherwise the commits since the last cut would be lost with a shard, however long ago they were made.
         """
-        wanted = self.cut_now or now - self.last_commit_s >= limits.SNAPSHOT_INTERVAL_S
-        if not wanted or self.durable or self.awaits_opening_commit or self.gate.clock <= (self.cut or 0):
+        wanted = self.cuts.wanted_now or now - self.last_commit_s >= limits.SNAPSHOT_INTERVAL_S
+        if not wanted or self.durable or self.awaits_opening_commit or self.gate.clock <= (self.cuts.newest or 0):
             return False
         return self.may_cut
 
@@ -263,17 +247,12 @@ class Model:
         """Begin a new timeline, with every partition and worker at `clock`."""
         self.timeline += 1
         self.began = clock
-        self.cut_moved = True
         for owner in self.owners:
             owner.withdraw_move()  # What was captured for a move belongs to the old timeline.
             owner.durable_clock = min(owner.durable_clock, clock)
         self.gate.reset(self.roster, clock)
         self.commits.clear()
-        self.pending_cut = None
-        self.cut_seen.clear()
-        self.last_cut_s = float("-inf")
-        if self.cut is not None and self.cut > clock:
-            self.cut = None
+        self.cuts.restart_at(clock)
         self.evaluated = min(self.evaluated, clock)
         self.evaluations = [e for e in self.evaluations if e.clock <= clock]
         self.checkpoints.last_clock = min(self.checkpoints.last_clock, clock)
@@ -309,10 +288,10 @@ class Model:
             "opened": self.gate.opened,
             "timeline": self.timeline,
             "began": self.began,
-            "cut": self.cut,
-            "pending_cut": self.pending_cut,
-            "switched": self.lacks_first_cut,
-            "cut_wanted": self.cut_wanted,
+            "cut": self.cuts.newest,
+            "pending_cut": self.cuts.pending,
+            "switched": self.cuts.lacks_first,
+            "cut_wanted": self.cuts.wanted,
             "opening": self.awaits_opening_commit,
             "late": self.gate.late(self.roster),
             "evaluated": self.evaluated,
@@ -334,10 +313,15 @@ class Model:
         m.owners = [Owner.of(row) for row in place["owners"]]
         m.gate.clock, m.gate.opened, m.timeline = clock["clock"], clock["opened"], clock["timeline"]
         m.began = clock.get("began", m.gate.clock)
-        m.cut, m.pending_cut, m.evaluated = clock["cut"], clock["pending_cut"], clock["evaluated"]
-        m.lacks_first_cut, m.cut_wanted = clock["switched"], clock["cut_wanted"]
-        m.awaits_opening_commit = clock.get("opening", m.lacks_first_cut and m.cut_wanted)
-        m.cut_moved = True  # Owners may have changed since.
+        m.cuts = Cuts(
+            clock["cut"],
+            clock["pending_cut"],
+            wanted=clock["cut_wanted"],
+            lacks_first=clock["switched"],
+            moved=True,  # Owners may have changed since.
+        )
+        m.awaits_opening_commit = clock.get("opening", m.cuts.lacks_first and m.cuts.wanted)
+        m.evaluated = clock["evaluated"]
         m.evaluations = [Evaluation(c, (who[0], who[1]) if who else None) for c, *who in clock["evaluations"]]
         m.checkpoints.number, m.checkpoints.last_clock = clock["checkpoint_number"], clock["checkpoint_clock"]
         m.checkpoints.last_s = now
@@ -373,8 +357,8 @@ class Model:
             "state": "ready" if self.ready else "initializing",
             "owners": [o.feed_row() for o in self.owners],
             "source": self.source,
-            "cut": self.cut,
-            "cut_asked": self.pending_cut,
+            "cut": self.cuts.newest,
+            "cut_asked": self.cuts.pending,
             "upload": upload if self.missing else None,
             "workers": {w.name: [w.epoch, w.rank] for w in live},
             "commits": [
@@ -396,7 +380,7 @@ class Model:
             "clock": self.gate.clock,
             "min_clock": self.gate.min_clock(self.roster),
             "version": self.version,
-            "cut": self.cut,
+            "cut": self.cuts.newest,
             "state": "ready" if self.ready else "initializing",
             "missing": sorted(self.missing - {RESTORED}),
             "files_error": self.files_error,

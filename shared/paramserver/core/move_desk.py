@@ -55,7 +55,7 @@ class MoveDesk:
         """Request a cut of each sync model on this shard, which stops without a successor, so they resume from it."""
         for model in self.c.models.values():
             if model.gate.sync and any(o.shard == shard.name for o in model.owners):
-                model.cut_now = True
+                model.cuts.wanted_now = True
                 self.c.mark_dirty(model)
 
     def storage(self, e: StorageChanged, now: float) -> None:
@@ -163,7 +163,7 @@ class MoveDesk:
             owner.shard, owner.version = owner.target, version
             self.c.give_token(model, index, "snapshot")
             owner.previous = previous
-            model.cut_moved = True
+            model.cuts.moved = True
             self.c.place_changed(model)
 
     def loads(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:

@@ -106,10 +106,10 @@ class ShardDesk:
             if epoch:
                 self.c.fence(shard.name, epoch)
         for model in self.c.models.values():
-            model.give_up_cut()  # nothing stored of it is left
+            model.cuts.give_up()  # nothing stored of it is left
             if model.gate.sync and not model.durable:
                 # No cut is left.  Until there is a new one, a lost partition is loaded from its newest snapshot.
-                model.cut, model.cut_wanted, model.lacks_first_cut = None, True, True
+                model.cuts.none_left()
             for i, owner in enumerate(model.owners):
                 if model.partition(i) in e.unseen:
                     self._take_back(owner)
@@ -153,14 +153,14 @@ class ShardDesk:
         stored = model.ready or RESTORED in model.missing or (bool(model.lost) and not model.gate.sync)
         if stored and (model.durable or not model.gate.sync):
             model.source = "snapshot"
-            model.give_up_cut()  # with its journal, a partition may start beyond that clock
+            model.cuts.give_up()  # with its journal, a partition may start beyond that clock
             self.c.save_clock(model)
-        elif model.ready and model.cut is not None:
+        elif model.ready and model.cuts.newest is not None:
             # sync at `applied`: every partition goes back to the newest clock that all have stored (semantics 4).
-            self._new_timeline(model, {"cut": model.cut}, model.cut)
-        elif model.ready and model.lacks_first_cut:
+            self._new_timeline(model, {"cut": model.cuts.newest}, model.cuts.newest)
+        elif model.ready and model.cuts.lacks_first:
             self._new_timeline(model, "snapshot", model.next_phase_clock)
-            model.cut_wanted = model.awaits_opening_commit = True
+            model.cuts.wanted = model.awaits_opening_commit = True
         else:
             self._begin_anew(model)
         self.c.place_changed(model)
@@ -238,14 +238,9 @@ class ShardDesk:
                     owner.durable_clock = more[1]
         for name, generation, index, token, clock in cuts:
             model = self.c.owned(e.name, name, generation, index, token)
-            if model is not None and clock == model.pending_cut:
-                model.cut_seen.add(index)
-                if len(model.cut_seen) == len(model.owners):
-                    model.cut, model.pending_cut = clock, None
-                    model.cut_seen.clear()
-                    model.lacks_first_cut = model.cut_moved = False
-                    self.c.save_clock(model)
-                    self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
+            if model is not None and clock == model.cuts.pending and model.cuts.stored(index, len(model.owners)):
+                self.c.save_clock(model)
+                self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
         self.moves.released(e.name, released)
         self.moves.loads(e.name, loads)
         self._lost(e.name, lost)

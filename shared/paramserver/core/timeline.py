@@ -19,6 +19,6 @@ def begin_sync(cluster: Cluster, model: Model, clock: int | None = None) -> None
     A commit without contributions makes the first cut as soon as every partition is served.  Owners keep their tokens:
     the clock is beyond all earlier ones, so each partition can tell that its own clock is of an older timeline.
     """
-    model.cut = None
-    model.lacks_first_cut = model.cut_wanted = model.awaits_opening_commit = True
+    model.cuts.none_left()
+    model.awaits_opening_commit = True
     restart(cluster, model, model.next_phase_clock if clock is None else clock)

@@ -303,8 +303,8 @@ class WorkerDesk:
                 model.awaits_opening_commit = False
                 commit = gate.empty_commit(model.roster, model.timeline, model.revision)
             else:
-                due = not model.durable and now - model.last_cut_s >= limits.SNAPSHOT_INTERVAL_S
-                cut = (model.cut_wanted or due) and model.may_cut
+                due = not model.durable and now - model.cuts.began_s >= limits.SNAPSHOT_INTERVAL_S
+                cut = (model.cuts.wanted or due) and model.may_cut
                 decided = gate.decide(model.roster, model.timeline, model.revision, cut)
                 if decided is None:
                     break
@@ -323,7 +323,7 @@ class WorkerDesk:
             self.c.save_clock(model)
         elif model.needs_idle_cut(now):
             model.begin_cut(now)
-            model.cut_now = False
+            model.cuts.wanted_now = False
             self.c.save_clock(model)
             self.c.model_changed(model)
 

@@ -1,0 +1,68 @@
+"""The cuts of a model: clocks at which all partitions are stored, so that a synchronous model can go back to them."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Cuts:
+    """The newest cut of one model, the one that its partitions are storing, and whether another one is wanted."""
+
+    newest: int | None = None
+    """Newest clock that every partition has stored."""
+    pending: int | None = None
+    """Clock that the partitions are storing now."""
+    stored_by: set[int] = field(default_factory=set)
+    """Partitions that have stored the pending cut."""
+    wanted: bool = False
+    """The next commit is to be a cut."""
+    wanted_now: bool = False
+    """Make the current clock a cut without waiting for a commit, because a shard is about to stop."""
+    lacks_first: bool = False
+    """The sync phase began with values other than the initial ones, and no cut has been stored since."""
+    moved: bool = False
+    """A partition has moved since the newest cut, so its owner no longer holds that cut for a checkpoint."""
+    began_s: float = float("-inf")
+    """When the last one began."""
+
+    def begin(self, clock: int) -> None:
+        """Have every partition store this clock."""
+        self.pending = clock
+        self.stored_by.clear()
+
+    def stored(self, index: int, partitions: int) -> bool:
+        """Note that a partition has stored the pending cut; returns whether all `partitions` have it now."""
+        self.stored_by.add(index)
+        if len(self.stored_by) < partitions:
+            return False
+        self.newest = self.pending
+        self.lacks_first = self.moved = False
+        self._end()
+        return True
+
+    def give_up(self) -> None:
+        """Abandon a pending cut, which may never become complete, and request another one."""
+        if self.pending is not None:
+            self.wanted = True
+            self._end()
+
+    def none_left(self) -> None:
+        """Note that there is no cut to go back to: a first one is wanted."""
+        self.newest = None
+        self.lacks_first = self.wanted = True
+
+    def leave_sync(self) -> None:
+        """Forget all cuts, and want none."""
+        self._end()
+        self.newest = None
+        self.lacks_first = self.wanted = self.wanted_now = False
+
+    def restart_at(self, clock: int) -> None:
+        """Keep only cuts up to `clock`, at which a new timeline begins."""
+        self._end()
+        self.moved, self.began_s = True, float("-inf")
+        if self.newest is not None and self.newest > clock:
+            self.newest = None
+
+    def _end(self) -> None:
+        self.pending = None
+        self.stored_by.clear()
