@@ -244,14 +244,14 @@ class Membership:
 
     def _heartbeat(self) -> dict[str, Any]:
         core = self._runtime.core
-        partitions = [list(p) for p in core.partitions()]
+        partitions = list(core.partitions())
         PARTITIONS.set(len(partitions))
         return {
             "epoch": self.epoch,
             "metrics": self._metrics(),
             "partitions": partitions,
-            "cuts": [list(c) for c in core.cuts()],
-            "released": [list(r) for r in core.released()],
+            "cuts": list(core.cuts()),
+            "released": list(core.released()),
             "lost": [
                 [key.model.name, key.model.generation, key.index, token]
                 for key, token in self._runtime.lost.items()

@@ -136,7 +136,7 @@ def test_a_cut_that_could_not_be_stored_is_tried_again(ack: str) -> None:
     driver.advance(1.0)
     driver.settle()
 
-    assert [row[4] for row in driver.core.cuts()] == [1]
+    assert [row.clock for row in driver.core.cuts()] == [1]
 
 
 def test_a_cut_that_cannot_be_stored_holds_up_no_other() -> None:
@@ -157,7 +157,7 @@ def test_a_cut_that_cannot_be_stored_holds_up_no_other() -> None:
 
     assert failed == 3
     assert [row[2:] for row in driver.core.cuts()] == [(0, 1, 0), (1, 1, 1), (2, 1, 1)]
-    assert [row[5] for row in driver.core.partitions() if row[0] == "small"] == [1] * 4
+    assert [row.durable_version for row in driver.core.partitions() if row.model == "small"] == [1] * 4
 
 
 def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_come() -> None:
@@ -171,16 +171,16 @@ def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_co
     driver.send(replace(view, clock=1, cut_asked=1))
     driver.send(replace(view, clock=1, cut_asked=1))
     driver.advance(1.0)
-    assert [row[4] for row in driver.core.cuts()] == [1]
+    assert [row.clock for row in driver.core.cuts()] == [1]
     stored = driver.reports
 
     driver.send(replace(view, clock=1, cut_asked=2))
     driver.advance(9.0)
-    assert ([row[4] for row in driver.core.cuts()], driver.reports) == ([1], stored)
+    assert ([row.clock for row in driver.core.cuts()], driver.reports) == ([1], stored)
     stage(driver, 0, 1, 1.0)
     driver.commit(1, listed(0, 1))
     driver.advance(1.0)
-    assert [row[4] for row in driver.core.cuts()] == [2]
+    assert [row.clock for row in driver.core.cuts()] == [2]
 
 
 def test_a_move_that_was_called_off_stores_nothing_in_the_place_of_a_cut() -> None:
@@ -266,7 +266,7 @@ def test_a_cut_that_redis_lost_is_tried_until_it_is_stored() -> None:
 
     cut, whole = (1, True, True), (2, False, True)
     assert stored == [(1, True, False), cut, cut, whole, whole]
-    assert [row[4] for row in driver.core.cuts()] == [1]
+    assert [row.clock for row in driver.core.cuts()] == [1]
 
 
 def test_a_cut_that_was_dropped_for_a_move_is_taken_anew_when_it_is_asked_for() -> None:
@@ -287,4 +287,4 @@ def test_a_cut_that_was_dropped_for_a_move_is_taken_anew_when_it_is_asked_for() 
     driver.send(replace(renewed, cut_asked=1))
     driver.settle()
 
-    assert [row[4] for row in driver.core.cuts()] == [1]
+    assert [row.clock for row in driver.core.cuts()] == [1]

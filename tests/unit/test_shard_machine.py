@@ -168,11 +168,11 @@ class AsyncShard(RuleBasedStateMachine):
     @rule()
     def hand_over(self) -> None:
         """Give released partitions to their next owner, which must have every acknowledged push, at any level."""
-        for _, _, index, token, version, release_number in list(self.driver.core.released()):
-            assert (token, release_number) == (self.view.owned[index], self.view.release[index])
-            self.regain(index)
-            assert self.versions[index] == version
-            assert set(self.acked[index]) <= self.holds(index)
+        for row in list(self.driver.core.released()):
+            assert (row.token, row.release) == (self.view.owned[row.partition], self.view.release[row.partition])
+            self.regain(row.partition)
+            assert self.versions[row.partition] == row.version
+            assert set(self.acked[row.partition]) <= self.holds(row.partition)
         self.collect()
 
     @rule()

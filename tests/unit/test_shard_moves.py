@@ -121,13 +121,13 @@ def test_settings_that_change_meanwhile_are_taken_up_by_the_next_owner() -> None
 
     request_release(driver, 0)
     driver.patch({"optimizer": {"lr": 10.0}, "consistency": {"mode": "async"}})
-    assert [row[6] for row in driver.core.partitions()] == [1]
+    assert [row.revision for row in driver.core.partitions()] == [1]
     after = successor(driver)
 
     assert after.values() == [-4.0] * 4
     after.push({0: ones(1.0)}, PushId("w", 1, 1))
     assert after.values() == [-14.0] * 4
-    assert [row[6] for row in after.core.partitions()] == [2]
+    assert [row.revision for row in after.core.partitions()] == [2]
 
 
 @pytest.mark.parametrize("ack", LEVELS)
@@ -149,7 +149,7 @@ def test_a_move_that_is_called_off_goes_on_as_if_nothing_had_been(ack: str) -> N
     assert done(driver, waiting).state == "buffered"
     driver.advance(0.5)
     assert driver.values()[0] in (4.0, 8.0)
-    assert [row[6] for row in driver.core.partitions()] == [2]
+    assert [row.revision for row in driver.core.partitions()] == [2]
     request_release(driver, 0, number=2)
     assert released(driver) == [(0, 1, driver.pull(0).version, 2)]
 

@@ -336,7 +336,7 @@ def test_leaving_sync_drops_the_open_clock_and_entering_begins_at_the_leaders() 
     assert driver.values() == [4.0] * 4
     assert driver.pull(0).version == 8  # the version is the clock from the first commit on
     driver.advance(1.0)
-    assert [row[4] for row in driver.core.cuts()] == [7]
+    assert [row.clock for row in driver.core.cuts()] == [7]
 
 
 def test_lag_is_counted_at_the_commit() -> None:

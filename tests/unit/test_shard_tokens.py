@@ -45,7 +45,7 @@ def test_a_renewed_token_keeps_memory_and_stores_everything_again(ack: str) -> N
 
     (snapshot,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
     assert (snapshot.urgent, snapshot.capture.token, snapshot.capture.version) == (True, 9, 2)
-    assert [row[3:6] for row in driver.core.partitions()] == [(9, 2, 0)]
+    assert [(row.token, row.version, row.durable_version) for row in driver.core.partitions()] == [(9, 2, 0)]
     complete(driver, Apply)
     if ack == "journaled":
         (journal,) = (e for e in driver.pending if isinstance(e, Journal))
@@ -89,7 +89,7 @@ def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
     driver.send(replace(view(driver), owned={0: 9}, kept_from={0: 1}, clock=2))
     driver.advance(0.1)
 
-    assert [row[3:] for row in driver.core.cuts()] == [(9, 1)]
+    assert [(row.token, row.clock) for row in driver.core.cuts()] == [(9, 1)]
     assert driver.store.cuts[KEY, 1].token == 9
     assert driver.pull(0).version == 2
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paramserver.core.gate import Commit
+from paramserver.core.heartbeat_rows import Row
 from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import Model
 from paramserver.core.runs import Run
@@ -293,13 +294,13 @@ class Cluster:
         model = self.models.get(name)
         return model if model is not None and model.generation == generation else None
 
-    def owned(self, shard: str, name: str, generation: int, index: int, token: Token) -> Model | None:
-        """The model, if that shard owns that partition of it under that token."""
-        model = self.of_key(name, generation)
-        if model is None or not 0 <= index < len(model.owners):
+    def owned(self, shard: str, row: Row) -> Model | None:
+        """The row's model, if that shard owns that partition of it under that token."""
+        model = self.of_key(row.model, row.generation)
+        if model is None or not 0 <= row.partition < len(model.owners):
             return None
-        owner = model.owners[index]
-        return model if owner.shard == shard and owner.token == token else None
+        owner = model.owners[row.partition]
+        return model if owner.shard == shard and owner.token == row.token else None
 
     def live_shards(self) -> list[str]:
         """Names of the live shards, sorted."""

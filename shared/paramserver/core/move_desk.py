@@ -11,6 +11,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.balance import PartitionLoad, ShardLoad, missing_bytes, plan
 from paramserver.core.cluster import Cluster
+from paramserver.core.heartbeat_rows import ReleasedRow
 from paramserver.core.membership import Shard, current
 from paramserver.core.models import Model
 from paramserver.core.owner import Owner
@@ -150,18 +151,18 @@ class MoveDesk:
         """Withdraw the moves to a dead shard."""
         self._withdraw(m for m in self._moves() if m[1].target == shard)
 
-    def released(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    def released(self, shard: str, rows: Sequence[ReleasedRow]) -> None:
         """Give partitions that their owner holds and has stored whole to their targets."""
-        for name, generation, index, token, version, number in rows:
-            model = self.c.owned(shard, name, generation, index, token)
+        for row in rows:
+            model = self.c.owned(shard, row)
             if model is None:
                 continue
-            owner = model.owners[index]
-            if owner.release != number or owner.target is None:
+            owner = model.owners[row.partition]
+            if owner.release != row.release or owner.target is None:
                 continue  # The request was withdrawn, so the partition may have changed since.
             previous = (shard, self.c.shards[shard].epoch, owner.token)
-            owner.shard, owner.version = owner.target, version
-            self.c.give_token(model, index, "snapshot")
+            owner.shard, owner.version = owner.target, row.version
+            self.c.give_token(model, row.partition, "snapshot")
             owner.previous = previous
             model.cuts.moved = True
             self.c.place_changed(model)

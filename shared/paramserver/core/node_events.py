@@ -1,4 +1,4 @@
-"""Events of the scheduler's core about shards and Redis; see `scheduler_io`."""
+"""Events of the scheduler's core about shards and Redis; see `scheduler_io`, and `heartbeat_rows` for the rows."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -33,24 +33,13 @@ class ShardHeartbeat(Struct, frozen=True):
     epoch: int
     metrics: Json = field(default_factory=dict)
     partitions: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, token, version, durable_version, revision, durable_clock] of each served partition.
-
-    `revision` is that of the settings in force there, `durable_clock` the clock at which a new owner would start. Both
-    may be left out; then the values reported last stay.
-    """
+    """Of each partition it serves the fields of a `ServedRow`; the last two may be left out."""
     cuts: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, token, clock] of each partition's newest stored cut; repeatable.
-
-    `clock` is the one after the commit with `cut`, t + 1.
-    """
+    """The fields of a `CutRow`; repeatable."""
     released: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, token, version, release] of each partition that is held and stored whole.
-
-    `release` is the number from `{"release": number}` in the model's document, which tells apart successive requests.
-    """
+    """The fields of a `ReleasedRow`."""
     lost: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, token] of each partition that should be loaded from a snapshot but was never stored,
-    and whose values cannot be drawn again because they were uploaded, read from a file or restored."""
+    """The fields of a `LostRow`."""
     memory: Json = field(default_factory=dict)
     """{"limit_bytes": memory limit of the process (0: unknown), "used_bytes": memory in use}."""
     loads: Sequence[Sequence[Any]] = ()

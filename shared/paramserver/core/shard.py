@@ -10,6 +10,7 @@ from typing import Any
 
 from paramserver.core.durability import Durability
 from paramserver.core.handover import Handover
+from paramserver.core.heartbeat_rows import CutRow, ReleasedRow, ServedRow
 from paramserver.core.journal import drop_head
 from paramserver.core.loading import LoadDesk
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
@@ -131,31 +132,27 @@ class ShardCore:
         snapshot, timer = self.plan.deadline(), self._timers.next
         return timer if snapshot is None else snapshot if timer is None else min(snapshot, timer)
 
-    def partitions(self) -> Iterator[tuple[str, int, int, int, int, int, int, int]]:
-        """Yield a heartbeat row for each partition that is served.
+    def partitions(self) -> Iterator[ServedRow]:
+        """Yield each partition that is served."""
+        for key, p in self._partitions():
+            if p.state is not None:
+                versions = p.version, p.durable_version
+                yield ServedRow(key.name, key.generation, p.index, p.token, *versions, p.revision, p.durable_clock)
 
-        (model, generation, index, token, version, durable version, revision of its settings, durable clock).
-        """
-        for model in self.models.values():
-            name, generation = model.key.name, model.key.generation
-            for p in model.partitions.values():
-                if p.state is not None:
-                    versions = p.version, p.durable_version
-                    yield (name, generation, p.index, p.token, *versions, p.revision, p.durable_clock)
+    def cuts(self) -> Iterator[CutRow]:
+        """Yield each partition's newest stored cut."""
+        for key, p in self._partitions():
+            if p.cut_stored is not None:
+                yield CutRow(key.name, key.generation, p.index, p.token, p.cut_stored)
 
-    def cuts(self) -> Iterator[tuple[str, int, int, int, int]]:
-        """Yield (model, generation, index, token, clock) of each partition's newest stored cut."""
-        for model in self.models.values():
-            for p in model.partitions.values():
-                if p.cut_stored is not None:
-                    yield (model.key.name, model.key.generation, p.index, p.token, p.cut_stored)
+    def released(self) -> Iterator[ReleasedRow]:
+        """Yield each partition that may be taken over."""
+        for key, p in self._partitions():
+            if p.released:
+                yield ReleasedRow(key.name, key.generation, p.index, p.token, p.version, p.held)
 
-    def released(self) -> Iterator[tuple[str, int, int, Token, int, int]]:
-        """Yield (model, generation, index, token, version, release number) of each partition that may be taken over."""
-        for model in self.models.values():
-            for p in model.partitions.values():
-                if p.released:
-                    yield (model.key.name, model.key.generation, p.index, p.token, p.version, p.held)
+    def _partitions(self) -> Iterator[tuple[ModelKey, Partition]]:
+        return ((model.key, p) for model in self.models.values() for p in model.partitions.values())
 
     def owns(self, key: PartitionKey, token: Token) -> bool:
         """Whether this shard has that partition under that token."""
@@ -429,7 +426,7 @@ class ShardCore:
         self.durability.storage, self.durability.fsync_refused = event.reason, event.fsync_refused
 
     def _save_all(self, event: SaveAll, now: float) -> None:
-        for p in [p for m in self.models.values() for p in m.partitions.values() if p.unsaved]:
+        for p in [p for _, p in self._partitions() if p.unsaved]:
             self.plan.urgent(p)
 
     # --- used by operations (see `operation.Shard`)

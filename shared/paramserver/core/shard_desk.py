@@ -6,6 +6,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.fields import finite, is_name
+from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
 from paramserver.core.membership import Shard, current, expired
 from paramserver.core.models import RESTORED, Model
 from paramserver.core.move_desk import MoveDesk
@@ -212,33 +213,23 @@ class ShardDesk:
 
     def heartbeat(self, e: ShardHeartbeat, now: float) -> None:
         shard = current(self.c.shards.get(e.name), e.epoch, f"shard {e.name!r:.80}", "unknown_node")
-        rows = [_row(r, (6, 7, 8), "partitions") for r in e.partitions]
-        cuts = [_row(r, (5,), "cuts") for r in e.cuts]
-        released = [_row(r, (6,), "released") for r in e.released]
-        lost = [_row(r, (4,), "lost") for r in e.lost]
-        loads = [_row(_load_row(r), (4,), "loads") for r in e.loads]
+        served = [ServedRow(*_checked(r, (6, 7, 8), "partitions")) for r in e.partitions]
+        cuts = [CutRow(*_checked(r, (5,), "cuts")) for r in e.cuts]
+        released = [ReleasedRow(*_checked(r, (6,), "released")) for r in e.released]
+        lost = [LostRow(*_checked(r, (4,), "lost")) for r in e.lost]
+        loads = [_checked(_load_row(r), (4,), "loads") for r in e.loads]
         shard.heard_s = now
         shard.metrics = e.metrics
         shard.memory_limit_bytes, shard.memory_used_bytes = _memory(e.memory)
-        for name, generation, index, token, version, durable, *more in rows:
-            model = self.c.owned(e.name, name, generation, index, token)
+        for row in served:
+            model = self.c.owned(e.name, row)
             if model is not None:
-                owner = model.owners[index]
-                owner.version, owner.durable_version, owner.kept_from = version, durable, 0
-                if owner.from_version is None:
-                    owner.from_version, owner.previous = version, None
-                    self.c.mark_dirty(model)
-                    self._check_clock(model, version, durable, more[1] if len(more) > 1 else version)
-                if more and owner.revision != more[0]:
-                    owner.revision = more[0]
-                    self.c.mark_dirty(model)
-                if len(more) > 1:
-                    if model.durable and more[1] > owner.durable_clock:
-                        self.c.mark_dirty(model)  # Its commits may have waited for this.
-                    owner.durable_clock = more[1]
-        for name, generation, index, token, clock in cuts:
-            model = self.c.owned(e.name, name, generation, index, token)
-            if model is not None and clock == model.cuts.pending and model.cuts.stored(index, len(model.owners)):
+                self._served(model, row)
+        for cut in cuts:
+            model = self.c.owned(e.name, cut)
+            if model is None or cut.clock != model.cuts.pending:
+                continue
+            if model.cuts.stored(cut.partition, len(model.owners)):
                 self.c.save_clock(model)
                 self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
         self.moves.released(e.name, released)
@@ -246,7 +237,22 @@ class ShardDesk:
         self._lost(e.name, lost)
         self.c.answer_now(e.request, {"state": shard.state})
 
-    def _check_clock(self, model: Model, version: int, durable: int, clock: int) -> None:
+    def _served(self, model: Model, row: ServedRow) -> None:
+        owner = model.owners[row.partition]
+        owner.version, owner.durable_version, owner.kept_from = row.version, row.durable_version, 0
+        if owner.from_version is None:
+            owner.from_version, owner.previous = row.version, None
+            self.c.mark_dirty(model)
+            self._check_clock(model, row)
+        if row.revision is not None and owner.revision != row.revision:
+            owner.revision = row.revision
+            self.c.mark_dirty(model)
+        if row.durable_clock is not None:
+            if model.durable and row.durable_clock > owner.durable_clock:
+                self.c.mark_dirty(model)  # Its commits may have waited for this.
+            owner.durable_clock = row.durable_clock
+
+    def _check_clock(self, model: Model, row: ServedRow) -> None:
         """Begin a new sync phase if a journaled partition starts before the oldest kept commit.
 
         Part of its state was lost with the data of Redis, so it can never reach the others' clock, and the phase begins
@@ -255,14 +261,15 @@ class ShardDesk:
         the version tells which.
         """
         first = model.commits[0][1].t if model.commits else model.gate.clock
-        reached = max(clock, model.began) if clock or durable else version
+        clock = row.version if row.durable_clock is None else row.durable_clock
+        reached = max(clock, model.began) if clock or row.durable_version else row.version
         if model.gate.sync and model.durable and model.ready and not model.awaits_opening_commit and reached < first:
             begin_sync(self.c, model)
 
-    def _lost(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Request again the values of partitions that were never stored and cannot be drawn (`ShardHeartbeat.lost`)."""
-        for name, generation, index, token in rows:
-            model = self.c.owned(shard, name, generation, index, token)
+    def _lost(self, shard: str, rows: Sequence[LostRow]) -> None:
+        """Request again the values of partitions that were never stored and cannot be drawn."""
+        for row in rows:
+            model, index = self.c.owned(shard, row), row.partition
             if model is None or model.owners[index].source == "init":
                 continue
             if model.gate.sync:
@@ -280,7 +287,7 @@ class ShardDesk:
             self.c.place_changed(model)
 
 
-def _row(row: Any, lengths: tuple[int, ...], where: str) -> tuple[Any, ...]:
+def _checked(row: Any, lengths: tuple[int, ...], where: str) -> tuple[Any, ...]:
     if (
         not isinstance(row, list | tuple)
         or len(row) not in lengths

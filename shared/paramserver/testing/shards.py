@@ -106,9 +106,7 @@ class SimShard(Node):
     def _heartbeat(self, epoch: int, *, again: bool = True) -> None:
         if not self.epoch or epoch != self.epoch:
             return
-        partitions = [list(p) for p in self.core.partitions()]
-        cuts = [list(c) for c in self.core.cuts()]
-        released = [list(r) for r in self.core.released()]
+        partitions, cuts, released = list(self.core.partitions()), list(self.core.cuts()), list(self.core.released())
         asked_s = self.world.now
 
         def answered(outcome: Any) -> None:

@@ -158,10 +158,10 @@ class Simulation:
 
     def _empty(self) -> None:
         held = {
-            (PartitionKey(ModelKey(name, generation), index), token)
+            (PartitionKey(ModelKey(row.model, row.generation), row.partition), row.token)
             for s in self.shards.values()
             if s.up
-            for name, generation, index, token, *_ in s.core.partitions()
+            for row in s.core.partitions()
         }
         if not self.redis.tokens or not set(self.redis.tokens.items()) <= held:
             # State that no shard has in memory right now would be lost, which is allowed (semantics 6): try later.

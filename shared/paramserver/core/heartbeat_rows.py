@@ -1,0 +1,58 @@
+"""What a shard's heartbeat says of its partitions: one row each, which travels as a list."""
+
+from typing import NamedTuple, TypeAlias
+
+from paramserver.types import Token
+
+
+class ServedRow(NamedTuple):
+    """A partition that the shard serves."""
+
+    model: str
+    generation: int
+    partition: int
+    token: Token
+    version: int
+    durable_version: int
+    revision: int | None = None
+    """Revision of the settings in force there; None: as reported last."""
+    durable_clock: int | None = None
+    """The clock at which a new owner would start; None: as reported last."""
+
+
+class CutRow(NamedTuple):
+    """The newest cut that the shard has stored of a partition."""
+
+    model: str
+    generation: int
+    partition: int
+    token: Token
+    clock: int
+    """The one after the commit with `cut`, t + 1."""
+
+
+class ReleasedRow(NamedTuple):
+    """A partition that is held and stored whole, so that it may be taken over."""
+
+    model: str
+    generation: int
+    partition: int
+    token: Token
+    version: int
+    release: int
+    """The number from `{"release": number}` in the model's document, which tells apart successive requests."""
+
+
+class LostRow(NamedTuple):
+    """A partition that should be loaded from a snapshot but was never stored, and whose values cannot be drawn again.
+
+    They were uploaded, read from a file or restored.
+    """
+
+    model: str
+    generation: int
+    partition: int
+    token: Token
+
+
+Row: TypeAlias = ServedRow | CutRow | ReleasedRow | LostRow
