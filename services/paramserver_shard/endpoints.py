@@ -182,9 +182,9 @@ class Pull(_Endpoint):
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         wait_s = body.get("wait_s") if isinstance(body, dict) else None
-        pulled, dtype = await _while_there(request.receive, wait_s, self._names.pull(body, check_of(request)))
+        pulled = await _while_there(request.receive, wait_s, self._names.pull(body, check_of(request)))
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
-        return pull_response(request, pulled, dtype, None)
+        return pull_response(request, pulled)
 
 
 class PushPull(_Pushing):
@@ -198,11 +198,11 @@ class PushPull(_Pushing):
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
-        done, pulled, dtype = await self._names.pushpull(body, self._key(request, body), check_of(request))
+        done, pulled = await self._names.pushpull(body, self._key(request, body), check_of(request))
         self._pushed_names(done, request, body, began_s)
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         try:
-            return pull_response(request, pulled, dtype, done)
+            return pull_response(request, pulled, done)
         except PsError as error:
             raise after_push(error, done) from error
 
@@ -278,22 +278,22 @@ def check_msgpack(asked: PullRequest) -> None:
         raise problem("too_large", detail, hint="name fewer parameters or ranges, or pull frames")
 
 
-def pull_response(request: Request, pulled: Pulled, dtype: str | None, push: PushDone | None) -> Response:
-    """Build the answer to a pull by name, in the media type that the client accepts."""
+def pull_response(request: Request, pulled: Pulled, push: PushDone | None = None) -> Response:
+    """Build the answer to a pull by name, or a pushpull, in the media type that the client accepts."""
     as_msgpack = negotiate.accepted(request) == negotiate.MSGPACK
     encode = to_msgpack if as_msgpack else to_json
     own = pulled.known.layout.by_name
     params: dict[str, Any] = {}
     for name, array in pulled.params().items():
-        as_dtype = dtype or own[name].dtype
+        as_dtype = pulled.dtype or own[name].dtype
         converted = from_f32(array, as_dtype)
         if not as_msgpack and not kernels.all_finite(converted.reshape(-1), as_dtype):
             hint = "pull it as float32, or accept application/msgpack"
             raise problem("non_finite", f"'{name}' holds values beyond {as_dtype}", hint=hint, where=name)
         params[name] = encode(converted, as_dtype)
-    document: dict[str, Any] = {} if push is None else push_document(push)
+    document: dict[str, Any] = {}
     if push is not None:
-        document["push"] = push_document(push)
+        document = {**push_document(push), "push": push_document(push)}
     document |= {
         "model": pulled.known.key.name,
         "version": pulled.version,

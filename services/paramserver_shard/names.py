@@ -38,6 +38,8 @@ class Pulled(Struct, frozen=True):
 
     known: KnownModel
     selection: Selection
+    dtype: DType | None
+    """The dtype that was asked for; None: each parameter's own."""
     version: int
     incarnation: int
     packed: F32
@@ -64,17 +66,17 @@ class NameService:
         _finish(reader)
         return await self._exchange.push(known, command)
 
-    async def pull(self, body: Any, check: Callable[[PullRequest], None]) -> tuple[Pulled, DType | None]:
-        """Return the requested values and dtype (None if not given); `check` may refuse the request. Raises PsError."""
+    async def pull(self, body: Any, check: Callable[[PullRequest], None]) -> Pulled:
+        """Return the requested values; `check` may refuse the request. Raises PsError."""
         known, reader = await self._open(body)
         request = _read_pull(known, reader)
         _finish(reader)
         check(request)
-        return await self.fetch(known, request), request.dtype
+        return await self.fetch(known, request)
 
     async def pushpull(
         self, body: Any, key: str | None, check: Callable[[PullRequest], None]
-    ) -> tuple[PushDone, Pulled, DType | None]:
+    ) -> tuple[PushDone, Pulled]:
         """Push, then pull. `ranges` apply to the push only; the pull returns whole parameters. Raises PsError."""
         known, reader = await self._open(body)
         command = self._read_push(known, reader, key)
@@ -83,7 +85,7 @@ class NameService:
         check(request)
         done = await self._exchange.push(known, command)
         try:
-            return done, await self.fetch(known, request), request.dtype
+            return done, await self.fetch(known, request)
         except PsError as error:
             raise after_push(error, done) from error
 
@@ -106,8 +108,8 @@ class NameService:
                 packed[at : at + piece.size] = piece
                 at += piece.size
         parts = [got[p.partition] for p in selection.parts]
-        version = min(p.version for p in parts)
-        return Pulled(known, selection, version, max(p.incarnation for p in parts), packed, parts)
+        version, incarnation = min(p.version for p in parts), max(p.incarnation for p in parts)
+        return Pulled(known, selection, request.dtype, version, incarnation, packed, parts)
 
     async def _open(self, body: Any) -> tuple[KnownModel, Reader]:
         if not isinstance(body, Mapping):
