@@ -26,8 +26,8 @@ def after(pieces: Pieces, size: int) -> list[memoryview]:
     return out
 
 
-def cut(pieces: Pieces, payload_bytes_max: int, size: int) -> list[memoryview]:
-    """Cut the pieces into payloads of at most `payload_bytes_max` bytes, each within one piece, up to `size` in all."""
+def split(pieces: Pieces, payload_bytes_max: int, size: int) -> list[memoryview]:
+    """Split into payloads of at most `payload_bytes_max` bytes, each within one piece, up to `size` in all."""
     out: list[memoryview] = []
     for piece in pieces:
         for at in range(0, len(piece), payload_bytes_max):

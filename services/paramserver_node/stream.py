@@ -18,7 +18,7 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Header
 from paramserver.wire.sink import Destination
-from paramserver_node.pieces import Pieces, after, cut
+from paramserver_node.pieces import Pieces, after, split
 
 if TYPE_CHECKING:
     from paramserver_node.http2 import Connection
@@ -279,7 +279,7 @@ class Stream:
         client, left = self._client, list(pieces)
         rest = sum(map(len, left))
         while rest and not self._cut:
-            payloads = cut(left, client.frame_bytes, min(TRANSFER_BYTES_MAX, self.send_window, client.send_window))
+            payloads = split(left, client.frame_bytes, min(TRANSFER_BYTES_MAX, self.send_window, client.send_window))
             size = sum(map(len, payloads))
             if size < min(rest, TRANSFER_BYTES_MIN):
                 break

@@ -128,7 +128,7 @@ class Exchange:
                 [p.ranges for p in parts],
             )
             return [
-                GotPart(got.partition, got.version, got.incarnation, cut(got.state.values, want.ranges))
+                GotPart(got.partition, got.version, got.incarnation, slices(got.state.values, want.ranges))
                 for want, got in zip(parts, done.parts, strict=True)
             ]
 
@@ -285,7 +285,7 @@ def merged_push(known: KnownModel, done: Sequence[PushDone]) -> PushDone:
     )
 
 
-def cut(values: F32, ranges: Sequence[Range] | None) -> tuple[F32, ...]:
+def slices(values: F32, ranges: Sequence[Range] | None) -> tuple[F32, ...]:
     """Return a view of the elements of each range; None is one range over all elements."""
     return (values,) if ranges is None else tuple(values[a:b] for a, b in ranges)
 

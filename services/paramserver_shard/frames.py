@@ -22,7 +22,7 @@ from paramserver_shard.arriving import Arriving, check_sizes
 from paramserver_shard.buffers import SMALL_BYTES
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory, KnownModel
-from paramserver_shard.exchange import Exchange, GotPart, WantedPart, cut
+from paramserver_shard.exchange import Exchange, GotPart, WantedPart, slices
 from paramserver_shard.lending import Lending
 from paramserver_shard.models import Models
 from paramserver_shard.names import after_push
@@ -231,7 +231,7 @@ class FrameService:
         parts = []
         for index, ranges in spec.parts:
             got = by_index[index]
-            parts.append(GotPart(index, got.version, got.incarnation, cut(got.state.values, ranges)))
+            parts.append(GotPart(index, got.version, got.incarnation, slices(got.state.values, ranges)))
         answer = FrameBody(known, spec.dtype, done.timeline, parts)
         if spec.mapped and spec.dtype == "float32" and all(ranges is None for _, ranges in spec.parts):
             answer.lease = self._lease(known.key, [(p.partition, p.version) for p in parts], answer.pieces)
