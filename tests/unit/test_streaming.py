@@ -267,7 +267,7 @@ def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(after: int, raised: ty
     """
     node = TwoLayers(problem("unreachable", "cannot reach it"), after)
     session = opened(node)
-    stream = Stream(session, {})
+    stream = Stream(session)
     now = Now()
     drive(stream.open(Deadline.after(5.0, now)), node, now)
 

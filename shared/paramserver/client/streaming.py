@@ -9,7 +9,7 @@ its part exactly once, however many requests there are.
 import asyncio
 import heapq
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final, Protocol
 
@@ -86,8 +86,10 @@ class Pieces:
 class Stream:
     """The calls of one streamed push.  Safe between the thread that puts and the one that sends."""
 
-    def __init__(self, session: Session, options: Mapping[str, Any]) -> None:
-        self._session, self._options = session, dict(options)
+    def __init__(self, session: Session, *, dtype: str | None = None, codec: str | None = None, **terms: Any) -> None:
+        """`terms` are those of `Session.begin`."""
+        self._session, self._given_terms = session, terms
+        self._encoding: dict[str, Any] = {"dtype": dtype, "codec": codec}
         self._lock = threading.Lock()
         self._pieces: Pieces | None = None
         self._terms: PushTerms | None = None
@@ -103,7 +105,7 @@ class Stream:
         if self._opened:
             raise problem("conflict", "a stream is a single push, and this one has been started already", hint=ANOTHER)
         self._opened = True
-        layout, self._terms = yield from self._session.begin(deadline, streamed=True, **self._terms_options())
+        layout, self._terms = yield from self._session.begin(deadline, streamed=True, **self._given_terms)
         self._pieces = Pieces(layout)
 
     def put(self, name: str, grad: Any) -> None:
@@ -126,7 +128,7 @@ class Stream:
             self._sent = True
             try:
                 done = yield from self._session.deliver(
-                    self._terms, grads, deadline, partitions=partitions, **self._values_options()
+                    self._terms, grads, deadline, partitions=partitions, **self._encoding
                 )
             except Unavailable as error:
                 if self._done and not isinstance(error, InDoubt):
@@ -157,12 +159,6 @@ class Stream:
             self._session.numbers.settle(self._terms.push_id)
             self._terms = None
 
-    def _terms_options(self) -> dict[str, Any]:
-        return {k: v for k, v in self._options.items() if k in ("base", "weight", "ack")}
-
-    def _values_options(self) -> dict[str, Any]:
-        return {k: v for k, v in self._options.items() if k in ("dtype", "codec")}
-
 
 class PushStream:
     """`with worker.stream() as push: push.put(name, grad)`; afterwards `push.result` is the result.
@@ -174,7 +170,7 @@ class PushStream:
 
     def __init__(self, run: Run, deadline: Callable[[], Deadline], session: Session, **options: Any) -> None:
         self._run, self._deadline = run, deadline
-        self._stream = Stream(session, options)
+        self._stream = Stream(session, **options)
         self._more = SimpleQueue[None]()  # not a semaphore: see `concurrent_requests`
         self._reading = Interruptible()
         self._error: BaseException | None = None
@@ -241,7 +237,7 @@ class AsyncPushStream:
         self, run: Callable[[Call[Any]], Any], deadline: Callable[[], Deadline], session: Session, **options: Any
     ) -> None:
         self._run, self._deadline = run, deadline
-        self._stream = Stream(session, options)
+        self._stream = Stream(session, **options)
         self._more = asyncio.Event()
         self._failed = False
         self._task: asyncio.Task[None] | None = None
