@@ -5,7 +5,7 @@ without a journal (level `applied`) the changes between the two are lost, and th
 """
 
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -22,20 +22,20 @@ log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
 
 
-class Offload(Protocol):
-    """Runs work in a compute thread."""
+class Submit(Protocol):
+    """Starts work in a compute thread."""
 
-    def __call__(self, work: Callable[[], T]) -> Coroutine[Any, Any, T]: ...
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
 
 
 class Loader:
     """Reads partitions.  Raises RedisError or OSError when Redis does not answer."""
 
-    def __init__(self, store: SnapshotStore, journal: Journal, pool: BufferPool, offload: Offload) -> None:
+    def __init__(self, store: SnapshotStore, journal: Journal, pool: BufferPool, submit: Submit) -> None:
         self._store = store
         self._journal = journal
         self._pool = pool
-        self._offload = offload
+        self._submit = submit
 
     async def load(self, effect: LoadPartition) -> LoadedState:
         """Return the state that the partition starts from.
@@ -107,13 +107,13 @@ class Loader:
             return replay(effect.key, loaded, entries, effect.spec, effect.layout, computed)
 
         log.info("partition %s: replaying %d entries after version %d", effect.key, len(entries), loaded.version)
-        return await self._offload(work)
+        return await self._submit(work)
 
     async def _first(self, effect: LoadPartition) -> LoadedState:
         work = partial(first_state, effect.spec, effect.layout, effect.key.index, partial(self._pool.take, shared=True))
         if effect.layout.partition_size(effect.key.index) <= INLINE_ELEMENTS_MAX // 16:
             return work()
-        return await self._offload(work)
+        return await self._submit(work)
 
 
 def _never_stored(effect: LoadPartition) -> PsError:

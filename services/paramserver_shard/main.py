@@ -230,9 +230,9 @@ async def serve(settings: ShardSettings) -> None:
                 path = str(shard.folder.path / SOCKET)
                 group.create_task(serve_unix(app, path, stop, grace_s=GRACE_S, transfer_threads=threads))
                 lending = group.create_task(shard.lending.expire_periodically())
-            await runtime.offload(kernels.warm_up)  # compile before joining, so no push waits for it
+            await runtime.submit(kernels.warm_up)  # compile before joining, so no push waits for it
             if threads is not None:
-                await runtime.offload(sockets.warm_up)
+                await runtime.submit(sockets.warm_up)
             freeze_gc()
             joined = group.create_task(membership.run())
             await serving

@@ -109,7 +109,7 @@ class Runtime:
         self._redis_run_id = ""
         self._directory = directory
         self._store = store
-        self._loader = Loader(store, journal, pool, self.offload)
+        self._loader = Loader(store, journal, pool, self.submit)
         self._group = group
         self._loop = asyncio.get_running_loop()
         self.loads = Loads(self._loop.time)
@@ -248,10 +248,6 @@ class Runtime:
         task = self._group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def offload(self, work: Callable[[], T]) -> T:
-        """Run `work` in a compute thread and return its result.  Raises like `submit`."""
-        return await self.submit(work)
 
     def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Start `work` in a compute thread; returns a future.  Raises Unavailable once closed."""

@@ -178,12 +178,12 @@ async def running(redis: Redis, **fields: Any) -> AsyncIterator[Shard]:
 def loader_of(redis: Redis) -> Loader:
     """The loader with which the next owner reads."""
 
-    async def offload(work: Callable[[], Any]) -> Any:
+    async def submit(work: Callable[[], Any]) -> Any:
         return work()
 
     scripts, pool = ScriptRunner(redis), BufferPool()
     store = SnapshotStore(redis, scripts, pool, asyncio.get_running_loop().time, 1e12)
-    return Loader(store, Journal(redis, scripts), pool, offload)
+    return Loader(store, Journal(redis, scripts), pool, submit)
 
 
 def content(state: Capture | LoadedState) -> tuple[object, ...]:

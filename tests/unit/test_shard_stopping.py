@@ -37,6 +37,6 @@ def test_a_partition_that_is_assigned_to_a_stopping_shard_does_not_end_it(loadin
             with pytest.raises(Unavailable, match="is stopping"):
                 await runtime.pull(lambda n: PullReceived(n, "m", (0,)))
             with pytest.raises(Unavailable, match="is stopping"):
-                await runtime.offload(int)
+                await runtime.submit(int)
 
     asyncio.run(stop())
