@@ -54,7 +54,7 @@ class Services:
 
 def make_app(services: Services) -> FastAPI:
     """Build the ASGI app of one shard."""
-    s = services
+    s, serving = services, services.membership.serving
     short: dict[str, ASGIApp] = {}
     app = FastPathApp(
         short.get,
@@ -69,14 +69,14 @@ def make_app(services: Services) -> FastAPI:
     app.add_middleware(InFlightMiddleware, in_flight=in_flight)
     app.add_middleware(NodeMiddleware, guard=guarded)
     for path, endpoint in (("/push", Push), ("/pull", Pull), ("/pushpull", PushPull)):
-        asgi = endpoint(s.membership, s.reader, s.frames, s.names, s.telemetry)
+        asgi = endpoint(serving, s.reader, s.frames, s.names, s.telemetry)
         route = Route(path, asgi, methods=["POST"], include_in_schema=False)
         app.router.routes.append(route)
         short[path] = NodeMiddleware(InFlightMiddleware(routed(route, route.app), in_flight), guarded)
     app.include_router(docs_page.router)
     app.include_router(health.router("shard", s.membership.unready))
-    app.include_router(internal_router(s.membership, s.models, s.runtime, s.reader))
-    app.include_router(slots.router(s.membership, s.frames), dependencies=[Depends(query_checked)])
+    app.include_router(internal_router(serving, s.models, s.runtime, s.reader))
+    app.include_router(slots.router(serving, s.frames), dependencies=[Depends(query_checked)])
     _add_arrays(app, s)
     _add_forwarding(app, s)
     openapi.describe(app)
@@ -84,17 +84,17 @@ def make_app(services: Services) -> FastAPI:
 
 
 def _add_arrays(app: FastAPI, s: Services) -> None:
-    routes = APIRouter(dependencies=[Depends(query_checked)])
+    routes, serving = APIRouter(dependencies=[Depends(query_checked)]), s.membership.serving
 
     @routes.head("/pull/{model}/{name:path}", summary="Whether a parameter has changed", include_in_schema=False)
     @routes.get("/pull/{model}/{name:path}", summary="One parameter as a .npy file", responses=openapi.NPY_ANSWERS)
     @role("reader")
     async def get_array(request: Request, model: str, name: str) -> Response:
         began_s = s.telemetry.clock()
-        s.membership.check_serving()
+        serving.check()
         head = request.method == "HEAD"
         answer = await s.arrays.get(model, name, Conditions.of(request.headers), head=head)
-        s.membership.check_serving()
+        serving.check()
         headers = {
             "etag": answer.etag,
             "x-paramserver-version": str(answer.version),
@@ -117,7 +117,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
     )
     @role("worker")
     async def put_array(request: Request, m: str, name: str) -> Response:
-        s.membership.check_serving()
+        serving.check()
         negotiate.check_accept(request)
         request = counted(request, NAMED_BODY_BYTES_MAX)
         if negotiate.media_type(request) in (NPY_MEDIA, "application/octet-stream"):
@@ -125,7 +125,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         else:
             value = await negotiate.read_tensors(request)
         done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"), Conditions.of(request.headers))
-        s.membership.check_serving()
+        serving.check()
         return negotiate.respond(request, push_document(done))
 
     app.include_router(routes)

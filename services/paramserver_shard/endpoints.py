@@ -34,9 +34,9 @@ from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, BodyTransfer
 from paramserver_shard.arriving import Arriving
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import account, counted
-from paramserver_shard.membership import Membership
 from paramserver_shard.names import NameService, Pulled, PullRequest, after_push, push_document
 from paramserver_shard.receiving import Body, FrameReader
+from paramserver_shard.serving import Serving
 from paramserver_shard.telemetry import Telemetry, frame_lag, name_lag
 
 T = TypeVar("T")
@@ -52,13 +52,13 @@ class _Endpoint:
 
     def __init__(
         self,
-        membership: Membership,
+        serving: Serving,
         reader: FrameReader,
         frames: FrameService,
         names: NameService,
         telemetry: Telemetry,
     ) -> None:
-        self.check_serving = membership.check_serving
+        self.check_serving = serving.check
         self._reader = reader
         self._frames = frames
         self._names = names

@@ -16,27 +16,27 @@ from paramserver_node.roles import role
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.endpoints import ChunkedResponse
 from paramserver_shard.frames import push_reply
-from paramserver_shard.membership import Membership
 from paramserver_shard.models import Models
 from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.runtime import Runtime
+from paramserver_shard.serving import Serving
 
 
-def router(membership: Membership, models: Models, runtime: Runtime, reader: FrameReader) -> APIRouter:
+def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameReader) -> APIRouter:
     """Build the internal routes of a shard."""
     routes = APIRouter(prefix="/internal", tags=["internal"])
 
     @routes.get("/state/{model}/{index}", summary="One partition's values, optimizer state and step counts")
     @role("node")
     async def state(model: str, index: int, generation: int | None = None, cut: int | None = None) -> Response:
-        membership.check_serving()
+        serving.check()
         known = await models.find(model, generation)
         if not 0 <= index < known.spec.partitions:
             raise problem("invalid_range", f"model '{model}' has no partition {index}")
         capture = await runtime.capture(
             lambda request: CaptureReceived(request, model, index, known.key.generation, cut)
         )
-        membership.check_serving()
+        serving.check()
         values, slots = capture.state.values, capture.state.slots
         frame = StateFrame(
             model,
@@ -56,7 +56,7 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
     @routes.post("/set/{model}", summary="Assign values to partitions of this shard")
     @role("node")
     async def assign(model: str, request: Request) -> Response:
-        membership.check_serving()
+        serving.check()
 
         async def prepare(frame: SetFrame) -> tuple[tuple[KnownModel, SetFrame], Body]:
             known = await models.find(model, frame.generation)
@@ -67,7 +67,7 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
         parts = assignments(frame, body.parts[0])
         command = SetReceived(0, model, parts, known.key.generation, frame.restore, frame.timeline)
         done = await runtime.push(lambda number: replace(command, request=number))
-        membership.check_serving()
+        serving.check()
         return Response(encode_header(push_reply(done)), media_type=MEDIA_TYPE)
 
     return routes

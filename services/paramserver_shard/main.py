@@ -165,7 +165,7 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory, clocks)
     runtime.peers = membership
     if board is not None and lending is not None:
-        membership.on_serving_changed, runtime.on_superseded = board.set_serving_window, lending.clear_superseded
+        membership.serving.on_changed, runtime.on_superseded = board.set_serving_window, lending.clear_superseded
     models = Models(directory, link)
     exchange = Exchange(directory, runtime, PeerClient(pool, shown))
     names = NameService(models, exchange)

@@ -7,7 +7,7 @@ new connection starts with the complete state, so a broken connection loses noth
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from time import monotonic
 from typing import Any, Final
@@ -26,7 +26,7 @@ from paramserver.core.shard_io import (
     WorkerAnswered,
 )
 from paramserver.errors import FencedError, NotFoundError, PsError, problem
-from paramserver.limits import HEARTBEAT_S, LEASE_S, SERVE_WITHOUT_CONTACT_S
+from paramserver.limits import HEARTBEAT_S, LEASE_S
 from paramserver.types import ModelKey
 from paramserver_node.race import race
 from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, stop_if_cancelled
@@ -35,6 +35,7 @@ from paramserver_shard.directory import Directory
 from paramserver_shard.link import RETRY_S, SOURCE_URL, SchedulerLink
 from paramserver_shard.memory import Memory
 from paramserver_shard.runtime import Runtime
+from paramserver_shard.serving import Serving
 from paramserver_shard.telemetry import DEGRADED, JOURNAL_WAITING, KEPT, LENT, PARTITIONS, Telemetry
 
 log = logging.getLogger("paramserver.shard")
@@ -66,10 +67,7 @@ class Membership:
         """Set once the first document of the feed has been processed."""
         self.stopping = False
         """Whether the process is shutting down: no longer ready, but still serving what it owns."""
-        self.closed = False
-        """Whether the shard has stopped serving; set by `close`."""
-        self.on_serving_changed: Callable[[float, float], None] = _no_op
-        """Called with (confirmed at, may serve until), in monotonic seconds, on each change; (0, 0): must not serve."""
+        self.serving: Final = Serving()
         self._addresses = list(addresses)
         self._version = version
         self.link = link
@@ -90,36 +88,6 @@ class Membership:
         """Whether this process was fenced before, so that its current membership is a rejoin."""
         self._join_error, self._join_error_logged_at = "", 0.0
         """Error code of the last failed join, and when it was logged."""
-        self._scheduler_seen_at = float("-inf")
-        self._redis_seen_at = float("-inf")
-
-    # -- the serving rule
-
-    def check_serving(self) -> None:
-        """Raise Unavailable unless a scheduler or Redis confirmed this shard within the last 3 s (semantics 6).
-
-        Call it when a request arrives and again before its response is sent: the process may have been paused in
-        between.
-        """
-        if self.closed or not self.epoch:
-            raise problem("unavailable", "this shard is stopping" if self.closed else "this shard has not joined yet")
-        seen_at = max(self._scheduler_seen_at, self._redis_seen_at)
-        # Not the loop's time: it is cached within an iteration, and the process may be paused in the middle of one.
-        if monotonic() - seen_at > SERVE_WITHOUT_CONTACT_S:
-            raise problem("unavailable", "this shard has no contact with a scheduler or Redis")
-
-    def close(self) -> None:
-        """Stop serving, for good."""
-        self.closed = True
-        self.on_serving_changed(0.0, 0.0)
-
-    def _confirmed(self, *, scheduler_at: float | None = None, redis_at: float | None = None) -> None:
-        """Record that the scheduler or Redis confirmed this shard, in reply to a request sent at the given time."""
-        self._scheduler_seen_at = self._scheduler_seen_at if scheduler_at is None else scheduler_at
-        self._redis_seen_at = self._redis_seen_at if redis_at is None else redis_at
-        seen_at = max(self._scheduler_seen_at, self._redis_seen_at)
-        if not self.closed:
-            self.on_serving_changed(seen_at, seen_at + SERVE_WITHOUT_CONTACT_S)
 
     def unready(self) -> str:
         """Return why this shard is not ready, or an empty string if it is. Does not query Redis."""
@@ -151,7 +119,7 @@ class Membership:
 
     async def run(self) -> None:
         """Join, and rejoin whenever the membership ends, until cancelled or closed."""
-        while not self.closed:
+        while not self.serving.closed:
             try:
                 await self._join()
             except PsError as error:
@@ -174,7 +142,7 @@ class Membership:
                     )
             except* FencedError as errors:
                 self._drop_partitions()
-                if not self.closed:  # else no rejoin: partitions assigned now would end with the process
+                if not self.serving.closed:  # else no rejoin: partitions assigned now would end with the process
                     self._check_duplicate_name(joined_at, errors.exceptions[0])
 
     async def _join(self) -> None:
@@ -183,7 +151,7 @@ class Membership:
         await self._accept_term(answer)
         self.epoch = int(answer["epoch"])
         self.state = "active"
-        self._confirmed(scheduler_at=monotonic())
+        self.serving.confirm(scheduler_at=monotonic())
         log.info("joined as %s, epoch %d", self.name, self.epoch)
 
     async def _redis_leader(self) -> dict[str, Any]:
@@ -205,8 +173,7 @@ class Membership:
         """Drop all partitions: the scheduler, or a newer process of this name, has taken them away."""
         self.epoch = 0
         self.state = "joining"
-        self._scheduler_seen_at = self._redis_seen_at = float("-inf")
-        self.on_serving_changed(0.0, 0.0)
+        self.serving.end()
         for name, view in self._views.items():
             self._views[name] = replace(view, owned={})
             self._runtime.feed(self._views[name])
@@ -234,7 +201,7 @@ class Membership:
                 log.debug("heartbeat failed: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._confirmed(scheduler_at=sent_at)  # confirmed as of the time the request was sent
+            self.serving.confirm(scheduler_at=sent_at)  # confirmed as of the time the request was sent
             self.state = str(answer.get("state", "active"))
             try:
                 async with asyncio.timeout(max(0.0, sent_at + HEARTBEAT_S - monotonic())):
@@ -290,7 +257,7 @@ class Membership:
                 if fence is not None and int(fence) >= self.epoch:
                     raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")
                 if term is not None:  # an emptied Redis has lost its fences too, so it confirms nothing
-                    self._confirmed(redis_at=asked_at)
+                    self.serving.confirm(redis_at=asked_at)
                     self._adopt_redis_term(int(term))
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -406,7 +373,3 @@ class Membership:
 def _as_fenced(error: PsError) -> PsError:
     """Return the FencedError that ends this membership; a NotFoundError (unknown shard) is turned into one."""
     return error if isinstance(error, FencedError) else problem("fenced", error.detail)
-
-
-def _no_op(confirmed_s: float, until_s: float) -> None:
-    """Do nothing: the default callback."""

@@ -9,7 +9,7 @@ from paramserver.limits import BODY_BYTES_MAX
 from paramserver_node import negotiate
 from paramserver_node.roles import role
 from paramserver_shard.frames import FrameService
-from paramserver_shard.membership import Membership
+from paramserver_shard.serving import Serving
 
 BODY_SIZE_MAX: Final = 4096
 """Largest body of a request for a slot, which holds one number."""
@@ -29,7 +29,7 @@ _BODY: Final[dict[str, Any]] = {
 }
 
 
-def router(membership: Membership, frames: FrameService) -> APIRouter:
+def router(serving: Serving, frames: FrameService) -> APIRouter:
     """Return the router of `POST /slots` and `DELETE /slots/{slot}`."""
     routes = APIRouter(tags=["shared memory"])
 
@@ -41,7 +41,7 @@ def router(membership: Membership, frames: FrameService) -> APIRouter:
     )
     @role("worker")
     async def lend(request: Request) -> Response:
-        membership.check_serving()
+        serving.check()
         negotiate.check_accept(request)
         body = await negotiate.read(request, BODY_SIZE_MAX)
         size_bytes = body.get("bytes") if isinstance(body, dict) else None

@@ -42,12 +42,12 @@ class Stopping:
         log.info("told to stop; %d partitions to hand over", self._owned)
         if self._membership.epoch:
             await self._drain(lambda: self._owned > 0, began + HAND_OVER_S)
-            self._membership.close()
+            self._membership.serving.close()
             # If no shard can take anything, the scheduler has all owners store a cut.
             await self._drain(lambda: self._beyond_cuts, monotonic() + CUT_S, alone=True)
             await self._save(began + SAVE_S)
             await self._membership.leave()
-        self._membership.close()
+        self._membership.serving.close()
         self._runtime.close()
         stop.set()
 

@@ -20,6 +20,7 @@ from paramserver_shard.computing import compute
 from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.main import app
 from paramserver_shard.membership import Membership
+from paramserver_shard.serving import Serving
 
 EVERY = 7
 """`apply_twice` and `tear` strike only on every seventh pass, because real bugs are intermittent, too."""
@@ -87,7 +88,7 @@ def skip_the_token() -> None:
         script = str(vars(module)[name])
         assert f"owner > ARGV[{at}]" in script
         vars(module)[name] = script.replace(f"owner > ARGV[{at}]", "false").replace(f"owner < ARGV[{at}]", "false")
-    Membership.check_serving = lambda self: None  # type: ignore[method-assign]
+    Serving.check = lambda self: None  # type: ignore[method-assign]
     Membership._drop_partitions = lambda self: None  # type: ignore[method-assign]
     join = Membership._join
 

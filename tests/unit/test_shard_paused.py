@@ -32,7 +32,7 @@ class Shard:
         self.after_push = False
         """Whether the step that follows an accepted push fails."""
 
-    def check_serving(self) -> None:
+    def check(self) -> None:
         """Refuse after the pause, as a shard without contact does."""
         if self.stood_still:
             raise problem("unavailable", "this shard has no contact with a scheduler or Redis")
