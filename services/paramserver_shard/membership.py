@@ -32,7 +32,8 @@ from paramserver_node.race import race
 from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, stop_if_cancelled
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
-from paramserver_shard.link import RETRY_S, SOURCE_URL, SchedulerLink
+from paramserver_shard.leader_terms import LeaderTerms
+from paramserver_shard.link import RETRY_S, SchedulerLink
 from paramserver_shard.memory import Memory
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.serving import Serving
@@ -72,6 +73,7 @@ class Membership:
         self._version = version
         self.link = link
         self._redis = redis
+        self._terms = LeaderTerms(link, redis)
         self._directory = directory
         self._runtime = runtime
         self._telemetry = telemetry
@@ -80,10 +82,6 @@ class Membership:
         self._kick = asyncio.Event()
         self._resync = asyncio.Event()
         self._views: dict[str, ModelView] = {}
-        self._term = 0
-        """The newest leader term seen."""
-        self._last_leader = ("", 0)
-        """(scheduler URL, leader term) of the last document that was accepted."""
         self._fenced = False
         """Whether this process was fenced before, so that its current membership is a rejoin."""
         self._join_error, self._join_error_logged_at = "", 0.0
@@ -148,7 +146,7 @@ class Membership:
     async def _join(self) -> None:
         body = {"name": self.name, "addresses": self._addresses, "version": self._version}
         answer = await self.link.request("POST", "/internal/shards", body, await self._redis_leader())
-        await self._accept_term(answer)
+        await self._terms.accept(answer)
         self.epoch = int(answer["epoch"])
         self.state = "active"
         self.serving.confirm(scheduler_at=monotonic())
@@ -191,9 +189,9 @@ class Membership:
             sent_at = monotonic()
             try:
                 answer = await self.link.request("PUT", f"/internal/shards/{self.name}", self._heartbeat())
-                await self._accept_term(answer)
+                await self._terms.accept(answer)
             except (FencedError, NotFoundError) as error:
-                if await self._from_current_leader(error):
+                if await self._terms.is_current(error):
                     raise _as_fenced(error) from error
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -258,7 +256,9 @@ class Membership:
                     raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")
                 if term is not None:  # an emptied Redis has lost its fences too, so it confirms nothing
                     self.serving.confirm(redis_at=asked_at)
-                    self._adopt_redis_term(int(term))
+                    if self._terms.found_in_redis(int(term)):
+                        self.resync()
+                        self.report()
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _follow(self) -> None:
@@ -267,7 +267,7 @@ class Membership:
             try:
                 await race(self._read_feed(), self._resync.wait())
             except (FencedError, NotFoundError) as error:
-                if await self._from_current_leader(error):
+                if await self._terms.is_current(error):
                     raise _as_fenced(error) from error
             except (PsError, TimeoutError, ValueError) as error:
                 log.info("the feed of %s ended: %s", self.link.url, error or type(error).__name__)
@@ -280,7 +280,7 @@ class Membership:
                 self.followed.set()
 
     def _take(self, document: Mapping[str, Any]) -> None:
-        self._check_term(document)
+        self._terms.check(document)
         self._directory.update(document)
         kind = document["type"]
         feed = self._runtime.feed
@@ -305,52 +305,7 @@ class Membership:
             self._telemetry.forget(name)
             feed(ModelGone(ModelKey(name, int(document["generation"]))))
 
-    # -- leader terms
-
-    def _check_term(self, document: Mapping[str, Any]) -> None:
-        """Adopt the leader term of a document; if it is stale, switch to the next scheduler and raise Unavailable.
-
-        A deposed leader that has not noticed may name other owners; obeying it would discard partitions in memory.
-        """
-        url, term = str(document[SOURCE_URL]), int(document.get("term", self._term))
-        if term < self._term:
-            self.link.switch_from(url)
-            raise problem("no_leader", f"{url} is at leader term {term}; the current term is {self._term}")
-        self._term = term
-        self._last_leader = (url, term)
-
-    async def _accept_term(self, document: Mapping[str, Any]) -> None:
-        """Like `_check_term`, but accept a lower term if Redis has no higher one: the whole cluster started anew."""
-        term = int(document.get("term", self._term))
-        if term < self._term:
-            try:
-                newest = await self._redis.get(TERM_KEY)
-            except (RedisError, OSError):
-                newest = None
-            stop_if_cancelled()
-            if newest is not None and int(newest) <= term:
-                self._term = term
-        self._check_term(document)
-
-    async def _from_current_leader(self, refusal: PsError) -> bool:
-        """Return whether a refusal of this membership comes from a leader of the current term; log it if not."""
-        try:
-            await self._accept_term(refusal.members)
-        except PsError as error:
-            log.warning("ignoring refusal from a stale leader: %s (%s)", refusal, error)
-            return False
-        return True
-
-    def _adopt_redis_term(self, term: int) -> None:
-        """Adopt a newer term found in Redis, and leave the scheduler in use if it last announced an older one."""
-        if term <= self._term:
-            return
-        self._term = term
-        if self._last_leader[0] == self.link.url:
-            log.info("%s is no longer the leader; term %d has begun", self.link.url, term)
-            self.link.switch_from(self.link.url)
-            self.resync()
-            self._kick.set()
+    # -- used by `Stopping`
 
     def cuts(self) -> dict[ModelKey, int | None]:
         """Return the clock of each model's newest cut that all its owners have stored."""
