@@ -7,7 +7,6 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
+from tests.golden.stored import generate
 from zlib_ng import zlib_ng
 
 from paramserver.core.layout import Layout
@@ -388,11 +388,6 @@ async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis
 
 async def test_what_is_written_today_is_what_the_golden_file_says(redis: Redis, redis_url: str) -> None:
     """Storing the golden partition gives the bytes of the golden file: a change needs a new format number."""
-    found = spec_from_file_location("generate", GOLDEN / "generate.py")
-    assert found is not None
-    assert found.loader is not None
-    generate = module_from_spec(found)
-    found.loader.exec_module(generate)
     assert await generate.write(redis_url) == json.loads((GOLDEN / "1.1.json").read_text())
 
 

@@ -1,6 +1,5 @@
 """Codecs: their bytes, their error feedback, what is refused, and that kernels read encoded gradients alike."""
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.golden.codecs import generate
 
 from paramserver import kernels
 from paramserver.client.encoding import Draft, Encoded, Feedback, codec_of, draft_for, ready
@@ -33,18 +33,6 @@ from paramserver.types import F32, AnyArray
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "codecs"
 PER_PARTITION = ("int8", "topk:0.05", "topk:0.5")
-
-
-def _generator() -> Any:
-    spec = importlib.util.spec_from_file_location("golden_codecs", GOLDEN / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-generate: Any = _generator()
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.golden.optimizers import generate
 
 from paramserver import kernels
 from paramserver.core.optimizer_spec import OptimizerSpec
@@ -15,18 +16,6 @@ from paramserver.core.spec import ModelSpec
 from paramserver.types import F32, AnyArray
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "optimizers"
-
-
-def _generator() -> Any:
-    spec = importlib.util.spec_from_file_location("golden_optimizers", GOLDEN / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-generate: Any = _generator()
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="live comparison: pip install torch==2.13.0"
 )
