@@ -5,10 +5,11 @@ shard returns the same tag, and it stays the same until one of these partitions 
 """
 
 import ast
-import struct
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -175,10 +176,10 @@ def etag(known: KnownModel, parts: Sequence[GotPart]) -> str:
 
 def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
     """Build the header of a .npy file, format 1.0, in C order."""
-    text = repr({"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape}).encode()
-    size = len(_MAGIC) + 4 + len(text) + 1
-    padded = text + b" " * (-size % 64) + b"\n"
-    return _MAGIC + b"\x01\x00" + struct.pack("<H", len(padded)) + padded
+    file = io.BytesIO()
+    descr = np.dtype(dtype).newbyteorder("<").str
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    return file.getvalue()
 
 
 def read_npy(body: bytes | memoryview) -> AnyArray:
@@ -203,10 +204,7 @@ def read_npy(body: bytes | memoryview) -> AnyArray:
     if not isinstance(descr, str) or descr not in _DTYPES:
         raise problem("invalid_dtype", f"dtype {descr!r:.20} is not one of {', '.join(_DTYPES)}")
     dtype, data = np.dtype(descr), view[start + size :]
-    count = 1
-    for n in shape:
-        count *= n
-    if count * dtype.itemsize != len(data):
+    if prod(shape) * dtype.itemsize != len(data):
         raise problem("malformed", f"the .npy file holds {len(data)} bytes of values, which does not match its shape")
     return np.frombuffer(data, dtype).reshape(shape)
 
