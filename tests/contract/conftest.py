@@ -1,11 +1,23 @@
-"""One real cluster for all tests of the REST contract, reached through a scheduler or a shard, in JSON or msgpack."""
+"""A Redis for each module that wants one, and one cluster for all tests of the REST contract.
+
+The cluster is reached through a scheduler or a shard, in JSON or msgpack.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
+from paramserver_node import redis_server
+
 from .processes import Nodes, nodes
 from .rest import Face
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis server for the whole module."""
+    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

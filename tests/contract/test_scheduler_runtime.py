@@ -4,7 +4,7 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,6 @@ from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.store import StateStore
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real Redis for the whole module."""
-    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
-        yield url
 
 
 @pytest.fixture(autouse=True)

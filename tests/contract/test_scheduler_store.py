@@ -30,13 +30,6 @@ KEY = PartitionKey(ModelKey("m", 1), 0)
 HOUR_MS = 3_600_000
 
 
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real Redis for the whole module."""
-    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
 @pytest.fixture
 def plain(redis_url: str) -> Iterator[Redis]:
     """A synchronous client of an empty Redis."""

@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,14 +33,6 @@ TOKEN = (1 << 32) | 5
 
 Stream = list[tuple[bytes, dict[bytes, bytes]]]
 """A journal as Redis returns it: (entry id, fields)."""
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis server for this module."""
-    folder: Path = tmp_path_factory.mktemp("redis")
-    with redis_server.running(folder) as url:
-        yield url
 
 
 @pytest_asyncio.fixture

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,6 @@ from paramserver.errors import CorruptState, Unavailable
 from paramserver.types import ModelKey, PartitionKey, PushId, make_token
 from paramserver.wire.tensor import slice_crc
 from paramserver_node import redis as node_redis
-from paramserver_node import redis_server
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory
 from paramserver_shard.journal import Journal
@@ -55,13 +54,6 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)
 GOLDEN = Path(__file__).parents[1] / "golden" / "stored"
 TOKEN = make_token(1, 5)
 SIZE = 40
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis server for this module."""
-    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
-        yield url
 
 
 @pytest_asyncio.fixture

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from paramserver.errors import CorruptState
 from paramserver.limits import MIB
 from paramserver.types import F32, ModelKey, PartitionKey
 from paramserver_node import redis as node_redis
-from paramserver_node import redis_server
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.store import SaveResult, SnapshotStore, Stored
@@ -23,14 +21,6 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio]
 
 KEY = PartitionKey(ModelKey("m", 3), 7)
 TOKEN = (1 << 32) | 5
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis server for this module."""
-    folder: Path = tmp_path_factory.mktemp("redis")
-    with redis_server.running(folder) as url:
-        yield url
 
 
 @pytest_asyncio.fixture

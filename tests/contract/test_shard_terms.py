@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -91,12 +91,6 @@ async def until(what: Callable[[], Any]) -> None:
     async with asyncio.timeout(WITHIN_S):
         while not what():
             await asyncio.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
-        yield url
 
 
 @asynccontextmanager
