@@ -8,7 +8,7 @@ have been applied at any time after it began, or not at all.
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -118,17 +118,11 @@ def torn(history: History) -> list[str]:
 
 def went_back(history: History) -> list[str]:
     """Pulls that show a lower version than an earlier pull of the same incarnation."""
-    out = []
-    for seen in _by(history.seen, lambda s: (s.partition, s.incarnation)).values():
-        ended = sorted(seen, key=lambda s: s.end)
-        highest, i = -1, 0
-        for s in sorted(seen, key=lambda s: s.start):
-            while i < len(ended) and ended[i].end <= s.start:
-                highest = max(highest, ended[i].version)
-                i += 1
-            if s.version < highest:
-                out.append(f"{_where(s)}: version {highest} had been seen before")
-    return out
+    return [
+        f"{_where(s)}: version {highest} had been seen before"
+        for seen in _by(history.seen, lambda s: (s.partition, s.incarnation)).values()
+        for s, highest in _decreases(seen, lambda s: s.version)
+    ]
 
 
 def stale(history: History) -> list[str]:
@@ -136,17 +130,23 @@ def stale(history: History) -> list[str]:
 
     Not part of the verdict: a shard that is cut off may do so for a bounded time.
     """
-    out = []
-    for seen in _by(history.seen, lambda s: s.partition).values():
-        ended = sorted(seen, key=lambda s: s.end)
-        highest, i = -1, 0
-        for s in sorted(seen, key=lambda s: s.start):
-            while i < len(ended) and ended[i].end <= s.start:
-                highest = max(highest, ended[i].incarnation)
-                i += 1
-            if s.incarnation < highest:
-                out.append(f"{_where(s)}: incarnation {highest} had been seen before")
-    return out
+    return [
+        f"{_where(s)}: incarnation {highest} had been seen before"
+        for seen in _by(history.seen, lambda s: s.partition).values()
+        for s, highest in _decreases(seen, lambda s: s.incarnation)
+    ]
+
+
+def _decreases(seen: Sequence[Seen], number: Callable[[Seen], int]) -> Iterator[tuple[Seen, int]]:
+    """Yield each pull that began after others had ended with a higher number, and the highest of these."""
+    ended = sorted(seen, key=lambda s: s.end)
+    highest, i = -1, 0
+    for s in sorted(seen, key=lambda s: s.start):
+        while i < len(ended) and ended[i].end <= s.start:
+            highest = max(highest, number(ended[i]))
+            i += 1
+        if number(s) < highest:
+            yield s, highest
 
 
 def apart(history: History) -> list[str]:

@@ -13,7 +13,6 @@ import argparse
 import gc
 import os
 import platform
-import re
 import statistics
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+from benchmarks.tables import write
 
 import paramserver as ps
 from paramserver.core.window import PushMemory
@@ -168,23 +168,13 @@ def machine() -> str:
     return f"{cores}, Python {platform.python_version()}, everything on one machine"
 
 
-def write(name: str, text: str, file: Path = PROMISES) -> None:
-    """Put a table between its marks in the document; raises ValueError if it has no such marks."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    document = file.read_text()
-    if begin not in document or end not in document:
-        raise ValueError(f"{file} has no place for '{name}'")
-    pattern = re.escape(begin) + r".*?" + re.escape(end)
-    file.write_text(re.sub(pattern, lambda _: f"{begin}\n{text}\n{end}", document, flags=re.DOTALL))
-
-
 def shown(name: str, figures: dict[str, Callable[[Path], str]], command: str, *, into_docs: bool) -> None:
     """Measure and print one figure; `into_docs`: also write it to docs/promises.md."""
     with tempfile.TemporaryDirectory(prefix="paramserver-") as folder:
         text = f"{figures[name](Path(folder))}\n\n`{command}`, {machine()}."
     print(f"{name}\n\n{text}\n", flush=True)
     if into_docs:
-        write(name, text)
+        write(name, text, PROMISES)
 
 
 def arguments(names: Sequence[str]) -> Iterator[tuple[str, bool]]:
