@@ -19,7 +19,7 @@ from paramserver.errors import PsError
 from paramserver.limits import JOURNAL_GROUP_BYTES
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_node.redis import stop_if_cancelled
+from paramserver_node.redis import stop_if_cancelled, trouble
 from paramserver_shard.journal import Batch, Journal, Verdict
 from paramserver_shard.telemetry import JOURNAL_S, JOURNALED
 
@@ -230,7 +230,7 @@ class _Lane:
             self._record_success()
 
     def _record_failure(self, error: Exception) -> None:
-        self._reason = f"Redis does not answer: {error}" if not isinstance(error, PsError) else str(error)
+        self._reason = str(error) if isinstance(error, PsError) else trouble(error)
         self._writer.set_lane_state(self._fsync, self._reason)
 
     def _record_success(self) -> None:

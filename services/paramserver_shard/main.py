@@ -198,7 +198,7 @@ async def expect_state(url: str) -> None:
                 found = await redis.exists(node_redis.TERM_KEY)
                 break
             except (RedisError, OSError) as error:
-                log.warning("Redis does not answer: %s", error)
+                log.warning("%s", node_redis.trouble(error))
                 await asyncio.sleep(RETRY_S)
     finally:
         await redis.aclose()
