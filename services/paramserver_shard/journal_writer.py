@@ -185,7 +185,11 @@ class _Lane:
             self._writer.emit(JournalRefused(batch.key, batch.token))
         else:
             if verdict == Verdict.EMPTIED and ownership not in self._retry_at:
-                log.warning("partition %s: Redis lost its owner token; its journal waits for a new one", batch.key)
+                log.warning(
+                    "partition %s: its journal is not written: Redis has no owner token of it, because its model was "
+                    "deleted or Redis was emptied",
+                    batch.key,
+                )
             self._retry_at[ownership] = now + RETRY_S
             if verdict == Verdict.GAP:
                 log.error("partition %s: Redis lost part of its journal; storing a snapshot instead", batch.key)

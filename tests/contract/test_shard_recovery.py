@@ -27,6 +27,7 @@ from paramserver.core.shard_io import (
     CommitDecided,
     LoadedState,
     LoadPartition,
+    ModelGone,
     ModelView,
     PushPart,
     PushReceived,
@@ -204,6 +205,23 @@ async def test_snapshots_and_journal_give_the_same_bytes(redis: Redis) -> None:
             await shard.snapshot()
             await shard.push(5)
         assert loaded.version == 13
+
+
+async def test_a_model_that_was_deleted_during_a_snapshot_leaves_no_complaint(redis: Redis) -> None:
+    """A shard is degraded by a partition that it cannot store only while it owns it, whatever others are stored."""
+    async with running(redis) as shard:
+        await shard.push(1)
+        await redis.delete(f"{{{shard.key}}}:token")  # the leader deletes it before the shard hears of it
+        (p,) = shard.runtime.core.models["m"].partitions.values()
+        shard.runtime.core.plan.urgent(p)
+        shard.runtime.feed(Tick())
+        async with asyncio.timeout(20):
+            while not shard.runtime.degraded:
+                await asyncio.sleep(0.005)
+        assert shard.runtime.degraded == "Redis was emptied"
+
+        shard.runtime.feed(ModelGone(shard.key.model))
+        assert shard.runtime.degraded == ""
 
 
 async def test_the_older_snapshot_and_the_journal_lose_nothing(redis: Redis) -> None:
