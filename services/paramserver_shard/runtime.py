@@ -53,7 +53,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_node.redis import trouble
+from paramserver_node.redis import AWAY, trouble
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, exceeds_cache, shares, take_outputs, task_elements
 from paramserver_shard.directory import Directory
@@ -333,7 +333,10 @@ class Runtime:
             log.error("partition %s cannot be snapshotted: %s", key, error)
             self._snapshot_errors[key, token] = str(error)
         except (RedisError, OSError) as error:
-            self.redis_failed(error)
+            if isinstance(error, AWAY):
+                self.redis_failed(error)
+            else:
+                self._snapshot_refused(key, token, trouble(error))
         else:
             if saved is SaveResult.EMPTIED:
                 self._snapshot_errors[key, token] = "Redis was emptied"
@@ -345,6 +348,13 @@ class Runtime:
             crash_point("shard.release_stored")
         done = SnapshotStored if saved is SaveResult.STORED else SnapshotFailed
         self.feed(done(key, token, version, effect.urgent))
+
+    def _snapshot_refused(self, key: PartitionKey, token: Token, why: str) -> None:
+        """Note that Redis refuses a snapshot, as when it is full; it answers what only reads nevertheless."""
+        if not self.degraded:
+            log.warning("writes are not durable for now: %s", why)
+        self._snapshot_errors[key, token] = why
+        self.writer.note_failure(why)
 
     def redis_failed(self, error: Exception) -> None:
         """Note that Redis did not answer a request, or refused it: nothing counts as durable for now."""
