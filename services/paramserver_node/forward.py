@@ -1,5 +1,6 @@
 """Forwarding of requests to another node, streamed both ways: clients need to reach only one address."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import timedelta
@@ -33,6 +34,8 @@ SILENCE_S: Final = 75.0
 """Read timeout towards the other node; long polls take up to 60 s."""
 _CHUNK_BYTES_MAX: Final = 1 << 20
 _PUSHES: Final = ("/push", "/pushpull")
+_ENDLESS: Final = ("text/event-stream", "application/x-ndjson")
+"""Media types of answers that go on until one side ends them."""
 
 _HOP_BY_HOP: Final = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
@@ -46,10 +49,12 @@ class Forwarder:
     """A pool of connections to other nodes; close it with `aclose()`.
 
     A client's token and cookies are not forwarded: the other node gets this node's token, and the client's role.
+    Once `stop` is set, streams end, and requests that wait for an answer and change nothing are refused.
     """
 
-    def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
+    def __init__(self, credentials: Credentials = NO_CREDENTIALS, *, stop: asyncio.Event | None = None) -> None:
         self._credentials = credentials
+        self._stop = stop or asyncio.Event()
         self._client = (
             trusting(ClientBuilder(), credentials)
             .http1_only()
@@ -113,7 +118,12 @@ class Forwarder:
             except (BuilderError, ValueError) as e:
                 raise problem("malformed", f"the request cannot be forwarded: {e}") from None
             try:
-                return _Answer(stream, await stream.__aenter__())
+                if changes_something(request.scope):
+                    return _Answer(stream, await stream.__aenter__(), self._stop)
+                opened = await race(_opened(stream), self._stop.wait())
+                if opened is None:
+                    raise problem(code, "this node is stopping")
+                return _Answer(stream, opened[0], self._stop)
             except ClientDisconnect:
                 raise problem("malformed", "the body was cut off") from None
             except PyreqwestError as e:
@@ -167,10 +177,14 @@ class _Body:
 
 
 class _Answer(Response):
-    """Another node's response, passed on piece by piece as it arrives; abandoned if the client disconnects."""
+    """Another node's response, passed on piece by piece as it arrives; abandoned if the client disconnects.
 
-    def __init__(self, stream: StreamRequest, upstream: Upstream) -> None:
+    A stream of events or documents has no end of its own, so it ends when `stop` is set.
+    """
+
+    def __init__(self, stream: StreamRequest, upstream: Upstream, stop: asyncio.Event) -> None:
         self._stream, self._upstream = stream, upstream
+        self._stop = stop if upstream.headers.get("content-type", "").split(";")[0] in _ENDLESS else None
         self.status_code = upstream.status
         self.background = None
         self.body = b""
@@ -184,13 +198,23 @@ class _Answer(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if self._stop is None:
+            await self._pump_body(send)
+        else:
+            await race(self._pump_body(send), self._stop.wait())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pump_body(self, send: Send) -> None:
         reader = self._upstream.body_reader
         while (chunk := await reader.read_chunk()) is not None:
             view = memoryview(chunk)
             for at in range(0, len(view), _CHUNK_BYTES_MAX):
                 piece = bytes(view[at : at + _CHUNK_BYTES_MAX])
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _opened(stream: StreamRequest) -> Upstream:
+    return await stream.__aenter__()
 
 
 def _text(value: bytes) -> str:

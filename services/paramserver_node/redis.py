@@ -69,7 +69,7 @@ async def transfer_timeout(size_bytes: int) -> AsyncIterator[None]:
 
 def trouble(error: BaseException) -> str:
     """Describe an error of Redis: it does not answer, or refuses, because it is full or for another reason."""
-    return f"Redis {'does not answer' if isinstance(error, AWAY) else 'refuses'}: {error or type(error).__name__}"
+    return f"Redis {'does not answer' if isinstance(error, AWAY) else 'refuses'}: {str(error) or type(error).__name__}"
 
 
 @contextmanager

@@ -97,7 +97,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     peers = PeerSchedulers(lease, credentials(settings))
     leadership = Leadership(lease, runtime.redis_answers, runtime.redis_data_lost, peers.newer_leader_exists)
     runtime.confirm = leadership.confirm
-    shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings))
+    shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings), stop=stop)
     remote = RemoteCheckpoints(lease, checkpoints, credentials(settings))
     try:
         async with asyncio.TaskGroup() as group:
@@ -170,7 +170,7 @@ async def serve(settings: SchedulerSettings) -> None:
     http = make_app()
     http.state.checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
     redis = connect(settings.redis, timeout_s=2.0)
-    lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings))
+    lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings), stop=stop)
     freeze_gc()
     try:
         async with asyncio.TaskGroup() as group:

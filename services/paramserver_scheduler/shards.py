@@ -124,7 +124,7 @@ async def _each(count: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
 def _as_problem(error: Exception) -> PsError:
     if isinstance(error, PsError) and not isinstance(error, StaleMapError):
         return error
-    return problem("unavailable", f"a shard does not answer: {error or type(error).__name__}")
+    return problem("unavailable", f"a shard does not answer: {str(error) or type(error).__name__}")
 
 
 async def _chunks(prefix: bytes, arrays: Sequence[AnyArray]) -> AsyncIterator[bytes]:

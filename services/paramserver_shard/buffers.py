@@ -84,7 +84,10 @@ class BufferPool:
             return np.empty(size_bytes, np.uint8)
         rotation = [] if after is None else self._rotation_of(after)
         size, shared = self._size(size_bytes), shared and self._folder is not None
-        memory = self._free_one(size, shared, rotation) or self._make(size, shared)
+        memory = self._free_one(size, shared, rotation)
+        if memory is None and shared:
+            memory = self._make_shared(size) or self._free_one(size, False, rotation)
+        memory = memory or self._make_private(size)
         return self._lend(memory, rotation)[:size_bytes]
 
     def take(self, count: int, *, shared: bool = False, after: AnyArray | None = None) -> F32:
@@ -186,16 +189,19 @@ class BufferPool:
     def _is_free(self, memory: _Memory) -> bool:
         return memory.address in self._free.get((memory.size, memory.file is not None), ())
 
-    def _make(self, size: int, shared: bool) -> _Memory:
-        if shared:
-            assert self._folder is not None
-            try:
-                file, memory = self._folder.allocate(size)
-                return _Memory(np.frombuffer(memory, np.uint8), file)
-            except OSError as error:
-                if not self._full_logged:
-                    self._full_logged = True
-                    log.warning("clients on this machine use HTTP for what does not fit into shared memory: %s", error)
+    def _make_shared(self, size: int) -> _Memory | None:
+        """Make memory in the folder; None if it is full, which is logged once."""
+        assert self._folder is not None
+        try:
+            file, memory = self._folder.allocate(size)
+        except OSError as error:
+            if not self._full_logged:
+                self._full_logged = True
+                log.warning("clients on this machine use HTTP for what does not fit into shared memory: %s", error)
+            return None
+        return _Memory(np.frombuffer(memory, np.uint8), file)
+
+    def _make_private(self, size: int) -> _Memory:
         memory = mmap.mmap(-1, size)
         if size >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)

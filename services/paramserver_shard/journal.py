@@ -205,7 +205,7 @@ def decode(key: PartitionKey, lsn: int, fields: dict[bytes, bytes]) -> JournalEn
         stored, checksum, head = msgpack.unpackb(fields[b"h"])
         data = fields[b"d"]
     except (KeyError, TypeError, ValueError, msgpack.UnpackException) as e:
-        raise _damaged(key, f"entry {lsn} is damaged ({e or type(e).__name__})") from None
+        raise _damaged(key, f"entry {lsn} is damaged ({str(e) or type(e).__name__})") from None
     if stored != FORMAT:
         raise _damaged(key, f"entry {lsn} has format {stored!r:.20}, this version reads {FORMAT}")
     if not isinstance(head, bytes) or zlib_ng.crc32(data, zlib_ng.crc32(head)) != checksum:

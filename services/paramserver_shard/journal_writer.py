@@ -19,7 +19,7 @@ from paramserver.errors import PsError
 from paramserver.limits import JOURNAL_GROUP_BYTES
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_node.redis import stop_if_cancelled
+from paramserver_node.redis import stop_if_cancelled, trouble
 from paramserver_shard.journal import Batch, Journal, Verdict
 from paramserver_shard.telemetry import JOURNAL_S, JOURNALED
 
@@ -185,7 +185,11 @@ class _Lane:
             self._writer.emit(JournalRefused(batch.key, batch.token))
         else:
             if verdict == Verdict.EMPTIED and ownership not in self._retry_at:
-                log.warning("partition %s: Redis lost its owner token; its journal waits for a new one", batch.key)
+                log.warning(
+                    "partition %s: its journal is not written: Redis has no owner token of it, because its model was "
+                    "deleted or Redis was emptied",
+                    batch.key,
+                )
             self._retry_at[ownership] = now + RETRY_S
             if verdict == Verdict.GAP:
                 log.error("partition %s: Redis lost part of its journal; storing a snapshot instead", batch.key)
@@ -230,7 +234,7 @@ class _Lane:
             self._record_success()
 
     def _record_failure(self, error: Exception) -> None:
-        self._reason = f"Redis does not answer: {error}" if not isinstance(error, PsError) else str(error)
+        self._reason = str(error) if isinstance(error, PsError) else trouble(error)
         self._writer.set_lane_state(self._fsync, self._reason)
 
     def _record_success(self) -> None:

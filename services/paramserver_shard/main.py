@@ -142,8 +142,16 @@ class Shard:
         await self.bulk_redis.aclose()
 
 
-def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access | LocalOnly | None = None) -> Shard:
-    """Build a shard from its settings; `group` owns its tasks. Nothing is connected yet."""
+def assemble(
+    settings: ShardSettings,
+    group: asyncio.TaskGroup,
+    access: Access | LocalOnly | None = None,
+    stop: asyncio.Event | None = None,
+) -> Shard:
+    """Build a shard from its settings; `group` owns its tasks. Nothing is connected yet.
+
+    `stop` is set when its server is to stop.
+    """
     shown = credentials(settings)
     clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
@@ -171,7 +179,7 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     names = NameService(models, exchange)
     frames = FrameService(directory, models, runtime, exchange, clocks, lending)
     arrays = ArrayService(models, exchange, names, link)
-    reader, forwarder = FrameReader(pool), Forwarder(shown)
+    reader, forwarder = FrameReader(pool), Forwarder(shown, stop=stop)
     services = Services(membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, access)
     return Shard(services, redis, bulk_redis, folder, lending)
 
@@ -198,7 +206,7 @@ async def expect_state(url: str) -> None:
                 found = await redis.exists(node_redis.TERM_KEY)
                 break
             except (RedisError, OSError) as error:
-                log.warning("Redis does not answer: %s", error)
+                log.warning("%s", node_redis.trouble(error))
                 await asyncio.sleep(RETRY_S)
     finally:
         await redis.aclose()
@@ -218,7 +226,7 @@ async def serve(settings: ShardSettings) -> None:
     asked, stop = asyncio.Event(), asyncio.Event()
     stop_on_signals(asked)
     async with asyncio.TaskGroup() as group:
-        shard = assemble(settings, group, access)
+        shard = assemble(settings, group, access, stop)
         membership, runtime = shard.services.membership, shard.services.runtime
         try:
             app = make_app(shard.services)

@@ -270,7 +270,7 @@ class Membership:
                 if await self._terms.is_current(error):
                     raise _as_fenced(error) from error
             except (PsError, TimeoutError, ValueError) as error:
-                log.info("the feed of %s ended: %s", self.link.url, error or type(error).__name__)
+                log.info("the feed of %s ended: %s", self.link.url, str(error) or type(error).__name__)
             await asyncio.sleep(RETRY_S)
 
     async def _read_feed(self) -> None:

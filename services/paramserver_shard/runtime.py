@@ -53,7 +53,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_node.redis import trouble
+from paramserver_node.redis import AWAY, trouble
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, exceeds_cache, shares, take_outputs, task_elements
 from paramserver_shard.directory import Directory
@@ -84,6 +84,14 @@ class Peers(Protocol):
         """Ask about a worker; if the scheduler fails to answer, the result carries the error."""
 
 
+_WHY: Final = {
+    SaveResult.EMPTIED: "Redis has no owner token of it, because its model was deleted or Redis was emptied",
+    SaveResult.FENCED: "another shard owns it now",
+    SaveResult.BLOCKS_GONE: "Redis lost a part while it was written",
+}
+"""Why a snapshot that Redis answered is not stored."""
+
+
 class Runtime:
     """Runs one shard's core."""
 
@@ -104,7 +112,8 @@ class Runtime:
         """Called with values that pulls no longer return, before any reply announces their successors."""
         self.lost: dict[PartitionKey, Token] = {}
         """Owned partitions with uploaded or file values that were never stored, with their owner tokens."""
-        self._snapshot_error = ""
+        self._snapshot_errors: dict[tuple[PartitionKey, Token], str] = {}
+        """Why the newest snapshot of a partition is not stored, by ownership."""
         self._redis_error = ""
         self._redis_run_id = ""
         self._directory = directory
@@ -129,7 +138,9 @@ class Runtime:
     @property
     def degraded(self) -> str:
         """Reason why writes cannot be made durable now; empty when they can."""
-        return self._redis_error or self._snapshot_error
+        for ownership in [o for o in self._snapshot_errors if not self.core.owns(*o)]:
+            del self._snapshot_errors[ownership]
+        return self._redis_error or next(iter(self._snapshot_errors.values()), "")
 
     # -- requests and events
 
@@ -316,17 +327,30 @@ class Runtime:
             )
         except PsError as error:
             log.error("partition %s cannot be snapshotted: %s", key, error)
-            self._snapshot_error = str(error)
+            self._snapshot_errors[key, token] = str(error)
         except (RedisError, OSError) as error:
-            self.redis_failed(error)
+            if isinstance(error, AWAY):
+                self.redis_failed(error)
+            else:
+                self._snapshot_refused(key, token, trouble(error))
         else:
-            self._snapshot_error = "Redis was emptied" if saved == SaveResult.EMPTIED else ""
+            if saved is SaveResult.EMPTIED:
+                self._snapshot_errors[key, token] = "Redis was emptied"
+            else:
+                self._snapshot_errors.pop((key, token), None)
             if saved is not SaveResult.STORED:
-                log.warning("partition %s: snapshot of version %d: %s", key, version, saved.name.lower())
+                log.warning("partition %s: its snapshot of version %d is not stored: %s", key, version, _WHY[saved])
         if effect.urgent:
             crash_point("shard.release_stored")
         done = SnapshotStored if saved is SaveResult.STORED else SnapshotFailed
         self.feed(done(key, token, version, effect.urgent))
+
+    def _snapshot_refused(self, key: PartitionKey, token: Token, why: str) -> None:
+        """Note that Redis refuses a snapshot, as when it is full; it answers what only reads nevertheless."""
+        if not self.degraded:
+            log.warning("writes are not durable for now: %s", why)
+        self._snapshot_errors[key, token] = why
+        self.writer.note_failure(why)
 
     def redis_failed(self, error: Exception) -> None:
         """Note that Redis did not answer a request, or refused it: nothing counts as durable for now."""

@@ -27,6 +27,7 @@ from paramserver.core.shard_io import (
     CommitDecided,
     LoadedState,
     LoadPartition,
+    ModelGone,
     ModelView,
     PushPart,
     PushReceived,
@@ -133,6 +134,15 @@ class Shard:
             while int(await self.redis.get(key) or -1) != p.version:
                 await asyncio.sleep(0.005)
 
+    async def refused_snapshot(self) -> None:
+        """Try to store a snapshot, which Redis refuses."""
+        (p,) = self.runtime.core.models["m"].partitions.values()
+        self.runtime.core.plan.urgent(p)
+        self.runtime.feed(Tick())
+        async with asyncio.timeout(20):
+            while not self.runtime.degraded:
+                await asyncio.sleep(0.005)
+
     async def commit(self, t: int, *, cut: bool = False) -> None:
         """Apply commit `t`, which changes no values, and store a snapshot."""
         self.runtime.feed(CommitDecided(self.key.model, 0, t, (), 0, 1, cut))
@@ -196,6 +206,34 @@ async def test_snapshots_and_journal_give_the_same_bytes(redis: Redis) -> None:
             await shard.snapshot()
             await shard.push(5)
         assert loaded.version == 13
+
+
+async def test_a_model_that_was_deleted_during_a_snapshot_leaves_no_complaint(redis: Redis) -> None:
+    """A shard is degraded by a partition that it cannot store only while it owns it, whatever others are stored."""
+    async with running(redis) as shard:
+        await shard.push(1)
+        await redis.delete(f"{{{shard.key}}}:token")  # the leader deletes it before the shard hears of it
+        await shard.refused_snapshot()
+        assert shard.runtime.degraded == "Redis was emptied"
+
+        shard.runtime.feed(ModelGone(shard.key.model))
+        assert shard.runtime.degraded == ""
+
+
+async def test_a_shard_is_degraded_until_redis_is_no_longer_full(redis: Redis) -> None:
+    """A full Redis answers what only reads; the shard is degraded nevertheless, until it has stored the snapshot."""
+    async with running(redis, ack="applied") as shard:
+        await shard.push(1)
+        await redis.config_set("maxmemory", 1)
+        try:
+            await shard.refused_snapshot()
+            shard.runtime.redis_answered("its run id")
+            assert shard.runtime.degraded.startswith("Redis refuses: ")
+        finally:
+            await redis.config_set("maxmemory", 0)
+
+        await shard.snapshot()
+        assert shard.runtime.degraded == ""
 
 
 async def test_the_older_snapshot_and_the_journal_lose_nothing(redis: Redis) -> None:

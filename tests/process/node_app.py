@@ -102,7 +102,7 @@ async def main(port: int, upstreams: list[str]) -> None:
     stop_on_signals(stop)
     app = FastAPI(redirect_slashes=False)
     problems.install(app)
-    forwarder = Forwarder()
+    forwarder = Forwarder(stop=stop)
     if upstreams:
         handing_on(app, forwarder, upstreams)
     else:

@@ -103,6 +103,24 @@ def test_an_endless_answer_does_not_keep_the_process() -> None:
     assert "stopped in order" in out.splitlines()
 
 
+def test_a_node_that_stops_ends_what_it_only_passes_on(upstream: Node) -> None:
+    """After SIGTERM a node ends the streams and the long polls that another node answers, and then exits at once."""
+    answers: list[httpx.Response] = []
+    with node(upstream.url) as front, front.http.stream("GET", "/events") as events:
+        pieces = events.iter_raw()
+        next(pieces)
+        before = upstream.http.get("/begun").json()
+        asking = threading.Thread(target=lambda: answers.append(front.http.get("/slow?seconds=15")))
+        asking.start()
+        eventually(lambda: upstream.http.get("/begun").json() == before + 1)
+        code, out = front.stop()
+        assert set(pieces) <= {b"data: tick\n\n"}  # the stream ends like any other
+        asking.join()
+
+    assert [(a.status_code, a.json()["code"]) for a in answers] == [(503, "no_leader")]
+    assert (code, out.splitlines()) == (0, ["stopped in order"])
+
+
 def test_a_taken_port_is_an_error() -> None:
     """A second node on a port in use exits with an error, and the first one keeps serving."""
     with node() as running:

@@ -235,6 +235,22 @@ def test_a_push_that_was_accepted_but_is_not_yet_kept_is_in_doubt(shards: Shards
         drive(transfer.push(cluster, "m", Deadline.after(3, now), grads(), terms()), not_kept, now)
 
 
+def test_a_push_in_doubt_never_says_to_send_it_again(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """The error of a push in doubt does not repeat the advice of a later attempt that certainly changed nothing."""
+    harmless = problem("storage_unavailable", "Redis refuses", hint="nothing was changed; send it again")
+    outcomes: list[Outcome] = [problem("in_doubt", "the connection broke")]
+
+    with pytest.raises(InDoubt, match="no answer in time: Redis refuses") as e:
+        drive(
+            transfer.push(cluster, "m", Deadline.after(3, now), grads(), terms()),
+            lambda r: shards(r) if r.path != "/push" else outcomes.pop() if outcomes else harmless,
+            now,
+        )
+
+    assert "again" not in e.value.hint
+    assert "an earlier attempt may have been done" in e.value.hint
+
+
 def asked_for(call: str, cluster: Cluster, deadline: Deadline) -> Any:
     """Return one of the calls other than push and pull."""
     match call:

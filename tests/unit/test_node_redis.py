@@ -40,6 +40,15 @@ def test_a_redis_that_refuses_is_storage_unavailable(error: RedisError) -> None:
     assert caught.value.code == "storage_unavailable"
 
 
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(TimeoutError(), "does not answer: TimeoutError"), (OutOfMemoryError("maxmemory"), "refuses: maxmemory")],
+)
+def test_the_trouble_of_redis_has_words(error: Exception, text: str) -> None:
+    """An error without a text of its own, such as a timeout, is told by its name; the sentence ended at the colon."""
+    assert node_redis.trouble(error) == f"Redis {text}"
+
+
 def test_no_port_is_given_twice() -> None:
     """`free_port` never returns a port twice, so that two servers about to start do not share one."""
     ports = [redis_server.free_port() for _ in range(1000)]

@@ -295,6 +295,27 @@ def test_a_full_folder_gives_private_memory(tmp_path: Path) -> None:
     folder.close()
 
 
+def test_private_memory_for_what_a_full_folder_cannot_hold_is_reused(tmp_path: Path) -> None:
+    """Versions that do not fit into the folder take turns in the same private memory, and use the folder once they can.
+
+    They took new memory each time, which the pool then kept.
+    """
+    small = SharedFolder.open(str(tmp_path), "shard-0", 4 * COUNT)
+    assert small is not None
+    pool = BufferPool(folder=small)
+    in_folder = pool.take(COUNT, shared=True)
+    values, addresses = pool.take(COUNT, shared=True), set[int]()
+    for _ in range(20):
+        values = pool.take(COUNT, shared=True, after=values)
+        addresses.add(values.ctypes.data)
+    assert len(addresses) == 2
+    assert pool.kept_bytes + pool.lent_bytes == 3 * 4 * COUNT
+
+    del in_folder
+    assert pool.file_of(pool.take(COUNT, shared=True, after=values)) is not None
+    small.close()
+
+
 @pytest.mark.parametrize("root", ["", "/nonexistent/folder"])
 def test_no_folder_where_there_can_be_none(root: str) -> None:
     """There is no shared folder if it is turned off or its root does not exist."""

@@ -17,7 +17,7 @@ from paramserver.client.calls import Call, Deadline, Outcome, Response, error_of
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
 from paramserver.client.frames import Incoming, Outgoing, PullTerms, lacks_norm
-from paramserver.client.retry import Backoff, is_temporary, may_be_done, to_result, together
+from paramserver.client.retry import NOT_AGAIN, Backoff, is_temporary, may_be_done, to_result, together
 from paramserver.client.same_host import Leased, Slot
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
@@ -136,7 +136,7 @@ class Transfer:
         raise problem(
             "in_doubt",
             f"{refused.detail}; {who}",
-            hint="do not push this gradient again; pull and continue from the current values",
+            hint=NOT_AGAIN,
             refused=refused.code,
             partitions=accepted,
         ) from refused

@@ -17,6 +17,7 @@ from paramserver.client.calls import Call, Deadline
 from paramserver.client.concurrent_requests import CallerInterrupted, Interruptible
 from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
+from paramserver.client.retry import NOT_AGAIN
 from paramserver.client.session import Session
 from paramserver.core.layout import Layout
 from paramserver.errors import InDoubt, Unavailable, combined, problem
@@ -133,7 +134,7 @@ class Stream:
             except Unavailable as error:
                 if self._done and not isinstance(error, InDoubt):
                     what = f"a part of the push was accepted, this one was not: {error.detail}"
-                    raise problem("in_doubt", what, hint=error.hint) from error
+                    raise problem("in_doubt", what, hint=NOT_AGAIN) from error
                 raise
             self._done.append(done)
             if done.state == "dropped":
