@@ -91,6 +91,10 @@ class BufferPool:
         """Return an uninitialized float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""
         return self.take_bytes(count * 4, shared=shared, after=after).view(np.float32)
 
+    def keeps(self, size_bytes: int, *, shared: bool) -> bool:
+        """Whether it keeps free memory of that size, so that `take_bytes` has to make none."""
+        return bool(self._free.get((self._size(size_bytes), shared and self._folder is not None)))
+
     def take_free(self, values: Sequence[F32]) -> list[F32 | None]:
         """Return uninitialized shared memory to replace each of these arrays; None where none is free.
 
@@ -191,7 +195,7 @@ class BufferPool:
             assert self._folder is not None
             try:
                 file, memory = self._folder.allocate(size)
-                return _Memory(np.frombuffer(memory, np.uint8), file)
+                return _Memory(_faulted_in(memory), file)
             except OSError as error:
                 if not self._full_logged:
                     self._full_logged = True
@@ -199,9 +203,7 @@ class BufferPool:
         memory = mmap.mmap(-1, size)
         if size >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        array = np.frombuffer(memory, np.uint8)
-        array[::PAGE_BYTES] = 0  # fault the pages in now, not while a kernel runs
-        return _Memory(array, None)
+        return _Memory(_faulted_in(memory), None)
 
     def _returned(self, memory: _Memory) -> None:
         self._lent.pop(memory.address, None)
@@ -236,6 +238,16 @@ class BufferPool:
         memory.rotation.remove(memory)
         if memory.file is not None and self._folder is not None:
             self._folder.remove(memory.file)
+
+
+def _faulted_in(memory: mmap.mmap) -> U8:
+    """Return new memory as an array with its pages faulted in: now, not while a kernel runs.
+
+    NumPy releases the interpreter's lock meanwhile; `mmap` with MAP_POPULATE does not.
+    """
+    array = np.frombuffer(memory, np.uint8)
+    array[::PAGE_BYTES] = 0
+    return array
 
 
 def _address(array: AnyArray) -> int:

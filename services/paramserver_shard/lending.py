@@ -16,13 +16,18 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import problem
-from paramserver.limits import LEASED_BYTES_MAX, LEASES_MAX, SHARED_LEASE_S, SLOT_BYTES_MAX
+from paramserver.limits import LEASED_BYTES_MAX, LEASES_MAX, MIB, SHARED_LEASE_S, SLOT_BYTES_MAX
 from paramserver.types import F32, AnyArray
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+
+INLINE_BYTES_MAX: Final = MIB
+"""New memory for a larger slot is made in a thread: a GiB takes a second, or many on a busy machine."""
 
 
 @dataclass(slots=True)
@@ -95,18 +100,24 @@ class Lending:
                     if not others:
                         del self._current[id(a)]
 
-    def allocate_slot(self, size_bytes: int) -> str:
+    async def allocate_slot(self, size_bytes: int) -> str:
         """Lend a slot of at least that size and return its file.  Raises Unavailable (`queue_full`) beyond a bound."""
         self.expire()
         size_bytes = max(size_bytes, SMALL_BYTES)
         if self.slot_bytes + size_bytes > SLOT_BYTES_MAX:
             raise problem("queue_full", f"{self.slot_bytes} bytes of slots are lent", hint="send a body instead")
-        memory = self._slots.take_bytes(size_bytes, shared=True)
-        file = self._slots.file_of(memory)
-        if file is None:
-            raise problem("queue_full", "shared memory is full", hint="send a body instead")
+        self.slot_bytes += size_bytes  # at once, as others may ask meanwhile
+        try:
+            take = partial(self._slots.take_bytes, size_bytes, shared=True)
+            inline = size_bytes <= INLINE_BYTES_MAX or self._slots.keeps(size_bytes, shared=True)
+            memory = take() if inline else await asyncio.to_thread(take)
+            file = self._slots.file_of(memory)
+            if file is None:
+                raise problem("queue_full", "shared memory is full", hint="send a body instead")
+        except BaseException:
+            self.slot_bytes -= size_bytes
+            raise
         self._lent_slots[file] = _Slot(memory, self._clock())
-        self.slot_bytes += memory.nbytes
         return file
 
     def begin_push(self, file: str, size_bytes: int) -> AnyArray:
