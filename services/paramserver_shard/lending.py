@@ -121,7 +121,7 @@ class Lending:
         return file
 
     def begin_push(self, file: str, size_bytes: int) -> AnyArray:
-        """Return the first `size_bytes` of a slot, which belongs to the shard from now on.
+        """Return the memory of a slot that holds `size_bytes`, which belongs to the shard from now on.
 
         Raises ConflictError (`slot_gone`) if it was removed or is in use, RequestError (`malformed`) if it is smaller.
         """
@@ -131,7 +131,7 @@ class Lending:
         if size_bytes > slot.memory.nbytes:
             raise problem("malformed", f"the push has {size_bytes} bytes, its slot {slot.memory.nbytes}")
         slot.busy = True
-        return slot.memory[:size_bytes]
+        return slot.memory
 
     def finish_push(self, file: str, *, reusable: bool) -> None:
         """End a push's use of its slot; `reusable`: the push needs it no longer, and the client may write to it again.
