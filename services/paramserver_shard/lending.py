@@ -16,7 +16,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from paramserver.core.shard_io import PartitionState
@@ -108,11 +107,11 @@ class Lending:
             raise problem("queue_full", f"{self.slot_bytes} bytes of slots are lent", hint="send a body instead")
         self.slot_bytes += size_bytes  # at once, as others may ask meanwhile
         try:
-            take = partial(self._slots.take_bytes, size_bytes, shared=True)
-            inline = size_bytes <= INLINE_BYTES_MAX or self._slots.keeps(size_bytes, shared=True)
-            memory = take() if inline else await asyncio.to_thread(take)
-            file = self._slots.file_of(memory)
-            if file is None:
+            inline = size_bytes <= INLINE_BYTES_MAX or self._slots.keeps_shared(size_bytes)
+            take = self._slots.take_shared
+            memory = take(size_bytes) if inline else await asyncio.to_thread(take, size_bytes)
+            file = None if memory is None else self._slots.file_of(memory)
+            if memory is None or file is None:
                 raise problem("queue_full", "shared memory is full", hint="send a body instead")
         except BaseException:
             self.slot_bytes -= size_bytes

@@ -42,6 +42,7 @@ class SharedFolder:
         self.bytes = 0
         """Bytes of all buffer files."""
         self._lock = lock
+        self._full_logged = False
         self._numbers = itertools.count(1)
         self._sizes: dict[str, int] = {}
 
@@ -84,11 +85,20 @@ class SharedFolder:
         """Address of the socket for clients on this machine."""
         return f"unix://{self.path / SOCKET}"
 
-    def allocate(self, size_bytes: int) -> tuple[str, mmap.mmap]:
-        """Create a file of that size and map it, with all pages allocated; raises OSError if there is no room.
+    def allocate(self, size_bytes: int) -> tuple[str, mmap.mmap] | None:
+        """Create a file of that size and map it, with all pages allocated; None if there is no room, which is logged.
 
         Several threads may do so at once.
         """
+        try:
+            return self._allocate(size_bytes)
+        except OSError as error:
+            if not self._full_logged:
+                self._full_logged = True
+                log.warning("clients on this machine use HTTP for what does not fit into shared memory: %s", error)
+            return None
+
+    def _allocate(self, size_bytes: int) -> tuple[str, mmap.mmap]:
         if self.bytes + size_bytes > self.bytes_max:
             raise OSError(f"{self.bytes} of {self.bytes_max} bytes of shared memory are in use")
         name = f"b{next(self._numbers)}"

@@ -286,7 +286,7 @@ async def test_a_large_slot_keeps_nobody_waiting(
     went_on = threading.Event()
     allocate = folder.allocate
 
-    def slow(size_bytes: int) -> tuple[str, mmap.mmap]:
+    def slow(size_bytes: int) -> tuple[str, mmap.mmap] | None:
         assert went_on.wait(10), "the event loop waits for the memory"
         return allocate(size_bytes)
 
@@ -322,6 +322,23 @@ def test_a_full_folder_gives_private_memory(tmp_path: Path) -> None:
     second[:] = 1.0
     assert pool.file_of(first) is not None
     assert pool.file_of(second) is None
+    folder.close()
+
+
+def test_a_full_folder_costs_no_memory_that_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a full folder private memory is used again, and none is made for a slot; that it is full is logged once."""
+    folder = SharedFolder.open(str(tmp_path), "shard-0", 4 * COUNT)
+    assert folder is not None
+    pool, slots = BufferPool(folder=folder), BufferPool(folder=folder)
+    lending = Lending(pool, slots, Board(folder), Clock())
+    first = pool.take(COUNT, shared=True)
+    for _ in range(3):
+        pool.take(COUNT, shared=True)[:] = 1.0
+        with pytest.raises(Unavailable, match="full"):
+            slot(lending, 4 * COUNT)
+    assert pool.kept_bytes == pool.lent_bytes == first.nbytes
+    assert slots.kept_bytes == slots.lent_bytes == lending.slot_bytes == 0
+    assert len(caplog.records) == 1
     folder.close()
 
 
