@@ -10,6 +10,8 @@ COUNT_MAX: Final = 1000
 """Count above which a client is disconnected."""
 DECREASE_PER_S: Final = 20.0
 """Decrease of the count per second, so that occasional pings do not add up."""
+FRAMES_MAX: Final = 256
+"""After a read with more frames, of any kind, other connections get their turn, and the next read is short."""
 UPDATE_BYTES_MIN: Final = 1 << 10
 """Window updates smaller than this count; a client that reads a long answer sends larger ones."""
 DECREASE_PER_ANSWER: Final = 2.0

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -39,6 +39,26 @@ _HEAD_TOO_LONG: Final = problem(
     hint="send long names and lists in a body, as POST /pull takes them",
 )
 TOO_LONG: Final = refusal(_HEAD_TOO_LONG)
+
+
+def _without_chunks(send: Send) -> Send:
+    """Return `send` for an HTTP/1.0 client, to which a response of unknown length ends with the connection.
+
+    uvicorn would send it chunked, as it does to any client.
+    """
+    cycle: Any = send.__self__  # type: ignore[attr-defined]
+    has_length = False
+
+    async def unframed(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any([name.lower() == b"content-length" for name, _ in message.get("headers", ())])
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return unframed
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -225,7 +245,7 @@ class Http1(HttpToolsProtocol):
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(self._app_done)
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, send if scope["http_version"] == "1.1" else _without_chunks(send))
 
     def _app_done(self, _: "asyncio.Task[None]") -> None:
         if self.transport.is_closing():

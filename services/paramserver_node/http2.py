@@ -23,7 +23,7 @@ from paramserver.limits import RECEIVE_LOW_WATER_BYTES
 from paramserver.wire import http2 as wire
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Http2Error
-from paramserver_node.frame_abuse import UPDATE_BYTES_MIN, FrameAbuseLimit
+from paramserver_node.frame_abuse import FRAMES_MAX, UPDATE_BYTES_MIN, FrameAbuseLimit
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first, frames_begun
 from paramserver_node.read_deadline import ReadDeadline
@@ -43,7 +43,7 @@ HEADER_BYTES_MAX: Final = 64 << 10
 UNSENT_BYTES_MAX: Final = 2 << 20
 """High-water mark of the transport's send buffer."""
 SHORT_BYTES: Final = 4096
-"""Largest payload that is copied, to be written in one piece with its frame header."""
+"""Largest payload that is copied, to be written with its frame header; and size of a short read."""
 SHORT_ANSWERS_MAX: Final = 8
 """At most this many short answers share one write; with more, the first would wait for the last."""
 READ_BYTES: Final = 1 << 20
@@ -152,7 +152,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._head_next:
             self._head_next = False
             return self._read_buffer[: wire.HEAD_BYTES]  # no more, so that the payload can be read straight into place
-        return self._read_buffer
+        return self._read_buffer if self._scanner.frames <= FRAMES_MAX else self._read_buffer[:SHORT_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Process what was read, and set up the next read."""
@@ -169,8 +169,9 @@ class Connection(asyncio.BufferedProtocol):
             if wanted != self._low_watermark and not self.transport.is_closing():
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                 self._low_watermark = wanted
-        if sink_buffer is None and stream is not None and stream.is_new and not self.transport.is_closing():
-            self.transport.pause_reading()  # so that the app can say first where the rest belongs
+        others_first = self._scanner.frames > FRAMES_MAX or (stream is not None and stream.is_new)
+        if sink_buffer is None and others_first and not self.transport.is_closing():
+            self.transport.pause_reading()  # a new stream's app can say first where the rest belongs
             self.loop.call_soon(self._resume)
 
     def _resume(self) -> None:

@@ -103,7 +103,7 @@ class _Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, deadlines: Deadlines) -> None:
         self._receive, self._send, self._deadlines = receive, send, deadlines
         self._scope = scope
-        self._size, self.request_id, self._id_given = _head_facts(scope)
+        self._size, self.request_id, self._id_given, self._sender_waits = _head_facts(scope)
         self._body_ended = self._size == 0
         extensions = scope.get("extensions", {})
         if BODY in extensions:
@@ -121,6 +121,7 @@ class _Exchange:
         self.ended = False
 
     async def receive(self) -> Message:
+        self._sender_waits = False  # the server now tells it to continue
         if self._reading is None:
             self._reading = asyncio.Lock()
         async with self._reading:  # an endpoint may wait for a disconnect while the rest is being drained
@@ -182,7 +183,9 @@ class _Exchange:
             self.status = message["status"]
             if self._id_given or self.status >= 400 or _OMIT_ID not in self._scope["state"]:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
-            if not self._body_ended and not self._too_slow and _NO_DEADLINE not in self._scope["state"]:
+            if self._sender_waits and not self._body_ended:  # it has sent no body and need not; what follows is unclear
+                message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
+            elif not self._body_ended and not self._too_slow and _NO_DEADLINE not in self._scope["state"]:
                 await self._drain()
             await self._send(message)  # no deadline: HTTP/2 holds the head back for the body, `Http1` has its own
             return
@@ -242,13 +245,14 @@ def _check_path(scope: Scope) -> None:
         raise problem("malformed", "the path is not UTF-8") from None
 
 
-def _head_facts(scope: Scope) -> tuple[int | None, str, bool]:
-    """Return (length of the body, None if only its end will tell; the request's id; whether the client gave the id).
+def _head_facts(scope: Scope) -> tuple[int | None, str, bool, bool]:
+    """Return (length of the body, None if only its end will tell; the request's id; whether the client gave the id;
+    whether it waits to be told to send the body).
 
     The id is the client's `X-Request-Id` if it is a plain word, else a new one.
     """
     size = 0 if scope["method"] in ("GET", "HEAD") else None
-    given, chunked = "", False
+    given, chunked, waits = "", False, False
     for name, value in scope["headers"]:
         if name == b"content-length":
             size = int(value) if value.isdigit() else None
@@ -256,5 +260,7 @@ def _head_facts(scope: Scope) -> tuple[int | None, str, bool]:
             chunked = True
         elif name == b"x-request-id":
             given = value.decode("latin-1")
+        elif name == b"expect":
+            waits = value.lower() == b"100-continue" and scope["http_version"] == "1.1"
     named = given != "" and _ID.fullmatch(given) is not None
-    return None if chunked else size, given if named else f"{_PROCESS}-{next(_NUMBERS):x}", named
+    return None if chunked else size, given if named else f"{_PROCESS}-{next(_NUMBERS):x}", named, waits

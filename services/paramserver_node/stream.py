@@ -30,6 +30,8 @@ BODY: Final = "paramserver.body"
 """Key of the `BodyTransfer` in the scope's extensions."""
 UNREAD_BYTES_MAX: Final = 512 << 10
 """Receive window of a stream until the app asks for the body; most bodies fit, and need no window updates."""
+PIECE_BYTES_MIN: Final = 1 << 10
+"""A shorter piece of an unread body is joined with the next one: each takes 50 bytes beside its own."""
 READING_WINDOW_BYTES: Final = 4 << 20
 """Receive window while the body is handed on as it arrives, so that no client has to wait for window updates."""
 PING_AFTER_S: Final = 2.0
@@ -115,6 +117,8 @@ class Stream:
             self.used(len(data))
         elif self._failed is not None or self._answered:
             self.used(len(data))
+        elif data and self._pieces and len(self._pieces[-1]) < PIECE_BYTES_MIN:
+            self._pieces[-1] += data
         elif data:
             self._pieces.append(bytes(data))
         if self._sink is None or ends or self._failed is not None:

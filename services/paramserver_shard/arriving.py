@@ -33,6 +33,9 @@ BLOCK_BYTES: Final = 2 << 20
 """Bytes checked at a time, so that the CRC finds them in the third-level cache.  Most parts are a single block: smaller
 ones would cost more, because the GIL is reacquired between the two passes over each block."""
 
+SLOT_PER_HELD_MAX: Final = 2
+"""A gradient that waits to be applied stays in its slot, unless that is more than this many times as large."""
+
 
 class Threads(Protocol):
     """A pool of compute threads."""
@@ -68,8 +71,9 @@ class Arriving:
         self._coding: Coding = cast(DType, frame.dtype) if self._codec is None else self._codec.coding
         self._threads = threads
         self._own_buffers = frame.slot is None and has_own_buffers(sizes)
+        self._held = not known.spec.consistency.immediate
         in_one_buffer = frame.slot is None and len(sizes) > 1 and not self._own_buffers
-        self._copied = in_one_buffer and not known.spec.consistency.immediate
+        self._copied = in_one_buffer and self._held
         """Whether parts are copied out of their body: one that is held for long would keep all of it in memory."""
         self._results: list[list[PushPart] | asyncio.Future[list[PushPart]]] = []
 
@@ -81,12 +85,13 @@ class Arriving:
         for share in shares(pieces, self._threads.threads):
             self._check(share)
 
-    def take(self, body: AnyArray) -> None:
-        """Check all parts, which lie end to end in `body`."""
+    def take(self, slot: AnyArray) -> None:
+        """Check all parts, which lie end to end at the start of `slot`."""
+        self._copied = self._held and slot.size > SLOT_PER_HELD_MAX * self.size
         pieces: list[tuple[int, AnyArray]] = []
         at = 0
         for index, size in enumerate(self.sizes):
-            pieces.append((index, body[at : at + size]))
+            pieces.append((index, slot[at : at + size]))
             at += size
         self.check(pieces)
 

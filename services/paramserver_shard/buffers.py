@@ -7,7 +7,6 @@ may still be read is never reused.
 With a shared folder, buffers can be files that clients on this machine map; once the folder is full, they are private.
 """
 
-import logging
 import mmap
 import weakref
 from collections.abc import Sequence
@@ -19,8 +18,6 @@ import numpy.typing as npt
 from paramserver.limits import MIB, POOL_KEPT_BYTES_MAX
 from paramserver.types import F32, AnyArray
 from paramserver_shard.shared_folder import SharedFolder
-
-log = logging.getLogger("paramserver.shard")
 
 PAGE_BYTES: Final = 4096
 SMALL_BYTES: Final = 64 * 1024
@@ -63,7 +60,6 @@ class BufferPool:
         self._lent: dict[int, tuple[weakref.ref[U8], _Memory]] = {}
         self._kept_bytes_max = kept_bytes_max
         self._folder = folder
-        self._full_logged = False
         self._sizes: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
         """One buffer of each size in existence."""
         self.kept_bytes = 0
@@ -83,16 +79,23 @@ class BufferPool:
         if size_bytes < SMALL_BYTES:
             return np.empty(size_bytes, np.uint8)
         rotation = [] if after is None else self._rotation_of(after)
-        size, shared = self._size(size_bytes), shared and self._folder is not None
-        memory = self._free_one(size, shared, rotation)
-        if memory is None and shared:
-            memory = self._make_shared(size) or self._free_one(size, False, rotation)
-        memory = memory or self._make_private(size)
+        size = self._size(size_bytes)
+        memory = self._shared_one(size, rotation) if shared else None
+        memory = memory or self._free_one(size, False, rotation) or _private(size)
         return self._lend(memory, rotation)[:size_bytes]
+
+    def take_shared(self, size_bytes: int) -> U8 | None:
+        """Like `take_bytes` for memory in a file of the folder, of at least `SMALL_BYTES`; None if there is no room."""
+        memory = self._shared_one(self._size(size_bytes), [])
+        return None if memory is None else self._lend(memory, [])[:size_bytes]
 
     def take(self, count: int, *, shared: bool = False, after: AnyArray | None = None) -> F32:
         """Return an uninitialized float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""
         return self.take_bytes(count * 4, shared=shared, after=after).view(np.float32)
+
+    def keeps_shared(self, size_bytes: int) -> bool:
+        """Whether it keeps free memory of that size, so that `take_shared` has to make none."""
+        return bool(self._free.get((self._size(size_bytes), True)))
 
     def take_free(self, values: Sequence[F32]) -> list[F32 | None]:
         """Return uninitialized shared memory to replace each of these arrays; None where none is free.
@@ -189,25 +192,14 @@ class BufferPool:
     def _is_free(self, memory: _Memory) -> bool:
         return memory.address in self._free.get((memory.size, memory.file is not None), ())
 
-    def _make_shared(self, size: int) -> _Memory | None:
-        """Make memory in the folder; None if it is full, which is logged once."""
-        assert self._folder is not None
-        try:
-            file, memory = self._folder.allocate(size)
-        except OSError as error:
-            if not self._full_logged:
-                self._full_logged = True
-                log.warning("clients on this machine use HTTP for what does not fit into shared memory: %s", error)
+    def _shared_one(self, size: int, wanted: Sequence[_Memory]) -> _Memory | None:
+        """Like `_free_one` for shared memory, but made if none is free; None if there is no room for it."""
+        if self._folder is None:
             return None
-        return _Memory(np.frombuffer(memory, np.uint8), file)
-
-    def _make_private(self, size: int) -> _Memory:
-        memory = mmap.mmap(-1, size)
-        if size >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        array = np.frombuffer(memory, np.uint8)
-        array[::PAGE_BYTES] = 0  # fault the pages in now, not while a kernel runs
-        return _Memory(array, None)
+        memory = self._free_one(size, True, wanted)
+        if memory is None and (made := self._folder.allocate(size)) is not None:
+            memory = _Memory(_faulted_in(made[1]), made[0])
+        return memory
 
     def _returned(self, memory: _Memory) -> None:
         self._lent.pop(memory.address, None)
@@ -242,6 +234,23 @@ class BufferPool:
         memory.rotation.remove(memory)
         if memory.file is not None and self._folder is not None:
             self._folder.remove(memory.file)
+
+
+def _private(size: int) -> _Memory:
+    memory = mmap.mmap(-1, size)
+    if size >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return _Memory(_faulted_in(memory), None)
+
+
+def _faulted_in(memory: mmap.mmap) -> U8:
+    """Return new memory as an array with its pages faulted in: now, not while a kernel runs.
+
+    NumPy releases the interpreter's lock meanwhile; `mmap` with MAP_POPULATE does not.
+    """
+    array = np.frombuffer(memory, np.uint8)
+    array[::PAGE_BYTES] = 0
+    return array
 
 
 def _address(array: AnyArray) -> int:

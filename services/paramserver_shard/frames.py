@@ -66,11 +66,11 @@ class FrameService:
             return [stored for stored, _ in frame.sizes]
         return [count * ITEMSIZE[frame.dtype] for count in elements]
 
-    def allocate_slot(self, size_bytes: int) -> str:
+    async def allocate_slot(self, size_bytes: int) -> str:
         """Lend a slot of shared memory to a client on this machine.  Raises Unavailable (`queue_full`) if it cannot."""
         if self._lending is None:
             raise problem("queue_full", "this shard lends no shared memory", hint="send a body instead")
-        return self._lending.allocate_slot(size_bytes)
+        return await self._lending.allocate_slot(size_bytes)
 
     def free_slot(self, slot: str) -> None:
         """Take back a slot that its client no longer needs."""

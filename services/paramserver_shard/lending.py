@@ -16,13 +16,17 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import problem
-from paramserver.limits import LEASED_BYTES_MAX, LEASES_MAX, SHARED_LEASE_S, SLOT_BYTES_MAX
+from paramserver.limits import LEASED_BYTES_MAX, LEASES_MAX, MIB, SHARED_LEASE_S, SLOT_BYTES_MAX
 from paramserver.types import F32, AnyArray
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+
+INLINE_BYTES_MAX: Final = MIB
+"""New memory for a larger slot is made in a thread: a GiB takes a second, or many on a busy machine."""
 
 
 @dataclass(slots=True)
@@ -95,22 +99,28 @@ class Lending:
                     if not others:
                         del self._current[id(a)]
 
-    def allocate_slot(self, size_bytes: int) -> str:
+    async def allocate_slot(self, size_bytes: int) -> str:
         """Lend a slot of at least that size and return its file.  Raises Unavailable (`queue_full`) beyond a bound."""
         self.expire()
         size_bytes = max(size_bytes, SMALL_BYTES)
         if self.slot_bytes + size_bytes > SLOT_BYTES_MAX:
             raise problem("queue_full", f"{self.slot_bytes} bytes of slots are lent", hint="send a body instead")
-        memory = self._slots.take_bytes(size_bytes, shared=True)
-        file = self._slots.file_of(memory)
-        if file is None:
-            raise problem("queue_full", "shared memory is full", hint="send a body instead")
+        self.slot_bytes += size_bytes  # at once, as others may ask meanwhile
+        try:
+            inline = size_bytes <= INLINE_BYTES_MAX or self._slots.keeps_shared(size_bytes)
+            take = self._slots.take_shared
+            memory = take(size_bytes) if inline else await asyncio.to_thread(take, size_bytes)
+            file = None if memory is None else self._slots.file_of(memory)
+            if memory is None or file is None:
+                raise problem("queue_full", "shared memory is full", hint="send a body instead")
+        except BaseException:
+            self.slot_bytes -= size_bytes
+            raise
         self._lent_slots[file] = _Slot(memory, self._clock())
-        self.slot_bytes += memory.nbytes
         return file
 
     def begin_push(self, file: str, size_bytes: int) -> AnyArray:
-        """Return the first `size_bytes` of a slot, which belongs to the shard from now on.
+        """Return the memory of a slot that holds `size_bytes`, which belongs to the shard from now on.
 
         Raises ConflictError (`slot_gone`) if it was removed or is in use, RequestError (`malformed`) if it is smaller.
         """
@@ -120,7 +130,7 @@ class Lending:
         if size_bytes > slot.memory.nbytes:
             raise problem("malformed", f"the push has {size_bytes} bytes, its slot {slot.memory.nbytes}")
         slot.busy = True
-        return slot.memory[:size_bytes]
+        return slot.memory
 
     def finish_push(self, file: str, *, reusable: bool) -> None:
         """End a push's use of its slot; `reusable`: the push needs it no longer, and the client may write to it again.

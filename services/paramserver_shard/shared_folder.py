@@ -7,6 +7,7 @@ without a locked `lock`. A reader that has mapped a file keeps its bytes after t
 """
 
 import fcntl
+import itertools
 import logging
 import mmap
 import os
@@ -41,7 +42,8 @@ class SharedFolder:
         self.bytes = 0
         """Bytes of all buffer files."""
         self._lock = lock
-        self._made = 0
+        self._full_logged = False
+        self._numbers = itertools.count(1)
         self._sizes: dict[str, int] = {}
 
     @classmethod
@@ -83,24 +85,35 @@ class SharedFolder:
         """Address of the socket for clients on this machine."""
         return f"unix://{self.path / SOCKET}"
 
-    def allocate(self, size_bytes: int) -> tuple[str, mmap.mmap]:
-        """Create a file of that size and map it, with all pages allocated; raises OSError if there is no room."""
+    def allocate(self, size_bytes: int) -> tuple[str, mmap.mmap] | None:
+        """Create a file of that size and map it, with all pages allocated; None if there is no room, which is logged.
+
+        Several threads may do so at once.
+        """
+        try:
+            return self._allocate(size_bytes)
+        except OSError as error:
+            if not self._full_logged:
+                self._full_logged = True
+                log.warning("clients on this machine use HTTP for what does not fit into shared memory: %s", error)
+            return None
+
+    def _allocate(self, size_bytes: int) -> tuple[str, mmap.mmap]:
         if self.bytes + size_bytes > self.bytes_max:
             raise OSError(f"{self.bytes} of {self.bytes_max} bytes of shared memory are in use")
-        self._made += 1
-        name = f"b{self._made}"
+        name = f"b{next(self._numbers)}"
         file = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._sizes[name] = size_bytes
+        self.bytes += size_bytes  # before the pages are there, as others may allocate meanwhile
         try:
             # Allocate the pages now: a later first write to one, with the file system full, would kill the process.
             os.posix_fallocate(file, 0, size_bytes)
-            memory = mmap.mmap(file, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            memory = mmap.mmap(file, size_bytes, flags=mmap.MAP_SHARED)
         except OSError:
-            os.unlink(self.path / name)
+            self.remove(name)
             raise
         finally:
             os.close(file)
-        self._sizes[name] = size_bytes
-        self.bytes += size_bytes
         return name, memory
 
     def remove(self, name: str) -> None:

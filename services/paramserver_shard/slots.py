@@ -47,7 +47,7 @@ def router(serving: Serving, frames: FrameService) -> APIRouter:
         size_bytes = body.get("bytes") if isinstance(body, dict) else None
         if type(size_bytes) is not int or not 0 < size_bytes <= BODY_BYTES_MAX:
             raise problem("invalid_field", f"bytes: an integer from 1 to {BODY_BYTES_MAX}", where="bytes")
-        return negotiate.respond(request, {"slot": frames.allocate_slot(size_bytes)})
+        return negotiate.respond(request, {"slot": await frames.allocate_slot(size_bytes)})
 
     @routes.delete(
         "/slots/{slot}", status_code=204, summary="Return a slot of shared memory, never to write to it again"

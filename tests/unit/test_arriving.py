@@ -86,6 +86,19 @@ async def test_a_held_part_keeps_only_its_own_bytes_in_memory() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("slot_elements", "shares"), [(40_000, True), (1_000_000, False)])
+async def test_a_held_part_keeps_no_slot_that_is_much_larger(slot_elements: int, shares: bool) -> None:
+    """A held gradient stays in the slot that it came in, unless that is so much larger that a copy keeps less."""
+    slot = np.ones(4 * slot_elements, np.uint8)
+    frame = PushFrame("m", [PushPart(0, None, None)], slot="b1")
+    arriving = Arriving(KNOWN, frame, True, [4 * 40_000], cast(Threads, SimpleNamespace(threads=2)))
+    arriving.take(slot)
+    (held,) = await arriving.parts()
+    assert np.shares_memory(held.data, slot) is shares
+    assert held.data.tobytes() == slot[: 4 * 40_000].tobytes()
+
+
+@pytest.mark.asyncio
 async def test_a_held_part_of_a_push_by_name_keeps_only_its_own_bytes_in_memory() -> None:
     """Of a push by name, each part that may be held has memory of its own."""
     pushed: list[Any] = []

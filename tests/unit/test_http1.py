@@ -17,9 +17,11 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 import paramserver as ps
+from paramserver.errors import problem
 from paramserver.wire import http2 as wire
 from paramserver_node import http1, protocol_detector, read_deadline
 from paramserver_node.http2 import HEADER_BYTES_MAX
+from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.protocol_detector import ProtocolDetector
 
 ASKED = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")])
@@ -430,3 +432,47 @@ async def test_a_client_that_has_vanished_is_noticed() -> None:
         ours = connection.transport.get_extra_info("socket")
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
+@pytest.mark.asyncio
+async def test_who_asks_before_sending_a_body_is_refused_before_sending_it() -> None:
+    """A refused request with `Expect: 100-continue` gets the refusal in place of the 100, and its connection ends."""
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        raise problem("too_large", "that is too much")
+
+    asking = b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
+    async with serving(NodeMiddleware(refuse)) as (client, _):
+        await client.send(asking)
+        answer = await client.to_the_end()
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"\r\nconnection: close\r\n" in answer
+
+    async with serving(NodeMiddleware(echo)) as (client, _):
+        await client.send(asking)
+        assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(b"hello")
+        assert b"HTTP/1.1 200 OK" in await client.until(b"hello")
+        await client.send(GET)
+        await client.until(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.asyncio
+async def test_an_http_1_0_client_gets_no_chunks() -> None:
+    """A response of unknown length to HTTP/1.0 is its plain bytes, up to the end of the connection (RFC 9112, 6.1)."""
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for piece in (b"one ", b"", b"two "):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"three"})
+
+    async with serving(stream) as (client, _):
+        await client.send(b"GET / HTTP/1.0\r\n\r\n")
+        head, body = (await client.to_the_end()).split(b"\r\n\r\n", 1)
+    assert b"transfer-encoding" not in head
+    assert body == b"one two three"
+
+    async with serving() as (client, _):
+        await client.send(b"POST / HTTP/1.0\r\ncontent-length: 5\r\n\r\nhello")
+        assert b"content-length: 5\r\n" in await client.to_the_end()

@@ -2,14 +2,17 @@
 
 import asyncio
 import socket
+import tracemalloc
+from contextlib import suppress
 
 import pytest
+import uvloop
 from starlette.types import Receive, Scope, Send
 from tests.unit.http2_connection import ASKED, Into, connected, frames_of
 
 from paramserver.wire import http2 as wire
 from paramserver_node import frame_abuse, stream
-from paramserver_node.http2 import CONNECTION_WINDOW_BYTES
+from paramserver_node.http2 import CONNECTION_WINDOW_BYTES, FIRST_BYTES
 from paramserver_node.stream import BODY, UNREAD_BYTES_MAX
 
 ENDS = wire.END_HEADERS | wire.END_STREAM
@@ -225,3 +228,57 @@ async def test_settings_that_make_a_window_too_large_are_refused() -> None:
         widened = wire.u32_frame(1, wire.WINDOW_UPDATE, wire.WINDOW_MAX - wire.WINDOW_BYTES)
         await loop.sock_sendall(theirs, OPENED + widened + wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 20}))
         assert await code_of(theirs) == wire.FLOW_CONTROL_ERROR
+
+
+@pytest.mark.asyncio
+async def test_a_waiting_body_takes_no_more_memory_for_coming_in_small_frames() -> None:
+    """A body of one byte per frame that nobody reads yet takes little more memory than its bytes, and arrives whole."""
+    wanted, size, arrived = asyncio.Event(), 50_000, bytearray()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await wanted.wait()
+        while len(arrived) < size:
+            arrived.extend((await receive())["body"])
+        await nothing(scope, receive, send)
+
+    body = bytes(range(250)) * (size // 250)
+    async with connected(app) as (theirs, connection):
+        loop, sent = asyncio.get_running_loop(), OPENED + frames_of(1, body, 1)
+        tracemalloc.start()
+        try:
+            await loop.sock_sendall(theirs, sent)
+            while connection._receive_window > CONNECTION_WINDOW_BYTES - size:
+                await asyncio.sleep(0)
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        wanted.set()
+        await heard(theirs, wire.HEADERS, 1)
+    assert held < 2 * size
+    assert arrived == body
+
+
+def test_who_sends_many_small_frames_leaves_the_others_their_turn() -> None:
+    """However many small frames have arrived, one read of them at most is processed before others get their turn."""
+
+    async def run() -> tuple[int, list[int]]:
+        async with connected(nothing) as (theirs, connection):
+            feed, sent, turns = connection.feed, 0, [0]
+
+            def counted(data: memoryview, *, in_place: bool = False) -> None:
+                turns[-1] += len(data)
+                feed(data, in_place=in_place)
+
+            connection.feed = counted  # type: ignore[method-assign]
+            small = memoryview(OPENED + frames_of(1, bytes(1000), 1, ends=False) * 40)
+            with suppress(BlockingIOError):
+                while sent < len(small):
+                    sent += theirs.send(small[sent:])
+            while sum(turns) < sent:
+                turns.append(0)
+                await asyncio.sleep(0)
+            return sent, turns
+
+    sent, turns = uvloop.run(run())
+    assert sent > 2 * FIRST_BYTES, "there was more than one read of them"
+    assert max(turns) <= FIRST_BYTES

@@ -1,6 +1,8 @@
 """Shared memory between a shard and clients on its machine: folders, buffers, leases, slots, windows, the board."""
 
+import asyncio
 import fcntl
+import mmap
 import os
 import random
 import signal
@@ -74,6 +76,11 @@ def versions(folder: SharedFolder) -> BufferPool:
 def lending(folder: SharedFolder, versions: BufferPool, clock: Clock) -> Lending:
     """The leases and slots of the folder's shard."""
     return Lending(versions, BufferPool(folder=folder), Board(folder), clock)
+
+
+def slot(lending: Lending, size_bytes: int) -> str:
+    """Lend a slot."""
+    return asyncio.run(lending.allocate_slot(size_bytes))
 
 
 def next_turn(versions: BufferPool, values: list[F32]) -> list[F32]:
@@ -228,7 +235,7 @@ def test_leases_are_bounded(versions: BufferPool, lending: Lending, monkeypatch:
 
 def test_a_slot_is_the_shards_from_submission_to_reply(folder: SharedFolder, lending: Lending) -> None:
     """A submitted slot cannot be submitted again before its reply, and then only if the reply left it reusable."""
-    file = lending.allocate_slot(4 * COUNT)
+    file = slot(lending, 4 * COUNT)
     mine = writable(str(folder.path / file), 4 * COUNT)
     mine.view(np.float32)[:] = 7.0
     body = lending.begin_push(file, 4 * COUNT)
@@ -246,10 +253,10 @@ def test_a_slot_is_the_shards_from_submission_to_reply(folder: SharedFolder, len
 
 def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, lending: Lending, clock: Clock) -> None:
     """A slot unused for SHARED_LEASE_S is taken back, and what its client still writes reaches no other slot."""
-    file = lending.allocate_slot(4 * COUNT)
+    file = slot(lending, 4 * COUNT)
     mine = writable(str(folder.path / file), 4 * COUNT)
     clock.now = limits.SHARED_LEASE_S
-    other = lending.allocate_slot(4 * COUNT)
+    other = slot(lending, 4 * COUNT)
     mine[:] = 255
     assert other != file
     assert not lending.begin_push(other, 4 * COUNT).any()
@@ -257,30 +264,53 @@ def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, l
 
 def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Lending) -> None:
     """A returned slot is lent again before new memory is taken, but not while its push is being applied."""
-    file = lending.allocate_slot(4 * COUNT)
+    file = slot(lending, 4 * COUNT)
     lending.begin_push(file, 4 * COUNT)
     lending.free_slot(file)
-    other = lending.allocate_slot(4 * COUNT)
+    other = slot(lending, 4 * COUNT)
     assert other != file
     lending.finish_push(file, reusable=True)
     taken = folder.bytes
-    for slot in (file, other, other, "b0"):
-        lending.free_slot(slot)
+    for lent in (file, other, other, "b0"):
+        lending.free_slot(lent)
     assert lending.slot_bytes == 0
-    assert {lending.allocate_slot(4 * COUNT), lending.allocate_slot(4 * COUNT)} == {file, other}
+    assert {slot(lending, 4 * COUNT), slot(lending, 4 * COUNT)} == {file, other}
     assert folder.bytes == taken
+
+
+@pytest.mark.asyncio
+async def test_a_large_slot_keeps_nobody_waiting(
+    folder: SharedFolder, lending: Lending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop goes on while memory for a large slot is made, and what is being made counts against the bound."""
+    went_on = threading.Event()
+    allocate = folder.allocate
+
+    def slow(size_bytes: int) -> tuple[str, mmap.mmap] | None:
+        assert went_on.wait(10), "the event loop waits for the memory"
+        return allocate(size_bytes)
+
+    monkeypatch.setattr(folder, "allocate", slow)
+    monkeypatch.setattr("paramserver_shard.lending.SLOT_BYTES_MAX", 12 * limits.MIB)
+    asking = asyncio.ensure_future(lending.allocate_slot(8 * limits.MIB))
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable):
+        await lending.allocate_slot(8 * limits.MIB)
+    went_on.set()
+    lending.free_slot(await asking)
+    assert lending.slot_bytes == 0
 
 
 def test_a_lying_client_is_refused(lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
     """A push larger than its slot, an unknown slot, and slots beyond SLOT_BYTES_MAX are refused."""
-    file = lending.allocate_slot(4 * COUNT)
+    file = slot(lending, 4 * COUNT)
     with pytest.raises(RequestError):
         lending.begin_push(file, 1 << 30)
     with pytest.raises(ConflictError):
         lending.begin_push("../lock", 4)
     monkeypatch.setattr("paramserver_shard.lending.SLOT_BYTES_MAX", 4 * COUNT)
     with pytest.raises(Unavailable):
-        lending.allocate_slot(4 * COUNT)
+        slot(lending, 4 * COUNT)
 
 
 def test_a_full_folder_gives_private_memory(tmp_path: Path) -> None:
@@ -314,6 +344,23 @@ def test_private_memory_for_what_a_full_folder_cannot_hold_is_reused(tmp_path: P
     del in_folder
     assert pool.file_of(pool.take(COUNT, shared=True, after=values)) is not None
     small.close()
+
+
+def test_a_full_folder_costs_no_memory_that_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a full folder private memory is used again, and none is made for a slot; that it is full is logged once."""
+    folder = SharedFolder.open(str(tmp_path), "shard-0", 4 * COUNT)
+    assert folder is not None
+    pool, slots = BufferPool(folder=folder), BufferPool(folder=folder)
+    lending = Lending(pool, slots, Board(folder), Clock())
+    first = pool.take(COUNT, shared=True)
+    for _ in range(3):
+        pool.take(COUNT, shared=True)[:] = 1.0
+        with pytest.raises(Unavailable, match="full"):
+            slot(lending, 4 * COUNT)
+    assert pool.kept_bytes == pool.lent_bytes == first.nbytes
+    assert slots.kept_bytes == slots.lent_bytes == lending.slot_bytes == 0
+    assert len(caplog.records) == 1
+    folder.close()
 
 
 @pytest.mark.parametrize("root", ["", "/nonexistent/folder"])

@@ -152,6 +152,8 @@ class Scanner:
         """Bytes of the current DATA frame's payload that are still to come."""
         self.due_stream = 0
         """The stream of that frame."""
+        self.frames = 0
+        """Frames, and pieces of DATA, that the last `scan` found."""
         self._flags = self._padding = 0
 
     def ends(self, stream: int) -> bool:
@@ -187,8 +189,9 @@ class Scanner:
         """
         if self._rest:
             data, self._rest = memoryview(self._rest + data), b""
-        at, end = 0, len(data)
+        at, end, self.frames = 0, len(data), 0
         while at < end:
+            self.frames += 1
             if self.due:
                 n = min(self.due, end - at)
                 self.due -= n
