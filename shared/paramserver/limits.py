@@ -18,6 +18,8 @@ CONTROL_BODY_BYTES_MAX: Final = 4 * MIB
 """Largest body of a control route (models, workers, runs, ...)."""
 CONTROL_BODIES_BYTES_MAX: Final = 256 * MIB
 """Bytes of large bodies of control routes that one scheduler reads at once; half of that per client address."""
+PAGE_BYTES_MAX: Final = 4 * MIB
+"""Size of one page of a list, as encoding it blocks the event loop; a page has at least one item."""
 FRAME_HEADER_BYTES_MAX: Final = 1 * MIB
 MSGPACK_DEPTH_MAX: Final = 8
 MSGPACK_CONTAINER_MAX: Final = 4096
