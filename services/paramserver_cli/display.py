@@ -33,8 +33,11 @@ def at_terminal() -> bool:
 
 
 def console() -> Console:
-    """Return a console for tables: as wide as the terminal, or 200 columns if there is none, so that paths fit."""
-    return Console() if at_terminal() else Console(width=200)
+    """Return a console for tables: as wide as the terminal, or 200 columns if there is none, so that paths fit.
+
+    It prints text as it is: an error such as `[/data] is missing` is no markup.
+    """
+    return Console(width=None if at_terminal() else 200, markup=False, emoji=False)
 
 
 def last_line(reason: str) -> str:
@@ -48,7 +51,7 @@ def display(page: str) -> Iterator[Display]:
     if not at_terminal():
         yield PlainDisplay()
         return
-    with Live(console=Console(), refresh_per_second=8, transient=True) as live:
+    with Live(console=console(), refresh_per_second=8, transient=True) as live:
         yield LiveDisplay(live, page)
 
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 import paramserver as ps
 from paramserver.errors import AuthError, PsError
@@ -75,7 +76,7 @@ def doctor(
         table = Table("check", "", "found", "what to do", box=None)
         colors = {"ok": "green", "warning": "yellow", "failed": "red"}
         for f in findings:
-            table.add_row(f.check, f"[{colors[f.result]}]{f.result}[/]", f.detail, f.remedy)
+            table.add_row(f.check, Text(f.result, style=colors[f.result]), f.detail, f.remedy)
         console().print(table)
     if any(f.result == "failed" for f in findings):
         raise launch.Failed("something will not work; see above")

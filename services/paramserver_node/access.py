@@ -10,10 +10,10 @@ import re
 import time
 from collections.abc import Iterable
 from functools import lru_cache
-from http.cookies import CookieError, SimpleCookie
 from typing import Final
 
 from fastapi import FastAPI
+from starlette.requests import cookie_parser
 from starlette.routing import Route
 from starlette.types import Scope
 
@@ -101,7 +101,8 @@ class Access:
                 return next((r for r in ROLES if r == stated), "open")
             return holder.role
         if cookies is not None and scope["method"] in ("GET", "HEAD"):
-            holder = self.holder(_cookie(cookies.decode("latin-1")))
+            # Other programs under this host name, on any port, set cookies in all sorts of syntax.
+            holder = self.holder(cookie_parser(cookies.decode("latin-1")).get(COOKIE, ""))
             if holder is not None:
                 return "reader"
         return "open"
@@ -238,11 +239,3 @@ def _is_local(host: bytes) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _cookie(header: str) -> str:
-    try:
-        found = SimpleCookie(header).get(COOKIE)
-    except CookieError:
-        return ""
-    return "" if found is None else found.value

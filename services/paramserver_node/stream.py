@@ -43,6 +43,8 @@ TRANSFER_BYTES_MAX: Final = 16 << 20
 """Most that a thread transfers at a time, so that other requests on the connection get their turn."""
 
 _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
+_NAME: Final = re.compile(rb"[a-z0-9!#$%&'*+.^_`|~-]+")
+"""The name of a header field: a token (RFC 9110, 5.6.2) in lower case (RFC 9113, 8.2.1)."""
 _UNFIT: Final = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
 """What no value of a header field may contain (RFC 9113, 8.2.1): HTTP/1.1 could not pass it on as it is."""
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
@@ -385,12 +387,13 @@ def request_of(headers: Sequence[Header]) -> RequestHead | None:
     rest: list[Header] = []
     cookies: list[bytes] = []
     length: int | None = None
+    host: bytes | None = None
     for name, value in headers:
         if name.startswith(b":"):
             if rest or cookies or name in special or name not in _OF_A_REQUEST or _UNFIT.search(value):
                 return None
             special[name] = value
-        elif not name or name != name.lower() or name in _OF_A_CONNECTION or _UNFIT.search(value):
+        elif not _NAME.fullmatch(name) or name in _OF_A_CONNECTION or _UNFIT.search(value):
             return None
         elif name == b"cookie":
             cookies.append(value)
@@ -400,13 +403,20 @@ def request_of(headers: Sequence[Header]) -> RequestHead | None:
                 if not _LENGTH.fullmatch(value) or length not in (None, int(value)):
                     return None
                 length = int(value)
+            elif name == b"host":
+                if host is not None:
+                    return None
+                host = value
     if cookies:  # they may be split into several fields (RFC 9113, 8.2.3)
         rest.append((b"cookie", b"; ".join(cookies)))
     method, path = special.get(b":method", b""), special.get(b":path", b"")
     if not method or b":scheme" not in special or not path.startswith(b"/"):
         return None
     if authority := special.get(b":authority"):
-        rest.insert(0, (b"host", authority))
+        if host not in (None, authority):
+            return None
+        if host is None:
+            rest.insert(0, (b"host", authority))
     raw, _, query = path.partition(b"?")
     scope = {
         "method": method.decode("latin-1"),

@@ -144,12 +144,25 @@ def respond(
     return negotiate.respond(request, body, status, headers)
 
 
-def page(request: Request, items: Sequence[Mapping[str, Any]]) -> Response:
-    """Return one page of a list: `?limit=` items from position `?after=`, the `next` of the page before."""
+def page(
+    request: Request, items: Sequence[Any], document: Callable[[Any], Mapping[str, Any]] = lambda item: item
+) -> Response:
+    """Return one page of a list: up to `?limit=` items from position `?after=`, the `next` of the page before.
+
+    Large items are fewer, as many as `limits.PAGE_BYTES_MAX` permits; `document` makes what is sent of each.
+    """
     limit = number_of(request, "limit", PAGE_MAX, 1, PAGE_MAX)
     start = number_of(request, "after", 0)
-    end = start + limit
-    return respond(request, {"items": list(items[start:end]), "next": str(end) if end < len(items) else None})
+    shown: list[Mapping[str, Any]] = []
+    size = 0
+    for item in items[start : start + limit]:
+        line = document(item)
+        size += len(negotiate.json_text(line))
+        if shown and size > limits.PAGE_BYTES_MAX:
+            break
+        shown.append(line)
+    end = start + len(shown)
+    return respond(request, {"items": shown, "next": str(end) if end < len(items) else None})
 
 
 def number_of(request: Request, name: str, default: D, low: int = 0, high: int = INTEGER_MAX) -> int | D:

@@ -18,6 +18,8 @@ CONTROL_BODY_BYTES_MAX: Final = 4 * MIB
 """Largest body of a control route (models, workers, runs, ...)."""
 CONTROL_BODIES_BYTES_MAX: Final = 256 * MIB
 """Bytes of large bodies of control routes that one scheduler reads at once; half of that per client address."""
+PAGE_BYTES_MAX: Final = 4 * MIB
+"""Size of one page of a list, as encoding it blocks the event loop; a page has at least one item."""
 FRAME_HEADER_BYTES_MAX: Final = 1 * MIB
 MSGPACK_DEPTH_MAX: Final = 8
 MSGPACK_CONTAINER_MAX: Final = 4096
@@ -154,6 +156,8 @@ METRIC_NAMES_MAX: Final = 64
 TASKS_PER_DATASET_MAX: Final = 100_000
 TASKS_MAX: Final = 1_000_000
 """Ranges of all datasets of all models: 130 MB in the scheduler, created by requests of only 60 bytes each."""
+WORKER_STATES_MAX: Final = 256 * MIB
+"""Size of the states that all workers store for their next incarnations: characters of text, and 16 for each value."""
 RUNS_KEPT_MAX: Final = 200
 EVENT_STREAMS_MAX: Final = 256
 """Open streams of `GET /events` of one scheduler, which encodes every change for each of them."""

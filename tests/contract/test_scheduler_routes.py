@@ -68,6 +68,24 @@ def test_lists_come_in_pages(cluster: Nodes) -> None:
         assert cluster.get(f"/models?{query}", status=400)["code"] == "malformed"
 
 
+def test_a_page_of_large_items_has_fewer(cluster: Nodes) -> None:
+    """A page of workers with large states ends before 4 MiB, and the next pages have the others."""
+    name = make(cluster)
+    for i in range(6):
+        joined = cluster.post(f"/models/{name}/workers", {"name": f"w{i}"}, status=201)
+        state = "x" * 1_000_000
+        cluster.call("PUT", f"/models/{name}/workers/{joined['worker']}", {"epoch": joined["epoch"], "state": state})
+    seen: list[str] = []
+    after = "0"
+    while after is not None:
+        page = cluster.get(f"/models/{name}/workers?after={after}")
+        assert 1 <= len(page["items"]) <= 4
+        seen += [w["worker"] for w in page["items"]]
+        after = page["next"]
+
+    assert seen == [f"{name}/w{i}" for i in range(6)]
+
+
 def test_settings_change_and_a_model_goes(cluster: Nodes) -> None:
     """PATCH raises the revision and cannot change what is fixed; DELETE is 204, then 404."""
     name = make(cluster)

@@ -157,6 +157,16 @@ def test_tokens_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("other", ['prefs={"a": 1}', "seen", "a b=c", "path=/", "a@b=1", 'q="x'])
+async def test_cookies_of_others_do_not_hide_the_nodes_own(other: str) -> None:
+    """The node's cookie is found before and after those of other programs under its host name, whatever they hold."""
+    own = Access([KEY]).cookie(tokens.Holder("reader", "anna", 0), 60).partition(";")[0]
+
+    for cookies in (f"{other}; {own}", f"{own}; {other}"):
+        assert (await ask("/reader", cookie=cookies)).status_code == 200
+
+
+@pytest.mark.asyncio
 async def test_a_cookie_reads_and_does_nothing_else() -> None:
     """A cookie grants only GET on a reader's routes, even with an admin's token; an invalid one grants nothing."""
     access = Access([KEY], secure=True)

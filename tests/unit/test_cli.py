@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
-from paramserver_cli import config, exits, moves, ports, supervisor, train, up
+from paramserver_cli import config, exits, moves, ports, runs, supervisor, train, up
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.children import Guard
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
@@ -154,6 +154,18 @@ def test_advice_that_is_translated_is_given_somewhere(advice: str) -> None:
     """Every hint that psctl replaces occurs in the library, so rewording one there fails this test."""
     found = [p for p in (Path(__file__).parents[2] / "shared").rglob("*.py") if advice in p.read_text()]
     assert found
+
+
+def test_why_a_run_failed_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square brackets in an exception's text are printed, not taken for the markup of a terminal's text."""
+    why = "KeyError: '[/data] has no [a, b] :x:'"
+    failed = {"id": "run-1", "model": "m", "entry": "a:b", "state": "failed", "created_s": 1.0, "reason": f"T\n{why}"}
+    monkeypatch.setattr(runs, "connect", lambda url: SimpleNamespace(runs=lambda: [failed]))
+
+    listed = CliRunner().invoke(app, ["run", "list"])
+
+    assert listed.exit_code == 0
+    assert why in listed.stdout
 
 
 def test_a_block_of_ports_is_taken_whole_and_by_one_cluster() -> None:

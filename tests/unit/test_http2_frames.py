@@ -144,6 +144,7 @@ def test_a_request_is_what_asgi_calls_it() -> None:
         "headers": [(b"host", b"a:1"), (b"a", b"b")],
     }  # fmt: skip
     assert request_of(ASKED) == (scope, None)
+    assert request_of([*ASKED[:4], (b"host", b"a:1"), *ASKED[4:]]) == (scope, None)
     asked = request_of([*ASKED, (b"content-length", b"7")])
     assert asked is not None
     assert asked.length == 7
@@ -165,6 +166,8 @@ def test_cookies_in_fields_of_their_own_are_one_header() -> None:
         [*ASKED[:3], (b":path", b"p")], [*ASKED, (b"x", b"a\r\nb: c")], [*ASKED[:3], (b":path", b"/\x00")],
         [*ASKED, (b"content-length", b"9" * 5000)], [*ASKED, (b"content-length", b"-1")],
         [*ASKED, (b"content-length", b"1"), (b"content-length", b"2")],
+        [*ASKED, (b"content-length ", b"1")], [*ASKED, (b"x:y", b"1")], [*ASKED, (b"x\r\ny", b"1")],
+        [*ASKED, (b"\xe9", b"1")], [*ASKED, (b"host", b"b:1")], [*ASKED, (b"host", b"a:1"), (b"host", b"a:1")],
     ],
 )  # fmt: skip
 def test_what_is_no_request_is_none(headers: list[wire.Header]) -> None:

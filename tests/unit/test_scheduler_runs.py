@@ -137,6 +137,20 @@ def test_a_worker_that_raises_is_restarted_three_times() -> None:
     assert beat(d, m) == {"state": "idle", "run": None}
 
 
+def test_what_a_worker_says_cannot_steer_the_terminal_that_shows_it() -> None:
+    """Control characters of a traceback are replaced, apart from tabs and newlines; prefixes have none at all."""
+    d = Driver()
+    d.model()
+    run(d)
+    with pytest.raises(RequestError, match="prefixes"):
+        member(d, "q", "\x1b[2J")
+    m = member(d, "p")
+    for _ in range(4):
+        failed = done(d, m, error="Traceback\n\tat \x1b]0;title\x07\x9b2J\rhere")
+        beat(d, m)
+    assert failed["reason"].endswith("Traceback\n\tat ?]0;title??2J?here")
+
+
 def test_a_member_that_dies_frees_its_place_without_a_restart() -> None:
     """When a member dies another one takes its place, no restart is counted, and the dead one is fenced."""
     d = Driver()

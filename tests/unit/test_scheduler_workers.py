@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError
 from paramserver.limits import CLOCKS_AHEAD_MAX
@@ -43,6 +44,35 @@ def test_a_workers_state_is_known_after_a_restart() -> None:
 
     assert d.core.read.workers("m", d.now, kept=True)[0]["kept"] == {"epoch": 7}
     assert d.join("a")["state"] == {"epoch": 7}
+
+
+def test_the_states_of_all_workers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that does not fit with all others is refused, also after a restart; a smaller one of its worker is kept.
+
+    The states of dead workers count, as they are kept, too, and those of a deleted model do not.
+    """
+    monkeypatch.setattr(limits, "WORKER_STATES_MAX", 100_000)
+    d = Driver()
+    d.model()
+    d.model(name="other")
+    a, b = d.join("a"), d.join("b")
+    beat(d, a, state="x" * 60_000)
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"], None))
+    for _ in range(2):
+        with pytest.raises(RequestError) as refused:
+            beat(d, b, state=["x" * 50_000])
+        assert (refused.value.code, refused.value.members["where"]) == ("too_large", "state")
+        d.restart()
+    beat(d, b, state="x" * 30_000)
+    a = d.join("a")
+    assert len(a["state"]) == 60_000
+    beat(d, a, state="x" * 10_000)
+
+    beat(d, b, state=["x" * 50_000])
+
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    c = d.ask(lambda n: io.JoinWorker(n, "other", "c"))
+    d.ask(lambda n: io.WorkerHeartbeat(n, "other", c["worker"], c["epoch"], state="x" * 90_000))
 
 
 def test_a_state_that_has_not_changed_is_not_stored_again() -> None:

@@ -39,5 +39,5 @@ async def series(request: Request, m: str) -> Response:
 
     A point is `[Unix seconds, clock or null, worker, value]`.
     """
-    name = request.query_params.get("name")
-    return page(request, service(request).read.metrics(m, None if name is None else [name]))
+    known, name = service(request).read, request.query_params.get("name")
+    return page(request, known.metric_names(m, name), lambda n: known.metrics(m, [n])[0])

@@ -1,5 +1,6 @@
 """Checks of JSON values that are stored for clients and returned unchanged: bounded, finite, encodable."""
 
+import re
 from collections.abc import Mapping
 from math import isfinite
 from typing import Any, Final
@@ -10,7 +11,9 @@ from paramserver.errors import problem
 
 VALUES_MAX: Final = 20_000
 TEXT_MAX: Final = 1 << 20
+VALUE_SIZE: Final = 16
 _INT_MAX: Final = 1 << 63
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 def check_document(value: Any, where: str) -> Any:
@@ -35,7 +38,7 @@ def check_document(value: Any, where: str) -> Any:
         if depth > limits.JSON_DEPTH_MAX:
             raise fail(f"is nested deeper than {limits.JSON_DEPTH_MAX} levels")
         if isinstance(item, str):
-            if any("\ud800" <= c <= "\udfff" for c in item):
+            if _SURROGATE.search(item):
                 raise fail("contains text that is not valid Unicode")
         elif isinstance(item, float):
             if not isfinite(item):
@@ -52,6 +55,21 @@ def check_document(value: Any, where: str) -> Any:
         elif item is not None:
             raise fail(f"holds a value of type {type(item).__name__}")
     return value
+
+
+def size_of(document: Any) -> int:
+    """Return the size of a JSON value: its characters of text, and `VALUE_SIZE` for each value in it."""
+    size, todo = 0, [document]
+    while todo:
+        item = todo.pop()
+        size += VALUE_SIZE
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, Mapping):
+            todo += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            todo += item
+    return size
 
 
 def check_states(states: Mapping[str, Any]) -> Mapping[str, Any]:

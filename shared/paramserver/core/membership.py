@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from paramserver import limits
+from paramserver.core.documents import size_of
 from paramserver.errors import problem
 
 
@@ -124,9 +125,14 @@ class Worker(Holder):
     """Its open long polls; while there are any, it is alive."""
     metrics: dict[str, float] = field(default_factory=dict)
     state: Any = None
-    """The document it wants stored with checkpoints."""
+    """The document it wants stored with checkpoints; set by `keep`."""
+    state_size: int = 0
     attempt: str | None = None
     """Attempt id of the request by which it joined without a name; not stored, so another leader does not know it."""
+
+    def keep(self, state: Any) -> None:
+        """Keep a state for checkpoints and for the next incarnation."""
+        self.state, self.state_size = state, 0 if state is None else size_of(state)
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Keep the newest value of each metric; values that are not finite are dropped, as JSON has none."""
@@ -166,7 +172,7 @@ class Roster:
             if len(self.workers) >= limits.WORKERS_PER_MODEL_MAX:
                 return None
             worker = self.workers[name] = Worker(name, 0, now, alive=False)
-        worker.state = state
+        worker.keep(state)
         return worker
 
     def barrier_members(self) -> list[Worker]:
@@ -209,7 +215,7 @@ class Roster:
         epoch = 1 + max((old.epoch if old else 0) or self.floor, above)
         worker = Worker(name, epoch, now, rank=rank, done=clock, granted=clock, timeline=timeline)
         if old is not None:
-            worker.state = old.state
+            worker.state, worker.state_size = old.state, old.state_size
         self.workers[name] = worker
         self._live = None
         return worker, forgotten

@@ -73,6 +73,10 @@ class Reading:
         """The datasets of a model and their progress."""
         return [d.document() for d in self._c.model(name).datasets.values()]
 
+    def metric_names(self, name: str, only: str | None = None) -> list[str]:
+        """Names of the metrics that workers of a model have reported: all of them, or `only` that one."""
+        return [n for n in self._c.model(name).series.points if only in (None, n)]
+
     def metrics(self, name: str, names: Iterable[str] | None = None, after: float = 0.0) -> list[dict[str, Any]]:
         """[{"name", "points": [[Unix seconds, clock or null, worker, value], ...]}, ...]."""
         found = self._c.model(name).series.document(names, after)

@@ -62,11 +62,12 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         late = groups["clock"][model_name].get("late", {}).get(worker)
         if late is not None and late[0] == doc["epoch"]:
             _, done, granted, pending = late
-        model.roster.workers[worker] = Worker(
-            worker, doc["epoch"], now, doc["alive"], doc["rank"], done, pending, granted=granted, state=doc["state"],
+        found = model.roster.workers[worker] = Worker(
+            worker, doc["epoch"], now, doc["alive"], doc["rank"], done, pending, granted=granted,
             # So that a plain client that has not been told of a rollback yet will be.
             timeline=doc["timeline"], lease_s=doc["lease_s"], draining=doc.get("draining", False),
         )  # fmt: skip
+        found.keep(doc["state"])
     commits: dict[str, list[Commit]] = {}
     for name, doc in groups["commit"].items():
         commits.setdefault(name.partition(":")[0], []).append(Commit.of(doc))

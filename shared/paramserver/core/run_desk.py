@@ -1,5 +1,6 @@
 """Runs and the worker pool: which member works at which place, and when a run ends."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ from paramserver.errors import problem, validating
 SAVE_TIME_S: Final = 15.0
 """Interval between stores of a run's running time: the most of it that a killed scheduler loses."""
 MEMBERS_MAX: Final = 4096
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters, apart from tab and newline: a terminal that shows a worker's traceback would obey them."""
 
 
 class RunDesk:
@@ -171,7 +174,7 @@ class RunDesk:
     def join(self, e: JoinPool, now: float) -> None:
         if e.name is not None and not is_name(e.name):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed", where="name")
-        if not all(isinstance(p, str) and 0 < len(p) <= 256 for p in e.allow) or len(e.allow) > 64:
+        if len(e.allow) > 64 or not all(isinstance(p, str) and 0 < len(p) <= 256 and p.isprintable() for p in e.allow):
             raise problem("invalid_field", "allow: must be a list of module prefixes", where="allow")
         name = e.name
         while name is None:
@@ -289,7 +292,7 @@ class RunDesk:
             return
         place.restarts += 1
         if place.restarts > RESTARTS_MAX:
-            text = error[-16_384:].encode(errors="replace").decode()
+            text = _CONTROL.sub("?", error[-16_384:]).encode(errors="replace").decode()
             reason = f"worker {index} raised an exception {place.restarts} times; the last one:\n{text}"
             self.end(run, "failed", reason, now)
 
