@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
-from paramserver_cli import config, exits, moves, ports, supervisor, train, up
+from paramserver_cli import config, demo, exits, moves, ports, supervisor, train, up
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.children import Guard
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
@@ -375,6 +375,16 @@ def test_what_to_train_is_a_script_or_a_function(tmp_path: Path) -> None:
     for wrong, says in ((tmp_path / "my-job.py", "my_job.py"), (tmp_path / "no.py", "no file"), ("word", "neither")):
         with pytest.raises(typer.BadParameter, match=says):
             train._entry(str(wrong))
+
+
+def test_the_demo_says_how_psctl_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the shell does not find psctl, as after `make demo`, the next commands begin with the environment's."""
+    monkeypatch.setenv("PATH", "")
+    demo._summarize([], Path("curves.png"))
+    assert f"next        . {sys.prefix}/bin/activate\n            psctl up --detach\n" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    demo._summarize([], Path("curves.png"))
+    assert "next        psctl up --detach\n" in capsys.readouterr().out
 
 
 CLIENT: Any = None
