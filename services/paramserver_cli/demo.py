@@ -9,6 +9,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -167,9 +168,11 @@ def _summarize(results: list[Result], picture: Path) -> None:
     files = [*(r.checkpoint / "model.safetensors" for r in results), picture]
     for path in files:
         typer.echo(f"wrote       {path}")
-    typer.echo("next        psctl up --detach")
-    typer.echo("            psctl new my-model")
-    typer.echo("            psctl train my-model/train.py --model my-model --workers 2")
+    steps = ["psctl up --detach", "psctl new my-model", "psctl train my-model/train.py --model my-model --workers 2"]
+    if shutil.which("psctl") is None:  # as after `make demo`
+        steps.insert(0, f". {sys.prefix}/bin/activate")
+    for label, step in zip_longest(["next"], steps, fillvalue=""):
+        typer.echo(f"{label:12}{step}")
 
 
 def _wait_for_enter(page: str) -> None:

@@ -14,6 +14,7 @@ import typer
 
 import paramserver as ps
 from paramserver.core.runs import ENDED
+from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import NotFoundError, PsError, problem
 from paramserver_cli import launch
 from paramserver_cli.assignments import merge_patch, pairs
@@ -55,6 +56,10 @@ def train(
         psctl train mypackage.job:train --model demo --clocks 1000 --arg batch_size=128
     """
     entry, folder = _entry(target)
+    if mode is not None and mode not in ConsistencySpec.MODES:
+        known = ", ".join(ConsistencySpec.MODES)
+        raise typer.BadParameter(f"'{mode}' is not a mode; known: {known}", param_hint="--mode")
+    args = pairs(arg or [])
     client = connect(url)
     _prepare(client, model, spec or _beside(target), mode, workers)
     stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}
@@ -68,7 +73,7 @@ def train(
     )
     try:
         with launch.cluster(state, plan):
-            run = client.create_run(model, entry, args=pairs(arg or []), workers=workers, stop=stop, **options)
+            run = client.create_run(model, entry, args=args, workers=workers, stop=stop, **options)
             typer.echo(f"{run['id']} trains model {model} with {workers} workers; status page {client.url}")
             try:
                 training = Training(client, model, model)

@@ -177,9 +177,10 @@ class Membership:
             self._runtime.feed(self._views[name])
 
     def _check_duplicate_name(self, joined_at: float, reason: Exception) -> None:
-        """Raise RuntimeError if fenced again soon after joining: two processes of one name keep fencing each other."""
+        """Raise ConflictError if fenced again soon after joining: two processes of one name keep fencing each other."""
         if monotonic() - joined_at < LEASE_S and self._fenced:
-            raise RuntimeError(f"another process is running under the name '{self.name}'; this one exits")
+            hint = "give each shard a name of its own: --name, or PARAMSERVER_NAME"
+            raise problem("conflict", f"another process is running under the name '{self.name}'", hint=hint)
         self._fenced = True
         log.warning("membership ended, rejoining: %s", reason)
 

@@ -13,7 +13,7 @@ import paramserver as ps
 from paramserver.errors import AuthError
 from paramserver_node import redis_server
 
-from .cluster import PSCTL, cluster, eventually
+from .cluster import PSCTL, Cluster, cluster, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -76,6 +76,28 @@ def test_a_wrong_setting_ends_a_program_in_one_line(service: str, setting: str, 
     assert done.returncode == 2, done.stderr
     assert setting in said[-1]
     assert not any("Traceback" in line for line in said)
+
+
+def test_of_two_shards_of_one_name_one_ends_in_one_line(own_cluster: Cluster, tmp_path: Path) -> None:
+    """Of two shards under one name, as on machines of one host name, one exits with 2 and a line that says why."""
+    links = ["--scheduler", own_cluster.url, "--redis", own_cluster.info["redis"]]
+    command = [sys.executable, "-P", "-m", "paramserver_shard", "--name", "twin", *links, "--port"]
+    files = [(tmp_path / name).open("w+") for name in "ab"]
+    twins = [subprocess.Popen([*command, str(redis_server.free_port())], cwd=tmp_path, stderr=f) for f in files]
+    try:
+        eventually(lambda: any(t.poll() is not None for t in twins), within_s=60, what="the end of one of them")
+        ended = next(i for i, t in enumerate(twins) if t.poll() is not None)
+        files[ended].seek(0)
+        said = files[ended].read()
+        assert twins[ended].returncode == 2, said
+        assert "Traceback" not in said
+        assert "another process is running under the name 'twin'" in said.splitlines()[-1]
+        assert "--name" in said.splitlines()[-1]
+    finally:
+        for twin, file in zip(twins, files, strict=True):
+            twin.kill()
+            twin.wait()
+            file.close()
 
 
 def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_the_cluster_lines_start_and_stop_one(tmp_path: Path) -> None:
 
 
 def test_the_chinese_readme_is_in_step() -> None:
-    """README.zh-CN.md has the same code blocks as README.md, apart from comments."""
+    """README.zh-CN.md has the same code blocks as README.md, apart from comments, and the same links."""
     blocks = [re.findall(r"```.*?```", (ROOT / n).read_text(), re.S) for n in ("README.md", "README.zh-CN.md")]
 
     def code(text: str) -> str:
@@ -122,3 +122,5 @@ def test_the_chinese_readme_is_in_step() -> None:
 
     assert [code(b) for b in blocks[0]] == [code(b) for b in blocks[1]]
     assert len(blocks[0]) >= 5
+    links = [set(re.findall(r"\]\(([^)]+)\)", (ROOT / n).read_text())) for n in ("README.md", "README.zh-CN.md")]
+    assert links[0] ^ links[1] == {"README.md", "README.zh-CN.md"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -277,6 +278,19 @@ def test_the_page_has_a_place_for_every_table(
     assert "| W1 dense round, 10 MB, 1 worker: ours, same host ≥ 2.5x the best rival | 1.00x" in shown
     assert "2.00 |  | **MISS**" in shown
     assert "missed" in capsys.readouterr().err
+
+
+def test_the_page_begins_with_figures_of_its_tables() -> None:
+    """The table at the top of docs/performance.md has the rounds per second of the tables below, for each system."""
+    head, _, below = PAGE.read_text().partition("\n## ")
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in head.splitlines() if line.startswith("|")]
+    systems, figures = rows[0][1:], rows[2:]
+
+    assert len(figures) >= 6
+    for cell_name, *shown in figures:
+        (table,) = re.findall(rf"^\| W\d [a-z ]+, {cell_name} \|.*\n\|.*\n((?:\|.*\n)+)", below, re.M)
+        measured = dict(re.findall(r"^\| (.*?) \| ([\d.,]+) \|", table.replace("**", ""), re.M))
+        assert shown == [measured.get(s, "") for s in systems]
 
 
 def test_costs_are_shown() -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
-from paramserver_cli import config, exits, moves, ports, runs, supervisor, train, up
+from paramserver_cli import config, demo, exits, moves, ports, runs, supervisor, train, up
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.children import Guard
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
@@ -389,6 +389,16 @@ def test_what_to_train_is_a_script_or_a_function(tmp_path: Path) -> None:
             train._entry(str(wrong))
 
 
+def test_the_demo_says_how_psctl_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the shell does not find psctl, as after `make demo`, the next commands begin with the environment's."""
+    monkeypatch.setenv("PATH", "")
+    demo._summarize([], Path("curves.png"))
+    assert f"next        . {sys.prefix}/bin/activate\n            psctl up --detach\n" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    demo._summarize([], Path("curves.png"))
+    assert "next        psctl up --detach\n" in capsys.readouterr().out
+
+
 CLIENT: Any = None
 
 
@@ -396,6 +406,15 @@ def _sample(elapsed_s: float, version: int = 0, accuracy: float | None = None) -
     return Sample(
         elapsed_s, 0.5, accuracy, version, version, 40.0, None, (WorkerLine("w0", 3, 0.5, None, "active", 0),)
     )
+
+
+@pytest.mark.parametrize("words", [("--mode", "slow"), ("--arg", "batch_size")])
+def test_what_is_typed_is_checked_before_anything_is_created(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """An unknown mode, or an argument without a value, is a usage error of `psctl train` before it asks a cluster."""
+    (tmp_path / "job.py").touch()
+    code, text = psctl("train", str(tmp_path / "job.py"), "--model", "m", "--url", "http://127.0.0.1:1", *words)
+    assert code == 2
+    assert words[1] in text
 
 
 def test_a_training_is_good_when_its_last_evaluations_are() -> None:

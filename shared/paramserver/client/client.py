@@ -110,6 +110,9 @@ class Client:
             optimizer: `ps.SGD(lr=0.1)` and the like; None: SGD with torch's defaults.
             consistency: `ps.Async()`, `ps.SSP(3)`, `ps.Sync()`, `ps.Buffered(8)`; None: async.
             partitions: number of partitions; None: chosen by the model's size.
+            ack: what each acknowledgement means: "applied" (also None), "journaled" or "fsynced".
+            evaluate_every: clocks between evaluations; None: none are requested.
+            checkpoint: `{"every_clocks": 1000, "every_minutes": 10, "keep": 3, "metric": "accuracy"}` or a part of it.
             exist_ok: accept an existing model of that name with exactly this spec; it keeps its values.
 
         Raises RequestError listing what is wrong with the spec, ConflictError (`model_exists`).
@@ -164,7 +167,18 @@ class Client:
         checkpoint_every: int = 0,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Start a training run of a model with workers of the pool; return the run's document."""
+        """Start a training run of a model with workers of the pool; return the run's document.
+
+        Args:
+            entry: "MODULE:FUNC" that each of the `workers` calls with its `Worker`, and with `args` as keywords.
+            name: a name for people; None: the run's id.
+            stop: what ends the run before every call has returned: `{"clocks": 1000}`, `{"minutes": 10}`, or
+                `{"metric": {"name": "loss", "at_most": 0.1}}`; of several, the first that is met.
+            evaluate_every: clocks between evaluations; 0: none are requested.
+            checkpoint_every: clocks between checkpoints that the cluster keeps; 0: as the model's own settings say.
+
+        A run waits until workers of the pool are free.  Raises NotFoundError (`unknown_model`).
+        """
         body = control.run_document(model, entry, name, args, workers, stop, evaluate_every, checkpoint_every)
         return dict(self.run(control.post_unrepeatable("/runs", body, self.deadline(timeout))))
 

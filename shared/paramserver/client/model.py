@@ -122,7 +122,11 @@ class Model:
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
-        """Push a gradient and return the values after it, in one round trip if the gradient covers the whole model."""
+        """Push a gradient and return the values after it, in one round trip if the gradient covers the whole model.
+
+        The arguments are those of `push`; `out` is an earlier pull of the whole model, whose memory is reused.  Raises
+        what `push` raises, InDoubt also if the push was accepted and the values did not come.
+        """
         terms = {"weight": weight, "base": base}
         options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec), "out": out}
         deadline = self._client.deadline(timeout)

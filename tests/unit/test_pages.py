@@ -1,0 +1,83 @@
+"""What the pages name exists: other pages and their headings, commands, files, modules."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from paramserver_cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+CODE = re.compile(r"^```.*?^```|^    .*?$", re.M | re.S)
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the page's headings."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def links(page: Path) -> Iterator[tuple[str, Path, str]]:
+    """Each link to a file of this repository: as it is written, the file, and the anchor if it has one."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text())):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            yield link, (page.parent / path).resolve() if path else page, anchor
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words after `psctl` in code, as far as the command goes."""
+    code = "\n".join([*CODE.findall(text), *re.findall(r"`([^`\n]+)`", text)])
+    for words in re.findall(r"(?<![\w/.-])psctl( [^\n|;&)>'\"]*)", re.sub(r"\s#.*", "", code)):
+        yield words.split()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every link to a file of the repository names one that exists and, after a `#`, one of its headings."""
+    for link, target, anchor in links(page):
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_can_be_found() -> None:
+    """Every page is linked from another one, apart from decisions, which their folder lists."""
+    linked = {target for page in PAGES for _, target, _ in links(page) if target != page}
+    assert [named(p) for p in PAGES if p not in linked and p.parent.name != "decisions"] == []
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=named)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    """Every `psctl` command of the page exists, and has the options that the page gives it."""
+    for words in commands(page.read_text()):
+        command: Any = typer.main.get_command(app)
+        rest = list(words)
+        while rest and hasattr(command, "commands"):
+            assert rest[0] in command.commands or rest[0].startswith("-"), words
+            command = command.commands.get(rest.pop(0), command)
+        options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+        assert {w.partition("=")[0] for w in rest if w.startswith("-") and w != "-"} <= options, words
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=named)
+def test_files_modules_and_targets_exist(page: Path) -> None:
+    """Files of the source tree, modules run with `python -m`, and targets of make that the page names exist."""
+    text = page.read_text()
+    folders = {p.name for p in ROOT.iterdir() if p.is_dir()}
+    for path in re.findall(r"`([\w.-]+/[\w./-]+)`", text):
+        if path.split("/")[0] in folders:
+            assert (ROOT / path).exists(), path
+    for module in re.findall(r"python -m ([a-z_.]+)", text):
+        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists() or importlib.util.find_spec(module), module
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    for target in re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.M):
+        assert target in targets, target
