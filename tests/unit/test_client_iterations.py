@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -84,6 +84,7 @@ def test_an_iteration_ends_only_after_its_pushes(first: str, other: str) -> None
         with pytest.raises(ConflictError, match="in the middle of this iteration"):
             drive(calls[other](), node)
     call.close()
+    drive(its.advance(deadline(), None), node)  # it may have been reported
     drive(calls[other](), node)
     session.mode = "async"
     call = calls[first]()
@@ -304,6 +305,47 @@ def test_who_does_not_wait_any_longer_is_told_that_the_gradient_is_pushed(way: s
 
     assert e.value.code == "unavailable"
     assert (len(node.pushes), session.clock) == (1, 1)
+
+
+@pytest.mark.parametrize("ended", ["in time", "interrupted"])
+@pytest.mark.parametrize("reported", ["step", "exchange", "advance"])
+@pytest.mark.parametrize("way", ["push", "step", "exchange", "stream"])
+def test_a_reported_iteration_takes_no_further_push(way: str, reported: str, ended: str) -> None:
+    """In sync a push is refused once its iteration is reported, until `clock` has waited for the iteration's end.
+
+    The commit may be decided at any moment, and would take the push on some partitions only.
+    """
+    node = Shard()
+    session, its = iterations(node)
+    node.released = False
+    node.script[CLOCK] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})]
+    pushes: dict[str, Callable[[], Call[Any]]] = {
+        "push": lambda: session.push(GRAD, deadline()),
+        "step": lambda: its.step(GRAD, {}, deadline(), None),
+        "exchange": lambda: its.exchange(GRAD, {}, deadline(), None),
+        "stream": lambda: session.begin(deadline(), streamed=True),
+    }
+    reports: dict[str, Callable[[float], Call[Any]]] = {
+        "step": lambda s: its.step(GRAD, {}, Deadline.after(s), s),
+        "exchange": lambda s: its.exchange(GRAD, {}, Deadline.after(s), s),
+        "advance": lambda s: its.advance(Deadline.after(s), s),
+    }
+
+    if ended == "in time":
+        with pytest.raises(Unavailable):
+            drive(reports[reported](0.0), node)
+    else:
+        call = reports[reported](30.0)
+        requests = cast("list[Request]", next(call))
+        while requests[0].path != CLOCK:
+            requests = cast("list[Request]", call.send([node(r) for r in requests]))
+        call.close()
+    sent = len(node.pushes)
+    with pytest.raises(ConflictError, match=r"reported.*worker\.clock\(\)"):
+        drive(pushes[way](), node)
+    assert len(node.pushes) == sent
+    drive(its.advance(deadline(), None), node)
+    drive(pushes[way](), node)
 
 
 @pytest.mark.parametrize("way", ["step", "exchange"])

@@ -1,5 +1,6 @@
 """How the client checks and converts its arguments, and what importing it loads."""
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from paramserver.client.client import Client
 from paramserver.client.cluster import Cluster, urls_of
 from paramserver.client.control import assign, dataset_document, run_document
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
+from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Scan, prepare, write
 from paramserver.client.reports import measured
+from paramserver.client.same_host import SameHost
 from paramserver.client.spec_builder import model_document, patch_document
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_count
@@ -210,6 +213,7 @@ def test_what_is_no_optimizer_or_mode_is_told(optimizer: Any, consistency: Any, 
         (lambda: next(assign(Cluster(("http://a:1",)), "m", cast(Any, np.ones(3)), Deadline.after(1))), "map names to"),
         (lambda: run_document("m", "a:b", None, cast(Any, [1]), 1, None, 0, 0), "args: must be an object"),
         (lambda: run_document("m", "a:b", None, None, 1, cast(Any, 5), 0, 0), "stop: must be an object"),
+        (lambda: run_document("m", cast(Any, len), None, None, 1, None, 0, 0), "entry: .*'package.module:function'"),
         (lambda: measured(None), "by name, not None.*return"),
         (lambda: measured({"accuracy": "high"}), "must be a number"),
     ],
@@ -220,6 +224,35 @@ def test_an_argument_of_another_kind_is_refused_in_words(call: Callable[[], Any]
         call()
 
 
+class Bf16:
+    """Like a torch tensor in bfloat16."""
+
+    def __array__(self, *_: Any, **__: Any) -> AnyArray:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (None, "'w' is None, not an array of numbers"),
+        ({"x": 1.0}, "'w' is a dict, not an array of numbers"),
+        (np.array([1.0, None]), "'w' has dtype object, which cannot hold numbers"),
+        (np.array(["a"]), "'w' has dtype <U1, which cannot hold numbers"),
+        (Bf16(), r"'w' cannot be converted to an array: Got.*\(.*torch.*\.float\(\) if it is bfloat16\)"),
+    ],
+)
+def test_what_is_no_array_of_numbers_is_told(value: Any, says: str) -> None:
+    """Values and gradients that are no numbers are refused alike, as what they are: the gradient of a tensor is None.
+
+    The hint says what a torch tensor needs.
+    """
+    with pytest.raises(ps.RequestError, match=says):
+        model_document("m", {"w": ps.Param(value)}, None, None, {})
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [2]}}}))
+    with pytest.raises(ps.RequestError, match=says):
+        prepare(layout, {"w": value})
+
+
 @pytest.mark.parametrize("kind", [Client, ps.AsyncClient])
 def test_what_belongs_to_a_client_is_not_pickled(kind: Any) -> None:
     """Pickling a client's model or worker for another process raises TypeError with a remedy."""
@@ -228,6 +261,21 @@ def test_what_belongs_to_a_client_is_not_pickled(kind: Any) -> None:
     for held in (client, model, model.worker()):
         with pytest.raises(TypeError, match="in the other process"):
             pickle.dumps(held)
+
+
+def test_arrays_for_gradients_are_not_pickled() -> None:
+    """Pickling or copying arrays for gradients, whose memory is this process's own, raises TypeError with a remedy."""
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [2]}}}))
+    grads = GradientArrays(layout, SameHost())
+    for do in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"belong to this process.*dict"):
+            do(grads)
+    assert pickle.loads(pickle.dumps(dict(grads)))["w"].tolist() == [0.0, 0.0]
+
+
+def test_a_worker_that_has_not_joined_shows_as_such() -> None:
+    """The repr of a worker outside its block names its model and says that it has not joined."""
+    assert repr(ps.AsyncClient("http://a:1").model("m").worker()) == "<AsyncWorker of 'm', not joined>"
 
 
 def test_names_of_parameters_are_text() -> None:

@@ -177,6 +177,16 @@ def test_a_base_of_a_model_that_was_created_anew_is_refused(shards: Shards, now:
     assert not shards.pushes
 
 
+def test_a_base_that_is_not_a_pull_is_refused(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A dict of a pull's arrays says nothing of its versions, so as a push's base it is refused, like other values."""
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    for base in (dict(p), p.version, p.flat):
+        with pytest.raises(RequestError, match=r"base must be what pull\(\) returned"):
+            drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(base=base)), shards, now)
+    assert not shards.pushes
+
+
 def test_out_that_does_not_fit_is_refused(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A pull into arrays of another selection is refused."""
     part = drive(transfer.pull(cluster, "m", Deadline.after(30, now), names="b"), shards, now)

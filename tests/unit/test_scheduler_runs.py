@@ -166,6 +166,57 @@ def test_a_member_that_dies_frees_its_place_without_a_restart() -> None:
     assert d.core.read.run("run-1")["places"][0]["restarts"] == 0
 
 
+@pytest.mark.parametrize("names", [["p"] * 6, [f"p{i}" for i in range(6)]])
+def test_a_run_whose_process_dies_each_time_fails(names: list[str]) -> None:
+    """A run fails once the process at one of its places has died five times in a row, soon after it took the place.
+
+    It may come back under its name before its lease expires, or another member takes the place.
+    """
+    d = Driver()
+    d.model()
+    run(d)
+    for i, name in enumerate(names):
+        assert state(d)[0] == ("running" if i else "waiting")
+        if name not in names[:1]:
+            d.wait(limits.LEASE_S + 1.0)
+        last = member(d, name)
+
+    assert state(d)[0] == "failed"
+    assert "the process of worker 0 died 5 times in a row" in state(d)[1]
+    assert f"member '{names[4]}'" in state(d)[1]
+    assert beat(d, last) == {"state": "idle", "run": None}
+
+
+@pytest.mark.parametrize("between", ["a long life", "an exception"])
+def test_deaths_that_are_not_in_a_row_end_no_run(between: str) -> None:
+    """A process that worked for a minute, or reported an exception, starts the count of deaths anew."""
+    d = Driver()
+    d.model()
+    run(d)
+    for _ in range(3):
+        for _ in range(4):
+            m = member(d, "p")
+        if between == "an exception":
+            done(d, m, error="Traceback")
+        else:
+            for _ in range(31):
+                d.wait(2.0)
+                beat(d, m)
+    assert state(d)[0] == "running"
+
+
+def test_a_member_that_leaves_in_good_order_has_not_died() -> None:
+    """However often members that have a place leave in good order, as when they are told to end, their run goes on."""
+    d = Driver()
+    d.model()
+    run(d)
+    for _ in range(10):
+        m = member(d, "p")
+        d.ask(lambda n, m=m: io.LeavePool(n, m["member"], m["epoch"]))  # type: ignore[misc]
+    member(d, "p")
+    assert state(d)[0] == "running"
+
+
 def test_a_member_that_was_forgotten_comes_back_under_a_higher_epoch() -> None:
     """A member forgotten after 256 other dead ones rejoins under a higher epoch, even under a new leader.
 

@@ -8,7 +8,7 @@ import pytest
 from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.task_desk import EVALUATIONS_MAX
-from paramserver.errors import ConflictError, Unavailable
+from paramserver.errors import ConflictError, NotFoundError, Unavailable
 
 from .scheduling import Driver
 
@@ -28,6 +28,19 @@ def two() -> tuple[Driver, Any, Any]:
     d.ask(lambda n: io.RegisterDataset(n, "m", "train", 20, 10))
     assert lease(d, a, [])["start"] == 0
     return d, a, b
+
+
+def test_a_name_that_is_not_there_hints_at_the_nearest(two: tuple[Driver, Any, Any]) -> None:
+    """A request for a dataset or model that does not exist names the one that was most likely meant."""
+    d, a, _ = two
+    with pytest.raises(NotFoundError, match="did you mean 'train'"):
+        lease(d, a, [], "trian")
+    with pytest.raises(NotFoundError, match="register it first"):
+        lease(d, a, [], "other")
+    with pytest.raises(NotFoundError, match="did you mean 'm'"):
+        d.ask(lambda n: io.RegisterDataset(n, "mm", "train", 20, 10))
+    with pytest.raises(NotFoundError, match="POST /models creates one"):
+        d.ask(lambda n: io.RegisterDataset(n, "other", "train", 20, 10))
 
 
 def test_a_range_that_its_worker_does_not_hold_any_more_is_free_with_its_next_lease(

@@ -106,7 +106,7 @@ class Client:
 
         Args:
             params: for each name an array (the initial values), a shape (zeros), a `Param`, or the JSON object of the
-                REST interface.
+                REST interface.  An integer, or a list or tuple of integers, is a shape: `np.array([1, 2])` is values.
             optimizer: `ps.SGD(lr=0.1)` and the like; None: SGD with torch's defaults.
             consistency: `ps.Async()`, `ps.SSP(3)`, `ps.Sync()`, `ps.Buffered(8)`; None: async.
             partitions: number of partitions; None: chosen by the model's size.

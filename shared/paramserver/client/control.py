@@ -234,7 +234,13 @@ def run_document(
     evaluate_every: int,
     checkpoint_every: int,
 ) -> dict[str, Any]:
-    """Return the body that starts a run.  Raises RequestError (`invalid_field`) if `args` or `stop` is no mapping."""
+    """Return the body that starts a run.
+
+    Raises RequestError (`invalid_field`) if `entry` is no text, or `args` or `stop` no mapping.
+    """
+    if not isinstance(entry, str):
+        detail = f"entry: names a function that the workers import, 'package.module:function'; it is not {entry!r:.60}"
+        raise problem("invalid_field", detail, where="entry")
     for field, value in (("args", args), ("stop", stop)):
         if value is not None and not isinstance(value, Mapping):
             raise problem("invalid_field", f"{field}: must be an object, not {value!r:.60}", where=field)

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 
@@ -42,6 +42,9 @@ class GradientArrays(NamedArrays):
         memory = private(layout.size * _ITEM)
         self.place: Final = ArrayMemory(memory, same_host)
         super().__init__(select(layout), np.frombuffer(memory, np.float32))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self} belong to this process and cannot be pickled or copied: take dict(...) of them")
 
     def __repr__(self) -> str:
         return f"<GradientArrays of {len(self)} parameters, {self.flat.size} elements>"

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.gradient_arrays import ArrayMemory, GradientArrays
-from paramserver.client.values import not_held
+from paramserver.client.values import array_of, not_held
 from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select
@@ -186,21 +186,13 @@ def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) 
 
 def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, bool]:
     """Return `value` as a contiguous 1-D array, and whether it holds bfloat16 bits."""
-    try:
-        array = np.asarray(value)
-    except Exception as e:  # whatever a foreign __array__ raises: that of a GPU tensor, or one that requires grad
-        hint = "a torch tensor needs .detach().cpu()"
-        detail = f"'{name}' cannot be converted to an array: {e}"
-        raise problem("invalid_dtype", detail, hint=hint, where=name) from None
-    bf16 = array.dtype.kind == "V" and array.dtype.name == "bfloat16"  # NumPy builds the name on each access
-    if not bf16 and array.dtype.kind not in "fiub":
-        raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which cannot hold a gradient", where=name)
+    array = array_of(name, value)
     if array.shape != shape:
         raise problem(
             "invalid_shape", f"'{name}' has shape {list(array.shape)}, the model's is {list(shape)}", where=name
         )
     flat = np.ascontiguousarray(array).reshape(-1)
-    return (flat.view(np.uint16), True) if bf16 else (flat, False)
+    return (flat.view(np.uint16), True) if flat.dtype.kind == "V" else (flat, False)
 
 
 def _gradient_of(selection: Selection, arrays: Sequence[tuple[AnyArray, bool]], dtype: str | None) -> Gradient:

@@ -23,7 +23,7 @@ from paramserver.errors import PsError, Unavailable, from_document, problem
 
 log = logging.getLogger("paramserver")
 
-PUSHED: Final = "the gradient was pushed; call worker.clock() to keep waiting. Another step would count it twice"
+PUSHED: Final = "the gradient was pushed: call worker.clock() to keep waiting, and do not push it again"
 DONE: Final = "the iteration is done; get the values with worker.pull(). Another step would count its gradient twice"
 
 
@@ -58,9 +58,10 @@ class Iterations:
         while s.mode in ("ssp", "sync"):
             wait_s = max(0.0, min(POLL_S, give_up - deadline.clock()))
             body = {"clock": done, "since": min(s.since, done), "timeline": timeline}
+            s.reported = (epoch, timeline, done - 1)
             doc = yield from s.ask(model_path(s.model, "clock"), body, epoch, timeline, wait_s, deadline.clock)
             if doc is None:
-                s.pushed = None
+                s.pushed = s.reported = None
                 return s.clock
             if doc.get("released"):
                 done = max(done, int(doc.get("clock") or 0))

@@ -50,6 +50,8 @@ class Session(Membership):
         """(epoch, timeline) of the current iteration's last accepted push; `NOTHING`: none of its pushes counts."""
         self._ending = False
         """Whether a call is ending the current iteration."""
+        self.reported: tuple[int, int, int] | None = None
+        """(epoch, timeline, clock) of the last iteration that may have been reported finished; see `begin`."""
         self._torn = 0
         """sync: the epoch in which a push may have reached some shards but not all; see `rejoin_if_torn`."""
 
@@ -148,13 +150,18 @@ class Session(Membership):
 
         `last`: the call that is ending the iteration sends it; in sync, `commit_wait_s` (see `PushTerms`) goes with it.
 
-        The terms are None if the gradient is obsolete (see `_is_obsolete`).  Raises ConflictError (`conflict`) in sync
-        for another call's push while the iteration is being ended, and RequestError (`invalid_field`) for a `streamed`
-        push, which is sent in pieces, if the optimizer clips by the norm of the whole gradient.
+        The terms are None if the gradient is obsolete (see `_is_obsolete`).  Raises RequestError (`invalid_field`) for
+        a `streamed` push, which is sent in pieces, if the optimizer clips by the norm of the whole gradient, and in
+        sync ConflictError (`conflict`) for another call's push while the iteration is being ended, and if it may have
+        been reported, but its end was not awaited: whenever its commit is decided, it could take this push on some
+        partitions only.
         """
         if self._ending and not last and self.mode == "sync":
             raise _busy()
         yield from self.rejoin_if_torn(deadline)
+        if self.mode == "sync" and self.reported == (self.numbers.epoch, self.timeline, self.clock):
+            detail = f"iteration {self.clock} of this worker has been reported finished, so nothing can be added to it"
+            raise problem("conflict", detail, hint="worker.clock() waits for its end; then pull again")
         model_map = yield from self.cluster.map_of(self.model, deadline)
         if streamed and model_map.spec.optimizer.clip_norm is not None:
             detail = f"'{self.model}' clips by the norm of the whole gradient, which is not known before its end"
@@ -210,6 +217,8 @@ class Session(Membership):
             self.mark_torn(terms)
             raise
         self.pushed = (epoch, timeline)
+        if terms.commit_wait_s is not None:
+            self.reported = (epoch, timeline, terms.clock or 0)
         return done
 
     def mark_torn(self, terms: PushTerms) -> None:

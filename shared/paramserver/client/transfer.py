@@ -302,9 +302,9 @@ def _based(terms: PushTerms, model_map: ModelMap) -> PushTerms:
     if terms.ack is not None and terms.ack not in LEVELS:
         raise problem("invalid_field", f"ack: must be one of {', '.join(LEVELS)}, not {terms.ack!r:.40}", where="ack")
     terms = replace(terms, weight=weight)
-    if base is None or (isinstance(base, Mapping) and not isinstance(base, Params)):
-        return terms
     if not isinstance(base, Params):
+        if base is None or (isinstance(base, Mapping) and all(isinstance(k, int) for k in base)):  # a session's own
+            return terms
         raise problem("invalid_field", f"base must be what pull() returned, not {type(base).__name__}")
     origin = base.origin
     if origin.model != model_map.name:

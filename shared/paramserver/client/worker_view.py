@@ -17,6 +17,8 @@ class WorkerView:
     _session: Session
 
     def __repr__(self) -> str:
+        if not self._session.joined:
+            return f"<{type(self).__name__} of {self.model!r}, not joined>"
         return f"<{type(self).__name__} {self.name!r} rank {self.rank} clock {self.clock_number}>"
 
     @property

@@ -12,6 +12,7 @@ from paramserver.core.gate import Commit
 from paramserver.core.heartbeat_rows import Row
 from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import Model
+from paramserver.core.near import near
 from paramserver.core.runs import Run
 from paramserver.core.scheduler_io import Effect, ForgetModel, LoadFiles, Publish, Reply, SetTokens, Store
 from paramserver.core.waiter import Waiter
@@ -286,7 +287,9 @@ class Cluster:
         """Return the model of that name; raises NotFoundError (`unknown_model`)."""
         model = self.models.get(name) if isinstance(name, str) else None
         if model is None:
-            raise problem("unknown_model", f"no model {name!r:.80}", hint="POST /models creates one")
+            found = near(name, self.models) if isinstance(name, str) else None
+            hint = f"did you mean '{found}'?" if found else "POST /models creates one"
+            raise problem("unknown_model", f"no model {name!r:.80}", hint=hint)
         return model
 
     def of_key(self, name: str, generation: int) -> Model | None:

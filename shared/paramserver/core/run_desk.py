@@ -9,7 +9,7 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.fields import is_name
 from paramserver.core.membership import Member, current, expired
 from paramserver.core.models import Model
-from paramserver.core.runs import RESTARTS_MAX, Place, Run, StopRule, check_run, how_to_start
+from paramserver.core.runs import DEATHS_MAX, RESTARTS_MAX, SOON_S, Place, Run, StopRule, check_run, how_to_start
 from paramserver.core.scheduler_io import CreateRun, JoinPool, LeavePool, PatchRun, PlaceDone, PoolHeartbeat
 from paramserver.core.series import check_metrics
 from paramserver.errors import problem, validating
@@ -185,6 +185,7 @@ class RunDesk:
         if old is None and len(self.c.members) >= MEMBERS_MAX:
             raise problem("too_many_requests", f"the pool has {MEMBERS_MAX} members, which is the limit")
         if old is not None:
+            self.count_death(old, now)
             self.remove_member(old, now)
         member = Member(name, 1 + (old.epoch if old else self.c.member_floor), now, allow=tuple(e.allow))
         self.c.members[name] = member
@@ -240,6 +241,21 @@ class RunDesk:
         member.alive = False
         self.c.save_member(member)
 
+    def count_death(self, member: Member, now: float) -> None:
+        """Count the death of a process at its place, if it has one, and end a run in which they die each time."""
+        run = self.c.runs.get(member.place[0]) if member.place is not None else None
+        if member.place is None or run is None or run.ended or not run.has(member.place[1], member.name):
+            return
+        place = run.places[member.place[1]]
+        place.deaths = place.deaths + 1 if now - place.taken_s < SOON_S else 0
+        if place.deaths == DEATHS_MAX:
+            reason = (
+                f"the process of worker {member.place[1]} died {place.deaths} times in a row within {SOON_S:g} s of "
+                f"taking its place, without an exception, such as by os._exit, a crash of native code or for its "
+                f"memory; see the log of pool member '{member.name}'"
+            )
+            self.end(run, "failed", reason, now)
+
     def expire(self, now: float) -> None:
         """Mark members whose lease has expired as dead; forget all dead ones but the 256 heard from last.
 
@@ -247,6 +263,7 @@ class RunDesk:
         """
         gone = expired(self.c.members.values(), now)
         for member in gone:
+            self.count_death(member, now)
             self.remove_member(member, now)
         dead = sorted((m for m in self.c.members.values() if not m.alive), key=lambda m: m.heard_s)
         for member in dead[: max(0, len(dead) - 256)]:
@@ -290,6 +307,7 @@ class RunDesk:
             place.done = True
             self._finish_if_done(run, now)
             return
+        place.deaths = 0
         place.restarts += 1
         if place.restarts > RESTARTS_MAX:
             text = _CONTROL.sub("?", error[-16_384:]).encode(errors="replace").decode()
@@ -314,7 +332,7 @@ class RunDesk:
                 if member is None:
                     break
                 idle.remove(member)
-                place.member, place.epoch = member.name, member.epoch
+                place.member, place.epoch, place.taken_s = member.name, member.epoch, now
                 member.place, given = (run.id, i), True
                 self.c.save_member(member)
             self._settle(run, now, idle)

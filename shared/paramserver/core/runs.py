@@ -7,7 +7,7 @@ stopped.  Nothing here starts a process: pool members ask for work.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Final
 
 from msgspec import Struct
@@ -20,6 +20,10 @@ from paramserver.errors import PsError, combined, problem
 
 RESTARTS_MAX: Final = 3
 """How often a place is restarted after an exception; the next one fails the run."""
+DEATHS_MAX: Final = 5
+"""How often in a row the process at a place may die soon after it took it; this many deaths fail the run."""
+SOON_S: Final = 60.0
+"""A process that lived longer at its place has got somewhere: its function does not end it each time."""
 ENDED: Final = ("finished", "failed", "stopped")
 ENTRY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 HOW_TO_START: Final = "start one with 'paramserver-worker', or N on this machine with 'psctl up --workers N'"
@@ -38,6 +42,10 @@ class Place:
     restarts: int = 0
     done: bool = False
     """The entry has returned."""
+    taken_s: float = -inf
+    """When the member took it, if under this leader; monotonic, not stored."""
+    deaths: int = 0
+    """Processes in a row that died here within SOON_S, under this leader; not stored."""
 
 
 class StopRule(Struct, frozen=True):

@@ -8,6 +8,7 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.fields import wait_seconds
 from paramserver.core.membership import Worker
 from paramserver.core.models import Model
+from paramserver.core.near import near
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import LeaseTask, RegisterDataset, RequestEvaluation, TaskDone
 from paramserver.core.series import check_metrics
@@ -57,9 +58,9 @@ class TaskDesk:
         model = self.c.model(e.model)
         wait_s = wait_seconds(e.wait_s)
         if e.dataset != EVALUATE and e.dataset not in model.datasets:
-            raise problem(
-                "unknown_task", f"model '{model.name}' has no dataset {e.dataset!r:.80}", hint="register it first"
-            )
+            found = near(e.dataset, model.datasets)
+            hint = f"did you mean '{found}'?" if found else "register it first"
+            raise problem("unknown_task", f"model '{model.name}' has no dataset {e.dataset!r:.80}", hint=hint)
         worker = self.workers.renew_lease(model, e.worker, e.epoch, now)
         if len(model.task_waiters) >= limits.WAITERS_MAX:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
