@@ -1,6 +1,8 @@
 """`ParameterServerOptimizer` on a real cluster: equality with torch alone, modes, codecs, and refused input."""
 
+import copy
 import importlib.util
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -358,3 +360,25 @@ def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:
         assert client.model(name).info()["spec"]["optimizer"]["lr"] == 0.025
         with pytest.raises(ps.RequestError, match="single parameter group"):
             opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+
+def test_a_graph_from_before_a_step_is_refused_after_it(client: ps.Client, name: str) -> None:
+    """A step tells torch that it has changed the parameters: a graph that needs the old values raises, as in torch."""
+    net = module()
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05)) as opt:
+        loss = loss_of(net, slice(None), 0)
+        loss.backward(retain_graph=True)
+        opt.step()
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_cannot_be_copied_or_pickled(client: ps.Client, name: str, copied: Callable[[Any], Any]) -> None:
+    """Copying or pickling an optimizer says at once what to do instead; a copy would not be a member of the cluster."""
+    with (
+        ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.05)) as opt,
+        pytest.raises(TypeError, match="state_dict"),
+    ):
+        copied(opt)

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
@@ -131,6 +131,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an optimizer of a cluster cannot be copied or pickled: save its state_dict(), or make another")
+
     @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients, finish the clock and pull the parameters; return the closure's loss, if there is one.
@@ -150,7 +153,6 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._pull_into_module()
         return loss
 
-    @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def pull(self) -> None:
         """Copy the model's current parameters into the module, without a step."""
         self._pull_into_module()
@@ -269,9 +271,10 @@ class _Values:
                 self._flat.copy_(self._host, non_blocking=True)
             self._side.before_current()
         at = self._selection.offsets
-        for i, spec in enumerate(self._selection.params):
-            p = params[spec.name]
-            p.data.copy_(self._flat[at[i] : at[i + 1]].view(p.shape))
+        with torch.no_grad():  # not through `p.data`: a graph that needs the old values must notice
+            for i, spec in enumerate(self._selection.params):
+                p = params[spec.name]
+                p.copy_(self._flat[at[i] : at[i + 1]].view(p.shape))
         self._side.wait()  # the next pull overwrites the host memory
 
 
