@@ -362,6 +362,30 @@ def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:
             opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
 
 
+def test_settings_that_an_existing_model_does_not_take_are_reported(
+    client: ps.Client, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another optimizer or mode than the existing model's is named in the log; its own, or another rate, is not.
+
+    What could not be an optimizer at all is refused, as for a new model.
+    """
+
+    def warned(optimizer: Any, **options: Any) -> list[str]:
+        caplog.clear()
+        ParameterServerOptimizer(module(), client.model(name), optimizer, **options).close()
+        return [r.getMessage() for r in caplog.records if r.getMessage().startswith("model.differs")]
+
+    assert not warned(ps.Momentum(0.05), consistency=ps.Sync())
+    assert not warned(ps.Momentum(0.1), consistency="sync")
+    assert not warned(None)
+    (said,) = warned(ps.Momentum(0.05, weight_decay=0.1))
+    assert "optimizer.weight_decay is 0.0, not 0.1;" in said
+    (said,) = warned(ps.Adam(lr=1e-3), consistency=ps.SSP(3), create=False)
+    assert "optimizer.name is 'momentum', not 'adam'; consistency.mode is 'sync', not 'ssp';" in said
+    with pytest.raises(ps.RequestError, match="Adam"):
+        ParameterServerOptimizer(module(), client.model(name), torch.optim.Adam(module().parameters()))
+
+
 def test_a_graph_from_before_a_step_is_refused_after_it(client: ps.Client, name: str) -> None:
     """A step tells torch that it has changed the parameters: a graph that needs the old values raises, as in torch."""
     net = module()

@@ -27,7 +27,7 @@ from paramserver.core.selection import select
 from paramserver.errors import ConflictError, NotFoundError, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
-from paramserver.torch.fitting import as_params, check_dense, check_fit, named_parameters
+from paramserver.torch.fitting import as_params, check_dense, check_fit, named_parameters, other_settings
 
 log = logging.getLogger("paramserver")
 PULL_CODINGS: Final = ("float32", "float16", "bfloat16")
@@ -45,10 +45,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         model: a `ps.Model`; a model's URL (`http://localhost:8700/models/demo`); a model's name, at PARAMSERVER_URL; or
             a `ps.Worker` that has joined, such as the one passed to the functions of a run.
         optimizer: used to create the model if it does not exist, e.g. `ps.Adam(lr=1e-3)`.  For an existing model it
-            only sets the initial `param_groups[0]["lr"]`.
+            only sets the initial `param_groups[0]["lr"]`; if the model's optimizer is another one, the log says so.
         create: whether to create a missing model, with the module's shapes and values.  Of several workers, one
             uploads its values and the others start from them.
-        consistency: consistency of a model created here; None: async.
+        consistency: consistency of a model created here (None: async); if an existing one's differs, the log says so.
         codec: encoding of gradients: "fp32", "fp16", "bf16", "int8", "topk:0.01", each optionally followed by "+zstd"
             or "+lz4".
         pull_codec: encoding of parameters: "fp32", "fp16" or "bf16"; None: the dtypes of the model.
@@ -90,6 +90,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._create(optimizer if create else None, consistency, partitions, ack)
             model_map = self._map()
             check_fit(self._params, model_map)
+            self._warn_of_other_settings(other_settings(model_map.spec, optimizer, consistency))
             if isinstance(model, Worker):
                 self._worker = model
             else:
@@ -222,9 +223,17 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 exist_ok=True,
             )
         except ConflictError as e:
-            if e.code != "model_exists":
+            if e.code != "model_exists":  # another worker has created it meanwhile, with other settings
                 raise
-            log.warning("model.differs model=%s: another worker created it with other settings", self._model.name)
+
+    def _warn_of_other_settings(self, differences: list[str]) -> None:
+        """Log a warning that the model, which existed, was not given the settings that were passed."""
+        if differences:
+            log.warning(
+                "model.differs model=%s: it exists, and its settings stay: %s; model.set(...) changes them",
+                self._model.name,
+                "; ".join(differences),
+            )
 
     def _checked_map(self) -> ModelMap:
         """Return the model's map; raises RequestError if it was created again and no longer fits the module."""
