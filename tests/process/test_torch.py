@@ -21,6 +21,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 from torch import nn
 
+from paramserver.errors import problem
 from paramserver.torch import ParameterServerOptimizer
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -327,6 +328,28 @@ def test_sparse_gradients_are_refused_by_name(client: ps.Client, name: str, code
         opt.step()
         assert opt.pushed is not None
         assert opt.pushed.state == "applied"
+
+
+def test_a_step_whose_values_do_not_come_says_that_it_is_done(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the parameters cannot be pulled after the push, the error says that the gradient counts; a pull goes on."""
+
+    def unavailable(*_: Any, **__: Any) -> Any:
+        raise problem("unavailable", "no shard is alive")
+
+    net = module()
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05)) as opt:
+        before = _values(net)
+        loss_of(net, slice(None), 0).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(opt.worker, "pull", unavailable)
+            with pytest.raises(ps.Unavailable, match=r"opt\.pull\(\)"):
+                opt.step()
+
+        assert client.model(name).pull().version == 1
+        opt.pull()
+        assert not np.array_equal(_values(net)["0.weight"], before["0.weight"])
 
 
 def test_a_learning_rate_that_was_refused_is_told_again(client: ps.Client, name: str) -> None:

@@ -17,6 +17,7 @@ from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.client import Client, connect
 from paramserver.client.cluster import ModelMap
 from paramserver.client.consistency import Consistency
+from paramserver.client.iterations import hinting
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
@@ -24,13 +25,14 @@ from paramserver.client.transfer import wire_dtype
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
-from paramserver.errors import ConflictError, NotFoundError, problem
+from paramserver.errors import ConflictError, NotFoundError, Unavailable, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
 from paramserver.torch.fitting import as_params, check_dense, check_fit, named_parameters, other_settings
 
 log = logging.getLogger("paramserver")
 PULL_CODINGS: Final = ("float32", "float16", "bfloat16")
+DONE: Final = "the step is done; get the parameters with opt.pull(). Another step would count its gradient twice"
 
 
 class ParameterServerOptimizer(torch.optim.Optimizer):
@@ -150,15 +152,19 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         grads = {n: p.grad for n, p in self._params.items()}
         check_dense(grads)
         self._sync_learning_rate()
-        self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
-        self._pull_into_module()
+        dropped = self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
+        try:
+            self._pull_into_module()
+        except Unavailable as e:
+            raise e if dropped else hinting(e, DONE) from e
         return loss
 
     def pull(self) -> None:
         """Copy the model's current parameters into the module, without a step."""
         self._pull_into_module()
 
-    def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> None:
+    def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> bool:
+        """Push the gradients and finish the clock; return whether the push was dropped, so that nothing counts."""
         model_map = self._checked_map()
         trainable = {n for n, spec in model_map.layout.by_name.items() if spec.trainable}
         missing = [n for n, g in grads.items() if g is None and n in trainable]
@@ -166,14 +172,14 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._warn_of_ignored([n for n in present if n not in trainable])
         if not present:
             self._worker.clock()
-        elif (
-            missing and not self._codec.per_partition
-        ):  # parameters without a gradient are left out and keep their state
+            return False
+        if missing and not self._codec.per_partition:  # parameters without a gradient are left out and keep their state
             arrays = {n: _array(g) for n, g in present.items()}
             self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
         else:
             self._buffers.arrange(model_map)
             self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
+        return self.pushed.state == "dropped"
 
     def _warn_of_ignored(self, names: list[str]) -> None:
         """Log a warning, once, that these parameters have gradients which the model ignores."""
