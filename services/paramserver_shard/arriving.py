@@ -66,6 +66,8 @@ class Arriving:
         """Whether no part is forwarded to another owner."""
         self._with_crc = self.applied_here and (frame.seq is not None or frame.key is not None)
         self._staged = self._codec is not None and self._codec.stage is not None
+        self.unpacked_bytes: Final = sum(raw for _, raw in frame.sizes) if self._staged else 0
+        """Bytes that the parts take, besides `size`, once their compression stage is undone."""
         self._defer_check = all_local and not self._staged and known.spec.consistency.immediate
         """Whether parts that are whole partitions are checked while they are applied."""
         self._coding: Coding = cast(DType, frame.dtype) if self._codec is None else self._codec.coding

@@ -55,7 +55,7 @@ class FrameService:
         sizes = self._part_bytes(known, frame)  # first: checks that the partitions exist
         all_local = self._all_local(known, [p.partition for p in frame.parts])
         arriving = Arriving(known, frame, all_local, sizes, self._runtime)
-        return arriving, Body(arriving.sizes if frame.slot is None else (), arriving.check)
+        return arriving, Body(arriving.sizes if frame.slot is None else (), arriving.check, arriving.unpacked_bytes)
 
     def _part_bytes(self, known: KnownModel, frame: PushFrame) -> list[int]:
         """Return the transmitted bytes of each part.  Raises RequestError if one does not fit the model."""

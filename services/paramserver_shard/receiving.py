@@ -30,9 +30,13 @@ def has_own_buffers(sizes: Sequence[int]) -> bool:
 class Body:
     """The receive buffer of one body. Parts that are large on average get a buffer each, which can be reused alone."""
 
-    def __init__(self, sizes: Sequence[int], ready: Ready | None = None) -> None:
-        """`sizes` are the bytes of each part; raises RequestError (`too_large`)."""
+    def __init__(self, sizes: Sequence[int], ready: Ready | None = None, unpacked_bytes: int = 0) -> None:
+        """`sizes` are the bytes of each part, `unpacked_bytes` what they take once a compression stage is undone.
+
+        Raises RequestError (`too_large`).
+        """
         self.size: Final = sum(sizes)
+        self.memory_bytes: Final = self.size + unpacked_bytes
         if self.size > BODY_BYTES_MAX:
             raise problem("too_large", f"the body has {self.size} bytes; the limit is {BODY_BYTES_MAX}")
         self.parts: list[AnyArray] = []
@@ -163,7 +167,7 @@ class FrameReader:
         """Return the request and its body, filled with what `data` holds after the complete header."""
         header, offset = decode_header(data, of)
         request, body = await handle_header(header)
-        account(scope).grow(body.size)
+        account(scope).grow(body.memory_bytes)
         body.allocate(self._pool)
         body.feed(memoryview(data)[offset:])
         return request, body

@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from paramserver.codecs.stage import pack
 from paramserver.errors import Unavailable
 from paramserver.limits import CLIENT_REQUESTS_MAX, MIB
 from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
@@ -160,19 +162,27 @@ def _answer(cluster: Nodes, content: bytes) -> bytes:
 
 @pytest.mark.process
 @pytest.mark.timeout(240)
-def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes) -> None:
-    """Large pushes that an address never finishes only take its share of memory, and others are served."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes, packed: bool) -> None:
+    """Large pushes that an address never finishes only take its share of memory, and others are served.
+
+    Small ones that unpack to large ones take as much.
+    """
     name, big = unique("m"), unique("big")
     elements = 4 * MIB  # 16 MiB each; its share is 64 MiB
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
     cluster.post(
         "/models", {"name": big, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}, "partitions": 1}
     )
-    head = encode_header(PushFrame(big, [PushPart(0, None, None)]))
-    body = np.ones(elements, np.float32).tobytes()
+    frame = PushFrame(big, [PushPart(0, None, None)])
+    plain = np.ones(elements, np.float32).view(np.uint8)
+    body = pack("zstd", plain).tobytes() if packed else plain.tobytes()
+    if packed:
+        frame = replace(frame, encoding="fp32+zstd", sizes=[(len(body), plain.size)])
+    head = encode_header(frame)
     with ExitStack() as stack:
         for _ in range(4):
-            begun = head + body[: 1 << 20]
+            begun = head + body[: min(1 << 20, len(body) - 1)]
             stack.enter_context(closing(flooding(cluster, begun, MEDIA_TYPE, len(head) + len(body))))
 
         def refused() -> bool:
@@ -181,13 +191,13 @@ def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes) -> None:
 
         eventually(refused, within_s=60, what="the refusal of what is too much")
         served(cluster, name, 20)
-        frame = httpx.post(
+        pushed = httpx.post(
             f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push",
             content=head + body,
             headers={"content-type": MEDIA_TYPE},
             timeout=60,
         )
-        assert frame.status_code == 200, "a big push of another client has room"
+        assert pushed.status_code == 200, "a big push of another client has room"
 
     def taken() -> bool:
         with closing(flooding(cluster, head + body, MEDIA_TYPE)) as s:

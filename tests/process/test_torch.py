@@ -1,6 +1,8 @@
 """`ParameterServerOptimizer` on a real cluster: equality with torch alone, modes, codecs, and refused input."""
 
+import copy
 import importlib.util
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 from torch import nn
 
+from paramserver.errors import problem
 from paramserver.torch import ParameterServerOptimizer
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -327,6 +330,28 @@ def test_sparse_gradients_are_refused_by_name(client: ps.Client, name: str, code
         assert opt.pushed.state == "applied"
 
 
+def test_a_step_whose_values_do_not_come_says_that_it_is_done(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the parameters cannot be pulled after the push, the error says that the gradient counts; a pull goes on."""
+
+    def unavailable(*_: Any, **__: Any) -> Any:
+        raise problem("unavailable", "no shard is alive")
+
+    net = module()
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05)) as opt:
+        before = _values(net)
+        loss_of(net, slice(None), 0).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(opt.worker, "pull", unavailable)
+            with pytest.raises(ps.Unavailable, match=r"opt\.pull\(\)"):
+                opt.step()
+
+        assert client.model(name).pull().version == 1
+        opt.pull()
+        assert not np.array_equal(_values(net)["0.weight"], before["0.weight"])
+
+
 def test_a_learning_rate_that_was_refused_is_told_again(client: ps.Client, name: str) -> None:
     """A learning rate that the cluster refused is sent again by the next step, which fails like the first."""
     with ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.05)) as opt:
@@ -358,3 +383,49 @@ def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:
         assert client.model(name).info()["spec"]["optimizer"]["lr"] == 0.025
         with pytest.raises(ps.RequestError, match="single parameter group"):
             opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+
+def test_settings_that_an_existing_model_does_not_take_are_reported(
+    client: ps.Client, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another optimizer or mode than the existing model's is named in the log; its own, or another rate, is not.
+
+    What could not be an optimizer at all is refused, as for a new model.
+    """
+
+    def warned(optimizer: Any, **options: Any) -> list[str]:
+        caplog.clear()
+        ParameterServerOptimizer(module(), client.model(name), optimizer, **options).close()
+        return [r.getMessage() for r in caplog.records if r.getMessage().startswith("model.differs")]
+
+    assert not warned(ps.Momentum(0.05), consistency=ps.Sync())
+    assert not warned(ps.Momentum(0.1), consistency="sync")
+    assert not warned(None)
+    (said,) = warned(ps.Momentum(0.05, weight_decay=0.1))
+    assert "optimizer.weight_decay is 0.0, not 0.1;" in said
+    (said,) = warned(ps.Adam(lr=1e-3), consistency=ps.SSP(3), create=False)
+    assert "optimizer.name is 'momentum', not 'adam'; consistency.mode is 'sync', not 'ssp';" in said
+    with pytest.raises(ps.RequestError, match="Adam"):
+        ParameterServerOptimizer(module(), client.model(name), torch.optim.Adam(module().parameters()))
+
+
+def test_a_graph_from_before_a_step_is_refused_after_it(client: ps.Client, name: str) -> None:
+    """A step tells torch that it has changed the parameters: a graph that needs the old values raises, as in torch."""
+    net = module()
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05)) as opt:
+        loss = loss_of(net, slice(None), 0)
+        loss.backward(retain_graph=True)
+        opt.step()
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_cannot_be_copied_or_pickled(client: ps.Client, name: str, copied: Callable[[Any], Any]) -> None:
+    """Copying or pickling an optimizer says at once what to do instead; a copy would not be a member of the cluster."""
+    with (
+        ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.05)) as opt,
+        pytest.raises(TypeError, match="state_dict"),
+    ):
+        copied(opt)

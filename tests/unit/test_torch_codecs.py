@@ -238,8 +238,9 @@ def test_names_are_needed() -> None:
 
     for accepted in (net, net.named_parameters()):
         assert list(fitting.named_parameters(accepted)) == ["weight", "bias"]
-    for wrong in (net.parameters(), list(net.parameters()), [{"params": list(net.parameters())}], []):
-        with pytest.raises(RequestError) as e:
+    groups = [{"params": list(net.parameters()), "lr": 0.1}]
+    for wrong in (net.parameters(), list(net.parameters()), groups, []):
+        with pytest.raises(RequestError, match="single parameter group" if wrong is groups else "names") as e:
             fitting.named_parameters(wrong)
         assert "ParameterServerOptimizer(net.named_parameters(), ...)" in e.value.hint
 

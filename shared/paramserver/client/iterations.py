@@ -160,7 +160,7 @@ class Iterations:
         except Unavailable as e:
             if not done:
                 raise
-            raise _hinting(e, DONE) from e
+            raise hinting(e, DONE) from e
 
     def _finish(
         self, deadline: Deadline, patience_s: float | None, released: tuple[int, int, int] | None, began_s: float
@@ -176,7 +176,7 @@ class Iterations:
                 until = deadline if patience_s is not None else None
                 yield from self._session.continue_at(*released, until=until)
         except Unavailable as e:
-            raise _hinting(e, PUSHED) from e
+            raise hinting(e, PUSHED) from e
 
     def _exchange(
         self,
@@ -211,6 +211,6 @@ class Iterations:
         return max(0.0, min(POLL_S, deadline.left_s() / 2, POLL_S if patience_s is None else patience_s / 2))
 
 
-def _hinting(error: PsError, hint: str) -> PsError:
+def hinting(error: PsError, hint: str) -> PsError:
     """Return the error with `hint` appended to its own hint."""
     return from_document({**error.document(), "hint": f"{error.hint}; {hint}" if error.hint else hint})

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from paramserver.client.cluster import ModelMap
-from paramserver.client.spec_builder import Param
+from paramserver.client.spec_builder import Param, patch_document
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, combined, problem
 
 _DTYPES = {
@@ -29,6 +30,13 @@ def named_parameters(net: Any) -> dict[str, Tensor]:
     if isinstance(net, Mapping):
         return _checked(dict(net))
     found = list(net) if isinstance(net, Iterable) else [net]
+    if found and all(isinstance(f, Mapping) for f in found):
+        raise problem(
+            "invalid_field",
+            "a model has a single parameter group",
+            hint="ParameterServerOptimizer(net.named_parameters(), ...); ps.Param(lr_scale=..., weight_decay=...) sets "
+            "these for each parameter of a model that you create first",
+        )
     if not found or not all(isinstance(f, tuple) and len(f) == 2 and isinstance(f[0], str) for f in found):
         raise problem(
             "invalid_field",
@@ -81,6 +89,26 @@ def check_fit(params: Mapping[str, Tensor], model_map: ModelMap) -> None:
             hint="choose another model name, or delete the model",
             errors=tuple({"code": e.code, "detail": e.detail, **e.members} for e in errors),
         )
+
+
+def other_settings(spec: ModelSpec, optimizer: Any, consistency: Any) -> list[str]:
+    """Return in which fields a model differs from the optimizer and the consistency given, the learning rate aside.
+
+    Raises RequestError if one of them is not valid.
+    """
+    given = {"optimizer": optimizer, "consistency": consistency}
+    if all(value is None for value in given.values()):
+        return []
+    asked, have = spec.patched(patch_document(optimizer, consistency, None, {}, {})).document(), spec.document()
+    found: list[str] = []
+    for part, kind in (("optimizer", "name"), ("consistency", "mode")):
+        fields = [kind] if asked[part][kind] != have[part][kind] else [f for f in asked[part] if f != "lr"]
+        found += [
+            f"{part}.{f} is {have[part][f]!r}, not {asked[part][f]!r}"
+            for f in fields
+            if asked[part][f] != have[part][f]
+        ]
+    return found
 
 
 def check_dense(grads: Mapping[str, Tensor | None]) -> None:

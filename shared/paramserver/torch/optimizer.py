@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.client import Client, connect
 from paramserver.client.cluster import ModelMap
 from paramserver.client.consistency import Consistency
+from paramserver.client.iterations import hinting
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
@@ -24,13 +25,14 @@ from paramserver.client.transfer import wire_dtype
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
-from paramserver.errors import ConflictError, NotFoundError, problem
+from paramserver.errors import ConflictError, NotFoundError, Unavailable, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
-from paramserver.torch.fitting import as_params, check_dense, check_fit, named_parameters
+from paramserver.torch.fitting import as_params, check_dense, check_fit, named_parameters, other_settings
 
 log = logging.getLogger("paramserver")
 PULL_CODINGS: Final = ("float32", "float16", "bfloat16")
+DONE: Final = "the step is done; get the parameters with opt.pull(). Another step would count its gradient twice"
 
 
 class ParameterServerOptimizer(torch.optim.Optimizer):
@@ -45,10 +47,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         model: a `ps.Model`; a model's URL (`http://localhost:8700/models/demo`); a model's name, at PARAMSERVER_URL; or
             a `ps.Worker` that has joined, such as the one passed to the functions of a run.
         optimizer: used to create the model if it does not exist, e.g. `ps.Adam(lr=1e-3)`.  For an existing model it
-            only sets the initial `param_groups[0]["lr"]`.
+            only sets the initial `param_groups[0]["lr"]`; if the model's optimizer is another one, the log says so.
         create: whether to create a missing model, with the module's shapes and values.  Of several workers, one
             uploads its values and the others start from them.
-        consistency: consistency of a model created here; None: async.
+        consistency: consistency of a model created here (None: async); if an existing one's differs, the log says so.
         codec: encoding of gradients: "fp32", "fp16", "bf16", "int8", "topk:0.01", each optionally followed by "+zstd"
             or "+lz4".
         pull_codec: encoding of parameters: "fp32", "fp16" or "bf16"; None: the dtypes of the model.
@@ -90,6 +92,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._create(optimizer if create else None, consistency, partitions, ack)
             model_map = self._map()
             check_fit(self._params, model_map)
+            self._warn_of_other_settings(other_settings(model_map.spec, optimizer, consistency))
             if isinstance(model, Worker):
                 self._worker = model
             else:
@@ -131,6 +134,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an optimizer of a cluster cannot be copied or pickled: save its state_dict(), or make another")
+
     @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients, finish the clock and pull the parameters; return the closure's loss, if there is one.
@@ -146,16 +152,19 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         grads = {n: p.grad for n, p in self._params.items()}
         check_dense(grads)
         self._sync_learning_rate()
-        self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
-        self._pull_into_module()
+        dropped = self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
+        try:
+            self._pull_into_module()
+        except Unavailable as e:
+            raise e if dropped else hinting(e, DONE) from e
         return loss
 
-    @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def pull(self) -> None:
         """Copy the model's current parameters into the module, without a step."""
         self._pull_into_module()
 
-    def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> None:
+    def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> bool:
+        """Push the gradients and finish the clock; return whether the push was dropped, so that nothing counts."""
         model_map = self._checked_map()
         trainable = {n for n, spec in model_map.layout.by_name.items() if spec.trainable}
         missing = [n for n, g in grads.items() if g is None and n in trainable]
@@ -163,14 +172,14 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._warn_of_ignored([n for n in present if n not in trainable])
         if not present:
             self._worker.clock()
-        elif (
-            missing and not self._codec.per_partition
-        ):  # parameters without a gradient are left out and keep their state
+            return False
+        if missing and not self._codec.per_partition:  # parameters without a gradient are left out and keep their state
             arrays = {n: _array(g) for n, g in present.items()}
             self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
         else:
             self._buffers.arrange(model_map)
             self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
+        return self.pushed.state == "dropped"
 
     def _warn_of_ignored(self, names: list[str]) -> None:
         """Log a warning, once, that these parameters have gradients which the model ignores."""
@@ -220,9 +229,17 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 exist_ok=True,
             )
         except ConflictError as e:
-            if e.code != "model_exists":
+            if e.code != "model_exists":  # another worker has created it meanwhile, with other settings
                 raise
-            log.warning("model.differs model=%s: another worker created it with other settings", self._model.name)
+
+    def _warn_of_other_settings(self, differences: list[str]) -> None:
+        """Log a warning that the model, which existed, was not given the settings that were passed."""
+        if differences:
+            log.warning(
+                "model.differs model=%s: it exists, and its settings stay: %s; model.set(...) changes them",
+                self._model.name,
+                "; ".join(differences),
+            )
 
     def _checked_map(self) -> ModelMap:
         """Return the model's map; raises RequestError if it was created again and no longer fits the module."""
@@ -269,9 +286,10 @@ class _Values:
                 self._flat.copy_(self._host, non_blocking=True)
             self._side.before_current()
         at = self._selection.offsets
-        for i, spec in enumerate(self._selection.params):
-            p = params[spec.name]
-            p.data.copy_(self._flat[at[i] : at[i + 1]].view(p.shape))
+        with torch.no_grad():  # not through `p.data`: a graph that needs the old values must notice
+            for i, spec in enumerate(self._selection.params):
+                p = params[spec.name]
+                p.copy_(self._flat[at[i] : at[i + 1]].view(p.shape))
         self._side.wait()  # the next pull overwrites the host memory
 
 
