@@ -77,8 +77,8 @@ def test_a_block_runs_as_printed(
     spec: dict[str, Any] = {"w": (64, 10), "b": (10,), "layers.0": (30,)}
 
     with ps.connect() as client, ExitStack() as stack:
-        for name in {"demo", "demo2"} & set(client.models()):
-            client.model(name).delete()
+        delete(client)  # that of another page
+        stack.callback(delete, client)
         given = names() | {"client": client, "model": client.model("demo")}
         if "ps.torch" in text:
             given |= torch_names()
@@ -90,6 +90,12 @@ def test_a_block_runs_as_printed(
                 model.push(given["grads"])
             given |= {"model": model, "p": model.pull(), "w": stack.enter_context(model.worker())}
         run(ADDRESSES.sub(shared_cluster.url, text).replace('"…"', '"t"'), given)
+
+
+def delete(client: ps.Client) -> None:
+    """Delete the models that the blocks create."""
+    for name in {"demo", "demo2"} & set(client.models()):
+        client.model(name).delete()
 
 
 def run(text: str, given: dict[str, Any]) -> None:

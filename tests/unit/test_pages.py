@@ -13,6 +13,8 @@ from paramserver_cli.main import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PRESENT = [p for p in PAGES if p.name != "CHANGELOG.md" and p.parent.name != "decisions"]
+"""Pages of what there is now; the others also tell what there was."""
 CODE = re.compile(r"^```.*?^```|^    .*?$", re.M | re.S)
 
 
@@ -55,7 +57,7 @@ def test_every_page_can_be_found() -> None:
     assert [named(p) for p in PAGES if p not in linked and p.parent.name != "decisions"] == []
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=named)
+@pytest.mark.parametrize("page", PRESENT, ids=named)
 def test_commands_and_their_options_exist(page: Path) -> None:
     """Every `psctl` command of the page exists, and has the options that the page gives it."""
     for words in commands(page.read_text()):
@@ -68,7 +70,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert {w.partition("=")[0] for w in rest if w.startswith("-") and w != "-"} <= options, words
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=named)
+@pytest.mark.parametrize("page", PRESENT, ids=named)
 def test_files_modules_and_targets_exist(page: Path) -> None:
     """Files of the source tree, modules run with `python -m`, and targets of make that the page names exist."""
     text = page.read_text()
@@ -76,6 +78,9 @@ def test_files_modules_and_targets_exist(page: Path) -> None:
     for path in re.findall(r"`([\w.-]+/[\w./-]+)`", text):
         if path.split("/")[0] in folders:
             assert (ROOT / path).exists(), path
+    sources = [f"/{named(p)}" for f in ("shared", "services", "tests", "deploy") for p in (ROOT / f).rglob("*.py")]
+    for source in re.findall(r"`([\w/]+\.py)`", text):
+        assert any(s.endswith(f"/{source}") for s in sources), source
     for module in re.findall(r"python -m ([a-z_.]+)", text):
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists() or importlib.util.find_spec(module), module
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
