@@ -19,35 +19,35 @@ _HELD_FIELDS: Final = ("worker", "epoch", "clock", "seq", "base", "scale", "rang
 
 
 def to_stored(capture: Capture) -> tuple[dict[str, Any], tuple[AnyArray, ...]]:
-    """Return a capture's head and its arrays: values, slots, held and staged gradients, in this order."""
+    """Return a capture's head and its arrays: values, slots, buffered and staged gradients, in this order."""
     head = {
         "version": capture.version,
         "clock": capture.clock,
         "steps": list(capture.state.steps),
         "slots": len(capture.state.slots),
         "memory": dict(capture.memory),
-        "held": [_fields(part) for part in capture.held],
+        "held": [_fields(part) for part in capture.buffered],
         "lsn": capture.lsn,
         "staged": [_fields(part) for part in capture.staged],
         "settings": None if capture.settings is None else dict(capture.settings),
     }
-    waiting = (part.data for part in (*capture.held, *capture.staged))
+    waiting = (part.data for part in (*capture.buffered, *capture.staged))
     return head, (capture.state.values, *capture.state.slots, *waiting)
 
 
 def from_stored(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> LoadedState:
     """Rebuild the state that `to_stored` wrote, or format 1.0, which had no journal and no staged parts."""
     slots, rest = int(head["slots"]), arrays[1 + int(head["slots"]) :]
-    held = head["held"]
+    buffered = head["held"]
     return LoadedState(
         PartitionState(arrays[0], tuple(arrays[1 : 1 + slots]), tuple(int(s) for s in head["steps"])),
         int(head["version"]),
         int(head["clock"]),
         head["memory"],
-        tuple(_held(h, data) for h, data in zip(held, rest[: len(held)], strict=True)),
+        tuple(_held(h, data) for h, data in zip(buffered, rest[: len(buffered)], strict=True)),
         stored=True,
         lsn=int(head.get("lsn", 0)),
-        staged=tuple(_held(h, data) for h, data in zip(head.get("staged", ()), rest[len(held) :], strict=True)),
+        staged=tuple(_held(h, data) for h, data in zip(head.get("staged", ()), rest[len(buffered) :], strict=True)),
         settings=head.get("settings"),
     )
 

@@ -228,13 +228,8 @@ def test_a_push_interrupted_while_it_is_written_changes_nothing(
     assert (model.pull().flat == 1.0).all()
 
 
-def test_an_interrupted_push_leaves_its_slots(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push interrupted while it is sent makes the arrays private, because a shard may still read the slots."""
-    model = made(client)
-    grads = model.gradients()
-    grads.flat[:] = -1.0
-    model.push(grads)
-    assert shared(grads) == 1.0
+def push_interrupted(model: Model, grads: ps.GradientArrays, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Push, and be interrupted while the next requests are sent."""
 
     def interrupted(requests: list[Request], *within: object) -> list[Outcome]:
         raise KeyboardInterrupt
@@ -243,6 +238,16 @@ def test_an_interrupted_push_leaves_its_slots(client: ps.Client, monkeypatch: py
         patch.setattr(model._client.transport, "perform", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.push(grads)
+
+
+def test_an_interrupted_push_leaves_its_slots(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push interrupted while it is sent makes the arrays private, because a shard may still read the slots."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+    model.push(grads)
+    assert shared(grads) == 1.0
+    push_interrupted(model, grads, monkeypatch)
     assert shared(grads) == 0.0
     assert (grads.flat == -1.0).all()
     model.push(grads)
@@ -259,14 +264,7 @@ def test_a_push_interrupted_while_it_asks_for_a_slot_is_over(
     model.push(grads)
     lying, stale = grads.place._mapped.values()
     stale.slot.used_at -= same_host._FRESH_S
-
-    def interrupted(requests: list[Request], *within: object) -> list[Outcome]:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model._client.transport, "perform", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model.push(grads)
+    push_interrupted(model, grads, monkeypatch)
     assert not lying.pushing
     assert shared(grads) > 0.0
     model.push(grads)

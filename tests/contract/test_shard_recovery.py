@@ -190,7 +190,7 @@ def loader_of(redis: Redis) -> Loader:
 
 def content(state: Capture | LoadedState) -> tuple[object, ...]:
     """All relevant state of a partition, with arrays as bytes."""
-    arrays = (state.state.values, *state.state.slots, *(h.data for h in (*state.held, *state.staged)))
+    arrays = (state.state.values, *state.state.slots, *(h.data for h in (*state.buffered, *state.staged)))
     memory = {name: state.memory[name] for name in ("windows", "keys")}
     return (state.version, state.clock, state.lsn, state.state.steps, [a.tobytes() for a in arrays], memory)
 
@@ -399,7 +399,7 @@ async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis
         assert np.array_equal(loaded.state.values, values)
         assert [s.tolist() for s in loaded.state.slots] == [(values * 0.5).tolist(), (values * 0.25).tolist()]
         assert (loaded.version, loaded.state.steps) == (version, (version, version - 1))
-        (held,) = loaded.held
+        (held,) = loaded.buffered
         assert (held.worker, held.ranges, held.data.tolist(), held.dtype) == ("run/w0", ((2, 5),), [0, 1, 2], "float16")
         if name == "1.0":
             assert (loaded.lsn, loaded.staged, loaded.settings) == (0, (), None)

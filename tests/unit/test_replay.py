@@ -82,7 +82,7 @@ def fingerprint(state: LoadedState) -> dict[str, Any]:
         "version": state.version,
         "clock": state.clock,
         "memory": state.memory,
-        "buffered": [held(h) for h in state.held],
+        "buffered": [held(h) for h in state.buffered],
         "staged": [held(h) for h in state.staged],
         "settings": state.settings,
         "lsn": state.lsn,
@@ -323,7 +323,7 @@ def test_the_script_has_every_kind_of_command() -> None:
     recording = recorded()
 
     assert {e.kind for e in recording.entries} == set(KINDS)
-    assert any(s.held for s in recording.snapshots) or any(s.staged for s in recording.snapshots)
+    assert any(s.buffered for s in recording.snapshots) or any(s.staged for s in recording.snapshots)
     recording.check()
 
 

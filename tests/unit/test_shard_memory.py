@@ -136,9 +136,9 @@ def test_a_capture_survives_being_stored() -> None:
     assert len(back.state.slots) == 2
     assert back.state.steps == (0,)
     assert back.memory == {"windows": [["w0", 1, 3]]}
-    assert back.held[0].ranges == ((0, 2),)
-    assert back.held[0].base == (3, 9)
-    assert back.held[0].data.tolist() == [1, 2]
+    assert back.buffered[0].ranges == ((0, 2),)
+    assert back.buffered[0].base == (3, 9)
+    assert back.buffered[0].data.tolist() == [1, 2]
 
 
 def test_rows_are_taken_while_threads_take_and_let_go() -> None:

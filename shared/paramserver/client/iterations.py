@@ -33,17 +33,17 @@ class Iterations:
     def __init__(self, session: Session) -> None:
         self._session: Final = session
 
-    def advance(self, deadline: Deadline, patience_s: float | None, began_s: float | None = None) -> Call[int]:
+    def advance(self, deadline: Deadline, patience_s: float | None) -> Call[int]:
         """Report the current iteration finished, wait until the next may begin, and return its number.
 
-        Waiting for other workers has no limit unless `patience_s` is given, counted from `began_s` or from now; without
-        it only a silent cluster ends the wait.  Raises Unavailable (`unavailable`) naming the workers it waited for, or
-        saying that the run is paused.
+        Waiting for other workers has no limit unless `patience_s` is given; without it only a silent cluster ends the
+        wait.  Raises Unavailable (`unavailable`) naming the workers it waited for, or saying that the run is paused.
         """
         with self._session.ending_iteration():
-            return (yield from self._advance(deadline, patience_s, began_s))
+            return (yield from self._advance(deadline, patience_s, deadline.clock()))
 
-    def _advance(self, deadline: Deadline, patience_s: float | None, began_s: float | None) -> Call[int]:
+    def _advance(self, deadline: Deadline, patience_s: float | None, began_s: float) -> Call[int]:
+        """See `advance`; the patience counts from `began_s`."""
         s = self._session
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
@@ -53,7 +53,6 @@ class Iterations:
             s.pushed = None
             return s.clock
         done, committed = s.clock + 1, 0
-        began_s = deadline.clock() if began_s is None else began_s
         give_up = began_s + patience_s if patience_s is not None else float("inf")
         while s.mode in ("ssp", "sync"):
             wait_s = max(0.0, min(POLL_S, give_up - deadline.clock()))

@@ -115,7 +115,7 @@ class Partition:
         # The snapshot of a model at level `journaled` is in Redis, but not known to be on disk.
         self.mark = Watermark(durable, durable, durable if self.level == LEVELS["fsynced"] else -1)
         self.memory = PushMemory.restore(loaded.memory)
-        self.buffered, self.arrivals = list(loaded.held), max((h.seq + 1 for h in loaded.held), default=0)
+        self.buffered, self.arrivals = list(loaded.buffered), max((h.seq + 1 for h in loaded.buffered), default=0)
         for part in loaded.staged:
             self.stage(part)
         names = list(slot_names(self.spec.optimizer))

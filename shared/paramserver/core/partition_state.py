@@ -57,8 +57,8 @@ class Capture(Struct, frozen=True):
     state: PartitionState
     memory: Mapping[str, Any]
     """Windows and idempotency keys: plain lists, strings and integers, to be stored as one msgpack map."""
-    held: tuple[HeldPart, ...] = ()
-    """Buffered gradients, not yet in the values; `memory` has their pushes as accepted, so losing them loses pushes."""
+    buffered: tuple[HeldPart, ...] = ()
+    """Not yet in the values; `memory` has their pushes as accepted, so losing them loses pushes."""
     lsn: int = 0
     """Number of the last command in this state; the journal continues after it."""
     staged: tuple[HeldPart, ...] = ()
@@ -69,7 +69,7 @@ class Capture(Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, as the snapshot budget counts them."""
-        return self.state.nbytes + sum(h.data.nbytes for h in (*self.held, *self.staged))
+        return self.state.nbytes + sum(h.data.nbytes for h in (*self.buffered, *self.staged))
 
 
 class LoadedState(Struct, frozen=True):
@@ -79,7 +79,7 @@ class LoadedState(Struct, frozen=True):
     version: int = 0
     clock: int = 0
     memory: Mapping[str, Any] = field(default_factory=dict)
-    held: tuple[HeldPart, ...] = ()
+    buffered: tuple[HeldPart, ...] = ()
     stored: bool = False
     """Whether it came from a stored snapshot or a journal, so that this version is durable already."""
     lsn: int = 0

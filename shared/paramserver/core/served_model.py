@@ -155,8 +155,8 @@ class ServedModel:
 
     def has_staged(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
         """Whether all these partitions are here, have that clock open, and hold the worker's staged push for it."""
-        held = (worker, epoch, clock)
-        return all((p := self.partitions.get(i)) is not None and p.clock == clock and held in p.staged for i in indices)
+        key = (worker, epoch, clock)
+        return all((p := self.partitions.get(i)) is not None and p.clock == clock and key in p.staged for i in indices)
 
     def may_continue(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
         """Whether the worker may go on to the next clock without asking the scheduler.
@@ -164,9 +164,9 @@ class ServedModel:
         It may if all these partitions are here, have the next clock open and hold nothing it staged for `clock` any
         more, and if no commit from `clock` on needs their report.
         """
-        held = (worker, epoch, clock)
+        key = (worker, epoch, clock)
         return self.needs_report_at < clock and all(
-            (p := self.partitions.get(i)) is not None and p.clock == clock + 1 and held not in p.staged for i in indices
+            (p := self.partitions.get(i)) is not None and p.clock == clock + 1 and key not in p.staged for i in indices
         )
 
     def set_roster(self, workers: Mapping[str, tuple[int, int]], live_workers: int) -> None:

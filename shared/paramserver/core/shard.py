@@ -169,17 +169,7 @@ class ShardCore:
         self.map_epoch = event.map_epoch
 
     def _view(self, view: ModelView, now: float) -> None:
-        model = self.models.get(view.model.name)
-        if model is None or view.model.generation > model.key.generation:
-            old, model = model, ServedModel.of(view)
-            self.models[view.model.name] = model
-            if old is not None:
-                self._drop(old)
-        elif (view.model.generation, view.timeline) < (model.key.generation, model.timeline):
-            return
-        elif view.timeline > model.timeline:
-            self._roll_back(model, view)
-        elif view.revision < model.revision:
+        if (model := self._model_of(view)) is None:
             return
         revision = model.revision
         model.clock = max(model.clock, view.clock)
@@ -205,6 +195,22 @@ class ShardCore:
                 self.plan.cut(p)
             self._woken.append(p)
             self._advance(model, p, now)
+
+    def _model_of(self, view: ModelView) -> ServedModel | None:
+        """Return the view's model, begun or rolled back if the view says so; None if a newer view is known."""
+        model = self.models.get(view.model.name)
+        if model is None or view.model.generation > model.key.generation:
+            old, model = model, ServedModel.of(view)
+            self.models[view.model.name] = model
+            if old is not None:
+                self._drop(old)
+        elif (view.model.generation, view.timeline) < (model.key.generation, model.timeline):
+            return None
+        elif view.timeline > model.timeline:
+            self._roll_back(model, view)
+        elif view.revision < model.revision:
+            return None
+        return model
 
     def _own(self, model: ServedModel, view: ModelView, now: float) -> None:
         """Take up and give up partitions as the view says.

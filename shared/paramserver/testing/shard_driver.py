@@ -123,7 +123,7 @@ def loaded(capture: Capture) -> LoadedState:
         capture.version,
         capture.clock,
         capture.memory,
-        capture.held,
+        capture.buffered,
         True,
         capture.lsn,
         capture.staged,
