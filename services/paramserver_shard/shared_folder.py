@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import re
+import resource
 import secrets
 import shutil
 import sys
@@ -29,6 +30,8 @@ SOCKET: Final = "requests"
 _HALF_MADE_S: Final = 60.0
 """Folders being created or removed have no lock file for a moment; one older than this is a leftover."""
 _SOCKET_PATH_MAX: Final = 107
+_FILES_SHARE: Final = 0.5
+"""Share of the files that this process may open; a mapping keeps its file open, and connections need files, too."""
 _FREE_SHARE: Final = 0.8
 """Share of the file system's free space that this shard may use; the rest is left to others."""
 
@@ -101,6 +104,9 @@ class SharedFolder:
     def _allocate(self, size_bytes: int) -> tuple[str, mmap.mmap]:
         if self.bytes + size_bytes > self.bytes_max:
             raise OSError(f"{self.bytes} of {self.bytes_max} bytes of shared memory are in use")
+        open_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if open_max != resource.RLIM_INFINITY and len(self._sizes) >= int(open_max * _FILES_SHARE):
+            raise OSError(f"it consists of {len(self._sizes)} files already, and {open_max} may be open")
         name = f"b{next(self._numbers)}"
         file = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._sizes[name] = size_bytes

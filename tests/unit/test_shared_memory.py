@@ -346,6 +346,14 @@ def test_private_memory_for_what_a_full_folder_cannot_hold_is_reused(tmp_path: P
     small.close()
 
 
+def test_shared_memory_leaves_files_for_connections(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory takes at most half of the files that the shard may open; the rest is private."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (6, 6))
+    pool = BufferPool(folder=folder)
+    taken = [pool.take(COUNT, shared=True) for _ in range(5)]
+    assert [pool.file_of(a) is not None for a in taken] == [True, True, True, False, False]
+
+
 def test_a_full_folder_costs_no_memory_that_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With a full folder private memory is used again, and none is made for a slot; that it is full is logged once."""
     folder = SharedFolder.open(str(tmp_path), "shard-0", 4 * COUNT)
