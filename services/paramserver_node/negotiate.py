@@ -1,7 +1,7 @@
 """Content negotiation: bodies are JSON or msgpack, as Content-Type and Accept say."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any, Final
 
@@ -58,12 +58,23 @@ async def read_body(request: Request, size_max: int, hint: str = "") -> bytes:
     return b"".join(parts)
 
 
-async def read(request: Request, size_max: int, *, optional: bool = False, numbers_max: int | None = None) -> Any:
-    """Return the body as plain values (msgpack `bin` as bytes); an empty one as an empty object if it is `optional`.
+async def read(request: Request, size_max: int, *, numbers_max: int | None = None) -> Any:
+    """Return the body as plain values (msgpack `bin` as bytes).
+
+    Raises RequestError: `unsupported_media_type`, `too_large`, `malformed`, `non_finite`.
+    """
+    raw, parse = await read_encoded(request, size_max, numbers_max=numbers_max)
+    return parse(raw)
+
+
+async def read_encoded(
+    request: Request, size_max: int, *, optional: bool = False, numbers_max: int | None = None
+) -> tuple[bytes, Callable[[bytes], Any]]:
+    """Return the body, and the function that parses it; if it is `optional`, an empty one becomes an empty object.
 
     `numbers_max`: most values that a JSON body may list, judged by its commas before it is parsed.
 
-    Raises RequestError: `unsupported_media_type`, `too_large`, `malformed`, `non_finite`.
+    Raises RequestError: `unsupported_media_type`, `too_large`, `malformed`; the function also `non_finite`.
     """
     kind = media_type(request)
     if kind not in _JSON_NAMES and kind not in _MSGPACK_NAMES:
@@ -76,10 +87,10 @@ async def read(request: Request, size_max: int, *, optional: bool = False, numbe
     if numbers_max is not None and raw.count(b",") >= numbers_max + _FIELDS:
         raise problem("too_large", f"a JSON body holds at most {numbers_max} numbers", hint=_MORE)
     if not raw and optional:
-        return {}
+        return b"{}", parse_json
     if not raw:
         raise problem("malformed", "the body is empty", hint=f"send one {kind} value")
-    return parse_json(raw) if kind in _JSON_NAMES else unpack(raw)
+    return raw, parse_json if kind in _JSON_NAMES else unpack
 
 
 async def read_tensors(request: Request) -> Any:

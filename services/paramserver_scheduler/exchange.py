@@ -77,14 +77,14 @@ async def read_json(request: Request, *, optional: bool = False) -> Any:
     Raises RequestError (`malformed`, `too_large`, `unsupported_media_type`), Unavailable (`too_many_requests`,
     `queue_full`).
     """
-    with service(request).large_bodies.reading(request):
-        value = await negotiate.read(request, limits.CONTROL_BODY_BYTES_MAX, optional=optional)
-    _check_plain(value)
-    return value
+    large_bodies = service(request).large_bodies
+    with large_bodies.reading(request):
+        raw, parse = await negotiate.read_encoded(request, limits.CONTROL_BODY_BYTES_MAX, optional=optional)
+        return await large_bodies.parsed(raw, lambda body: _plain(parse(body)))
 
 
-def _check_plain(value: Any) -> None:
-    """Refuse values that msgpack can express and JSON cannot, so that all stored values can be returned in either."""
+def _plain(value: Any) -> Any:
+    """Return the value; refuse what msgpack can express and JSON cannot, so that what is stored can be sent in both."""
     open_values = [value]
     while open_values:
         v = open_values.pop()
@@ -104,6 +104,7 @@ def _check_plain(value: Any) -> None:
                 raise problem("malformed", "a string contains an unpaired surrogate") from None
         elif not (v is None or isinstance(v, bool | float)):
             raise problem("malformed", f"values of type {type(v).__name__} are not allowed in this body")
+    return value
 
 
 async def read(request: Request, kind: type[B]) -> B:

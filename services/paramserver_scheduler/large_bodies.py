@@ -1,12 +1,14 @@
-"""A bound on the large bodies that a scheduler reads at the same time; without one, a client could fill its memory.
+"""Bounds on the large bodies that a scheduler reads and parses at the same time.
 
-Small bodies, such as those of heartbeats, are not counted, so that a flood of large ones holds up none of them.
+Otherwise a client could fill its memory, or hold up its event loop until it loses its lease.  Small bodies, such as
+those of heartbeats, are not counted, so that a flood of large ones holds up none of them.
 """
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from fastapi import Request
 
@@ -23,6 +25,7 @@ class LargeBodies:
 
     def __init__(self) -> None:
         self._bytes = Counter[str]()
+        self._parsing = asyncio.Lock()
 
     @contextmanager
     def reading(self, request: Request) -> Iterator[None]:
@@ -48,3 +51,10 @@ class LargeBodies:
             self._bytes[address] -= size
             if not self._bytes[address]:
                 del self._bytes[address]
+
+    async def parsed(self, body: bytes, parse: Callable[[bytes], Any]) -> Any:
+        """Return `parse(body)`; large bodies, which take up to a second, are parsed in a thread, one at a time."""
+        if len(body) <= SMALL_BYTES:
+            return parse(body)
+        async with self._parsing:
+            return await asyncio.to_thread(parse, body)

@@ -33,7 +33,7 @@ def check_document(value: Any, where: str) -> Any:
         item, depth = todo.pop()
         values += 1
         text += len(item) if isinstance(item, str) else 0
-        if values > VALUES_MAX or text > TEXT_MAX:
+        if values > VALUES_MAX or text > TEXT_MAX or (isinstance(item, Mapping | list) and len(item) > VALUES_MAX):
             raise fail(f"is too large: at most {VALUES_MAX} values and {TEXT_MAX} characters")
         if depth > limits.JSON_DEPTH_MAX:
             raise fail(f"is nested deeper than {limits.JSON_DEPTH_MAX} levels")
