@@ -65,13 +65,13 @@ def redis_url(flag: str | None) -> str | None:
     return None if origin == "default" else str(value)
 
 
-def connect(url: str | None, *, timeout_s: float | None = None) -> ps.Client:
-    """Connect to the cluster that the flag `--url` or the settings name.
+def connect(url: str | None, *, timeout_s: float | None = None, state_dir: str | None = None) -> ps.Client:
+    """Connect to the cluster that the flag `--url` or the settings name; `state_dir` overrides the setting.
 
     Without a token setting, the client gets an admin token made from the cluster's secret, if that is known here.
     Raises Unreachable if no URL answers, RequestError (`invalid_field`) if the CA file cannot be used.
     """
-    settings = client_settings({"url": url, "timeout_s": timeout_s})
+    settings = client_settings({"url": url, "timeout_s": timeout_s, "state_dir": state_dir})
     check_ca(*settings["ca"])
     found = {name: value for name, (value, _) in settings.items()}
     token = found["token"] or tokens.of_secret(_secret(found), "admin", "psctl")

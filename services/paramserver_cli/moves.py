@@ -75,7 +75,10 @@ def scale(
     if what != "shards":
         raise typer.BadParameter(f"cannot scale '{what}', only shards", param_hint="WHAT")
     local = _local_cluster(url, state)
-    client = connect(url)
+    if local is not None and state is not None:  # the moves must be those of the cluster whose processes change
+        client = connect(",".join(local.cluster.schedulers), state_dir=str(local.state.path))
+    else:
+        client = connect(url)
     before = sorted((x["name"] for x in _shards(client) if x["alive"]), key=_natural)
     if local is not None:
         before = local.names

@@ -31,15 +31,15 @@ class Leadership:
     def __init__(
         self,
         lease: Lease,
-        redis_answers: Callable[[bool], None],
+        note_redis: Callable[[str], None],
         on_data_lost: Callable[[], None],
         newer_leader_exists: Callable[[], Awaitable[bool]],
     ) -> None:
         self._lease = lease
         self._newer_leader_exists = newer_leader_exists
         self._renewed_s = monotonic()
-        self._redis_answers = redis_answers
-        """Called after each renewal with whether Redis answered."""
+        self._note_redis = note_redis
+        """Called after each renewal with why Redis is away ('': it answered)."""
         self._on_data_lost = on_data_lost
         self._ran_s = monotonic()
         """When the event loop was last known to run."""
@@ -93,15 +93,15 @@ class Leadership:
         except Deposed:
             self.over = True
         except RedisDataLost:
-            self._redis_answers(True)
+            self._note_redis("")
             self._on_data_lost()
-        except PsError:
-            self._redis_answers(False)
+        except PsError as away:
+            self._note_redis(away.detail)
             if monotonic() - self._renewed_s > LEADER_LEASE_S and await self._newer_leader_exists():
                 self.over = True
         else:
             self._renewed_s = asked_s
-            self._redis_answers(True)
+            self._note_redis("")
         self._record_running()
         # A pause during the request leaves it unconfirmed, because the answer may be older than the pause.
         if self._paused_s <= asked_s:

@@ -95,7 +95,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     history.begin(core.read)
     runtime = Runtime(core, store, Hub(lambda document: history.note(document, time.monotonic())))
     peers = PeerSchedulers(lease, credentials(settings))
-    leadership = Leadership(lease, runtime.redis_answers, runtime.redis_data_lost, peers.newer_leader_exists)
+    leadership = Leadership(lease, runtime.note_redis, runtime.redis_data_lost, peers.newer_leader_exists)
     runtime.confirm = leadership.confirm
     shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings), stop=stop)
     remote = RemoteCheckpoints(lease, checkpoints, credentials(settings))

@@ -331,10 +331,10 @@ class Runtime:
         for batch in (self._writing, self._next):
             batch.effects = [e for e in batch.effects if not isinstance(e, io.Reply) or e.request in self._waiters]
 
-    def redis_answers(self, answers: bool) -> None:
-        """Note whether Redis answered the last renewal, so that an outage is noticed even if nothing is written."""
+    def note_redis(self, away: str) -> None:
+        """Note why the last renewal failed ('': it did not): an outage is noticed even if nothing is written."""
         if not self._writing and not self._next:  # otherwise the writer notices
-            self._set_redis_away("" if answers else "Redis does not answer")
+            self._set_redis_away(away)
 
     def redis_data_lost(self) -> None:
         """Begin a new term and write everything again, because Redis has lost it."""

@@ -6,6 +6,7 @@ from typing import Final
 import psutil
 
 from paramserver_node.setting_checks import size_bytes
+from paramserver_node.usage import ResidentMemory
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")
@@ -44,12 +45,12 @@ class Memory:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._process = psutil.Process()
+        self._resident = ResidentMemory()
 
     @property
     def used_bytes(self) -> int:
         """Resident memory."""
-        return int(self._process.memory_info().rss)
+        return self._resident.bytes()
 
     def document(self) -> dict[str, int]:
         """Return `limit_bytes` and `used_bytes` for a heartbeat."""

@@ -131,10 +131,10 @@ async def test_who_hangs_up_is_forgotten(redis_url: str) -> None:
 async def test_closing_answers_who_waits_for_redis_too(redis_url: str) -> None:
     """Closing answers requests that wait for Redis, even if Redis comes back at the same moment."""
     async with running(redis_url, []) as runtime:
-        runtime.redis_answers(False)
+        runtime.note_redis("Redis does not answer")
         asking = asyncio.ensure_future(join(runtime, "a"))
         await asyncio.sleep(0)  # it has started, and waits
-        runtime.redis_answers(True)
+        runtime.note_redis("")
         runtime.close(problem("no_leader", "another one leads"))
         with pytest.raises(PsError, match="another one leads"):
             async with asyncio.timeout(10.0):

@@ -33,7 +33,9 @@ class Stood:
         monkeypatch.setattr("paramserver_scheduler.leadership.monotonic", lambda: self.now)
         lease: Any = AskedLease()
         self.asked = lease.asked
-        self.leadership = Leadership(lease, lambda _: None, lambda: None, self.nobody)
+        self.told: list[str] = []
+        """Why Redis is away, as told after each renewal."""
+        self.leadership = Leadership(lease, self.told.append, lambda: None, self.nobody)
 
     async def nobody(self) -> bool:
         """Report that no other scheduler leads."""
@@ -77,3 +79,19 @@ async def test_one_question_after_the_pause_is_enough_however_long_it_takes(
     assert await leads is True
     assert await s.leadership.confirm() is True
     assert s.asked.empty()
+
+
+@pytest.mark.asyncio
+async def test_a_renewal_tells_why_redis_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that refuses to write, because its disk is full, is not reported as one that does not answer."""
+    s = Stood(monkeypatch)
+    for error in (problem("storage_unavailable", "Redis refuses: MISCONF No space left on device"), None):
+        renewal = asyncio.ensure_future(s.leadership._renew_shared())
+        answer = await s.asked.get()
+        if error is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(error)
+        await renewal
+
+    assert s.told == ["Redis refuses: MISCONF No space left on device", ""]

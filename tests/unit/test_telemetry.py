@@ -1,5 +1,8 @@
 """A shard's telemetry: rates, times and version lag, for heartbeats and for Prometheus."""
 
+import resource
+from time import process_time
+
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,6 +12,7 @@ from paramserver.types import ModelKey, PushState
 from paramserver.wire.frame import PushFrame, PushPart
 from paramserver_node import tally
 from paramserver_node.usage import Usage
+from paramserver_shard.memory import Memory
 from paramserver_shard.telemetry import RECENT_S, Telemetry, frame_lag, name_lag
 
 TOKEN = 7
@@ -106,13 +110,27 @@ def test_usage_counts_what_this_process_spends() -> None:
     """`Usage.look` returns the average number of cores that this process kept busy since the last look."""
     clock = Clock()
     usage = Usage(clock)
-    while usage._cpu_s() - usage._spent_s < 0.02:
+    began_s = process_time()
+    while process_time() - began_s < 0.02:
         sum(range(10_000))
     clock.now += 0.1
 
     assert usage.look()["cpu_cores"] >= 0.2
     clock.now += 1000
     assert usage.look()["cpu_cores"] < 0.2
+
+
+def test_usage_needs_no_file_descriptor() -> None:
+    """Without a free file descriptor, memory is reported as it was, and nothing is raised: that ended the process."""
+    usage, memory = Usage(Clock()), Memory(1 << 40)
+    rss = usage.look()["rss_bytes"], memory.document()["used_bytes"]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        found = usage.look()["rss_bytes"], memory.document()["used_bytes"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == rss
 
 
 def test_what_is_counted_is_what_prometheus_reads() -> None:
