@@ -1,5 +1,6 @@
 """Pushes and pulls of the client when shards move, die, refuse or do not answer; no socket is opened."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from paramserver.client import control, transfer
-from paramserver.client.calls import Deadline, Outcome, Request
+from paramserver.client.calls import Deadline, Outcome, Pause, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.errors import (
     ConflictError,
@@ -408,3 +409,37 @@ def test_what_does_something_anew_each_time_is_not_sent_twice(now: Now) -> None:
 
     assert [r.path for r in asked] == ["/runs", "/runs"]
     assert asked[0].timeout_s == 300.0
+
+
+def test_small_values_are_sent_at_the_same_time(now: Now) -> None:
+    """Values go in few rounds, a large one alone; what fails for a moment is sent again, and nothing else is."""
+    values = {f"p{i}": np.full(2, i, np.float32) for i in range(40)} | {"large": np.zeros(2 << 20, np.float32)}
+    rounds: list[list[str]] = []
+    failing = {"p3", "large"}
+
+    def answer(request: Request) -> Outcome:
+        name = request.path.rpartition("/")[2]
+        rounds[-1].append(name)
+        if name in failing:
+            failing.remove(name)
+            return refusal("unavailable")
+        return Response(200, {}, b"{}")
+
+    call = control.put_values("m", values, Deadline.after(30, now), "secret")
+    effect = next(call)
+    with suppress(StopIteration):
+        while True:
+            if not isinstance(effect, Pause):
+                rounds.append([])
+            effect = call.send([] if isinstance(effect, Pause) else [answer(r) for r in effect])
+
+    small = [f"p{i}" for i in range(40)]
+    assert rounds == [small[:32], ["p3", *small[32:]], ["large"], ["large"]]
+
+
+def test_a_value_that_is_refused_ends_the_upload(now: Now) -> None:
+    """A refusal is raised at once, with the reasons of all that were refused."""
+    call = control.put_values("m", {n: np.zeros(1, np.float32) for n in "ab"}, Deadline.after(30, now))
+    refused = {"a": refusal("invalid_shape"), "b": Response(200, {}, b"{}")}
+    with pytest.raises(RequestError, match="said the shard"):
+        drive(call, lambda r: refused[r.path[-1]])

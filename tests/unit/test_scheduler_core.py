@@ -358,12 +358,14 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     with pytest.raises(ConflictError):
         d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "wrong"))
     assert d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret")) == {"missing": ["b"]}
-    assert d.published[-1]["upload"] == {"token": "secret", "missing": ["b"], "lost": []}
+    told = [p["upload"] for p in d.published if p["type"] == "model"]
+    assert told[-1] == {"token": "secret", "missing": ["b", "w"], "lost": []}, "shards are told when all are in"
     d.wait(61)
     again = d.send(lambda n: io.CreateModel(n, SPEC | {"params": {"w": up, "b": up}, "partitions": 2}, "second"))
     assert d.result(again)["upload_token"] == "second"
     d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "second"))
     assert d.core.read.model("m")["state"] == "ready"
+    assert d.published[-1]["upload"] is None
 
 
 def test_uploaded_values_survive_a_shard_before_the_first_commit() -> None:

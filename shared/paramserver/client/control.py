@@ -9,15 +9,19 @@ from urllib.parse import quote
 import numpy as np
 
 from paramserver import limits
-from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, json_of, json_request
+from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap, control, model_path
-from paramserver.client.retry import Backoff, deliver, is_temporary, to_result
+from paramserver.client.retry import Backoff, is_temporary, to_result, together
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
 from paramserver.errors import InDoubt, PsError, combined, problem
 from paramserver.types import AnyArray
 
 NPY: Final = "application/x-npy"
+AT_ONCE: Final = 32
+"""Most parameters sent at the same time: a scheduler stores once what it learns of all of them."""
+AT_ONCE_BYTES: Final = 4 << 20
+"""Bytes of the parameters sent at the same time; a larger one goes alone."""
 
 
 class Point(NamedTuple):
@@ -55,8 +59,7 @@ def create_model(
             raise problem("model_exists", f"model '{body['name']}' exists already", hint="pass exist_ok=True to use it")
         token = doc.get("upload_token")
         if token is not None:
-            for name, values in uploads.items():
-                yield from put_value(body["name"], name, values, deadline, token=str(token))
+            yield from put_values(body["name"], uploads, deadline, token=str(token))
             return (yield from wait_ready(cluster, body["name"], deadline))
         if doc.get("state", "ready") == "ready":
             cluster.forget(str(body["name"]))
@@ -79,8 +82,29 @@ def wait_ready(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMa
         yield Pause(0.05)
 
 
-def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token: str | None = None) -> Call[Any]:
-    """Assign one parameter or, with a token, upload its initial values."""
+def put_values(model: str, values: Mapping[str, AnyArray], deadline: Deadline, token: str | None = None) -> Call[None]:
+    """Assign parameters or, with a token, upload their initial values; small ones go at the same time."""
+    backoff, pending = Backoff(deadline), dict(values)
+    while pending:
+        names, size_bytes = list[str](), 0
+        for name, array in pending.items():
+            size_bytes += array.nbytes
+            if names and (len(names) == AT_ONCE or size_bytes > AT_ONCE_BYTES):
+                break
+            names.append(name)
+        outcomes = yield [deadline.bound(_put_request(model, name, pending[name], token)) for name in names]
+        results = [to_result(outcome) for outcome in outcomes]
+        failures = [result for result in results if isinstance(result, PsError)]
+        if refusals := [error for error in failures if not is_temporary(error)]:
+            raise together(refusals)
+        for name, result in zip(names, results, strict=True):
+            if isinstance(result, Response):
+                del pending[name]
+        if failures:
+            yield backoff.pause(*failures)
+
+
+def _put_request(model: str, name: str, values: AnyArray, token: str | None) -> Request:
     file = io.BytesIO()
     if values.dtype.name == "bfloat16" or values.dtype.kind != "f" or values.dtype.itemsize > 8:
         values = values.astype(np.float32)
@@ -88,11 +112,7 @@ def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token
     headers = {"content-type": NPY, "accept": "application/json"}
     if token is not None:
         headers["x-upload-token"] = token
-    path = model_path(model, "params", name)
-    response = yield from deliver(
-        Request("PUT", path, file.getbuffer(), headers, timeout_s=deadline.left_s()), deadline
-    )
-    return json_of(response)
+    return Request("PUT", model_path(model, "params", name), file.getbuffer(), headers)
 
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
@@ -117,8 +137,7 @@ def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: De
             errors.append(problem("invalid_shape", detail, where=name))
     if errors:
         raise combined(errors)
-    for name, array in arrays.items():
-        yield from put_value(model, name, array, deadline)
+    yield from put_values(model, arrays, deadline)
 
 
 def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline: Deadline) -> Call[Mapping[str, Any]]:

@@ -251,7 +251,8 @@ class ModelDesk:
                 model.cuts.begin(model.gate.clock)
                 self.c.save_clock(model)
         self.c.save_model(model)
-        self.c.model_changed(model)
+        if model.ready or model.lost:  # else this concerns no shard, and there may be thousands of uploads
+            self.c.model_changed(model)
 
     def files_loaded(self, e: FilesLoaded, now: float) -> None:
         model = self.c.of_key(e.model.name, e.model.generation)
