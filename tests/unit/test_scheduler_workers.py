@@ -179,6 +179,19 @@ def test_a_join_that_is_refused_takes_no_name() -> None:
     assert d.join(None)["worker"] == "m/w0"
 
 
+def test_who_comes_back_gets_its_rank_again_unless_another_has_it() -> None:
+    """A worker that joins again has the rank it had, or, if another worker took that, the lowest free one."""
+    d = Driver()
+    d.model()
+    a, b = d.join("a"), d.join("b")
+    for gone in (a, b):
+        d.ask(lambda n, gone=gone: io.LeaveWorker(n, "m", gone["worker"]))  # type: ignore[misc]
+
+    assert d.join("b")["rank"] == 1
+    assert d.join("c")["rank"] == 0
+    assert d.join("a")["rank"] == 2
+
+
 @pytest.mark.parametrize("rank", [-1, 1 << 31, 1.5, "0"])
 def test_a_rank_that_is_none_is_refused(rank: Any) -> None:
     """A rank outside the integers from 0 to 2^31 - 1 is refused."""
@@ -204,18 +217,20 @@ def test_who_leaves_is_answered_at_once() -> None:
 
 
 def test_epochs_of_workers_that_were_forgotten_are_not_given_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of workers is bounded, and one that comes back after it was forgotten gets a higher epoch.
+    """Beyond a number of workers, the one that died first is forgotten; if it comes back, its epoch is a higher one.
 
     A new leader knows of it, too: shards would take an epoch that is given out twice for the earlier incarnation.
     """
-    monkeypatch.setattr(limits, "WORKERS_PER_MODEL_MAX", 2)
+    monkeypatch.setattr(limits, "WORKERS_PER_MODEL_MAX", 3)
     d = Driver()
     d.model()
+    d.join("live")
     for name, above in (("a", 6), ("b", 0)):
+        d.wait(0.1)
         d.join(name, above=above)
         d.ask(lambda n, name=name: io.LeaveWorker(n, "m", f"m/{name}"))  # type: ignore[misc]
     d.join("c")
-    assert len(d.core.read.workers("m", d.now)) == 2
+    assert {k for k in d.hash if k.startswith("worker:")} == {f"worker:m:m/{name}" for name in ("live", "b", "c")}
 
     d.restart()
 
