@@ -128,6 +128,20 @@ def test_passes_without_end_overlap_by_one() -> None:
     assert not data.finished
 
 
+def test_the_last_pass_overlaps_with_the_one_before_and_none_follows_it() -> None:
+    """A bounded pass begins while another worker is still at the one before; nothing is leased or open once all are."""
+    data = Dataset(DatasetSpec.check("d", 2, 1, None, None, "dynamic", 2))
+    assert [data.lease("a", 1, 0, 1)["pass"] for _ in range(4)] == [0, 0, 1, 1]  # type: ignore[index]
+    for number in range(2):
+        for index in range(2):
+            data.finish(number, index)
+
+    assert data.finished
+    assert data.lease("a", 1, 0, 1) is None
+    shown = data.document()
+    assert (shown["passes_done"], shown["done"], shown["leased"]) == (2, 0, 0)
+
+
 def test_wrong_datasets_and_tasks_are_refused() -> None:
     """A wrong field of a dataset is refused by name; a malformed task id or one without a range is not found."""
     for wrong, *fields in (

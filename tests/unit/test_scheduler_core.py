@@ -179,7 +179,7 @@ def test_a_leader_that_takes_over_after_a_rollback_makes_no_commit_for_clocks_of
 
 
 def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
-    """A rollback answers a parked clock request with `rolled_back` at once, not at its deadline."""
+    """A rollback answers a parked clock request with `rolled_back`, at once and once: the next request is served."""
     d = Driver()
     d.model(consistency={"mode": "sync", "min_workers": 2})
     a = d.join("a")
@@ -187,6 +187,7 @@ def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
     parked = d.clock(a, 1)
     d.shard("s0")
     assert code(d, parked) == "rolled_back"
+    assert d.result(d.clock(a, 1, 0.0))["timeline"] == 1
 
 
 def test_entering_sync_makes_one_clock_and_a_cut() -> None:
@@ -303,6 +304,28 @@ def test_min_workers_and_waiting_for_are_said() -> None:
     assert (reply["released"], reply["waiting_for"]) == (False, ["1 more worker to join"])
     d.join("b")
     assert d.result(d.clock(a, 1, 0.0))["waiting_for"] == ["m/b"]
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"min_workers": 3}}))
+    assert d.result(d.clock(a, 1, 0.0))["waiting_for"] == ["m/b"]
+
+
+def test_who_has_joined_before_the_first_report_belongs_to_the_first_clock() -> None:
+    """The roster of clock 0 stays open until a worker has reported; who joins after that belongs to clock 1."""
+    d = Driver()
+    d.model(consistency={"mode": "sync"})
+    a = d.join("a")
+    b = d.join("b")
+    parked = d.clock(a, 1)
+    assert parked in d.open
+    c = d.join("c")
+
+    d.clock(b, 1)
+
+    assert d.result(parked)["released"]
+    parked = d.clock(a, 2)
+    d.clock(b, 2)
+    assert parked in d.open
+    d.clock(c, 2)
+    assert d.result(parked)["released"]
 
 
 def test_a_dead_worker_opens_the_barrier_and_is_fenced() -> None:
@@ -329,6 +352,24 @@ def test_ssp_blocks_who_is_too_far_ahead() -> None:
     parked = d.clock(a, 3)
     assert parked in d.open
     d.ask(lambda n: io.WorkerHeartbeat(n, "m", b["worker"], 1, 1))
+    assert d.result(parked)["released"]
+
+
+def test_in_ssp_workers_yet_to_join_hold_the_others_back() -> None:
+    """In ssp nobody gets further than the staleness before `min_workers` have joined, and who joins begins at 0."""
+    d = Driver()
+    d.model(consistency={"mode": "ssp", "staleness": 2, "min_workers": 2})
+    a = d.join("a")
+    assert d.result(d.clock(a, 2))["released"]
+    reply = d.result(d.clock(a, 3, 0.0))
+    assert (reply["released"], reply["min_clock"], reply["waiting_for"]) == (False, 0, ["1 more worker to join"])
+
+    b = d.join("b")
+
+    assert b["clock"] == 0
+    parked = d.clock(a, 3)
+    assert parked in d.open
+    d.clock(b, 1)
     assert d.result(parked)["released"]
 
 

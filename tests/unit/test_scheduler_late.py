@@ -49,6 +49,27 @@ def test_clocks_that_a_worker_was_told_to_leave_out_are_never_listed(since: int 
     assert listed_of(d, b) == [0, 3]
 
 
+def test_who_never_heard_where_to_go_on_leaves_nothing_out() -> None:
+    """The clocks that a worker goes on to report are listed if they lie before the one that it was told to work on.
+
+    It has worked on them because the answer that named a later one was lost.
+    """
+    d, a, b = gone_on()
+    assert d.result(d.clock_of(b, 1))["clock"] == 3
+    beat(d, b, 2)
+    d.clock_of(a, 4)
+
+    assert listed_of(d, b) == [0, 1]
+
+
+def test_who_joins_begins_at_the_open_clock_however_far_behind_another_is() -> None:
+    """A worker that joins while another lags behind the quorum begins at the open clock, not at a committed one."""
+    d, _, b = gone_on()
+
+    assert d.join("c")["clock"] == 3
+    assert d.core.read.worker("m", b["worker"], d.now)["clock"] == 0
+
+
 def test_who_heard_from_a_shard_where_to_go_on_says_so() -> None:
     """If a shard told a worker where to continue, `since` in its reports keeps the clocks before from being listed."""
     d, a, b = gone_on()
@@ -69,6 +90,18 @@ def test_a_push_that_ends_its_iteration_stands_for_that_clock_alone() -> None:
     d.clock_of(a, 5)
 
     assert listed_of(d, b) == [3]
+
+
+def test_a_commit_lists_no_clock_after_its_own() -> None:
+    """With `fold`, too, the clocks of a worker that is ahead of the others wait for commits of their own."""
+    d = Driver()
+    d.model(consistency={"mode": "sync", "late": "fold", "min_workers": 2})
+    a, b = d.join("a"), d.join("b")
+    d.clock_of(a, 3)
+    for clock in (1, 2, 3):
+        d.clock_of(b, clock)
+
+    assert [[c for _, _, _, c, _ in commit["contributions"]] for commit in d.commits()] == [[0, 0], [1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("when", ["reported before", "reported after"])

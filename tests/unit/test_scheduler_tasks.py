@@ -94,6 +94,36 @@ def test_an_evaluation_that_failed_is_made_again() -> None:
     assert lease(d, a, [], "evaluate") == first
 
 
+def test_an_evaluation_whose_worker_died_is_made_by_another() -> None:
+    """An evaluation that a worker had leased when it left is leased to another one."""
+    d = Driver()
+    d.model()
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RequestEvaluation(n, "m"))
+    first = lease(d, a, [], "evaluate")
+    assert lease(d, b, [], "evaluate") is None
+
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"]))
+
+    assert lease(d, b, [], "evaluate") == first
+
+
+def test_who_gets_data_again_goes_on_where_the_others_are() -> None:
+    """A worker that found no data holds nobody back, and begins at the slowest one's clock once it gets data again."""
+    d = Driver()
+    d.model(consistency={"mode": "ssp", "staleness": 1})
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", 10, 10))
+    lease(d, a, [])
+    assert lease(d, b, []) is None
+    assert d.result(d.clock(a, 50))["released"]
+
+    d.ask(lambda n: io.RegisterDataset(n, "m", "more", 10, 10))
+    assert lease(d, b, [], "more")["start"] == 0
+
+    assert d.core.read.worker("m", b["worker"], d.now)["clock"] == 50
+
+
 def test_at_most_eight_evaluations_are_kept() -> None:
     """At most EVALUATIONS_MAX evaluations are kept, however many are requested and leased, always with the newest."""
     d = Driver()

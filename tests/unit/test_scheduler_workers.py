@@ -34,6 +34,17 @@ def test_a_heartbeat_that_says_something_wrong_is_a_sign_of_life(wrong: dict[str
     assert d.core.read.worker("m", a["worker"], d.now)["alive"]
 
 
+def test_a_report_that_another_has_overtaken_changes_nothing() -> None:
+    """A clock is absolute, so a report that arrives after one of a later clock does not set the worker back."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    beat(d, a, clock=5)
+
+    assert beat(d, a, clock=3)["min_clock"] == 5
+    assert d.core.read.worker("m", a["worker"], d.now)["clock"] == 5
+
+
 def test_a_workers_state_is_known_after_a_restart() -> None:
     """A worker's state survives a scheduler restart, whether the worker lives on or joins again."""
     d = Driver()
@@ -195,6 +206,64 @@ def test_a_join_that_is_refused_takes_no_name() -> None:
     with pytest.raises(ConflictError):
         d.join(None, rank=0)
     assert d.join(None)["worker"] == "m/w0"
+
+
+def test_who_comes_back_gets_its_rank_again_unless_another_has_it() -> None:
+    """A worker that joins again has the rank it had, or, if another worker took that, the lowest free one."""
+    d = Driver()
+    d.model()
+    a, b = d.join("a"), d.join("b")
+    for gone in (a, b):
+        d.ask(lambda n, gone=gone: io.LeaveWorker(n, "m", gone["worker"]))  # type: ignore[misc]
+
+    assert d.join("b")["rank"] == 1
+    assert d.join("c")["rank"] == 0
+    assert d.join("a")["rank"] == 2
+
+
+@pytest.mark.parametrize("rank", [-1, 1 << 31, 1.5, "0"])
+def test_a_rank_that_is_none_is_refused(rank: Any) -> None:
+    """A rank outside the integers from 0 to 2^31 - 1 is refused."""
+    d = Driver()
+    d.model()
+    with pytest.raises(RequestError) as refused:
+        d.join("a", rank=rank)
+    assert (refused.value.code, refused.value.members["where"]) == ("invalid_field", "rank")
+
+
+def test_who_leaves_is_answered_at_once() -> None:
+    """A clock request that a worker has parked is refused as `fenced` when the worker leaves, not at its deadline."""
+    d = Driver()
+    d.model(consistency={"mode": "sync", "min_workers": 2})
+    a = d.join("a")
+    d.join("b")
+    parked = d.clock(a, 1)
+    assert parked in d.open
+
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"]))
+
+    assert code(d, parked) == "fenced"
+
+
+def test_epochs_of_workers_that_were_forgotten_are_not_given_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a number of workers, the one that died first is forgotten; if it comes back, its epoch is a higher one.
+
+    A new leader knows of it, too: shards would take an epoch that is given out twice for the earlier incarnation.
+    """
+    monkeypatch.setattr(limits, "WORKERS_PER_MODEL_MAX", 3)
+    d = Driver()
+    d.model()
+    d.join("live")
+    for name, above in (("a", 6), ("b", 0)):
+        d.wait(0.1)
+        d.join(name, above=above)
+        d.ask(lambda n, name=name: io.LeaveWorker(n, "m", f"m/{name}"))  # type: ignore[misc]
+    d.join("c")
+    assert {k for k in d.hash if k.startswith("worker:")} == {f"worker:m:m/{name}" for name in ("live", "b", "c")}
+
+    d.restart()
+
+    assert d.join("a")["epoch"] == 8
 
 
 def test_a_worker_that_left_cannot_be_asked_to_finish() -> None:

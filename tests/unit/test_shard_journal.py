@@ -109,6 +109,47 @@ def test_a_push_waits_for_every_partition_it_touches() -> None:
     assert [p.durable_version for p in done(driver, request).parts] == [1, 1]
 
 
+def test_only_what_the_journal_has_reached_counts_as_durable() -> None:
+    """A version is durable once its own entry is journaled, not once an earlier one is."""
+    driver = slow()
+    first, second = (driver.submit({0: ones()}, PushId("w", 1, seq)) for seq in (0, 1))
+    apply(driver)
+    entry, _ = entries(driver)
+
+    driver.send(Journaled(entry.key, entry.token, entry.lsn))
+
+    assert (done(driver, first).durable_version, second in driver.replies) == (1, False)
+    assert [row[4:6] for row in driver.core.partitions()] == [(2, 1)]
+    assert driver.core.durability.queued_bytes > 0
+
+
+def test_the_durable_version_of_an_answer_is_the_lowest_of_its_partitions() -> None:
+    """An answer's `durable_version` is reached by every partition that the push touched, not by one of them."""
+    driver = slow(partitions=2)
+    driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+    complete(driver, Journal)
+
+    both = driver.submit({0: ones(), 1: ones()}, PushId("w", 1, 1))
+    apply(driver)
+    driver.settle()
+
+    assert [p.durable_version for p in done(driver, both).parts] == [2, 1]
+    assert done(driver, both).durable_version == 1
+
+
+def test_a_clock_is_durable_once_its_commit_is_journaled() -> None:
+    """The clock that a new owner would start at rises when the commit's entry is journaled: until then it is needed."""
+    driver = slow(consistency={"mode": "sync"})
+    driver.commit(0)
+    apply(driver)
+    assert [row[-1] for row in driver.core.partitions()] == [0]
+
+    complete(driver, Journal)
+
+    assert [row[-1] for row in driver.core.partitions()] == [1]
+
+
 def test_a_duplicate_waits_until_its_original_is_durable() -> None:
     """A duplicate is acknowledged only once its original is durable, and at once after that."""
     driver = slow()

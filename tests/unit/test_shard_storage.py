@@ -15,7 +15,7 @@ from paramserver.core.shard_io import (
 )
 from paramserver.types import PushId
 
-from .partitions import apply, complete, done, entries, ones, pending, refused, slow
+from .partitions import WORKERS, apply, complete, done, entries, ones, pending, refused, slow
 
 
 def test_a_duplicate_does_not_count_as_stored_what_redis_has_lost() -> None:
@@ -58,6 +58,22 @@ def test_while_redis_is_away_new_pushes_are_refused_and_waiting_ones_give_up_in_
     complete(driver, Journal)
     assert done(driver, back).duplicate
     assert driver.values() == [1.0] * 4
+
+
+def test_each_waiting_push_gives_up_in_its_own_time() -> None:
+    """Every push that does not become durable is answered JOURNAL_WAIT_S after it came, the later one, too."""
+    driver = slow()
+    first = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+    driver.advance(4.0)
+    second = driver.submit({0: ones()}, PushId("w", 1, 1))
+    apply(driver)
+
+    driver.advance(limits.JOURNAL_WAIT_S - 4.0)
+    assert refused(driver, first).code == "storage_unavailable"
+    assert second not in driver.replies
+    driver.advance(4.0)
+    assert refused(driver, second).code == "storage_unavailable"
 
 
 def test_a_redis_that_cannot_sync_refuses_that_level_alone() -> None:
@@ -150,3 +166,24 @@ def test_a_journal_that_lost_entries_goes_on_from_a_snapshot() -> None:
     complete(driver, StoreSnapshot)
 
     assert [done(driver, r).durable_version for r in (first, second)] == [2, 2]
+
+
+def test_a_cut_from_before_the_loss_does_not_make_the_journal_count_again() -> None:
+    """A cut that waited when Redis lost its data is stored first, and replies wait for the whole state after it."""
+    driver = slow(consistency={"mode": "sync"})
+    driver.commit(0, cut=True)
+    apply(driver)
+    complete(driver, Journal)
+    push = driver.submit({0: ones()}, PushId(WORKERS[0], 1, 0), clock=1)
+    apply(driver)
+
+    (entry,) = entries(driver)
+    driver.send(JournalLost(entry.key, 1))
+    driver.pending = [e for e in driver.pending if not isinstance(e, Journal)]
+    for cut in (True, True, False):  # the first one was being written, and counts no more
+        (snapshot,) = pending(driver, StoreSnapshot)
+        driver.send(Journaled(entry.key, 1, entry.lsn))
+        assert (snapshot.cut, push in driver.replies) == (cut, False)
+        complete(driver, StoreSnapshot)
+
+    assert done(driver, push).state == "staged"

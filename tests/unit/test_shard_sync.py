@@ -24,7 +24,7 @@ from paramserver.errors import ConflictError, FencedError, PsError, RequestError
 from paramserver.testing.shard_driver import ShardDriver, push_part
 from paramserver.types import F32, ModelKey, PushId
 
-from .partitions import listed, stage
+from .partitions import listed, refused, stage
 
 WORKERS = ("r/w0", "r/w1", "r/w2")
 ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
@@ -390,6 +390,23 @@ def test_out_of_sync_no_pull_waits_for_a_clock() -> None:
     assert soon not in driver.replies, "a push is being computed, the partition enters the phase after it"
     driver.settle()
     assert driver.outcome(soon).version == 2  # type: ignore[union-attr]
+
+
+def test_a_push_whose_turn_comes_after_a_new_timeline_began_is_refused() -> None:
+    """A push that came before a new timeline and waited for its turn is refused: its clock is of the old timeline."""
+    driver = ShardDriver(eager=False)
+    driver.serve(spec(), workers=ROSTER, live_workers=2)
+    driver.settle()
+    driver.submit({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
+    driver.commit(0, listed(0, 0))
+    queued = driver.submit({0: ones()}, PushId(WORKERS[0], 1, 1), clock=1, timeline=0)
+    assert queued not in driver.replies
+
+    driver.patch({}, clock=5, began=5, timeline=1)
+    driver.settle()
+
+    assert refused(driver, queued).code == "rolled_back"
+    assert driver.core.held_bytes == 0
 
 
 def test_a_pull_that_waits_for_a_commit_is_not_looked_at_for_each_of_its_partitions(

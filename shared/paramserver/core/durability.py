@@ -70,7 +70,6 @@ class Durability:
         self.queued_bytes += size
         p.mark.since_snapshot_bytes += size
         if p.mark.since_snapshot_bytes >= limits.SNAPSHOT_JOURNAL_BYTES:
-            p.mark.since_snapshot_bytes = 0
             self._shard.plan.due_now(p)
 
     def effects(self) -> list[Journal]:

@@ -74,9 +74,8 @@ class Gate:
         return self.rule.mode == "sync"
 
     def change(self, rule: ConsistencySpec) -> None:
-        """Switch to another setting; a change of mode clears the open clock's roster."""
+        """Switch to another setting; in a new mode, the gate waits for `min_workers` unless there has been progress."""
         if rule.mode != self.rule.mode:
-            self.members.clear()
             self.opened = self.clock > 0
         self.rule = rule
 
@@ -190,11 +189,11 @@ class Gate:
 
     def decide(self, roster: Roster, timeline: int, revision: int, cut: bool) -> Commit | None:
         """sync: commit the open clock and open the next one, if that is possible now; else None."""
-        if not self.sync or not self.opened:
+        if not self.opened:
             return None
         members = self._roster(roster)
         t = self.clock
-        if not members or sum(w.done > t for w in members) < self.needed(len(members)):
+        if sum(w.done > t for w in members) < self.needed(len(members)):
             return None
         fold = self.rule.late == "fold"
         listed: list[tuple[str, int, int, int, float]] = []

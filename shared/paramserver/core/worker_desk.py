@@ -246,7 +246,7 @@ class WorkerDesk:
         worker = model.roster.workers.get(name)
         if worker is not None and worker.alive:
             worker.note(metrics)
-        accepted = self.note(model, name or "", e.clock, metrics, now)
+        accepted = self.note(model, name, e.clock, metrics, now)
         self.c.answer(e.request, {"accepted": accepted})
 
     def note(self, model: Model, worker: str, clock: int | None, metrics: dict[str, float], now: float) -> int:
@@ -371,7 +371,7 @@ class WorkerDesk:
     def _clock_body(self, model: Model, worker: Worker, clock: int, low: int, released: bool) -> dict[str, Any]:
         gate = model.gate
         waiting = [] if released else gate.waiting_for(clock, model.roster)
-        if not released and not model.ready:
+        if not model.ready:
             waiting = ["the model's initial values"]
         return {
             "released": released,
