@@ -260,6 +260,7 @@ def test_epochs_of_workers_that_were_forgotten_are_not_given_out_again(monkeypat
         d.ask(lambda n, name=name: io.LeaveWorker(n, "m", f"m/{name}"))  # type: ignore[misc]
     d.join("c")
     assert {k for k in d.hash if k.startswith("worker:")} == {f"worker:m:m/{name}" for name in ("live", "b", "c")}
+    assert len(d.core.read.workers("m", d.now)) == 3
 
     d.restart()
 
