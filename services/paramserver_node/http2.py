@@ -27,7 +27,8 @@ from paramserver_node.frame_abuse import FRAMES_MAX, UPDATE_BYTES_MIN, FrameAbus
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first, frames_begun
 from paramserver_node.read_deadline import ReadDeadline
-from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of, scope_of
+from paramserver_node.request_head import HeadReader, RequestHead, scope_of
+from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX, UNREAD_BYTES_MAX, Stream
 
 if TYPE_CHECKING:
     from paramserver.kernels.sockets import Received
@@ -68,7 +69,7 @@ class Connection(asyncio.BufferedProtocol):
         self._app, self._state, self._server, self._root_path = config.loaded_app, state, server, config.root_path
         self._settings_received = False
         self._scanner = wire.Scanner(FRAME_BYTES, HEADER_BYTES_MAX)
-        self._requests = wire.HeaderDecoder(HEADER_BYTES_MAX, request_of)
+        self._heads = HeadReader(HEADER_BYTES_MAX)
         self._streams: dict[int, Stream] = {}
         self._running = 0
         """Requests being answered, including those that the client has cancelled."""
@@ -79,8 +80,6 @@ class Connection(asyncio.BufferedProtocol):
         """Bytes that must have arrived before the next read."""
         self._head_next = False
         """Whether a DATA frame has just ended in place and the body goes on, so that a frame header comes next."""
-        self._block: tuple[int, int, bytearray] | None = None
-        """An incomplete header block: its stream, its flags, and what has arrived of it."""
         self._receive_window = CONNECTION_WINDOW_BYTES
         """Receive window of the connection: bytes of bodies that the client may still send."""
         self._used = 0
@@ -211,14 +210,12 @@ class Connection(asyncio.BufferedProtocol):
         for kind, flags, number, payload, cost in self._scanner.scan(data):
             if not self._settings_received and (kind != wire.SETTINGS or flags & wire.ACK):
                 raise Http2Error(wire.PROTOCOL_ERROR, "the first frame must be SETTINGS")
-            if (self._block is None) != (kind != wire.CONTINUATION):
+            if self._heads.reads_on != (kind == wire.CONTINUATION):
                 raise Http2Error(wire.PROTOCOL_ERROR, "a header block that is interrupted or has no beginning")
             if kind == wire.DATA:
                 self._data(number, payload, cost, bool(flags & wire.END_STREAM))
-            elif kind == wire.HEADERS:
-                if number % 2 == 0:
-                    raise Http2Error(wire.PROTOCOL_ERROR, "a request on a stream with an even number")
-                self._headers(number, flags, bytearray(wire.header_fragment(flags, payload)))
+            elif kind in (wire.HEADERS, wire.CONTINUATION):
+                self._headers(kind, flags, number, payload)
             else:
                 self._control(kind, flags, number, payload)
 
@@ -278,14 +275,6 @@ class Connection(asyncio.BufferedProtocol):
             raise Http2Error(wire.PROTOCOL_ERROR, "a frame for the connection on a stream")
         if kind == wire.WINDOW_UPDATE:
             self._widen(number, wire.parse_u31(payload))
-        elif kind == wire.CONTINUATION:
-            assert self._block is not None
-            opened, first_flags, block = self._block
-            if opened != number:
-                raise Http2Error(wire.PROTOCOL_ERROR, "a header block that is interrupted")
-            self._abuse_limit.count()
-            self._block = None
-            self._headers(number, flags & wire.END_HEADERS | first_flags & wire.END_STREAM, block + payload)
         elif kind == wire.RST_STREAM:
             wire.parse_u32(payload)
             if number == 0 or number > self._newest:
@@ -311,25 +300,27 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._abuse_limit.count()  # frames that need no reaction
 
-    def _headers(self, number: int, flags: int, block: bytearray) -> None:
-        """Process a header block, as far as it has arrived."""
-        if len(block) > HEADER_BYTES_MAX:
-            raise Http2Error(wire.ENHANCE_YOUR_CALM, "headers that are too long")
-        if not flags & wire.END_HEADERS:
-            self._block = (number, flags, block)
+    def _headers(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
+        """Process a frame of a header block: when it is complete, it begins a request or ends one as its trailers."""
+        if kind == wire.CONTINUATION:
+            self._abuse_limit.count()
+        elif number % 2 == 0:
+            raise Http2Error(wire.PROTOCOL_ERROR, "a request on a stream with an even number")
+        if (block := self._heads.read(number, flags, payload)) is None:
             return
-        head = self._requests.decode(bytes(block))
-        ends = bool(flags & wire.END_STREAM)
-        if number <= self._newest:  # trailers
-            stream = self._streams.get(number)
-            if stream is not None:
-                if not ends or stream.body_ended:
-                    raise Http2Error(wire.PROTOCOL_ERROR, "HEADERS in the middle of a body")
-                stream.arrived(memoryview(b""), True)
-            else:
-                self._abuse_limit.count()
-            return
-        self._newest = number
+        head, ends = block
+        if number > self._newest:
+            self._newest = number
+            self._begin(number, head, ends)
+        elif (stream := self._streams.get(number)) is None:
+            self._abuse_limit.count()
+        elif not ends or stream.body_ended:
+            raise Http2Error(wire.PROTOCOL_ERROR, "HEADERS in the middle of a body")
+        else:
+            stream.arrived(memoryview(b""), True)
+
+    def _begin(self, number: int, head: RequestHead | None, ends: bool) -> None:
+        """Start the app for a request, or refuse it; `ends`: it has no body."""
         if head is not None and ends and head.length:
             head = None  # it announces a body, and has none
         if head is None or self._stopping or self._running >= STREAMS_MAX:

@@ -7,18 +7,15 @@ Until it does any of that, a client may send `UNREAD_BYTES_MAX` of it.
 
 import asyncio
 import logging
-import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
-from urllib.parse import unquote
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from starlette.types import ASGIApp, Message, Scope
-from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from paramserver.wire import http2 as wire
-from paramserver.wire.http2 import Header
 from paramserver.wire.sink import Destination
 from paramserver_node.pieces import Pieces, after, split
+from paramserver_node.request_head import OF_A_CONNECTION, RequestHead
 
 if TYPE_CHECKING:
     from paramserver_node.http2 import Connection
@@ -42,14 +39,6 @@ TRANSFER_BYTES_MIN: Final = 1 << 20
 TRANSFER_BYTES_MAX: Final = 16 << 20
 """Most that a thread transfers at a time, so that other requests on the connection get their turn."""
 
-_OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
-_NAME: Final = re.compile(rb"[a-z0-9!#$%&'*+.^_`|~-]+")
-"""The name of a header field: a token (RFC 9110, 5.6.2) in lower case (RFC 9113, 8.2.1)."""
-_UNFIT: Final = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
-"""What no value of a header field may contain (RFC 9113, 8.2.1): HTTP/1.1 could not pass it on as it is."""
-_LENGTH: Final = re.compile(rb"[0-9]{1,18}")
-_OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
-
 _NOWHERE: Final = memoryview(b"")
 
 
@@ -69,7 +58,7 @@ class BodyTransfer(Protocol):
 class Stream:
     """One request and its answer."""
 
-    def __init__(self, client: "Connection", number: int, body_ended: bool, head: "RequestHead") -> None:
+    def __init__(self, client: "Connection", number: int, body_ended: bool, head: RequestHead) -> None:
         self._client, self._number, self._bodyless = client, number, head.scope["method"] == "HEAD"
         self.body_ended = body_ended
         """Whether the client has sent all of the body."""
@@ -272,7 +261,7 @@ class Stream:
             return
         if message["type"] == "http.response.start":
             headers = [(b":status", b"%d" % message["status"]), *message.get("headers", ())]
-            block = wire.encoded([h for h in headers if h[0] not in _OF_A_CONNECTION])
+            block = wire.encoded([h for h in headers if h[0] not in OF_A_CONNECTION])
             self._head = wire.frame(wire.HEADERS, wire.END_HEADERS, self._number, block)
         elif message["type"] == "http.response.body":
             ends = not message.get("more_body", False)
@@ -357,72 +346,3 @@ async def _clear_and_wait(event: asyncio.Event) -> None:
     """Clear the event, then wait until it is set again."""
     event.clear()
     await event.wait()
-
-
-def scope_of(transport: asyncio.Transport, root_path: str) -> dict[str, Any]:
-    """Return the part of the ASGI scope that all requests of a connection have in common."""
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "2",
-        "server": get_local_addr(transport),
-        "client": get_remote_addr(transport),
-        "scheme": "https" if is_ssl(transport) else "http",
-        "root_path": root_path,
-    }
-
-
-class RequestHead(NamedTuple):
-    """The parsed headers of a request."""
-
-    scope: dict[str, Any]
-    """The request's part of the ASGI scope."""
-    length: int | None
-    """Announced length of the body, if any."""
-
-
-def request_of(headers: Sequence[Header]) -> RequestHead | None:
-    """Parse the headers of a request; returns None if they are not valid as such (RFC 9113, 8.2 and 8.3)."""
-    special: dict[bytes, bytes] = {}
-    rest: list[Header] = []
-    cookies: list[bytes] = []
-    length: int | None = None
-    host: bytes | None = None
-    for name, value in headers:
-        if name.startswith(b":"):
-            if rest or cookies or name in special or name not in _OF_A_REQUEST or _UNFIT.search(value):
-                return None
-            special[name] = value
-        elif not _NAME.fullmatch(name) or name in _OF_A_CONNECTION or _UNFIT.search(value):
-            return None
-        elif name == b"cookie":
-            cookies.append(value)
-        else:
-            rest.append((name, value))
-            if name == b"content-length":
-                if not _LENGTH.fullmatch(value) or length not in (None, int(value)):
-                    return None
-                length = int(value)
-            elif name == b"host":
-                if host is not None:
-                    return None
-                host = value
-    if cookies:  # they may be split into several fields (RFC 9113, 8.2.3)
-        rest.append((b"cookie", b"; ".join(cookies)))
-    method, path = special.get(b":method", b""), special.get(b":path", b"")
-    if not method or b":scheme" not in special or not path.startswith(b"/"):
-        return None
-    if authority := special.get(b":authority"):
-        if host not in (None, authority):
-            return None
-        if host is None:
-            rest.insert(0, (b"host", authority))
-    raw, _, query = path.partition(b"?")
-    scope = {
-        "method": method.decode("latin-1"),
-        "path": unquote(raw.decode(errors="replace")),
-        "raw_path": raw,
-        "query_string": query,
-        "headers": rest,
-    }
-    return RequestHead(scope, length)

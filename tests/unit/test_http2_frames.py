@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import HeaderDecoder, Http2Error, Scanner
-from paramserver_node.stream import request_of
+from paramserver_node.request_head import request_of
 
 ASKED = [(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"a:1"), (b":path", b"/p%20q?x=1"), (b"a", b"b")]
 

@@ -1,0 +1,128 @@
+"""The head of an HTTP/2 request: a block of headers, which is put together, checked, and becomes an ASGI scope."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote
+
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
+
+from paramserver.wire import http2 as wire
+from paramserver.wire.http2 import Header, Http2Error
+
+OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
+"""Header fields that HTTP/2 does not have (RFC 9113, 8.2.2)."""
+_NAME: Final = re.compile(rb"[a-z0-9!#$%&'*+.^_`|~-]+")
+"""The name of a header field: a token (RFC 9110, 5.6.2) in lower case (RFC 9113, 8.2.1)."""
+_UNFIT: Final = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
+"""What no value of a header field may contain (RFC 9113, 8.2.1): HTTP/1.1 could not pass it on as it is."""
+_LENGTH: Final = re.compile(rb"[0-9]{1,18}")
+_OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
+
+
+class RequestHead(NamedTuple):
+    """The parsed headers of a request."""
+
+    scope: dict[str, Any]
+    """The request's part of the ASGI scope."""
+    length: int | None
+    """Announced length of the body, if any."""
+
+
+class HeadReader:
+    """Reads the header blocks of one client from their frames: the heads of requests, and trailers."""
+
+    def __init__(self, bytes_max: int) -> None:
+        """`bytes_max` bounds a block, encoded and decoded."""
+        self._bytes_max = bytes_max
+        self._decoder = wire.HeaderDecoder(bytes_max, request_of)
+        self._begun: tuple[int, int, bytearray] | None = None
+        """An incomplete block: its stream, its flags, and what has arrived of it."""
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether a block is incomplete, so that the next frame must be its CONTINUATION."""
+        return self._begun is not None
+
+    def read(self, number: int, flags: int, payload: memoryview) -> tuple[RequestHead | None, bool] | None:
+        """Take a HEADERS frame, or the CONTINUATION of a block; returns None if more of the block is to come.
+
+        Otherwise returns the head, None if it is that of no valid request, and whether the stream ends with it.  Raises
+        Http2Error.
+        """
+        if self._begun is None:
+            block = bytearray(wire.header_fragment(flags, payload))
+        else:
+            opened, first_flags, block = self._begun
+            if opened != number:
+                raise Http2Error(wire.PROTOCOL_ERROR, "a header block that is interrupted")
+            flags = flags & wire.END_HEADERS | first_flags & wire.END_STREAM
+            block += payload
+        if len(block) > self._bytes_max:
+            raise Http2Error(wire.ENHANCE_YOUR_CALM, "headers that are too long")
+        if not flags & wire.END_HEADERS:
+            self._begun = (number, flags, block)
+            return None
+        self._begun = None
+        return self._decoder.decode(bytes(block)), bool(flags & wire.END_STREAM)
+
+
+def request_of(headers: Sequence[Header]) -> RequestHead | None:
+    """Parse the headers of a request; returns None if they are not valid as such (RFC 9113, 8.2 and 8.3)."""
+    special: dict[bytes, bytes] = {}
+    rest: list[Header] = []
+    cookies: list[bytes] = []
+    length: int | None = None
+    host: bytes | None = None
+    for name, value in headers:
+        if name.startswith(b":"):
+            if rest or cookies or name in special or name not in _OF_A_REQUEST or _UNFIT.search(value):
+                return None
+            special[name] = value
+        elif not _NAME.fullmatch(name) or name in OF_A_CONNECTION or _UNFIT.search(value):
+            return None
+        elif name == b"cookie":
+            cookies.append(value)
+        else:
+            rest.append((name, value))
+            if name == b"content-length":
+                if not _LENGTH.fullmatch(value) or length not in (None, int(value)):
+                    return None
+                length = int(value)
+            elif name == b"host":
+                if host is not None:
+                    return None
+                host = value
+    if cookies:  # they may be split into several fields (RFC 9113, 8.2.3)
+        rest.append((b"cookie", b"; ".join(cookies)))
+    method, path = special.get(b":method", b""), special.get(b":path", b"")
+    if not method or b":scheme" not in special or not path.startswith(b"/"):
+        return None
+    if authority := special.get(b":authority"):
+        if host not in (None, authority):
+            return None
+        if host is None:
+            rest.insert(0, (b"host", authority))
+    raw, _, query = path.partition(b"?")
+    scope = {
+        "method": method.decode("latin-1"),
+        "path": unquote(raw.decode(errors="replace")),
+        "raw_path": raw,
+        "query_string": query,
+        "headers": rest,
+    }
+    return RequestHead(scope, length)
+
+
+def scope_of(transport: asyncio.Transport, root_path: str) -> dict[str, Any]:
+    """Return the part of the ASGI scope that all requests of a connection have in common."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "2",
+        "server": get_local_addr(transport),
+        "client": get_remote_addr(transport),
+        "scheme": "https" if is_ssl(transport) else "http",
+        "root_path": root_path,
+    }
