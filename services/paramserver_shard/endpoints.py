@@ -127,7 +127,7 @@ class _Pushing(_Endpoint):
             raise
 
     async def _read_frame(self, scope: Scope, receive: Receive) -> Arriving:
-        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.prepare_push)
+        arriving = await self._reader.read(scope, receive, PushFrame, self._frames.prepare_push)
         frame = arriving.frame
         if frame.forwarded or frame.seq is not None or frame.key is not None:
             scope["state"][_REPEATABLE] = True
@@ -174,7 +174,7 @@ class Pull(_Endpoint):
     paramserver_role = "reader"
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        frame, _ = await self._reader.read(scope, receive, PullFrame, _prepare_pull)
+        frame = await self._reader.read(scope, receive, PullFrame, _prepare_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
         self.recheck_serving()
         await _send_body(scope, send, 200, answer)

@@ -58,12 +58,13 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
     async def assign(model: str, request: Request) -> Response:
         serving.check()
 
-        async def prepare(frame: SetFrame) -> tuple[tuple[KnownModel, SetFrame], Body]:
+        async def prepare(frame: SetFrame) -> tuple[tuple[KnownModel, SetFrame, Body], Body]:
             known = await models.find(model, frame.generation)
             check_frame(known, frame)
-            return (known, frame), Body((frame.body_bytes(),))
+            body = Body((frame.body_bytes(),))
+            return (known, frame, body), body
 
-        (known, frame), body = await reader.read(request.scope, request.receive, SetFrame, prepare)
+        known, frame, body = await reader.read(request.scope, request.receive, SetFrame, prepare)
         parts = assignments(frame, body.parts[0])
         command = SetReceived(0, model, parts, known.key.generation, frame.restore, frame.timeline)
         done = await runtime.push(lambda number: replace(command, request=number))

@@ -109,10 +109,8 @@ class FrameReader:
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
 
-    async def read(
-        self, scope: Scope, receive: Receive, of: type[H], handle_header: HeaderHandler[H, T]
-    ) -> tuple[T, Body]:
-        """Read one request: returns what `handle_header` makes of its header, decoded as `of`, and the complete body.
+    async def read(self, scope: Scope, receive: Receive, of: type[H], handle_header: HeaderHandler[H, T]) -> T:
+        """Read one request and its body; returns what `handle_header` makes of its header, decoded as `of`.
 
         Raises RequestError for a body that is cut off or has the wrong length, Unavailable if there is no room for it.
         """
@@ -120,7 +118,7 @@ class FrameReader:
         if arrival is not None and (data := arrival.whole()) is not None:
             request, body = await self._start(scope, data, of, handle_header)
             body.end()
-            return request, body
+            return request
         ended = False
 
         async def tracked() -> Message:
@@ -137,7 +135,7 @@ class FrameReader:
                 await tracked()
             raise
         body.end()  # outside the try: the body has ended, so nothing is left to drain
-        return request, body
+        return request
 
     async def _arriving(
         self,
