@@ -193,22 +193,7 @@ class Run:
 
     def stored(self) -> dict[str, Any]:
         """Stored field `run:ID`."""
-        return {
-            "id": self.id,
-            "name": self.name,
-            "model": self.model,
-            "entry": self.entry,
-            "args": dict(self.args),
-            "stop": self.stop.document(),
-            "places": [[p.member, p.epoch, p.restarts, p.done] for p in self.places],
-            "created_s": self.created_s,
-            "evaluate_every": self.evaluate_every,
-            "checkpoint_every": self.checkpoint_every,
-            "state": self.state,
-            "reason": self.reason,
-            "from_clock": self.from_clock,
-            "ran_s": self.ran_s,
-        }
+        return {**self._fields(), "places": [[p.member, p.epoch, p.restarts, p.done] for p in self.places]}
 
     @classmethod
     def of(cls, doc: Mapping[str, Any], now: float) -> "Run":
@@ -235,24 +220,30 @@ class Run:
     def document(self) -> dict[str, Any]:
         """Body of `GET /runs/{id}`."""
         return {
+            **self._fields(),
+            "workers": len(self.places),
+            "places": [
+                {"place": i, "worker": self.worker_name(i), "member": p.member, "restarts": p.restarts, "done": p.done}
+                for i, p in enumerate(self.places)
+            ],
+        }
+
+    def _fields(self) -> dict[str, Any]:
+        """What is stored and shown alike."""
+        return {
             "id": self.id,
             "name": self.name,
             "model": self.model,
             "entry": self.entry,
             "args": dict(self.args),
-            "workers": len(self.places),
             "stop": self.stop.document(),
+            "created_s": self.created_s,
             "evaluate_every": self.evaluate_every,
             "checkpoint_every": self.checkpoint_every,
             "state": self.state,
             "reason": self.reason,
             "from_clock": self.from_clock,
             "ran_s": self.ran_s,
-            "created_s": self.created_s,
-            "places": [
-                {"place": i, "worker": self.worker_name(i), "member": p.member, "restarts": p.restarts, "done": p.done}
-                for i, p in enumerate(self.places)
-            ],
         }
 
 
