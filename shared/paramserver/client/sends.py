@@ -4,10 +4,9 @@ A shard that no longer owns a partition, or that cannot be reached, only delays 
 fetched again, and the parts that are not done are sent to their current owners, under the same push id.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Final
+from typing import Final, NoReturn
 
 from msgspec.structs import replace
 
@@ -25,6 +24,12 @@ from paramserver.wire.frame import PullReply, PushReply
 
 REFRESH_S: Final = 2.0
 """How long a call waits for a newer map before it retries with the old one."""
+
+
+Groups = list[tuple[str | None, list[Part]]]
+"""Parts by route: a shard's address, or None for the URLs that the client was given."""
+Failed = tuple[str | None, list[Part], PsError]
+"""A group of parts that were sent, and why they are not done."""
 
 
 class Transfer:
@@ -45,71 +50,54 @@ class Transfer:
         self._moved = 0
         self._accepted: list[int] = []
         """Partitions that have accepted their part of a push."""
-        self._states: list[Callable[[], str]] = []
-        """One function per good response, which reads the state of the push (`Pushed.state`) from it."""
+        self._states: set[str] = set()
+        """What they have made of it: `Pushed.state`."""
         self._modes = {model_map.spec.consistency.mode}
         """All modes that the model is known to have been in during this call."""
         # In sync a push counts on all partitions or on none, so the draft cannot settle parts one by one.
         self._draft = draft if draft is not None and model_map.spec.consistency.mode != "sync" else None
 
-    def groups(self, parts: list[Part]) -> list[tuple[str | None, list[Part]]]:
-        """Group parts by route: a shard's address, or None for the URLs that the client was given."""
+    def groups(self, parts: list[Part]) -> Groups:
+        """Group parts by route."""
         out: dict[str | None, list[Part]] = {}
         for part in parts:
             out.setdefault(self.cluster.route(self.model_map, part.partition), []).append(part)
         return list(out.items())
 
-    def process_outcomes(
-        self,
-        groups: list[tuple[str | None, list[Part]]],
-        outcomes: list[Outcome],
-        outgoing: Outgoing | None = None,
-        state: Callable[[int, Response], str] | None = None,
-    ) -> Call[tuple[list[tuple[int, Response]], list[Part]]]:
-        """Return the good outcomes as (index, response), and the parts to send again; backs off first if needed.
+    def accepted(self, parts: Sequence[Part], state: str) -> None:
+        """Note that a shard has accepted these parts of a push, as applied, staged or buffered."""
+        partitions = [p.partition for p in parts]
+        self._accepted += partitions
+        self._states.add(state)
+        if self._draft is not None:
+            self._draft.accepted(partitions)
 
-        `state` reads the state of a push from the response of that index.  Raises the first refusal that a retry cannot
-        change, or the error of `Backoff.final` at the deadline.
+    def again(self, failed: Sequence[Failed], outgoing: Outgoing | None = None) -> Call[list[Part]]:
+        """Return the parts to send again, after those that were `accepted` are noted; backs off first if needed.
+
+        Raises the first refusal that a retry cannot change, or the error of `Backoff.final` at the deadline.
         """
-        good: list[tuple[int, Response]] = []
-        again: list[Part] = []
+        parts: list[Part] = []
         failures: list[PsError] = []
-        stale = temporary = False
         refusals: list[PsError] = []
-        for i, ((to, parts), outcome) in enumerate(zip(groups, outcomes, strict=True)):
-            result = to_result(outcome)
-            if isinstance(result, Response):
-                good.append((i, result))
-                if state is not None:
-                    self._accepted += [p.partition for p in parts]
-                    self._states.append(partial(state, i, result))
-                if self._draft is not None:
-                    self._draft.accepted([p.partition for p in parts])
-                continue
-            again += parts
-            if isinstance(result, StaleMapError) or (outgoing is not None and outgoing.may_add_norm(result)):
+        stale = temporary = False
+        for to, theirs, error in failed:
+            parts += theirs
+            if isinstance(error, StaleMapError) or (outgoing is not None and outgoing.may_add_norm(error)):
                 stale = True
-                failures.append(result)
-            elif result.code == "slot_gone":
+                failures.append(error)
+            elif error.code == "slot_gone":
                 continue  # retried at once with another slot
-            elif is_temporary(result):
-                stale = stale or (to is not None and isinstance(result, Unreachable | InDoubt))
-                if to is not None and isinstance(result, Unreachable):
+            elif is_temporary(error):
+                stale = stale or (to is not None and isinstance(error, Unreachable | InDoubt))
+                if to is not None and isinstance(error, Unreachable):
                     self.cluster.lost(to, self.deadline.clock())
-                failures.append(result)
+                failures.append(error)
                 temporary = True
             else:
-                refusals.append(result)
+                refusals.append(error)
         if refusals:
-            refused = together(refusals)
-            gone = refused.code in ("model_replaced", "unknown_model")
-            if gone or any(map(lacks_norm, refusals)):
-                self.cluster.forget(self.model_map.name)
-            if outgoing is not None:
-                outgoing.explain(refused)
-                if not gone:
-                    self._raise_in_part(refused)
-            raise refused
+            self._refused(together(refusals), refusals, outgoing)
         if self._accepted or any(map(may_be_done, failures)):
             self._backoff.in_doubt = True
         if failures:
@@ -118,8 +106,19 @@ class Transfer:
                 yield self._backoff.pause(*failures)
             if stale:
                 yield from self._refresh()
-        again.sort(key=lambda p: p.partition)
-        return good, again
+        parts.sort(key=lambda p: p.partition)
+        return parts
+
+    def _refused(self, refused: PsError, refusals: Sequence[PsError], outgoing: Outgoing | None) -> NoReturn:
+        """Raise what the shards' refusals say together; `outgoing`: of a push."""
+        gone = refused.code in ("model_replaced", "unknown_model")
+        if gone or any(map(lacks_norm, refusals)):
+            self.cluster.forget(self.model_map.name)
+        if outgoing is not None:
+            outgoing.explain(refused)
+            if not gone:
+                self._raise_in_part(refused)
+        raise refused
 
     def _raise_in_part(self, refused: PsError) -> None:
         """Raise InDoubt if other shards have, or may have, accepted the push that one has refused.
@@ -130,7 +129,7 @@ class Transfer:
         accepted = sorted({*self._accepted, *refused.members.get("partitions", ())})
         if not (accepted or self._backoff.in_doubt):
             return
-        if self._modes == {"sync"} and all(state() == "staged" for state in self._states):
+        if self._modes == {"sync"} and self._states <= {"staged"}:
             raise refused.plus(partitions=accepted)
         who = f"partitions {accepted} have the push" if accepted else "an earlier attempt may be applied"
         raise problem(
@@ -141,9 +140,7 @@ class Transfer:
             partitions=accepted,
         ) from refused
 
-    def _slots(
-        self, outgoing: Outgoing, groups: list[tuple[str | None, list[Part]]], found: dict[str | None, Slot]
-    ) -> Call[None]:
+    def _slots(self, outgoing: Outgoing, groups: Groups, found: dict[str | None, Slot]) -> Call[None]:
         """Find a slot for each group of parts that is worth one, and add it to `found`; the other groups are sent."""
         wanted: list[tuple[str, int]] = []
         for to, parts in groups:
@@ -167,7 +164,7 @@ class Transfer:
     def sent(
         self,
         outgoing: Outgoing,
-        groups: list[tuple[str | None, list[Part]]],
+        groups: Groups,
         pull: PullTerms | None = None,
         sinks: Sequence[Incoming] = (),
     ) -> Call[list[Outcome]]:
@@ -236,6 +233,19 @@ class Transfer:
             raise problem("model_replaced", f"model '{fresh.name}' was deleted and created again", hint="pull again")
         self.model_map = fresh
         self._modes.add(fresh.spec.consistency.mode)
+
+
+def good_and_failed(groups: Groups, outcomes: list[Outcome]) -> tuple[list[tuple[int, Response]], list[Failed]]:
+    """Return the good outcomes of the groups as (index, response), and the groups that failed."""
+    good: list[tuple[int, Response]] = []
+    failed: list[Failed] = []
+    for i, ((to, parts), outcome) in enumerate(zip(groups, outcomes, strict=True)):
+        result = to_result(outcome)
+        if isinstance(result, Response):
+            good.append((i, result))
+        else:
+            failed.append((to, parts, result))
+    return good, failed
 
 
 def _is_over(outcome: Outcome, sink: Incoming | None) -> bool:

@@ -1,7 +1,6 @@
 """Push, pull and pushpull of one model, as calls; `sends` delivers the parts to their shards."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import numpy as np
@@ -9,7 +8,7 @@ from msgspec.structs import replace
 
 from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.arrivals import Arrivals
-from paramserver.client.calls import POLL_S, Call, Deadline, Pause, Response, plain, seconds
+from paramserver.client.calls import POLL_S, Call, Deadline, Pause, plain, seconds
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Feedback, draft_for, ready
 from paramserver.client.frames import (
@@ -24,7 +23,7 @@ from paramserver.client.frames import (
 from paramserver.client.gradients import Grads, copy_if_aliased
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.same_host import Leased
-from paramserver.client.sends import Transfer, origin_of
+from paramserver.client.sends import Transfer, good_and_failed, origin_of
 from paramserver.codecs.codec import Codec
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
@@ -90,9 +89,9 @@ def pull(
             deadline.bound(pull_request(transfer.model_map, to, parts, terms, left_s, sink, cluster.same_host))
             for (to, parts), sink in zip(groups, sinks, strict=True)
         ]
-        outcomes = yield requests
+        good, failed = good_and_failed(groups, (yield requests))
         try:
-            good, pending = yield from transfer.process_outcomes(groups, outcomes)
+            pending = yield from transfer.again(failed)
         except PsError as e:
             arrivals.release_unread(sinks, groups)
             if e.code != "version_not_reached" or deadline.clock() >= wait_until or deadline.left_s() <= 0:
@@ -153,12 +152,15 @@ def push(
         pending = list(gradient.selection.parts)
         while pending:
             groups = transfer.groups(pending)
-            outcomes = yield from transfer.sent(outgoing, groups)
-            good, pending = yield from transfer.process_outcomes(groups, outcomes, outgoing, _state)
+            good, failed = good_and_failed(groups, (yield from transfer.sent(outgoing, groups)))
             for i, response in good:
-                replies.append(push_reply(response))
-                if (lease := leased_by(replies[-1], groups[i][0], model_map.layout)) is not None:
+                to, parts = groups[i]
+                reply = push_reply(response)
+                transfer.accepted(parts, reply.state)
+                replies.append(reply)
+                if (lease := leased_by(reply, to, model_map.layout)) is not None:
                     leased.append(lease)
+            pending = yield from transfer.again(failed, outgoing)
         pushed = summed(replies)
         if leased:
             transfer.remember(replies, leased, _reached(pushed, terms))
@@ -247,11 +249,11 @@ def exchange(
         while pending:
             groups = transfer.groups(pending)
             sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
-            outcomes = yield from transfer.sent(outgoing, groups, pull_terms, sinks)
+            good, failed = good_and_failed(groups, (yield from transfer.sent(outgoing, groups, pull_terms, sinks)))
+            for i, _ in good:
+                transfer.accepted(groups[i][1], _state_in(sinks[i]))
             try:
-                good, pending = yield from transfer.process_outcomes(
-                    groups, outcomes, outgoing, partial(_state_in, sinks)
-                )
+                pending = yield from transfer.again(failed, outgoing)
             except PsError:
                 arrivals.release_unread(sinks, groups)
                 arrivals.release_all()
@@ -274,14 +276,9 @@ def exchange(
         return pushed, params
 
 
-def _state(_: int, response: Response) -> str:
-    return push_reply(response).state
-
-
-def _state_in(sinks: Sequence[Incoming], i: int, _: Response) -> str:
-    reply = sinks[i].reply
-    assert reply is not None
-    return reply.push.state if reply.push is not None else ""
+def _state_in(sink: Incoming) -> str:
+    assert sink.reply is not None
+    return sink.reply.push.state if sink.reply.push is not None else ""
 
 
 def _reached(pushed: Pushed, terms: PushTerms) -> int:
