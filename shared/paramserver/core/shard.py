@@ -8,13 +8,13 @@ arrival; a push is checked against the partition's state when it starts, not whe
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from paramserver.core.commits import CommitDesk
 from paramserver.core.durability import Durability
 from paramserver.core.handover import Handover
 from paramserver.core.heartbeat_rows import CutRow, ReleasedRow, ServedRow
-from paramserver.core.journal import drop_head
 from paramserver.core.loading import LoadDesk
-from paramserver.core.mean_operations import CommitOperation, FlushOperation
-from paramserver.core.operation import Operation, record_settings_change
+from paramserver.core.mean_operations import FlushOperation
+from paramserver.core.operation import Operation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
 from paramserver.core.push_operation import PushOperation
@@ -46,7 +46,6 @@ from paramserver.core.shard_io import (
     Report,
     Request,
     RequestGone,
-    Resync,
     RosterChanged,
     SaveAll,
     SetReceived,
@@ -60,8 +59,6 @@ from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.timers import Timers
 from paramserver.errors import PsError, problem
 from paramserver.types import F32, ModelKey, PartitionKey, Token
-
-_RETRY_S = 1.0
 
 
 class ShardCore:
@@ -84,13 +81,14 @@ class ShardCore:
         self._requests = RequestDesk(self, self._queues, self._timers, self.pulls, self._perform)
         self._loading = LoadDesk(self, self._timers, self._requests, self._perform)
         self._handover = Handover(self, self._queues)
+        self._commits = CommitDesk(self, self._queues, self._timers, self._perform)
         self._woken: list[Partition] = []
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             MapChanged: self._map,
             ModelView: self._view,
             RosterChanged: self._roster,
-            CommitDecided: self._commit,
+            CommitDecided: self._commits.decided,
             ModelGone: self._gone,
             PartitionLoaded: self._loading.loaded,
             LoadFailed: self._loading.failed,
@@ -158,6 +156,17 @@ class ShardCore:
         """Whether this shard has that partition under that token."""
         return self.find(key, token)[1] is not None
 
+    def present(self, key: ModelKey, parts: Sequence[tuple[int, int]]) -> list[F32] | None:
+        """Return the values of these (partition, version) if a pull now would return exactly those; else None."""
+        model = self.find_model(key)
+        held = [None if model is None else model.partitions.get(index) for index, _ in parts]
+        out = [
+            p.state.values
+            for p, (_, version) in zip(held, parts, strict=True)
+            if p is not None and p.state is not None and p.version == version
+        ]
+        return out if model is not None and model.ready and len(out) == len(parts) else None
+
     @property
     def waiting(self) -> int:
         """Number of requests without an outcome yet."""
@@ -194,7 +203,7 @@ class ShardCore:
             elif p.state is not None and p.by_cuts and p.clock == model.cut_asked and not self.plan.at_cut(p):
                 self.plan.cut(p)
             self._woken.append(p)
-            self._advance(model, p, now)
+            self._commits.advance(model, p, now)
 
     def _model_of(self, view: ModelView) -> ServedModel | None:
         """Return the view's model, begun or rolled back if the view says so; None if a newer view is known."""
@@ -285,15 +294,7 @@ class ShardCore:
         for p in model.partitions.values():
             if p.spec.consistency.mode != "sync":
                 p.live_workers = event.live_workers
-            self._drop_ended(model, p)
-
-    def _commit(self, event: CommitDecided, now: float) -> None:
-        model = self.find_model(event.model)
-        if model is None or event.timeline != model.timeline:
-            return
-        model.record_commit(event)
-        for p in model.partitions.values():
-            self._advance(model, p, now)
+            self._commits.drop_ended(model, p)
 
     def _gone(self, event: ModelGone, now: float) -> None:
         model = self.find_model(event.model)
@@ -319,52 +320,6 @@ class ShardCore:
             return problem("unknown_model", f"model '{model.key.name}' was deleted")
         detail = f"model '{model.key.name}' was deleted and created again"
         return problem("model_replaced", detail, generation=other.key.generation)
-
-    # --- synchronous clocks
-
-    def _advance(self, model: ServedModel, p: Partition, now: float) -> None:
-        """Queue the partition's next commit if it is known; request a resync of the feed if it was missed."""
-        if not p.ready or p.committing or p.spec.consistency.mode != "sync" or not model.sync:
-            return
-        if p.clock < model.began:
-            # It is still on an older timeline: the commits it lacks and the gradients it has staged no longer count.
-            self.held_bytes -= p.drop_staged()
-            p.clock = model.began
-            record_settings_change(self, p, now, fresh=False, unstage=True)
-        commit = model.commits.get(p.clock)
-        if commit is not None and model.spec_of(commit.revision) is not None:
-            p.committing = True
-            self._queues.add(CommitOperation(model, [p], commit=commit))
-        elif commit is None and model.clock > p.clock and now >= model.resync_at:
-            model.resync_at = now + _RETRY_S
-            self._effects.append(Resync(model.key))
-            self._timers.at(model.resync_at, lambda at: self._advance(model, p, at) if self._owns(model, p) else None)
-
-    def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
-        self._advance(model, partition, now)
-        self._drop_ended(model, partition)
-
-    def _drop_ended(self, model: ServedModel, p: Partition) -> None:
-        # A commit that is already decided may still list them, even one not received yet.
-        if not p.staged or p.clock < model.clock or p.committing or p.held:
-            return
-        slots = p.ended(model.live(), model.departed)
-        if slots:
-            self.held_bytes -= p.drop(slots)
-            p.lsn += 1
-            if p.level:
-                self.durability.executed(p, "drop", drop_head(slots, p.version))
-
-    def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """Resume what was suspended while the partition was held or not loaded."""
-        self._woken.append(partition)
-        if partition.revision < model.revision:
-            self._settle(model, partition)  # before the requests, which were sent under these settings
-        self._requests.unpark(model, partition)
-        if partition.buffered:
-            self._queues.add(FlushOperation(model, [partition]))  # does nothing unless the flush is due
-        self._advance(model, partition, now)
-        self._drop_ended(model, partition)
 
     def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
         model = self.find_model(key.model)
@@ -448,17 +403,6 @@ class ShardCore:
         assert self._check_content is not None, "parts come with their checksums"
         return self._check_content(part)
 
-    def present(self, key: ModelKey, parts: Sequence[tuple[int, int]]) -> list[F32] | None:
-        """Return the values of these (partition, version) if a pull now would return exactly those; else None."""
-        model = self.find_model(key)
-        held = [None if model is None else model.partitions.get(index) for index, _ in parts]
-        out = [
-            p.state.values
-            for p, (_, version) in zip(held, parts, strict=True)
-            if p is not None and p.state is not None and p.version == version
-        ]
-        return out if model is not None and model.ready and len(out) == len(parts) else None
-
     def _supersede(self, partition: Partition) -> None:
         if partition.state is not None:
             self.superseded.append(partition.state)
@@ -471,6 +415,21 @@ class ShardCore:
         self.plan.changed(partition, now)
         if partition.pulls:
             self._woken.append(partition)
+
+    def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
+        self._commits.advance(model, partition, now)
+        self._commits.drop_ended(model, partition)
+
+    def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
+        """Resume what was suspended while the partition was held or not loaded."""
+        self._woken.append(partition)
+        if partition.revision < model.revision:
+            self._settle(model, partition)  # before the requests, which were sent under these settings
+        self._requests.unpark(model, partition)
+        if partition.buffered:
+            self._queues.add(FlushOperation(model, [partition]))  # does nothing unless the flush is due
+        self._commits.advance(model, partition, now)
+        self._commits.drop_ended(model, partition)
 
     def run_next(self, partition: Partition, operation: Operation) -> None:
         self._queues.insert_next(partition, operation)

@@ -1,0 +1,79 @@
+"""Commits of synchronous models: which one a partition takes next, and what none will list any more."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from paramserver.core import operation as running
+from paramserver.core.journal import drop_head
+from paramserver.core.mean_operations import CommitOperation
+from paramserver.core.operation import record_settings_change
+from paramserver.core.partition import Partition
+from paramserver.core.queues import OperationQueues
+from paramserver.core.served_model import ServedModel
+from paramserver.core.shard_io import CommitDecided, Effect, Resync
+from paramserver.core.timers import Timers
+from paramserver.types import ModelKey
+
+_RETRY_S = 1.0
+
+
+class Shard(running.Shard, Protocol):
+    """The part of the shard that `CommitDesk` uses."""
+
+    def find_model(self, key: ModelKey) -> ServedModel | None:
+        """The model of that name and generation; None if this shard does not know it."""
+
+
+class CommitDesk:
+    """Brings the partitions of synchronous models from clock to clock."""
+
+    def __init__(
+        self, shard: Shard, queues: OperationQueues, timers: Timers, perform: Callable[[Effect], None]
+    ) -> None:
+        self._shard = shard
+        self._queues = queues
+        self._timers = timers
+        self._perform = perform
+
+    def decided(self, event: CommitDecided, now: float) -> None:
+        model = self._shard.find_model(event.model)
+        if model is None or event.timeline != model.timeline:
+            return
+        model.record_commit(event)
+        for p in model.partitions.values():
+            self.advance(model, p, now)
+
+    def advance(self, model: ServedModel, p: Partition, now: float) -> None:
+        """Queue the partition's next commit if it is known; request a resync of the feed if it was missed."""
+        if not p.ready or p.committing or p.spec.consistency.mode != "sync" or not model.sync:
+            return
+        if p.clock < model.began:
+            # It is still on an older timeline: the commits it lacks and the gradients it has staged no longer count.
+            self._shard.held_bytes -= p.drop_staged()
+            p.clock = model.began
+            record_settings_change(self._shard, p, now, fresh=False, unstage=True)
+        commit = model.commits.get(p.clock)
+        if commit is not None and model.spec_of(commit.revision) is not None:
+            p.committing = True
+            self._queues.add(CommitOperation(model, [p], commit=commit))
+        elif commit is None and model.clock > p.clock and now >= model.resync_at:
+            model.resync_at = now + _RETRY_S
+            self._perform(Resync(model.key))
+            self._timers.at(model.resync_at, partial(self._retry, model, p))
+
+    def _retry(self, model: ServedModel, p: Partition, now: float) -> None:
+        if self._shard.find_model(model.key) is model and model.partitions.get(p.index) is p:
+            self.advance(model, p, now)
+
+    def drop_ended(self, model: ServedModel, p: Partition) -> None:
+        """Drop what workers staged under epochs that have ended, once no commit can list it."""
+        # A commit that is already decided may still list them, even one not received yet.
+        if not p.staged or p.clock < model.clock or p.committing or p.held:
+            return
+        slots = p.ended(model.live(), model.departed)
+        if slots:
+            self._shard.held_bytes -= p.drop(slots)
+            p.lsn += 1
+            if p.level:
+                self._shard.durability.executed(p, "drop", drop_head(slots, p.version))
