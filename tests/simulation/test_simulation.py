@@ -23,6 +23,8 @@ SEEDS = 500
 TOGETHER = 5
 """Seeds per test."""
 MODES = sorted(CONSISTENCY)
+PATIENCE_S = 200.0
+"""After three times what the longest runs take, a run with a planted bug hangs."""
 
 
 def run(simulation: Simulation) -> str:
@@ -160,7 +162,7 @@ def turns_red(
     """Return whether one of the first `within` seeds fails."""
     for seed in range(within):
         try:
-            Simulation(seed, mode, level, kind, change, **settings).run()
+            Simulation(seed, mode, level, kind, change, patience_s=PATIENCE_S, **settings).run()
         except AssertionError:
             return True
     return False

@@ -48,7 +48,6 @@ KINDS: Final[dict[str, Faults]] = {
 """Fault mixes, named by what goes wrong most."""
 CHANGES: Final = ("none", "restores", "puts", "flips")
 """What an operator does to a synchronous model."""
-PATIENCE_S: Final = 600.0
 
 
 @dataclass
@@ -69,6 +68,8 @@ class Simulation:
     deaths: bool = False
     """Whether workers die, too: between any two of their requests; they join again, perhaps within their lease."""
     faults: Faults | None = None
+    patience_s: float = 600.0
+    """By when, in virtual seconds, the workers must have finished: ten times what the longest runs take."""
     world: World = field(init=False)
     finished: int = 0
     acknowledged: dict[int, set[PushId]] = field(default_factory=dict)
@@ -127,9 +128,9 @@ class Simulation:
         if world.faults.empty_at_s is not None:
             world.after(world.faults.empty_at_s, "Redis is emptied", self._empty)
         world.play(self._create())
-        world.run(PATIENCE_S, lambda: self.finished == self.workers and (not self.changed or self.operator.over))
-        assert self.finished == self.workers, f"only {self.finished} workers finished within {PATIENCE_S} s"
-        assert not self.changed or self.operator.over, f"the operator was not done within {PATIENCE_S} s"
+        world.run(self.patience_s, lambda: self.finished == self.workers and (not self.changed or self.operator.over))
+        assert self.finished == self.workers, f"only {self.finished} workers finished within {self.patience_s} s"
+        assert not self.changed or self.operator.over, f"the operator was not done within {self.patience_s} s"
         self._check_end()
         return world.trace
 
@@ -237,7 +238,7 @@ class Simulation:
                 least = len(self.acknowledged[p.partition]) if self.lossless else 0
                 most = len(self.sent[p.partition])
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
-        self.world.run(PATIENCE_S * 3, lambda: not self._cut_pending)
+        self.world.run(self.patience_s * 3, lambda: not self._cut_pending)
         assert not self._cut_pending, "a pending cut will never be stored, and blocks all later cuts"
 
     @property
@@ -283,7 +284,7 @@ class Simulation:
         while not found or len(found[-1]) < self.spec.partitions:
             count = len(found)
             self.world.play(read())
-            self.world.run(PATIENCE_S * 2, lambda count=count: len(found) > count)  # type: ignore[misc]
+            self.world.run(self.patience_s * 2, lambda count=count: len(found) > count)  # type: ignore[misc]
             assert len(found) > count, "the end could not be read"
         yield from found[-1]
 
