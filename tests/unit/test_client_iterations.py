@@ -18,8 +18,8 @@ from paramserver.core.selection import select
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 
+from .session_node import BEAT, GRAD, Node, deadline, no, ok, opened
 from .sharding import Now, drive
-from .test_client_session import BEAT, GRAD, Node, deadline, no, ok, opened
 
 CLOCK = "/models/m/clock"
 

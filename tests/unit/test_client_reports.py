@@ -5,8 +5,8 @@ import pytest
 
 from paramserver.errors import ConflictError, NotFoundError
 
+from .session_node import BEAT, Node, deadline, no, ok, opened
 from .sharding import drive
-from .test_client_session import BEAT, Node, deadline, no, ok, opened
 
 
 def test_state_is_sent_when_it_has_changed() -> None:

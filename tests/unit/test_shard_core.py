@@ -19,9 +19,11 @@ from paramserver.core.shard_io import (
     StoreSnapshot,
 )
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import PsError, problem
+from paramserver.errors import problem
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import F32, PushId
+
+from .partitions import refused
 
 
 def spec(size: int = 4, partitions: int = 1, **fields: Any) -> ModelSpec:
@@ -33,12 +35,6 @@ def spec(size: int = 4, partitions: int = 1, **fields: Any) -> ModelSpec:
 
 def ones(n: int = 4, value: float = 1.0) -> F32:
     return np.full(n, value, np.float32)
-
-
-def refused(driver: ShardDriver, request: int) -> PsError:
-    outcome = driver.replies[request]
-    assert isinstance(outcome, PsError)
-    return outcome
 
 
 def test_pulls_wait_for_a_version() -> None:

@@ -8,7 +8,8 @@ from paramserver.errors import FencedError, PsError, StaleMapError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import PushId
 
-from .test_shard_core import ones, refused, spec
+from .partitions import refused
+from .test_shard_core import ones, spec
 
 
 def test_a_push_is_applied_and_its_duplicate_answered_with_the_original_version() -> None:

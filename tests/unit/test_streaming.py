@@ -16,8 +16,8 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, InDoubt, NotFoundError, PsError, RequestError, Unreachable, problem
 from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
+from .session_node import GRAD, Node, deadline, no, opened
 from .sharding import Now, drive
-from .test_client_session import GRAD, Node, deadline, no, opened
 
 
 def layout(partitions: int, **sizes: int) -> Layout:
