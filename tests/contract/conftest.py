@@ -1,6 +1,6 @@
-"""A Redis for each module that wants one, and one cluster for all tests of the REST contract.
+"""A Redis or a cluster for each module that wants one, and one cluster for all tests of the REST contract.
 
-The cluster is reached through a scheduler or a shard, in JSON or msgpack.
+The latter is reached through a scheduler or a shard, in JSON or msgpack.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,13 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Redis server for the whole module."""
     with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A scheduler and two shards for the whole module, whose tests may kill and restart them."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """/shards: a shard is drained while pushes continue, takes its share again, and invalid requests are refused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,16 +11,9 @@ from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink
 from paramserver_shard.membership import Membership
 
-from .processes import Nodes, eventually, nodes, unique
+from .processes import Nodes, eventually, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """One scheduler and two shards."""
-    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
-        yield running
 
 
 def made(cluster: Nodes) -> str:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,9 @@ from safetensors.numpy import load_file, save_file
 from paramserver import checkpoint
 from paramserver_node import redis_server
 
-from .processes import Nodes, eventually, nodes, unique
+from .processes import Nodes, eventually, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler, which tests may kill and restart, and two shards."""
-    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
-        yield running
 
 
 def train(cluster: Nodes, model: str, worker: str, epoch: int, first: int, last: int) -> None:

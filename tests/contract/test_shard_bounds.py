@@ -1,7 +1,5 @@
 """Limits of the shards' value routes: sizes, media types and weights of requests and answers."""
 
-from collections.abc import Iterator
-
 import msgpack
 import numpy as np
 import pytest
@@ -9,17 +7,10 @@ import pytest
 from paramserver.limits import JSON_ELEMENTS_MAX
 from paramserver.wire.frame import MEDIA_TYPE, encode_header
 
-from .processes import Nodes, nodes
+from .processes import Nodes
 from .test_shard_routes import MSGPACK, Model, problem, unchanged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards that no test stops or kills."""
-    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
-        yield running
 
 
 @pytest.fixture

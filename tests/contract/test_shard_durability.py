@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,6 @@ from .processes import Nodes, eventually, nodes, unique
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 CELLS = 10
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards, which tests may kill and restart."""
-    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
-        yield running
 
 
 def made(cluster: Nodes, ack: str = "journaled", **fields: Any) -> str:

@@ -4,7 +4,6 @@ import io
 import json
 import mmap
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,12 @@ from paramserver.wire.frame import (
     encode_header,
 )
 
-from .processes import Nodes, nodes, unique
+from .processes import Nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 SHARDS = ("shard-0", "shard-1")
 MSGPACK = {"content-type": "application/msgpack"}
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards that no test stops or kills."""
-    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
-        yield running
 
 
 class Model:

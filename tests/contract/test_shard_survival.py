@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from paramserver_node import redis_server
 from .processes import Nodes, eventually, nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards, which tests may kill and restart."""
-    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
-        yield running
 
 
 def url(cluster: Nodes, index: int) -> str:

@@ -2,25 +2,18 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import paramserver as ps
 
-from .processes import Nodes, eventually, nodes, unique
+from .processes import Nodes, eventually, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 SIZE = 1000
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards, the second of which some tests suspend for a moment."""
-    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
-        yield running
 
 
 def grads(value: float) -> dict[str, object]:
