@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,14 @@ def modules(root: Path) -> list[Path]:
     return found
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """Yield the full dotted names that a module imports; `from a import b` yields both `a` and `a.b`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -84,7 +90,7 @@ def test_services_never_import_each_other() -> None:
 def test_the_core_has_no_clock_no_randomness_and_no_io() -> None:
     """The core imports nothing with a clock, randomness or I/O, does not await, and calls none of `PURE_CALLS`."""
     for path in modules(LIBRARY / "core"):
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         bad = {d for d in imports(path) if d.split(".")[0] in PURE_FORBIDDEN}
         assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
         calls = {
@@ -103,7 +109,7 @@ def test_modules_stay_readable() -> None:
         text = path.read_text()
         assert text.count("\n") <= 500, f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines"
         if text.strip():
-            assert ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} does not say what it is"
+            assert ast.get_docstring(parsed(path)), f"{path.relative_to(ROOT)} does not say what it is"
 
 
 def test_nothing_from_the_network_can_run_code() -> None:
@@ -111,7 +117,7 @@ def test_nothing_from_the_network_can_run_code() -> None:
     for path in modules(LIBRARY) + modules(SERVICES):
         bad = {d.split(".")[0] for d in imports(path)} & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
         assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec"), f"{path.relative_to(ROOT)}:{node.lineno}"
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
