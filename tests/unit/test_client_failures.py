@@ -1,5 +1,6 @@
 """Pushes and pulls of the client when shards move, die, refuse or do not answer; no socket is opened."""
 
+import gc
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -443,3 +444,13 @@ def test_a_value_that_is_refused_ends_the_upload(now: Now) -> None:
     refused = {"a": refusal("invalid_shape"), "b": Response(200, {}, b"{}")}
     with pytest.raises(RequestError, match="said the shard"):
         drive(call, lambda r: refused[r.path[-1]])
+
+
+def test_an_upload_left_to_the_garbage_collector_says_nothing(now: Now) -> None:
+    """A request for an upload can be collected at any time (Python 3.13 warned of a file that is still read)."""
+    call = control.put_values("m", {"a": np.zeros(4, np.float32)}, Deadline.after(30, now))
+    cycle: list[Any] = [next(call)]
+    cycle.append(cycle)
+    call.close()
+    del cycle, call
+    gc.collect()

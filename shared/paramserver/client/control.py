@@ -112,7 +112,7 @@ def _put_request(model: str, name: str, values: AnyArray, token: str | None) -> 
     headers = {"content-type": NPY, "accept": "application/json"}
     if token is not None:
         headers["x-upload-token"] = token
-    return Request("PUT", model_path(model, "params", name), file.getbuffer(), headers)
+    return Request("PUT", model_path(model, "params", name), file.getvalue(), headers)
 
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
