@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
-from paramserver_node import roles
-from paramserver_scheduler.app import make_app
 
 from .processes import Nodes, eventually, unique
 from .rest import Face
@@ -222,10 +220,3 @@ def test_every_node_answers_for_itself_and_the_cluster(face: Face) -> None:
     for body in bodies:
         assert body["content"]["application/json"]["example"]
         assert "application/msgpack" in body["content"]
-
-
-def test_no_route_of_the_scheduler_is_unmarked() -> None:
-    """Every route of the scheduler has a role."""
-    app = make_app()
-    assert roles.unmarked(app) == []
-    assert sum(1 for _ in roles.routes(app)) > 40

@@ -33,6 +33,7 @@ class Side:
 
 @pytest.mark.asyncio
 async def test_work_that_is_over_first() -> None:
+    """If the work is done first, `race` returns its result and cancels the other side."""
     work, end = Side(7, goes=True), Side()
     assert await race(work.run(), end.run()) == (7,)
     assert (work.ended, end.ended) == ("done", "CancelledError")
@@ -40,6 +41,7 @@ async def test_work_that_is_over_first() -> None:
 
 @pytest.mark.asyncio
 async def test_work_that_fails_first() -> None:
+    """If the work fails first, `race` raises its error and cancels the other side."""
     work, end = Side(KeyError("work"), goes=True), Side()
     with pytest.raises(KeyError, match="work"):
         await race(work.run(), end.run())
@@ -58,6 +60,7 @@ async def test_an_end_that_is_over_first(value: int | Exception) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("value", [0, KeyError("end")])
 async def test_of_both_at_once_the_work_counts(value: int | Exception) -> None:
+    """If both sides are done at the same time, the result or the error of the work counts."""
     assert await race(Side(7, goes=True).run(), Side(value, goes=True).run()) == (7,)
     with pytest.raises(KeyError, match="work"):
         await race(Side(KeyError("work"), goes=True).run(), Side(value, goes=True).run())
@@ -65,6 +68,7 @@ async def test_of_both_at_once_the_work_counts(value: int | Exception) -> None:
 
 @pytest.mark.asyncio
 async def test_whoever_is_cancelled_leaves_neither_behind() -> None:
+    """If `race` is cancelled, both sides are cancelled and have ended when it returns."""
     work, end = Side(), Side()
     racing = asyncio.ensure_future(race(work.run(), end.run()))
     await asyncio.sleep(0)  # both start
@@ -77,6 +81,7 @@ async def test_whoever_is_cancelled_leaves_neither_behind() -> None:
 
 @pytest.mark.asyncio
 async def test_a_client_that_hangs_up_ends_what_it_waits_for() -> None:
+    """If the client disconnects, its request is cancelled and `while_there` raises Unavailable."""
     messages: list[Message] = [{"type": "http.request"}, {"type": "http.disconnect"}]
 
     async def receive() -> Message:
@@ -90,6 +95,8 @@ async def test_a_client_that_hangs_up_ends_what_it_waits_for() -> None:
 
 @pytest.mark.asyncio
 async def test_a_client_that_stays_gets_what_it_waits_for() -> None:
+    """If the client stays, `while_there` returns the result of its request."""
+
     async def receive() -> Message:
         await asyncio.Event().wait()
         raise AssertionError
