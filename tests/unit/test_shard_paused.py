@@ -17,7 +17,6 @@ from paramserver_node import problems
 from paramserver_shard.endpoints import Pull, Push, PushPull
 from paramserver_shard.inflight import InFlight, InFlightMiddleware
 from paramserver_shard.names import after_push
-from paramserver_shard.receiving import Body
 from paramserver_shard.telemetry import Telemetry
 
 DONE = PushDone(ModelKey("m", 1), 0, "applied", False, 1, 0, 1, ())
@@ -55,7 +54,7 @@ class Shard:
 
     async def read(self, *_: Any) -> Any:
         """Return a push frame that has arrived."""
-        return SimpleNamespace(frame=PushFrame("m", [])), Body(())
+        return SimpleNamespace(frame=PushFrame("m", []))
 
     async def ask(self, path: str, body: bytes, kind: str) -> dict[str, Any]:
         """Send a request; return the problem document of its 503 answer."""
