@@ -168,9 +168,13 @@ def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_co
     stage(driver, 0, 0, 1.0)
     driver.commit(0, listed(0, 0))
 
+    driver.eager = False
     driver.send(replace(view, clock=1, cut_asked=1))
     driver.send(replace(view, clock=1, cut_asked=1))
+    driver.complete()
     driver.advance(1.0)
+    assert not driver.pending
+    driver.eager = True
     assert [row.clock for row in driver.core.cuts()] == [1]
     stored = driver.reports
 

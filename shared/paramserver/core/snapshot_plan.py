@@ -198,7 +198,7 @@ class SnapshotPlan:
         self._was_retry = False
         if cut is None or whole is None:
             self._ahead_bytes = 0
-        if cut is not None and (whole is None or self._ahead_bytes <= 0):
+        if cut is not None and self._ahead_bytes <= 0:
             store = self._waiting_cut(cut)
         elif whole is not None:
             # A pending cut of it is older; written later, it would pass for the newest state.
