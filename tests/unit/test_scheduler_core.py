@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paramserver.core import scheduler_io as io
-from paramserver.errors import ConflictError, FencedError, NotFoundError, RequestError, Unavailable
+from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError, Unavailable
 from paramserver.types import ModelKey
 
 from .scheduling import SPEC, Driver, beyond_its_cut, code
@@ -188,6 +188,38 @@ def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
     d.shard("s0")
     assert code(d, parked) == "rolled_back"
     assert d.result(d.clock(a, 1, 0.0))["timeline"] == 1
+
+
+def test_of_all_refusals_only_rolled_back_waits_for_the_stores_before_it() -> None:
+    """`rolled_back` names a new timeline, so it waits until that is stored; other refusals say nothing that is not."""
+    d, a = beyond_its_cut()
+    d.shard("s0")
+    clocks = {"rolled_back": 3, "invalid_field": -1}
+
+    for refused, clock in clocks.items():
+        event = io.ReportClock(1, "m", a["worker"], a["epoch"], clock, None, 0.0)
+        (reply,) = [e for e in d.core.handle(event, d.now) if isinstance(e, io.Reply)]
+        assert isinstance(reply.outcome, PsError)
+        assert (reply.outcome.code, reply.waits) == (refused, refused == "rolled_back")
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_a_new_mode_waits_for_its_workers_unless_there_has_been_progress(done: int) -> None:
+    """In a new mode the first clock waits for `min_workers`, whoever had joined before; after progress, none waits."""
+    d = Driver()
+    d.model()
+    a, b = d.join("a"), d.join("b")
+    if done:
+        d.clock(a, done)
+        d.clock(b, done)
+    d.ask(lambda n: io.LeaveWorker(n, "m", b["worker"], b["epoch"]))
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync", "min_workers": 2}}))
+    begins = d.core.read.model("m")["clock"]
+    d.clock(a, begins)  # learns of the new timeline
+
+    released = d.result(d.clock(a, begins + 1, 0.0))["released"]
+
+    assert released == (done > 0)
 
 
 def test_entering_sync_makes_one_clock_and_a_cut() -> None:

@@ -262,6 +262,19 @@ def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, l
     assert not lending.begin_push(other, 4 * COUNT).any()
 
 
+def test_a_slot_that_a_push_uses_is_not_idle(lending: Lending, clock: Clock) -> None:
+    """A slot stays lent however long its push takes, and its idle time begins anew with the reply."""
+    file = slot(lending, 4 * COUNT)
+    lending.begin_push(file, 4 * COUNT)
+    clock.now = limits.SHARED_LEASE_S
+    lending.expire()
+    lending.finish_push(file, reusable=True)
+    clock.now += limits.SHARED_LEASE_S / 2
+    lending.expire()
+
+    lending.begin_push(file, 4 * COUNT)
+
+
 def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Lending) -> None:
     """A returned slot is lent again before new memory is taken, but not while its push is being applied."""
     file = slot(lending, 4 * COUNT)
