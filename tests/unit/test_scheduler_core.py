@@ -547,12 +547,12 @@ def test_metrics_are_known_after_a_restart() -> None:
     d.model()
     for i in range(600):
         d.ask(lambda n, i=i: io.ReportMetrics(n, "m", {"loss": float(i)}, clock=i))  # type: ignore[misc]
-    before = d.core.read.metrics("m")[0]["points"]
+    before = d.core.read.metrics("m", ["loss"])[0]["points"]
 
     d.wait(11.0)
     d.restart()
 
-    assert d.core.read.metrics("m")[0]["points"] == before[-500:]
+    assert d.core.read.metrics("m", ["loss"])[0]["points"] == before[-500:]
     d.ask(lambda n: io.DeleteModel(n, "m"))
     assert not [k for k in d.hash if k.startswith("series:")]
 
