@@ -468,6 +468,21 @@ def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
     assert series["points"][0][1:] == [5, "m/a", 0.9]
 
 
+def test_sync_an_evaluation_is_of_the_clock_that_its_worker_has_reached() -> None:
+    """sync: a worker that evaluates a clock later than asked has pulled that clock's values, and it is reported so."""
+    d = Driver()
+    d.model(**SYNC, evaluate_every=5)
+    a = d.join("a")
+    d.clock(a, 5)
+    d.clock(a, 6)
+    task = d.result(d.lease(a, "evaluate"))["task"]
+    assert task["clock"] == 5
+    d.ask(lambda n: io.TaskDone(n, "m", a["worker"], 1, task["id"], {"accuracy": 0.9}))
+    (series,) = d.core.read.metrics("m", ["accuracy"])
+    assert series["points"][0][1:] == [6, "m/a", 0.9]
+    assert d.result(d.lease(a, "evaluate"))["task"] is None
+
+
 def test_patch_gives_a_revision_that_the_next_commit_names() -> None:
     """PATCH makes a revision, which the next commit names; a patch of a fixed field is refused and makes none."""
     d = Driver()
