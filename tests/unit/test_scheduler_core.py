@@ -409,6 +409,41 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     assert d.published[-1]["upload"] is None
 
 
+def test_each_uploaded_value_is_stored_without_the_whole_model() -> None:
+    """An upload stores one small field, from which a new leader goes on; all go once the model is complete."""
+    d = Driver()
+    up = {"shape": [4], "init": {"kind": "upload"}}
+    d.model(params={"w": up, "b": up, "c": up})
+    stored = d.hash["model:m"]
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    assert d.hash["model:m"] == stored
+    d.restart()
+    assert d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "secret")) == {"missing": ["c"]}
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "c", "secret"))
+    assert d.core.read.model("m")["state"] == "ready"
+    assert not [k for k in d.hash if k.startswith("filled:")]
+    d.restart()
+    assert d.core.read.model("m")["state"] == "ready"
+
+
+@pytest.mark.parametrize("then", ["lost", "deleted"])
+def test_uploads_of_values_that_are_gone_are_forgotten(then: str) -> None:
+    """If a model loses all its values while they are uploaded, or is deleted, a new leader takes none for given."""
+    d = Driver()
+    up = {"shape": [4], "init": {"kind": "upload"}}
+    d.model(params={"w": up, "b": up})
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    if then == "deleted":
+        d.ask(lambda n: io.DeleteModel(n, "m"))
+    else:
+        d.shards.clear()
+        d.wait(6.0)
+    assert not [k for k in d.hash if k.startswith("filled:")]
+    d.restart()
+    if then == "lost":
+        assert d.core.read.model("m")["missing"] == ["b", "w"]
+
+
 def test_uploaded_values_survive_a_shard_before_the_first_commit() -> None:
     """In sync, uploaded values are the cut of clock 0, so they survive the loss of a shard before the first commit."""
     d = Driver()
