@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from starlette.types import Message
 
 from paramserver import limits
 from paramserver.client.board import BoardView
@@ -24,9 +25,12 @@ from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, RemappableMemory, W
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.types import F32
+from paramserver.wire.frame import PushFrame, PushPart, encode_header
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import BufferPool
+from paramserver_shard.inflight import InFlight
 from paramserver_shard.lending import Lending
+from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.shared_folder import SharedFolder, sweep
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux")
@@ -289,6 +293,38 @@ def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Le
     assert lending.slot_bytes == 0
     assert {slot(lending, 4 * COUNT), slot(lending, 4 * COUNT)} == {file, other}
     assert folder.bytes == taken
+
+
+@pytest.mark.asyncio
+async def test_a_large_body_keeps_nobody_waiting(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop goes on while memory for a large body is made; for the next one the same memory is used."""
+    pool, size = BufferPool(folder=folder), 2 * limits.MIB
+    went_on = threading.Event()
+    allocate = folder.allocate
+
+    def slow(size_bytes: int) -> tuple[str, mmap.mmap] | None:
+        assert went_on.wait(10), "the event loop waits for the memory"
+        return allocate(size_bytes)
+
+    async def receive() -> Message:
+        begun = encode_header(PushFrame("m", [PushPart(0, None, None)]))
+        return {"type": "http.request", "body": begun + bytes(2 * size), "more_body": False}
+
+    async def sized(frame: PushFrame) -> tuple[PushFrame, Body]:
+        return frame, Body((size, size))
+
+    async def read() -> None:
+        with InFlight().request("") as account:
+            await FrameReader(pool).read({"state": {"account": account}}, receive, PushFrame, sized)
+
+    monkeypatch.setattr(folder, "allocate", slow)
+    reading = asyncio.ensure_future(read())
+    await asyncio.sleep(0)
+    went_on.set()
+    await reading
+    made = folder.bytes
+    await read()
+    assert folder.bytes == made
 
 
 @pytest.mark.asyncio
