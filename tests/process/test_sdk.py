@@ -60,6 +60,12 @@ def test_values_go_in_and_come_out(client: ps.Client, name: str) -> None:
     assert model.pull(dtype="float16").flat.dtype == np.float16
 
 
+def test_the_url_of_a_model_is_not_a_clusters(shared_cluster: Cluster) -> None:
+    """`connect` refuses a URL with a path that the node lacks, and names the URL without it."""
+    with pytest.raises(ps.RequestError, match=rf"/models/m' is not the URL.* {shared_cluster.url}\)"):
+        ps.connect(f"{shared_cluster.url}/models/m")
+
+
 def test_values_may_lie_in_the_other_byte_order(client: ps.Client, name: str) -> None:
     """Initial and assigned values may be big-endian arrays."""
     model = client.create_model(name, {"w": np.arange(3, dtype=">f4"), "i": np.arange(2, dtype=">i8")})
