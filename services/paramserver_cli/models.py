@@ -72,9 +72,9 @@ def create(
     if as_json:
         typer.echo(json.dumps(made))
     else:
-        typer.echo(
-            f"model {made['name']}: {len(made['spec']['params'])} parameters, {made['spec']['consistency']['mode']}"
-        )
+        count = len(made["spec"]["params"])
+        parameters = "1 parameter" if count == 1 else f"{count} parameters"
+        typer.echo(f"model {made['name']}: {parameters}, {made['spec']['consistency']['mode']}")
 
 
 def create_from(client: ps.Client, model: str, spec: dict[str, Any], *, exist_ok: bool) -> ps.Model:

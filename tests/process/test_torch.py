@@ -330,6 +330,18 @@ def test_sparse_gradients_are_refused_by_name(client: ps.Client, name: str, code
         assert opt.pushed.state == "applied"
 
 
+def test_a_gradient_in_float64_beyond_float32_is_refused_as_that(client: ps.Client, name: str) -> None:
+    """A float64 gradient that float32 cannot hold is refused as too large, one with infinity as not finite."""
+    net = nn.Linear(2, 1, bias=False).double()
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05)) as opt:
+        net.weight.grad = torch.tensor([[1e39, 1.0]], dtype=torch.float64)
+        with pytest.raises(ps.RequestError, match="'weight' holds numbers that are too large for float32"):
+            opt.step()
+        net.weight.grad = torch.tensor([[torch.inf, 1.0]], dtype=torch.float64)
+        with pytest.raises(ps.RequestError, match="'weight' holds NaN or infinity"):
+            opt.step()
+
+
 def test_a_step_whose_values_do_not_come_says_that_it_is_done(
     client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,8 +163,14 @@ def test_a_wrong_spec_is_told_before_anything_is_sent() -> None:
         model_document("m", {"a": np.array(["x"]), "b": np.array([np.nan])}, ps.SGD(), None, {})
     with pytest.raises(ps.RequestError) as fields:
         model_document("m", {"a": ps.Param((0,)), "b": (3,)}, ps.SGD(-1.0), None, {"partitions": 0})
+    with pytest.raises(ps.RequestError) as names:
+        model_document("x y", {"": (2,)}, None, None, {})
 
     assert [x["where"] for x in values.value.errors] == ["a", "b"]
+    assert [x["detail"] for x in names.value.errors] == [
+        "model name 'x y' is not allowed",
+        "parameter name '' is not allowed",
+    ]
     assert [x["where"] for x in fields.value.errors] == ["params.a.shape", "partitions", "optimizer.lr"]
 
 
@@ -190,14 +196,21 @@ def test_first_values_that_cannot_be_held_are_told_before_anything_is_sent(wrong
 @pytest.mark.parametrize(
     ("optimizer", "consistency", "says"),
     [
-        (ps.Adam, None, r"optimizer: Adam is a class \(Adam\(...\) makes one\)"),
+        (ps.Adam, None, r"optimizer: Adam is a class \(ps.Adam\(...\) makes one\)"),
+        (type("Adam", (), {}), None, r"optimizer: Adam is a class \(ps.Adam\(...\) makes one\)"),
+        (
+            type("Adam", (), {"__repr__": lambda _: "Adam (\nlr: 1"})(),
+            None,
+            r"not Adam \( lr: 1 \(ps.Adam\(...\) makes",
+        ),
+        (type("LBFGS", (), {}), None, "optimizer: LBFGS is a class$"),
         (5, None, "optimizer: must be an object, not 5"),
         (None, ps.SSP, "consistency: SSP is a class"),
         (None, 3, "consistency: must be an object, not 3"),
     ],
 )
 def test_what_is_no_optimizer_or_mode_is_told(optimizer: Any, consistency: Any, says: str) -> None:
-    """Neither a new model nor a patch takes a class or a number as optimizer or consistency."""
+    """Neither a new model nor a patch takes a class, a number or torch's own optimizer; the hint names ours."""
     with pytest.raises(ps.RequestError, match=says):
         model_document("m", {"w": (3,)}, optimizer, consistency, {})
     with pytest.raises(ps.RequestError, match=says):
@@ -251,6 +264,9 @@ def test_what_is_no_array_of_numbers_is_told(value: Any, says: str) -> None:
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [2]}}}))
     with pytest.raises(ps.RequestError, match=says):
         prepare(layout, {"w": value})
+    if not isinstance(value, dict):  # then it is gradients by name
+        with pytest.raises(ps.RequestError, match=says.replace("'w'", "^the flat gradient")):
+            prepare(layout, value)
 
 
 @pytest.mark.parametrize("kind", [Client, ps.AsyncClient])

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.shared_arrays import KEPT_MAX, SharedArrays
-from paramserver.core.spec import ModelSpec
-from paramserver.errors import ConflictError, InDoubt, RequestError
+from paramserver.core.spec import ConsistencySpec, ModelSpec
+from paramserver.errors import ConflictError, InDoubt, RequestError, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
@@ -104,6 +105,56 @@ def test_a_refusal_of_one_shard_is_in_doubt_where_another_has_taken_its_part(
     assert (caught.value.members["refused"], caught.value.members["partitions"]) == ("too_stale", [0, 2])
 
 
+def test_a_refusal_beside_a_lost_answer_is_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A push refused by one shard raises InDoubt if the answer of another is lost, because that one may have it."""
+    lost = problem("in_doubt", "the connection broke")
+    shards.trouble.append(lambda r: lost if r.to == A and r.path == "/push" else None)
+    refused_by(shards, B, "too_stale")
+
+    with pytest.raises(InDoubt, match="may be applied") as caught:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert caught.value.members["refused"] == "too_stale"
+
+
+@pytest.mark.parametrize("call", [transfer.push, transfer.exchange])
+@pytest.mark.parametrize(("lost", "known"), [(False, False), (False, True), (True, False)])
+def test_a_push_goes_on_in_a_model_that_becomes_synchronous(
+    shards: Shards, now: Now, cluster: Cluster, call: Callable[..., Any], lost: bool, known: bool
+) -> None:
+    """If one shard applies its part of a push and another has become synchronous meanwhile, that one stages its part.
+
+    It is sent again under the same push id, with the new timeline and its clock, also if the answer of the first shard
+    is lost, or if the client's map has shown the new mode before the first shard adopted it.
+    """
+    modes = {mode: replace(shards.spec, consistency=ConsistencySpec(mode)) for mode in ("async", "sync")}
+
+    def became_sync(request: Request) -> Outcome | None:
+        if request.to != B:
+            return None
+        shards.spec = modes["sync"]
+        return refusal("rolled_back", timeline=3, clock=40)
+
+    def answer_lost(request: Request) -> Outcome | None:
+        if request.to != A or not request.body:
+            return None
+        shards.frame(request, bytes(request.body))
+        return problem("in_doubt", "the connection broke")
+
+    shards.spec = modes["sync" if known else "async"]
+    drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
+    shards.spec = modes["async"]
+    shards.trouble += [became_sync, answer_lost] if lost else [became_sync]
+    result = drive(call(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    pushed = result[0] if isinstance(result, tuple) else result
+    assert pushed.state == "staged"
+    assert shards.flat.tolist() == expected().tolist()
+    first, last = shards.pushes[0], shards.pushes[-1]
+    assert (last.timeline, last.clock) == (3, 40)
+    assert (last.worker, last.epoch, last.seq) == (first.worker, first.epoch, first.seq)
+
+
 def test_a_refusal_that_tells_of_parts_which_were_taken_is_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A refusal that names partitions already applied raises InDoubt with them.
 
@@ -144,10 +195,10 @@ def test_a_part_that_was_applied_counts_whatever_the_mode_is_by_now(shards: Shar
     shards.spec = ModelSpec.parse(shards.spec.document() | {"consistency": {"mode": "sync"}})
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     shards.spec = ModelSpec.parse(shards.spec.document() | {"consistency": {"mode": "async"}})
-    refused_by(shards, B, "rolled_back")
+    refused_by(shards, B, "too_stale")
     with pytest.raises(InDoubt) as caught:
         drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
-    assert (caught.value.members["refused"], caught.value.members["partitions"]) == ("rolled_back", [0, 2])
+    assert (caught.value.members["refused"], caught.value.members["partitions"]) == ("too_stale", [0, 2])
 
 
 def test_what_is_pushed_and_filled_at_once_is_sent_again_as_it_was(shards: Shards, now: Now, cluster: Cluster) -> None:

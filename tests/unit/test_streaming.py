@@ -283,6 +283,19 @@ def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(after: int, raised: ty
     assert len(node.pushes) == after
 
 
+def test_a_push_of_which_a_piece_was_applied_is_not_reported_as_dropped() -> None:
+    """If the lease is lost after a piece was applied, the push is in doubt: `dropped` says that none of it counts."""
+    node = TwoLayers(problem("fenced", "the lease expired", epoch=1), 1)
+    stream = Stream(opened(node))
+    drive(stream.open(deadline()), node)
+    stream.put("a", np.ones(4, np.float32))
+    drive(stream.send(deadline()), node)
+    stream.put("b", np.ones(4, np.float32))
+
+    with pytest.raises(InDoubt, match="applied"):
+        drive(stream.send(deadline()), node)
+
+
 def test_a_push_that_a_rollback_drops_leaves_no_number_in_doubt() -> None:
     """A push dropped by a rollback leaves no number in doubt, which would block all pushes after 63 more."""
     node = Node("async")

@@ -213,7 +213,7 @@ def connect(
         token: bearer token; None: PARAMSERVER_TOKEN, or the contents of the file PARAMSERVER_TOKEN_FILE, if set.
         ca: file of PEM certificates to trust in addition to the system's; None: PARAMSERVER_CA, if set.
 
-    Raises Unreachable if no URL answers.
+    Raises Unreachable if no URL answers, RequestError (`malformed`) if one is not a cluster's.
     """
     urls = urls_of(url, os.environ)
     client = Client(urls, timeout, Credentials.found(token, ca, os.environ))

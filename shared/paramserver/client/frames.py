@@ -40,7 +40,7 @@ _HEADERS: Final = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
 
 
 class PushTerms(Struct, frozen=True):
-    """Parameters of a push besides its values; the same for every shard and every attempt."""
+    """Parameters of a push besides its values; the same for every shard and attempt, but see `Outgoing.go_on_in`."""
 
     push_id: PushId
     clock: int | None = None
@@ -149,6 +149,11 @@ class Outgoing:
         for part in self._gradient.selection.parts:
             if part.partition not in sent:
                 self._gradient.write([part], np.empty(self._gradient.body_bytes([part]), np.uint8).data, scan)
+
+    def go_on_in(self, rolled_back: PsError) -> None:
+        """Send what is not accepted yet under the timeline and for the clock that this error names."""
+        members = rolled_back.members
+        self._terms = replace(self._terms, timeline=int(members["timeline"]), clock=int(members["clock"]))
 
     def may_add_norm(self, refused: PsError) -> bool:
         """Whether a shard lacks the norm because the map is older than the model's `clip_norm`."""

@@ -147,7 +147,7 @@ def prepare(
     arrays: list[tuple[AnyArray, bool]] = []
     for i, p in enumerate(selection.params):
         try:
-            arrays.append(_array(p.name, grads[p.name], selection.shape(i)))
+            arrays.append(_array(f"'{p.name}'", grads[p.name], selection.shape(i), p.name))
         except PsError as e:
             errors.append(e)
     if errors:
@@ -178,19 +178,18 @@ def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) 
         raise problem(
             "invalid_range", "ranges need gradients by parameter name", hint='push({"w": values}, ranges={"w": …})'
         )
-    array, bf16 = _array("the flat gradient", grads, (layout.size,))
+    array, bf16 = _array("the flat gradient", grads, (layout.size,), "")
     selection = select(layout)
     at = selection.offsets
     return _gradient_of(selection, [(array[at[i] : at[i + 1]], bf16) for i in range(len(selection.params))], dtype)
 
 
-def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, bool]:
+def _array(what: str, value: Any, shape: tuple[int, ...], where: str) -> tuple[AnyArray, bool]:
     """Return `value` as a contiguous 1-D array, and whether it holds bfloat16 bits."""
-    array = array_of(name, value)
+    array = array_of(what, value, where)
     if array.shape != shape:
-        raise problem(
-            "invalid_shape", f"'{name}' has shape {list(array.shape)}, the model's is {list(shape)}", where=name
-        )
+        detail = f"{what} has shape {list(array.shape)}, the model's is {list(shape)}"
+        raise problem("invalid_shape", detail, where=where)
     flat = np.ascontiguousarray(array).reshape(-1)
     return (flat.view(np.uint16), True) if flat.dtype.kind == "V" else (flat, False)
 

@@ -48,8 +48,9 @@ class Iterations:
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
         if s.mode == "sync" and s.pushed is not None and s.pushed != (epoch, timeline):
-            # The heartbeat has followed a rollback or joined again: what was pushed for this clock is gone.
-            log.warning("clock.kept worker=%s clock=%d reason=its push was dropped", s.worker, s.clock)
+            # The heartbeat has followed a rollback or joined again: what was pushed for this clock is gone.  If instead
+            # the model became synchronous during the push, what is staged of it is added to the next one.
+            log.warning("clock.kept worker=%s clock=%d reason=its push was for an earlier timeline", s.worker, s.clock)
             s.pushed = None
             return s.clock
         done, committed = s.clock + 1, 0

@@ -96,10 +96,14 @@ class Transfer:
                 temporary = True
             else:
                 refusals.append(error)
-        if refusals:
-            self._refused(together(refusals), refusals, outgoing)
         if self._accepted or any(map(may_be_done, failures)):
             self._backoff.in_doubt = True
+        if outgoing is not None and self._became_sync(refusals):
+            outgoing.go_on_in(refusals[0])
+            failures += refusals
+            refusals, stale = [], True
+        if refusals:
+            self._refused(together(refusals), refusals, outgoing)
         if failures:
             self._moved += 1
             if temporary or self._moved > 1:  # a map that was outdated, for the first time, needs no pause
@@ -119,6 +123,18 @@ class Transfer:
             if not gone:
                 self._raise_in_part(refused)
         raise refused
+
+    def _became_sync(self, refusals: Sequence[PsError]) -> bool:
+        """Whether shards refuse a push that others have, or may have, because the model has just become synchronous.
+
+        It goes on under the new timeline then, so that it counts on every partition: no error could be acted upon.
+        """
+        if {e.code for e in refusals} != {"rolled_back"}:
+            return False
+        if self._states:  # the map may know the new mode before the shards do
+            return "staged" not in self._states
+        in_part = self._backoff.in_doubt or any(e.members.get("partitions") for e in refusals)
+        return in_part and "sync" not in self._modes
 
     def _raise_in_part(self, refused: PsError) -> None:
         """Raise InDoubt if other shards have, or may have, accepted the push that one has refused.

@@ -8,7 +8,7 @@ import numpy as np
 
 from paramserver.client.calls import plain
 from paramserver.client.consistency import Consistency
-from paramserver.client.optimizers import Optimizer
+from paramserver.client.optimizers import Optimizer, Schedule
 from paramserver.client.values import values_of
 from paramserver.core.fields import check_param_name
 from paramserver.core.spec import ModelSpec
@@ -56,7 +56,8 @@ def model_document(
     documents: dict[str, Any] = {}
     for key, value in params.items():
         try:
-            documents[key] = _param(check_param_name(key), value, uploads)
+            # A name that is text is checked with the rest of the spec, so that one error lists whatever else is wrong.
+            documents[key] = _param(key if isinstance(key, str) else check_param_name(key), value, uploads)
         except PsError as e:
             errors.append(e)
     body: dict[str, Any] = {"name": name, "params": documents}
@@ -107,12 +108,17 @@ def _consistency(value: Consistency | Mapping[str, Any] | str) -> dict[str, Any]
 def _document(where: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, type):
-        hint = f"{value.__name__}(...) makes one"
-        raise problem("invalid_field", f"{where}: {value.__name__} is a class", hint=hint, where=where)
-    if not hasattr(value, "document"):
-        raise problem("invalid_field", f"{where}: must be an object, not {value!r:.60}", where=where)
-    return dict(value.document())
+    if not isinstance(value, type) and hasattr(value, "document"):
+        return dict(value.document())
+    kind = value if isinstance(value, type) else type(value)
+    ours = [c.__name__ for base in (Optimizer, Consistency, Schedule) for c in base.__subclasses__()]
+    hint = f"ps.{kind.__name__}(...) makes one" if kind.__name__ in ours else ""  # torch has an Adam, too
+    found = (
+        f"{kind.__name__} is a class"
+        if kind is value
+        else f"must be an object, not {' '.join(repr(value).split()):.60}"
+    )
+    raise problem("invalid_field", f"{where}: {found}", hint=hint, where=where)
 
 
 def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[str, Any]:

@@ -136,9 +136,11 @@ class Stream:
                     what = f"a part of the push was accepted, this one was not: {error.detail}"
                     raise problem("in_doubt", what, hint=NOT_AGAIN) from error
                 raise
-            self._done.append(done)
             if done.state == "dropped":
                 self.give_up()  # the rest is not sent either
+                if any(piece.state != "staged" for piece in self._done):  # staged pieces are dropped as well
+                    raise problem("in_doubt", "a part of the push was applied, the rest dropped", hint=NOT_AGAIN)
+            self._done.append(done)
         return True
 
     def close(self) -> Pushed:

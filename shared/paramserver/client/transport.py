@@ -319,7 +319,10 @@ def _closed(maker: str) -> PsError:
 
 
 def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -> None:
-    """Raise Unreachable, with a readable reason, unless one of the URLs answers at all."""
+    """Raise Unreachable, with a readable reason, unless one of the URLs answers at all.
+
+    Raises RequestError (`malformed`) if a node answers that has no such path: the URL names more than a cluster.
+    """
     for _ in urls:  # after a timeout, the next attempt begins with another URL
         (outcome,) = transport.perform([Request("GET", "/livez", timeout_s=timeout_s)])
         if not isinstance(outcome, InDoubt):
@@ -332,3 +335,6 @@ def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -
         raise unreachable(urls[0], outcome.detail)
     if isinstance(outcome, PsError):
         raise outcome
+    if outcome.status == 404 and outcome.headers.get("content-type", "").startswith("application/problem+json"):
+        hint = f"without its path: {urlsplit(outcome.url)._replace(path='').geturl()}"
+        raise problem("malformed", f"'{outcome.url}' is not the URL of a cluster", hint=hint)

@@ -8,21 +8,24 @@ from paramserver.errors import PsError, problem
 from paramserver.types import AnyArray
 
 
-def array_of(name: str, value: Any) -> AnyArray:
-    """Return `value` as an array of numbers, of kind "V" if it is bfloat16.  Raises RequestError (`invalid_dtype`)."""
+def array_of(what: str, value: Any, where: str) -> AnyArray:
+    """Return `value` as an array of numbers, of kind "V" if it is bfloat16.
+
+    Raises RequestError (`invalid_dtype`), which calls it `what`.
+    """
     try:
         array = np.asarray(value)
     except Exception as e:  # whatever a foreign __array__ raises: that of a GPU tensor, or one that requires grad
         hint = "a torch tensor needs .detach().cpu(), and .float() if it is bfloat16"
-        detail = f"'{name}' cannot be converted to an array: {e}"
-        raise problem("invalid_dtype", detail, hint=hint, where=name) from None
+        detail = f"{what} cannot be converted to an array: {e}"
+        raise problem("invalid_dtype", detail, hint=hint, where=where) from None
     kind = array.dtype.kind
     if kind in "fiub" or (kind == "V" and array.dtype.name == "bfloat16"):  # NumPy builds the name on each access
         return array
     if kind == "O" and not array.shape:
-        what = "None" if value is None else f"a {type(value).__name__}"
-        raise problem("invalid_dtype", f"'{name}' is {what}, not an array of numbers", where=name)
-    raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which cannot hold numbers", where=name)
+        found = "None" if value is None else f"a {type(value).__name__}"
+        raise problem("invalid_dtype", f"{what} is {found}, not an array of numbers", where=where)
+    raise problem("invalid_dtype", f"{what} has dtype {array.dtype}, which cannot hold numbers", where=where)
 
 
 def values_of(name: str, value: Any) -> AnyArray:
@@ -31,7 +34,7 @@ def values_of(name: str, value: Any) -> AnyArray:
     Raises RequestError: `invalid_dtype`, or `non_finite` for values that float32, in which the server computes, cannot
     hold.
     """
-    array = array_of(name, value)
+    array = array_of(f"'{name}'", value, name)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     with np.errstate(over="ignore"):

@@ -19,6 +19,7 @@ from torch import Tensor
 from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Encoded, stored
 from paramserver.client.gradient_arrays import GradientArrays
+from paramserver.client.values import not_held
 from paramserver.codecs.codec import INT8_BLOCK, Codec
 from paramserver.core.selection import Selection, select
 from paramserver.errors import combined, problem
@@ -164,13 +165,18 @@ class HostGradients:
         """Do nothing: the layout does not depend on who owns the partitions."""
 
     def encode(self, grads: Mapping[str, Tensor | None]) -> GradientArrays:
-        """Copy the gradients to the arrays and return these; None counts as zero."""
+        """Copy the gradients to the arrays and return these; None counts as zero.
+
+        Raises RequestError (`non_finite`) for numbers in float64 that float32 cannot hold.
+        """
         for name, into in self._tensors.items():
             grad = grads[name]
             if grad is None:
                 into.zero_()
             else:
                 into.copy_(grad.detach())
+                if grad.dtype == torch.float64 and bool((into.isinf() & grad.isfinite()).any()):
+                    raise not_held(name, "float32")
         return self._arrays
 
 
