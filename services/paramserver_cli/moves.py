@@ -75,6 +75,8 @@ def scale(
     if what != "shards":
         raise typer.BadParameter(f"cannot scale '{what}', only shards", param_hint="WHAT")
     local = _local_cluster(url, state)
+    if local is None and state is not None and url is None:  # never take another cluster for the one in that folder
+        raise Failed(f"no cluster of psctl up runs in {state_dir(state).path}; --url names any other cluster")
     if local is not None and state is not None:  # the moves must be those of the cluster whose processes change
         client = connect(",".join(local.cluster.schedulers), state_dir=str(local.state.path))
     else:

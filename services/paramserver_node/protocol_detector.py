@@ -5,9 +5,12 @@ Whatever the protocol, a client that sends no request in time is disconnected.
 """
 
 import asyncio
+import logging
+import resource
 import socket
 import sys
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from uvicorn.config import Config
@@ -22,11 +25,16 @@ from paramserver_node.http2 import HEADER_BYTES_MAX, Connection
 if TYPE_CHECKING:
     from paramserver_node.transfer_threads import TransferThreads
 
+log = logging.getLogger("paramserver.server")
+
 KEEPALIVE_IDLE_S: Final = 60
 """Idle time after which the kernel sends TCP keep-alive probes; a live connection may be idle for hours."""
 KEEPALIVE_INTERVAL_S: Final = 10
 KEEPALIVE_PROBES_MAX: Final = 6
 """Unanswered probes, `KEEPALIVE_INTERVAL_S` apart, after which the peer counts as gone."""
+_FILES_FREE_MIN: Final = 8
+"""Fewer free file descriptors than this are reported: libuv resets new connections without a word once none is left."""
+_REPORT_INTERVAL_S: Final = 60.0
 _HEAD_ENDS: Final = (b"\r\n\r\n", b"\n\n")
 """How a request's head ends, and how one ends that HTTP/1.1 refuses: with bare line feeds."""
 _HANDSHAKE: Final = b"\x16\x03"
@@ -61,6 +69,8 @@ class ProtocolDetector(asyncio.Protocol):
     alpn_protocols: ClassVar[list[str]] = ["h2", "http/1.1"]
     transfer_threads: "ClassVar[TransferThreads | None]" = None
     """The server's threads for large bodies, if it has any."""
+    _reported_s: ClassVar[float] = -inf
+    """When the server last reported that few file descriptors are free."""
 
     def __init__(
         self,
@@ -82,7 +92,9 @@ class ProtocolDetector(asyncio.Protocol):
             transport.abort()
             return
         self._server.connections.add(self)  # type: ignore[arg-type]
-        _enable_keepalive(transport.get_extra_info("socket"))
+        connected = transport.get_extra_info("socket")
+        _enable_keepalive(connected)
+        self._report_few_files(connected.fileno())
         self._head_timer = self._loop.call_later(HEAD_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -112,6 +124,18 @@ class ProtocolDetector(asyncio.Protocol):
             self._switch_to(Http1(self._config, self._server, self._state, self._loop)).data_received(self._buffer)
         elif len(self._buffer) > HEADER_BYTES_MAX:
             self._refuse(TOO_LONG)
+
+    def _report_few_files(self, newest: int) -> None:
+        """Log it, now and then, if few file descriptors are free; `newest` is the lowest that was."""
+        files_max, now = resource.getrlimit(resource.RLIMIT_NOFILE)[0], self._loop.time()
+        if newest < files_max - _FILES_FREE_MIN or now - self._reported_s < _REPORT_INTERVAL_S:
+            return
+        type(self)._reported_s = now
+        log.warning(
+            "nearly all of the %d files that this process may open are open; without a free one, new connections are "
+            "reset: raise the limit, as with 'ulimit -n'",
+            files_max,
+        )
 
     def _refuse(self, answer: bytes) -> None:
         self.transport.write(answer)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
@@ -23,7 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from paramserver.errors import problem
-from paramserver.limits import CONNECTIONS_MAX
+from paramserver.limits import CONNECTIONS_MAX, PATIENCE_S
 from paramserver_node.protocol_detector import ProtocolDetector
 from paramserver_node.settings import NodeSettings
 
@@ -97,12 +98,25 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handling, which is left to the process."""
+    """uvicorn without its signal handling, which is left to the process, and with a shorter time for TLS handshakes."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Install no signal handlers."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections.  They count in `CONNECTIONS_MAX` only after their TLS handshake."""
+        config, loop = self.config, asyncio.get_running_loop()
+        protocol = partial(config.http_protocol_class, config, self.server_state, {})  # type: ignore[call-arg]
+        handshake_s = PATIENCE_S if config.ssl else None
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=s, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=handshake_s
+            )
+            for s in sockets or ()
+        ]
+        self.started = True
 
 
 async def serve_tcp(

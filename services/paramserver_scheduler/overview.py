@@ -1,9 +1,11 @@
 """Builds the status of the whole cluster from the core's state and the newest heartbeats."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from statistics import fmean
 from typing import Any, Final
 
 import paramserver
+from paramserver.core.series import Point
 from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.schema import (
     ClusterStatus,
@@ -143,7 +145,7 @@ def _model(
         lag=sum(lags) / len(lags) if lags else None,
         workers=workers,
         latest=s.read.latest(name),
-        series=[_series(x["name"], x["points"]) for x in s.read.metrics(name)] if series else [],
+        series=[_series(*x) for x in s.read.points(name).items()] if series else [],
     )
 
 
@@ -175,12 +177,13 @@ def _max_over_shards(reports: Iterable[Document], name: str) -> float | None:
     return max((v for t in reports if (v := _number(t, name)) is not None), default=None)
 
 
-def _series(name: str, points: Sequence[Sequence[Any]]) -> Series:
+def _series(name: str, points: Collection[Point]) -> Series:
     """Average the points in groups of equal size, so that at most `POINTS` remain."""
     step = max(1, -(-len(points) // POINTS))
-    groups = [points[i : i + step] for i in range(0, len(points), step)]
-    thin = [(sum(p[0] for p in g) / len(g), sum(p[3] for p in g) / len(g)) for g in groups]
-    return Series(name=name, points=thin, last=thin[-1][1] if thin else None)
+    times, values = [p[0] for p in points], [p[3] for p in points]
+    groups = [slice(i, i + step) for i in range(0, len(points), step)]
+    thin = [(fmean(times[g]), fmean(values[g])) for g in groups]
+    return Series(name=name, points=thin, last=thin[-1][1])
 
 
 def _run(r: Document, clock: int | None) -> RunStatus:

@@ -9,6 +9,7 @@ With a shared folder, buffers can be files that clients on this machine map; onc
 
 import mmap
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -22,6 +23,8 @@ from paramserver_shard.shared_folder import SharedFolder
 PAGE_BYTES: Final = 4096
 SMALL_BYTES: Final = 64 * 1024
 """Smaller buffers are not pooled: the allocator is as fast."""
+INLINE_BYTES_MAX: Final = MIB
+"""More new memory than this is made in a thread: a GiB takes a second, or many on a busy machine."""
 
 IDLE_TURNS: Final = 8
 """Memory still free after the pool has handed out this many times the bytes it may keep counts as unused."""
@@ -93,9 +96,13 @@ class BufferPool:
         """Return an uninitialized float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""
         return self.take_bytes(count * 4, shared=shared, after=after).view(np.float32)
 
-    def keeps_shared(self, size_bytes: int) -> bool:
-        """Whether it keeps free memory of that size, so that `take_shared` has to make none."""
-        return bool(self._free.get((self._size(size_bytes), True)))
+    def keeps(self, sizes: Sequence[int], *, shared: bool) -> bool:
+        """Whether it keeps free memory for buffers of all these sizes, so that it has to make none for them."""
+        kinds = (True, False) if shared else (False,)
+        wanted = Counter[int]()
+        for size, count in Counter(sizes).items():  # they are few: the partitions of a model differ by a page
+            wanted[self._size(size)] += count
+        return all([n <= sum([len(self._free.get((size, k), ())) for k in kinds]) for size, n in wanted.items()])
 
     def take_free(self, values: Sequence[F32]) -> list[F32 | None]:
         """Return uninitialized shared memory to replace each of these arrays; None where none is free.

@@ -16,17 +16,13 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import problem
-from paramserver.limits import LEASED_BYTES_MAX, LEASES_MAX, MIB, SHARED_LEASE_S, SLOT_BYTES_MAX
+from paramserver.limits import LEASED_BYTES_MAX, LEASES_MAX, SHARED_LEASE_S, SLOT_BYTES_MAX
 from paramserver.types import F32, AnyArray
 from paramserver_shard.board import Board
-from paramserver_shard.buffers import SMALL_BYTES, BufferPool
-
-INLINE_BYTES_MAX: Final = MIB
-"""New memory for a larger slot is made in a thread: a GiB takes a second, or many on a busy machine."""
+from paramserver_shard.buffers import INLINE_BYTES_MAX, SMALL_BYTES, BufferPool
 
 
 @dataclass(slots=True)
@@ -107,7 +103,7 @@ class Lending:
             raise problem("queue_full", f"{self.slot_bytes} bytes of slots are lent", hint="send a body instead")
         self.slot_bytes += size_bytes  # at once, as others may ask meanwhile
         try:
-            inline = size_bytes <= INLINE_BYTES_MAX or self._slots.keeps_shared(size_bytes)
+            inline = size_bytes <= INLINE_BYTES_MAX or self._slots.keeps([size_bytes], shared=True)
             take = self._slots.take_shared
             memory = take(size_bytes) if inline else await asyncio.to_thread(take, size_bytes)
             file = None if memory is None else self._slots.file_of(memory)

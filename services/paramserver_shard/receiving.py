@@ -4,6 +4,7 @@ Complete parts are handed on at once, so that they are checked while later ones 
 longer or shorter than its header announces, is refused and has no effect.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
@@ -15,7 +16,7 @@ from paramserver.types import AnyArray
 from paramserver.wire.frame import PREFIX_BYTES, Header, decode_header, header_end
 from paramserver.wire.sink import pour
 from paramserver_node.stream import BODY, BodyTransfer
-from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+from paramserver_shard.buffers import INLINE_BYTES_MAX, SMALL_BYTES, BufferPool
 from paramserver_shard.inflight import account
 
 Ready = Callable[[Sequence[tuple[int, AnyArray]]], None]
@@ -48,6 +49,12 @@ class Body:
         self._index = 0
         self._at = 0
         self._received = 0
+
+    def has_memory(self, pool: BufferPool) -> bool:
+        """Whether the pool keeps the memory for `allocate`, so that it has to make none."""
+        if has_own_buffers(self._sizes):
+            return pool.keeps(self._sizes, shared=True)
+        return pool.keeps([self.size], shared=False)
 
     def allocate(self, pool: BufferPool) -> None:
         """Allocate the buffers."""
@@ -166,7 +173,10 @@ class FrameReader:
         header, offset = decode_header(data, of)
         request, body = await handle_header(header)
         account(scope).grow(body.memory_bytes)
-        body.allocate(self._pool)
+        if body.size <= INLINE_BYTES_MAX or body.has_memory(self._pool):
+            body.allocate(self._pool)
+        else:
+            await asyncio.to_thread(body.allocate, self._pool)
         body.feed(memoryview(data)[offset:])
         return request, body
 

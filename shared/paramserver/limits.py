@@ -115,7 +115,7 @@ LEASED_BYTES_MAX: Final = 8 << 30
 SLOT_BYTES_MAX: Final = 2 << 30
 """Bytes of shared-memory slots that one shard lends for pushes."""
 POOL_KEPT_BYTES_MAX: Final = 512 * MIB
-"""Free buffer memory that one shard keeps for reuse."""
+"""Free memory that one shard keeps for reuse: so much for its own buffers, and as much for slots."""
 JSON_ELEMENTS_MAX: Final = 1 << 18
 """Numbers in one JSON answer or push, which take about 0.1 s; msgpack and frames are for more."""
 

@@ -76,6 +76,18 @@ def test_a_body_that_grows_is_taken_alone_and_refused_beside_others() -> None:
     assert in_flight.size_bytes == 0
 
 
+def test_a_client_that_always_has_a_request_open_gets_its_bytes_back() -> None:
+    """Bytes of a request that has ended no longer count for its client, and a client without requests is forgotten."""
+    in_flight = InFlight(MEMORY)
+    with in_flight.request("a") as poll:
+        with in_flight.request("a") as push:
+            push.grow(in_flight.client_bytes_max)
+        poll.grow(1)
+        with in_flight.request("a") as push:
+            push.grow(in_flight.client_bytes_max - 1)
+    assert not in_flight.clients
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """One shard with a memory limit of 512 MiB."""

@@ -13,7 +13,7 @@ import uvloop
 from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
-from paramserver_node import problems
+from paramserver_node import log, problems
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.server import leave, serve_tcp, stop_on_signals
@@ -98,6 +98,7 @@ def handing_on(app: FastAPI, forwarder: Forwarder, upstreams: list[str]) -> None
 
 async def main(port: int, upstreams: list[str]) -> None:
     """Serve until SIGTERM, then print a line."""
+    log.setup()
     stop = asyncio.Event()
     stop_on_signals(stop)
     app = FastAPI(redirect_slashes=False)

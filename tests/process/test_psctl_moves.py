@@ -170,9 +170,18 @@ def test_what_has_no_room_is_refused(elastic: Cluster) -> None:
     assert len(elastic.present()["shards"]) == 2
 
 
+def test_a_folder_without_a_cluster_scales_no_other_cluster(elastic: Cluster, tmp_path: Path) -> None:
+    """`scale --state-dir` of a folder where nothing runs is refused; the cluster of PARAMSERVER_URL is left alone."""
+    refused = elastic.psctl("scale", "shards", "1", "--state-dir", str(tmp_path / "mistyped"))
+    assert (refused.returncode, "no cluster of psctl up runs in" in refused.stderr) == (1, True), refused.stderr
+    with ps.connect(elastic.url) as client:
+        shards = client.request("GET", "/shards")["items"]
+    assert {s["state"] for s in shards if s["alive"]} == {"active"}
+
+
 def test_other_clusters_are_told_the_command(elastic: Cluster, tmp_path: Path) -> None:
     """For a cluster that psctl did not start, `scale` prints commands for compose and kubectl, and waits for shards."""
-    args = ("--state-dir", str(tmp_path), "--timeout", "3")
+    args = ("--url", elastic.url, "--state-dir", str(tmp_path), "--timeout", "3")
     done = elastic.psctl("scale", "shards", "3", *args, timeout_s=60)
     assert done.returncode == 1
     assert "docker compose up -d --no-recreate --scale shard=3" in done.stdout

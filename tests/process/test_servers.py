@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -25,13 +25,14 @@ APP = Path(__file__).with_name("node_app.py")
 class Node:
     """A running `node_app.py` process."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, files_max: int | None = None) -> None:
+        limited = [] if files_max is None else ["sh", "-c", f'ulimit -n {files_max}; exec "$@"', "sh"]
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=20.0)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(APP), str(self.port), *args],
+            [*limited, sys.executable, "-P", str(APP), str(self.port), *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -51,8 +52,8 @@ class Node:
 
 
 @contextmanager
-def node(*args: str) -> Iterator[Node]:
-    running = Node(*args)
+def node(*args: str, files_max: int | None = None) -> Iterator[Node]:
+    running = Node(*args, files_max=files_max)
     try:
         eventually(running.listens, what="it to listen")
         yield running
@@ -131,6 +132,31 @@ def test_a_taken_port_is_an_error() -> None:
         assert second.returncode != 0
         assert "OSError" in second.stderr or "in use" in second.stderr
         assert running.http.get("/listening").status_code == 200
+
+
+def test_a_node_without_free_files_says_so_once() -> None:
+    """A node that must reset connections, for want of free file descriptors, logs this once, with the remedy."""
+    with node(files_max=64) as running:
+        clients = [socket.create_connection(("127.0.0.1", running.port), timeout=20.0) for _ in range(80)]
+        with suppress(ConnectionResetError):
+            clients[-1].recv(1)
+        for client in clients:
+            client.close()
+        code, out = running.stop()
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if "ulimit -n" in line]
+    assert "of the 64 files" in line
+
+
+def test_invalid_requests_are_not_logged() -> None:
+    """A client that sends invalid HTTP/1.1 is told so; nothing is logged, as anyone could fill the disk with it."""
+    with node() as running:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", running.port), timeout=20.0) as client:
+                client.sendall(b"GET / HTTP/1.1\r\n: x\r\n\r\n")
+                assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+        code, out = running.stop()
+    assert (code, out.splitlines()) == (0, ["stopped in order"])
 
 
 def test_one_port_speaks_both_versions_of_http(upstream: Node) -> None:

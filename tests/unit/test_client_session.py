@@ -361,6 +361,21 @@ def test_numbers_stay_within_the_window() -> None:
     assert drive(numbers.take(deadline()), Node()).seq == 65
 
 
+def test_a_new_epoch_has_push_ids_of_its_own() -> None:
+    """In a new epoch numbers begin at 1 with none in doubt, and settling an id of the old one releases none of them."""
+    numbers = PushNumbers("m/w0", 1)
+    old = [drive(numbers.take(deadline()), Node()) for _ in range(64)]
+    numbers.renew(2)
+    assert not numbers.any_in_doubt()
+    new = [drive(numbers.take(deadline()), Node()) for _ in range(64)]
+    assert [new[0].seq, new[63].seq] == [1, 64]
+
+    numbers.settle(old[0])
+
+    with pytest.raises(Unavailable):
+        drive(numbers.take(Deadline.after(0.0)), Node())
+
+
 def test_a_number_that_nobody_holds_any_more_is_not_in_doubt() -> None:
     """A push id that was garbage-collected without being settled is not in doubt.
 

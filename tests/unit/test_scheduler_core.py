@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paramserver.core import scheduler_io as io
-from paramserver.errors import ConflictError, FencedError, NotFoundError, RequestError, Unavailable
+from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError, Unavailable
 from paramserver.types import ModelKey
 
 from .scheduling import SPEC, Driver, beyond_its_cut, code
@@ -188,6 +188,38 @@ def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
     d.shard("s0")
     assert code(d, parked) == "rolled_back"
     assert d.result(d.clock(a, 1, 0.0))["timeline"] == 1
+
+
+def test_of_all_refusals_only_rolled_back_waits_for_the_stores_before_it() -> None:
+    """`rolled_back` names a new timeline, so it waits until that is stored; other refusals say nothing that is not."""
+    d, a = beyond_its_cut()
+    d.shard("s0")
+    clocks = {"rolled_back": 3, "invalid_field": -1}
+
+    for refused, clock in clocks.items():
+        event = io.ReportClock(1, "m", a["worker"], a["epoch"], clock, None, 0.0)
+        (reply,) = [e for e in d.core.handle(event, d.now) if isinstance(e, io.Reply)]
+        assert isinstance(reply.outcome, PsError)
+        assert (reply.outcome.code, reply.waits) == (refused, refused == "rolled_back")
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_a_new_mode_waits_for_its_workers_unless_there_has_been_progress(done: int) -> None:
+    """In a new mode the first clock waits for `min_workers`, whoever had joined before; after progress, none waits."""
+    d = Driver()
+    d.model()
+    a, b = d.join("a"), d.join("b")
+    if done:
+        d.clock(a, done)
+        d.clock(b, done)
+    d.ask(lambda n: io.LeaveWorker(n, "m", b["worker"], b["epoch"]))
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync", "min_workers": 2}}))
+    begins = d.core.read.model("m")["clock"]
+    d.clock(a, begins)  # learns of the new timeline
+
+    released = d.result(d.clock(a, begins + 1, 0.0))["released"]
+
+    assert released == (done > 0)
 
 
 def test_entering_sync_makes_one_clock_and_a_cut() -> None:
@@ -409,6 +441,41 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     assert d.published[-1]["upload"] is None
 
 
+def test_each_uploaded_value_is_stored_without_the_whole_model() -> None:
+    """An upload stores one small field, from which a new leader goes on; all go once the model is complete."""
+    d = Driver()
+    up = {"shape": [4], "init": {"kind": "upload"}}
+    d.model(params={"w": up, "b": up, "c": up})
+    stored = d.hash["model:m"]
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    assert d.hash["model:m"] == stored
+    d.restart()
+    assert d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "secret")) == {"missing": ["c"]}
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "c", "secret"))
+    assert d.core.read.model("m")["state"] == "ready"
+    assert not [k for k in d.hash if k.startswith("filled:")]
+    d.restart()
+    assert d.core.read.model("m")["state"] == "ready"
+
+
+@pytest.mark.parametrize("then", ["lost", "deleted"])
+def test_uploads_of_values_that_are_gone_are_forgotten(then: str) -> None:
+    """If a model loses all its values while they are uploaded, or is deleted, a new leader takes none for given."""
+    d = Driver()
+    up = {"shape": [4], "init": {"kind": "upload"}}
+    d.model(params={"w": up, "b": up})
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    if then == "deleted":
+        d.ask(lambda n: io.DeleteModel(n, "m"))
+    else:
+        d.shards.clear()
+        d.wait(6.0)
+    assert not [k for k in d.hash if k.startswith("filled:")]
+    d.restart()
+    if then == "lost":
+        assert d.core.read.model("m")["missing"] == ["b", "w"]
+
+
 def test_uploaded_values_survive_a_shard_before_the_first_commit() -> None:
     """In sync, uploaded values are the cut of clock 0, so they survive the loss of a shard before the first commit."""
     d = Driver()
@@ -466,6 +533,21 @@ def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
     d.ask(lambda n: io.TaskDone(n, "m", a["worker"], 1, task["id"], {"accuracy": 0.9}))
     (series,) = d.core.read.metrics("m", ["accuracy"])
     assert series["points"][0][1:] == [5, "m/a", 0.9]
+
+
+def test_sync_an_evaluation_is_of_the_clock_that_its_worker_has_reached() -> None:
+    """sync: a worker that evaluates a clock later than asked has pulled that clock's values, and it is reported so."""
+    d = Driver()
+    d.model(**SYNC, evaluate_every=5)
+    a = d.join("a")
+    d.clock(a, 5)
+    d.clock(a, 6)
+    task = d.result(d.lease(a, "evaluate"))["task"]
+    assert task["clock"] == 5
+    d.ask(lambda n: io.TaskDone(n, "m", a["worker"], 1, task["id"], {"accuracy": 0.9}))
+    (series,) = d.core.read.metrics("m", ["accuracy"])
+    assert series["points"][0][1:] == [6, "m/a", 0.9]
+    assert d.result(d.lease(a, "evaluate"))["task"] is None
 
 
 def test_patch_gives_a_revision_that_the_next_commit_names() -> None:
@@ -547,12 +629,12 @@ def test_metrics_are_known_after_a_restart() -> None:
     d.model()
     for i in range(600):
         d.ask(lambda n, i=i: io.ReportMetrics(n, "m", {"loss": float(i)}, clock=i))  # type: ignore[misc]
-    before = d.core.read.metrics("m")[0]["points"]
+    before = d.core.read.metrics("m", ["loss"])[0]["points"]
 
     d.wait(11.0)
     d.restart()
 
-    assert d.core.read.metrics("m")[0]["points"] == before[-500:]
+    assert d.core.read.metrics("m", ["loss"])[0]["points"] == before[-500:]
     d.ask(lambda n: io.DeleteModel(n, "m"))
     assert not [k for k in d.hash if k.startswith("series:")]
 

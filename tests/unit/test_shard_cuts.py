@@ -168,9 +168,13 @@ def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_co
     stage(driver, 0, 0, 1.0)
     driver.commit(0, listed(0, 0))
 
+    driver.eager = False
     driver.send(replace(view, clock=1, cut_asked=1))
     driver.send(replace(view, clock=1, cut_asked=1))
+    driver.complete()
     driver.advance(1.0)
+    assert not driver.pending
+    driver.eager = True
     assert [row.clock for row in driver.core.cuts()] == [1]
     stored = driver.reports
 
@@ -202,6 +206,41 @@ def test_a_move_that_was_called_off_stores_nothing_in_the_place_of_a_cut() -> No
     driver.advance(5.0)
 
     assert [c.clock for c in store.kept[urgent.capture.key]] == [1, 0]
+
+
+@pytest.mark.parametrize("when", ["while it is written", "once it is stored"])
+@pytest.mark.parametrize("emptied", [False, True], ids=["in part", "entirely"])
+def test_a_partition_that_moves_is_whole_in_redis_whatever_redis_loses(emptied: bool, when: str) -> None:
+    """What Redis lost of a moving partition is stored again, its whole state last, before another shard takes it over.
+
+    The new owner starts from the newest snapshot; from the cut, it would lack the commits since.
+    """
+    driver = ShardDriver()
+    view = driver.serve(synced(), workers=ROSTER)
+    driver.commit(0, cut=True)
+    driver.advance(1.0)
+    stage(driver, 0, 1, 1.0)
+    driver.commit(1, listed(0, 1))
+    driver.eager = False
+    view = replace(view, clock=2, release={0: 7})
+    driver.send(view)
+    (whole,) = pending(driver, StoreSnapshot)
+    if when == "once it is stored":
+        driver.settle()
+        assert list(driver.core.released())
+
+    if emptied:
+        driver.store = InMemoryStore()
+        driver.send(replace(view, owned={0: 2}, kept_from={0: 1}))
+    else:
+        driver.send(JournalLost(whole.capture.key, 1))
+    assert not list(driver.core.released())
+    driver.settle()
+    driver.advance(1.0)
+    driver.settle()
+
+    assert [row.version for row in driver.core.released()] == [2]
+    assert [c.clock for c in driver.store.kept[whole.capture.key]] == [2, 1]
 
 
 def test_before_the_first_commit_there_is_a_cut() -> None:
@@ -272,19 +311,19 @@ def test_a_cut_that_redis_lost_is_tried_until_it_is_stored() -> None:
 def test_a_cut_that_was_dropped_for_a_move_is_taken_anew_when_it_is_asked_for() -> None:
     """A cut dropped for a move after Redis was emptied is taken again when the leader asks for it."""
     driver = ShardDriver()
-    serving = driver.serve(synced(), workers=ROSTER)
+    serving = driver.serve(synced(2), workers=ROSTER)
     driver.commit(0, cut=True)
     driver.advance(1.0)
     driver.store = InMemoryStore()
     driver.eager = False
-    renewed = replace(serving, clock=1, owned={0: 9}, kept_from={0: 1})
+    renewed = replace(serving, clock=1, owned={0: 8, 1: 9}, kept_from={0: 1, 1: 1})
     driver.send(renewed)
-    driver.send(replace(renewed, release={0: 7}))
+    driver.send(replace(renewed, release={1: 7}))
     driver.send(renewed)
     driver.settle()
-    assert not list(driver.core.cuts())
+    assert [row.partition for row in driver.core.cuts()] == [0]
 
     driver.send(replace(renewed, cut_asked=1))
     driver.settle()
 
-    assert [row.clock for row in driver.core.cuts()] == [1]
+    assert [row.clock for row in driver.core.cuts()] == [1, 1]

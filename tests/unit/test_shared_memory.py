@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from starlette.types import Message
 
 from paramserver import limits
 from paramserver.client.board import BoardView
@@ -24,9 +25,12 @@ from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, RemappableMemory, W
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.types import F32
+from paramserver.wire.frame import PushFrame, PushPart, encode_header
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import BufferPool
+from paramserver_shard.inflight import InFlight
 from paramserver_shard.lending import Lending
+from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.shared_folder import SharedFolder, sweep
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux")
@@ -262,6 +266,19 @@ def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, l
     assert not lending.begin_push(other, 4 * COUNT).any()
 
 
+def test_a_slot_that_a_push_uses_is_not_idle(lending: Lending, clock: Clock) -> None:
+    """A slot stays lent however long its push takes, and its idle time begins anew with the reply."""
+    file = slot(lending, 4 * COUNT)
+    lending.begin_push(file, 4 * COUNT)
+    clock.now = limits.SHARED_LEASE_S
+    lending.expire()
+    lending.finish_push(file, reusable=True)
+    clock.now += limits.SHARED_LEASE_S / 2
+    lending.expire()
+
+    lending.begin_push(file, 4 * COUNT)
+
+
 def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Lending) -> None:
     """A returned slot is lent again before new memory is taken, but not while its push is being applied."""
     file = slot(lending, 4 * COUNT)
@@ -276,6 +293,38 @@ def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Le
     assert lending.slot_bytes == 0
     assert {slot(lending, 4 * COUNT), slot(lending, 4 * COUNT)} == {file, other}
     assert folder.bytes == taken
+
+
+@pytest.mark.asyncio
+async def test_a_large_body_keeps_nobody_waiting(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop goes on while memory for a large body is made; for the next one the same memory is used."""
+    pool, size = BufferPool(folder=folder), 2 * limits.MIB
+    went_on = threading.Event()
+    allocate = folder.allocate
+
+    def slow(size_bytes: int) -> tuple[str, mmap.mmap] | None:
+        assert went_on.wait(10), "the event loop waits for the memory"
+        return allocate(size_bytes)
+
+    async def receive() -> Message:
+        begun = encode_header(PushFrame("m", [PushPart(0, None, None)]))
+        return {"type": "http.request", "body": begun + bytes(2 * size), "more_body": False}
+
+    async def sized(frame: PushFrame) -> tuple[PushFrame, Body]:
+        return frame, Body((size, size))
+
+    async def read() -> None:
+        with InFlight().request("") as account:
+            await FrameReader(pool).read({"state": {"account": account}}, receive, PushFrame, sized)
+
+    monkeypatch.setattr(folder, "allocate", slow)
+    reading = asyncio.ensure_future(read())
+    await asyncio.sleep(0)
+    went_on.set()
+    await reading
+    made = folder.bytes
+    await read()
+    assert folder.bytes == made
 
 
 @pytest.mark.asyncio

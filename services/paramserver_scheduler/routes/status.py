@@ -111,11 +111,12 @@ def _reported(s: Service, name: str, only: dict[str, str], grid: Grid) -> list[S
         return []
     found: list[SeriesValues] = []
     for model in [only["model"]] if "model" in only else [m["name"] for m in s.read.models()]:
-        for item in s.read.metrics(model, [name], after=grid.start_s - 1e-6):
-            points = [p for p in item["points"] if only.get("worker", p[2]) == p[2]]
-            if points:
-                times, values = np.array([(p[0], p[3]) for p in points], np.float64).T
-                means = grid.means(times, values)
+        points = s.read.points(model).get(name, ())
+        if "worker" in only:
+            points = [p for p in points if p[2] == only["worker"]]
+        if points:
+            means = grid.means(np.array([p[0] for p in points]), np.array([p[3] for p in points]))
+            if any(v is not None for v in means):
                 found.append(SeriesValues(metric=REPORTED + name, unit="", labels={"model": model}, values=means))
     return found
 

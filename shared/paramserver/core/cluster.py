@@ -4,7 +4,7 @@ The desks (`shard_desk`, `model_desk`, ...) change the `Cluster` and record what
 `effects()` returns that in the safe order: stored before anyone is told.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +91,19 @@ class Cluster:
         )
 
     def save_model(self, model: Model) -> None:
+        self.drop_filled(model)
         self.save(f"model:{model.name}", model.stored)
+
+    def save_filled(self, model: Model, names: Iterable[str]) -> None:
+        """Store that these parameters have initial values, until the model itself is stored again."""
+        for name in names:
+            model.filled.add(name)
+            self.save(f"filled:{model.name}:{name}", dict)
+
+    def drop_filled(self, model: Model) -> None:
+        for name in model.filled:
+            self.drop(f"filled:{model.name}:{name}")
+        model.filled.clear()
 
     def save_clock(self, model: Model) -> None:
         self.save(f"clock:{model.name}", model.stored_clock)

@@ -151,8 +151,9 @@ class Durability:
         self._advance(p, lsn, synced=fsync)
 
     def rebase(self, p: Partition) -> None:
-        """Require a full snapshot before the journal counts again: Redis lost some or all data of this partition."""
+        """Require a full snapshot before the journal, or a move, goes on: Redis lost data of this partition."""
         p.mark.rebase, p.mark.stored, p.mark.synced = p.lsn, -1, -1
+        p.released = False
         self._shard.plan.restore_lost(p)
 
     def _advance(self, p: Partition, lsn: int, *, synced: bool) -> None:

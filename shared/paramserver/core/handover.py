@@ -101,7 +101,6 @@ class Handover:
         """Keep a partition in memory under a new token after Redis was emptied, and have all of it stored again."""
         self._shard.plan.forget(partition)
         partition.token = token
-        partition.released = False
         partition.durable_version, partition.durable_clock, partition.cut_stored = 0, 0, None
         if partition.by_cuts and partition.cut is not None:
             self._shard.plan.store_cut(partition, replace(partition.cut, token=token))

@@ -197,6 +197,7 @@ class ModelDesk:
             for request in pending.requests:
                 self.c.answer(request, why)
         del self.c.models[model.name]
+        self.c.drop_filled(model)
         for prefix in ("model", "place", "clock", "series"):
             self.c.drop(f"{prefix}:{model.name}")
         for _, commit in model.commits:
@@ -250,7 +251,9 @@ class ModelDesk:
                 # Each partition stores these values as a cut at once; when all have, a recovery can go back to it.
                 model.cuts.begin(model.gate.clock)
                 self.c.save_clock(model)
-        self.c.save_model(model)
+            self.c.save_model(model)
+        else:
+            self.c.save_filled(model, names)
         if model.ready or model.lost:  # else this concerns no shard, and there may be thousands of uploads
             self.c.model_changed(model)
 

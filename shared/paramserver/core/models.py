@@ -54,6 +54,9 @@ class Model:
     owners: list[Owner] = field(default_factory=list)
     missing: set[str] = field(default_factory=set)
     """Parameters that still lack initial values; the model is ready when this is empty."""
+    filled: set[str] = field(default_factory=set)
+    """Parameters that got theirs since the model was stored: each is a field of its own, so that a new model of many
+    parameters is not stored anew, with its whole spec, for each value."""
     lost: set[int] = field(default_factory=set)
     """Partitions of a once complete model that were lost before anything of them was stored; their initial values are
     requested again."""

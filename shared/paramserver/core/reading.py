@@ -1,12 +1,13 @@
 """JSON documents of everything the scheduler knows, for GET routes. Changes nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from paramserver.core.cluster import Cluster
 from paramserver.core.membership import Holder, Worker
 from paramserver.core.model_desk import describe
 from paramserver.core.models import Model
+from paramserver.core.series import Point
 from paramserver.errors import problem
 
 
@@ -77,9 +78,13 @@ class Reading:
         """Names of the metrics that workers of a model have reported: all of them, or `only` that one."""
         return [n for n in self._c.model(name).series.points if only in (None, n)]
 
-    def metrics(self, name: str, names: Iterable[str] | None = None, after: float = 0.0) -> list[dict[str, Any]]:
+    def points(self, name: str) -> Mapping[str, Collection[Point]]:
+        """The points of each metric, oldest first, as they are kept: a copy of all of them takes most of a second."""
+        return self._c.model(name).series.points
+
+    def metrics(self, name: str, names: Iterable[str]) -> list[dict[str, Any]]:
         """[{"name", "points": [[Unix seconds, clock or null, worker, value], ...]}, ...]."""
-        found = self._c.model(name).series.document(names, after)
+        found = self._c.model(name).series.document(names)
         return [{"name": n, "points": p} for n, p in found.items()]
 
     def latest(self, name: str) -> dict[str, tuple[float, float]]:

@@ -16,7 +16,7 @@ from paramserver.errors import problem
 from paramserver.types import ModelKey
 
 KINDS: Final = tuple(
-    "cluster shard model place clock commit worker dataset tasks checkpoint series run member gone".split()
+    "cluster shard model filled place clock commit worker dataset tasks checkpoint series run member gone".split()
 )
 
 
@@ -51,6 +51,10 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         c.shards[name] = shard
     for name, doc in groups["model"].items():
         c.models[name] = Model.of(doc, groups["place"][name], groups["clock"][name], now)
+    for name in groups["filled"]:
+        model_name, _, parameter = name.partition(":")
+        c.models[model_name].filled.add(parameter)
+        c.models[model_name].missing.discard(parameter)
     for name, doc in groups["worker"].items():
         model_name, _, worker = name.partition(":")
         model = c.models[model_name]

@@ -32,11 +32,15 @@ def check_metrics(metrics: Any) -> dict[str, float]:
     return {str(k): float(v) for k, v in metrics.items()}
 
 
+Point = tuple[float, int, str, float]
+"""(Unix seconds, clock or -1, worker, value)."""
+
+
 class Series:
-    """The metrics of one model: points (Unix seconds, clock or -1, worker, value) by name."""
+    """The metrics of one model: their points by name."""
 
     def __init__(self) -> None:
-        self.points: dict[str, deque[tuple[float, int, str, float]]] = {}
+        self.points: dict[str, deque[Point]] = {}
         self._due_s: float | None = None
 
     @classmethod
@@ -81,7 +85,7 @@ class Series:
         points = self.points.get(name)
         return points[-1][3] if points else None
 
-    def document(self, names: Iterable[str] | None = None, after: float = 0.0) -> dict[str, Any]:
-        """Return name -> [[Unix seconds, clock or null, worker, value], ...]: points after `after`, oldest first."""
-        chosen = self.points if names is None else [n for n in names if n in self.points]
-        return {n: [[t, None if c < 0 else c, w, v] for t, c, w, v in self.points[n] if t > after] for n in chosen}
+    def document(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return name -> [[Unix seconds, clock or null, worker, value], ...], oldest first."""
+        chosen = [n for n in names if n in self.points]
+        return {n: [[t, None if c < 0 else c, w, v] for t, c, w, v in self.points[n]] for n in chosen}

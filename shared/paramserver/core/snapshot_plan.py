@@ -118,7 +118,7 @@ class SnapshotPlan:
     def restore_lost(self, partition: Partition) -> None:
         """Write the whole partition now, because Redis has lost what it held; a snapshot of it in flight is void.
 
-        If it is journaled, a cut that is not stored yet is written first: the leader waits for it.
+        A cut that is not stored yet is written first: the leader waits for it.
         """
         for lane in (self._normal_lane, self._urgent_lane):
             if lane.storing is not None and lane.key == partition.key:
@@ -167,9 +167,9 @@ class SnapshotPlan:
         if self._urgent_lane.storing is not None or now < self._urgent_lane.retry_at:
             return None
         while (partition := self._first(self._urgent_ready(now), self._normal_lane)) is not None:
-            if partition.level and partition.key in self._cuts:
-                # The cut is older than the whole state.  Written after it, the cut would be the newest snapshot, and
-                # the journal from there on is lost.
+            if partition.key in self._cuts:
+                # The cut is older than the whole state.  Written after it, the cut would be the newest snapshot: what
+                # a new owner starts from, although the journal from there on is lost, or was never kept.
                 return self._waiting_cut(partition.key, urgent=True)
             del self._urgent[partition]
             if partition.held or not partition.by_cuts or partition.mark.rebase is not None:
@@ -198,7 +198,7 @@ class SnapshotPlan:
         self._was_retry = False
         if cut is None or whole is None:
             self._ahead_bytes = 0
-        if cut is not None and (whole is None or self._ahead_bytes <= 0):
+        if cut is not None and self._ahead_bytes <= 0:
             store = self._waiting_cut(cut)
         elif whole is not None:
             # A pending cut of it is older; written later, it would pass for the newest state.
@@ -212,7 +212,7 @@ class SnapshotPlan:
         """The next partition whose cut may be written; those of the urgent lane and failed ones are left out."""
         if not self._cuts:
             return None
-        excluded = {self._urgent_lane.key, *(p.key for p in self._urgent if p.level)}
+        excluded = {self._urgent_lane.key, *(p.key for p in self._urgent)}
         return next((key for key in self._cuts if key not in excluded and key not in self._failed), None)
 
     def _retry_next(self) -> _Failed | None:

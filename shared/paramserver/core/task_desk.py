@@ -102,11 +102,13 @@ class TaskDesk:
             metrics = check_metrics(e.metrics)
             name, numbers = parse_task(e.task)
         worker = self.workers.renew_lease(model, e.worker, e.epoch, now)
-        clock: int | None = worker.done
+        clock = worker.done
         if name == EVALUATE and len(numbers) == 1:
-            clock = numbers[0]
-            if any(v.clock == clock for v in model.evaluations):
-                model.evaluations = [v for v in model.evaluations if v.clock != clock]
+            asked = numbers[0]
+            if not model.gate.sync or clock < asked:  # else its values were those of its own clock
+                clock = asked
+            if any(v.clock == asked for v in model.evaluations):
+                model.evaluations = [v for v in model.evaluations if v.clock != asked]
                 self.c.save_clock(model)
         elif name in model.datasets and len(numbers) == 2:
             model.datasets[name].finish(*numbers)

@@ -1,0 +1,66 @@
+"""The server of a node on its event loop, with clients on plain sockets in the same process."""
+
+import asyncio
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+from starlette.types import Receive, Scope, Send
+
+from paramserver_node import server
+from paramserver_node.server import Tls, serve_tcp
+
+WITHIN_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """A certificate that signs itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make a certificate: apt install openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1", "-subj", "/CN=node"]
+    command = ["openssl", "req", "-x509", *new, "-keyout", "node.key", "-out", "node.pem"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=30)
+    return Tls(folder / "node.pem", folder / "node.key")
+
+
+async def empty(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer without a body."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@asynccontextmanager
+async def serving(tls: Tls | None = None) -> AsyncIterator[int]:
+    """Yield the port of a server."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    stop = asyncio.Event()
+    running = asyncio.ensure_future(serve_tcp(empty, "127.0.0.1", port, stop, tls=tls, grace_s=0.0))
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            yield port
+    finally:
+        stop.set()
+        await running
+
+
+def test_a_tls_handshake_that_stalls_is_given_up(tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TLS client that sends nothing is disconnected after the time for stalls."""
+    monkeypatch.setattr(server, "PATIENCE_S", 0.2)
+
+    async def stalled() -> bytes:
+        async with serving(tls) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                return await reader.read()
+            finally:
+                writer.close()
+
+    assert uvloop.run(stalled()) == b""
