@@ -146,6 +146,8 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -
 
         cluster.kill("scheduler")
         eventually(lambda: seen.text("#state") == "no answer", what="the loss on the page")
+        page.click('#models [data-model="first"]')
+        assert seen.text("#state") == "no answer"
         page.click("#settings summary")
         page.wait_for_selector("#settings .bad:has-text('no answer')")
         assert not page.is_visible("#settings button")
@@ -156,6 +158,24 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -
         assert seen.text("#models [aria-pressed=true]").startswith("first")
         assert page.locator('#ranges [data-span="3600"]').get_attribute("aria-pressed") == "true"
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_a_link_leads_to_its_model(tmp_path: Path) -> None:
+    """The address names the model, also when it changes while the page is open; a damaged one shows any model."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        page, name = seen.page, seen.page.locator("#model-head .name")
+        for model in ("first", "second"):
+            cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
+        page.goto(f"{cluster.url}#first")
+        page.wait_for_selector("#model-head .name")
+        assert name.inner_text() == "first"
+        page.goto(f"{cluster.url}#second")
+        eventually(lambda: name.inner_text() == "second", what="the model of the other link")
+        page.goto("about:blank")
+        page.goto(f"{cluster.url}#100%")
+        page.wait_for_selector("#model-head .name")
+        assert seen.text("#state") == "ok"
+        assert seen.errors == []
 
 
 def test_the_page_of_the_api_comes_from_the_node_alone(tmp_path: Path) -> None:
@@ -198,7 +218,9 @@ def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PARAMSERVER_TOKEN", tokens.make(tokens.keys_of(key)[0], "admin"))
     with nodes(tmp_path, shards=1, schedulers=2) as cluster, browser(viewport=PHONE) as seen:
         page = seen.page
-        page.goto(cluster.urls[1])
+        for name in ("first", "second"):
+            cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+        page.goto(f"{cluster.urls[1]}#first")
         page.wait_for_selector("input[name=token]")
         _fits(seen)
         page.fill("input[name=token]", "nonsense")
@@ -206,6 +228,7 @@ def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         page.wait_for_selector("[role=alert]:has-text('invalid')")
         page.fill("input[name=token]", tokens.make(tokens.keys_of(key)[0], "reader"))
         page.click("button")
+        page.wait_for_selector("#model-head .name:has-text('first')")
         for url in (cluster.urls[1], f"http://127.0.0.1:{cluster.shard_ports['shard-0']}", cluster.urls[0]):
             page.goto(url)
             page.wait_for_selector("#nodes tbody tr")
