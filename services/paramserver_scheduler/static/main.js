@@ -91,8 +91,10 @@ function drawTabs(models, shown) {
 }
 
 function noModel() {
-  const line = `curl ${location.origin}/models --json '{"name":"demo","params":{"w":{"shape":[64,10]}}}'`;
-  return el("div.dim", {}, "No model yet. Create one:", el("pre", {}, line));
+  // The parameters of the function that the form for a new run proposes.
+  const params = '{"layers.0.weight":{"shape":[64,10]},"layers.0.bias":{"shape":[10]}}';
+  const line = `curl ${location.origin}/models --json '{"name":"demo","params":${params}}'`;
+  return el("div.dim", {}, "No model yet. Create one, then start a new run below:", el("pre", {}, line));
 }
 
 function eventRows(events) {
