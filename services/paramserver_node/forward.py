@@ -41,8 +41,8 @@ _HOP_BY_HOP: Final = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "host", "expect", "x-request-id", "date", "server", FORWARDED_TO_LEADER,
 }  # fmt: skip
-_OWN: Final = {"authorization", "cookie", FORWARDED_ROLE}
-"""Headers that are not forwarded, as they identify the client only to the node that it called."""
+_OWN: Final = {"authorization", "cookie", "origin", FORWARDED_ROLE}
+"""Headers that are not forwarded, as they identify client and web page only to the node that was called."""
 
 
 class Forwarder:

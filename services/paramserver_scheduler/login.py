@@ -46,7 +46,7 @@ _FORM: Final = """<!doctype html>
 <body>
 <header><h1><img src="static/icon.svg" alt="" width="20" height="20"> paramserver</h1></header>
 <main>
-<form method="post" action="login">
+<form method="post">
   <p role="alert">{message}</p>
   <p><label>Token <input name="token" type="password" autocomplete="off" required autofocus></label>
   <button>Open</button></p>

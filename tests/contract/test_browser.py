@@ -1,5 +1,6 @@
 """The status page in a real browser: headless Chromium against a live cluster that trains and loses a shard."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -146,6 +147,8 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -
 
         cluster.kill("scheduler")
         eventually(lambda: seen.text("#state") == "no answer", what="the loss on the page")
+        page.click('#models [data-model="first"]')
+        assert seen.text("#state") == "no answer"
         page.click("#settings summary")
         page.wait_for_selector("#settings .bad:has-text('no answer')")
         assert not page.is_visible("#settings button")
@@ -156,6 +159,72 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -
         assert seen.text("#models [aria-pressed=true]").startswith("first")
         assert page.locator('#ranges [data-span="3600"]').get_attribute("aria-pressed") == "true"
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_a_link_leads_to_its_model(tmp_path: Path) -> None:
+    """The address names the model, also when it changes while the page is open; a damaged one shows any model."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        page, name = seen.page, seen.page.locator("#model-head .name")
+        for model in ("first", "second"):
+            cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
+        page.goto(f"{cluster.url}#first")
+        page.wait_for_selector("#model-head .name")
+        assert name.inner_text() == "first"
+        page.goto(f"{cluster.url}#second")
+        eventually(lambda: name.inner_text() == "second", what="the model of the other link")
+        page.goto("about:blank")
+        page.goto(f"{cluster.url}#100%")
+        page.wait_for_selector("#model-head .name")
+        assert seen.text("#state") == "ok"
+        assert seen.errors == []
+
+
+def test_long_names_and_a_young_model_are_seen(tmp_path: Path) -> None:
+    """On a phone a metric's long name fits, and in the longest range the only value that was reported is drawn."""
+    names = {"m" * 64: 1.0, "loss": 1e8, "neg": -3.0}
+    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
+        cluster.post("/models", {"name": "n" * 64, "params": {"w": {"shape": [8]}}}, status=201)
+        cluster.post(f"/models/{'n' * 64}/workers", {"name": "a", "lease_s": 60}, status=201)
+        cluster.post(f"/models/{'n' * 64}/metrics", {"worker": f"{'n' * 64}/a", "metrics": names}, status=200)
+        seen.page.goto(cluster.url)
+        seen.page.click('#ranges [data-span="86400"]')
+        seen.page.wait_for_selector("#model-charts canvas")
+        # The only coloured pixels are those of the point: the axes are grey.
+        coloured = """() => { const c = document.querySelector("#model-charts canvas");
+            const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+            for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 200 && d[i + 2] - d[i] > 100) return true;
+            return false; }"""
+        eventually(lambda: seen.page.evaluate(coloured), what="the value in the chart")
+        _fits(seen)
+        assert seen.errors == []
+
+
+def test_an_empty_page_leads_to_a_training_and_a_failed_run_shows_its_traceback(tmp_path: Path) -> None:
+    """The line for a first model and the proposed run train together; a failed run's traceback is unfolded."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        page = seen.page
+        cluster.start("worker-0", "paramserver_worker", "--name", "worker-0", "--url", cluster.url)
+        page.goto(cluster.url)
+        line = page.locator("#model-head pre").inner_text()
+        cluster.post("/models", json.loads(line.partition("--json ")[2].strip("'")), status=201)
+        page.wait_for_selector("#model-head .name")
+        page.click("#new-run summary")
+        page.fill("#new-run [name=clocks]", "20")
+        page.press("#new-run [name=clocks]", "Enter")
+        page.wait_for_selector("#runs .pill:has-text('finished')", timeout=60_000)
+        page.wait_for_selector("#new-run .good")
+        assert page.evaluate("document.activeElement.name") == "clocks"
+
+        page.fill("#new-run [name=clocks]", "")
+        page.fill("#new-run [name=args]", '{"nonsense": 1}')
+        page.press("#new-run [name=args]", "Enter")
+        page.wait_for_selector("#new-run .good:has-text('run-2')")
+        page.wait_for_selector("#runs .pill:has-text('failed')", timeout=60_000)
+        page.click("#runs .reason summary")
+        second = seen.text("#live")
+        eventually(lambda: seen.text("#live") != second, what="the next second")
+        assert "Traceback" in seen.text("#runs .reason pre")
+        assert seen.errors == []
 
 
 def test_the_page_of_the_api_comes_from_the_node_alone(tmp_path: Path) -> None:
@@ -198,7 +267,9 @@ def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PARAMSERVER_TOKEN", tokens.make(tokens.keys_of(key)[0], "admin"))
     with nodes(tmp_path, shards=1, schedulers=2) as cluster, browser(viewport=PHONE) as seen:
         page = seen.page
-        page.goto(cluster.urls[1])
+        for name in ("first", "second"):
+            cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+        page.goto(f"{cluster.urls[1]}#first")
         page.wait_for_selector("input[name=token]")
         _fits(seen)
         page.fill("input[name=token]", "nonsense")
@@ -206,6 +277,7 @@ def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         page.wait_for_selector("[role=alert]:has-text('invalid')")
         page.fill("input[name=token]", tokens.make(tokens.keys_of(key)[0], "reader"))
         page.click("button")
+        page.wait_for_selector("#model-head .name:has-text('first')")
         for url in (cluster.urls[1], f"http://127.0.0.1:{cluster.shard_ports['shard-0']}", cluster.urls[0]):
             page.goto(url)
             page.wait_for_selector("#nodes tbody tr")

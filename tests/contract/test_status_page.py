@@ -6,7 +6,7 @@ from http.client import HTTPConnection
 
 from paramserver_scheduler.page import assets
 
-from .processes import Nodes
+from .processes import Nodes, unique
 
 
 def test_every_node_serves_the_page_and_its_files(rest_cluster: Nodes) -> None:
@@ -27,6 +27,19 @@ def test_every_node_serves_the_page_and_its_files(rest_cluster: Nodes) -> None:
             assert "unsafe" not in policy
             again = rest_cluster.http.get(url + path, headers={"if-none-match": answer.headers["etag"]})
             assert (again.status_code, again.content) == (304, b"")
+
+
+def test_the_page_of_every_node_may_change_things(rest_cluster: Nodes) -> None:
+    """A change is accepted from the page of the node that it is sent to, also where it is forwarded to the leader."""
+    model = unique("page")
+    rest_cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
+    urls = [rest_cluster.url, *(f"http://127.0.0.1:{port}" for port in rest_cluster.shard_ports.values())]
+    for url in urls:
+        for origin, status in ((url, 200), ("http://evil.example", 403)):
+            change = {"optimizer": {"lr": 0.5}}
+            answer = rest_cluster.http.patch(f"{url}/models/{model}", json=change, headers={"origin": origin})
+
+            assert answer.status_code == status, (url, origin, answer.text)
 
 
 def test_files_outside_the_page_are_not_served(rest_cluster: Nodes) -> None:

@@ -6,7 +6,7 @@ import {el, show} from "./dom.js";
 
 const HEIGHT = 150;
 const TIMES_S = [1, 2, 5, 10, 15, 30].flatMap(n => [n, 60 * n]).concat([3600, 7200, 10800, 21600, 43200, 86400]).sort((a, b) => a - b);
-const POWERS = Array.from({length: 50}, (_, i) => 2 ** (i - 4));
+const POWERS = Array.from({length: 46}, (_, i) => 2 ** i);
 
 /** The n-th colour of lines, shards and partitions. */
 export const colour = n => style(`--c${((n % 10) + 10) % 10}`);
@@ -66,7 +66,7 @@ export class Chart {
     const dim = style("--dim"), grid = {stroke: style("--line"), width: 1}, font = "11px system-ui, sans-serif";
     const {zero, gaps, of} = this.#options, written = axis(of);
     const options = {
-      width: Math.max(80, this.canvas.clientWidth), height: HEIGHT, padding: [8, 8, 0, 0],
+      width: Math.max(80, this.canvas.clientWidth), height: HEIGHT, padding: [8, 22, 0, 0],
       legend: {show: false},
       cursor: {sync: {key: "page"}, drag: {x: false, y: false}, y: false, points: {size: 6}},
       scales: {

@@ -37,6 +37,7 @@ $("token").querySelector("form").addEventListener("submit", e => {
 
 /** Run a change; show in `host` what came of it: the text it returns, or its error.  `form` is disabled meanwhile. */
 export async function attempt(host, form, change) {
+  const focused = document.activeElement;
   host.className = "said dim";
   host.textContent = "…";
   form.inert = true;
@@ -48,7 +49,15 @@ export async function attempt(host, form, change) {
     host.className = "said bad";
   } finally {
     form.inert = false;
+    focusAgain(form, focused);
   }
+}
+
+/** A form that was disabled has lost the focus, and its fields may have been made anew. */
+function focusAgain(form, focused) {
+  if (document.activeElement !== document.body) return;  // somewhere else by now
+  const field = focused.isConnected ? focused : form.querySelector(`[name="${focused.name}"]`);
+  field?.focus({preventScroll: true});
 }
 
 /** A folded form: `load` fills it in each time it is unfolded, until then it is hidden; `save` does what it is for. */

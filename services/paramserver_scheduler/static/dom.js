@@ -55,9 +55,10 @@ function morph(from, to) {
   }
 }
 
+/** What the user has unfolded stays so. */
 function change(old, want) {
   for (const {name} of [...old.attributes]) {
-    if (name !== "style" && !want.hasAttribute(name)) old.removeAttribute(name);
+    if (name !== "style" && name !== "open" && !want.hasAttribute(name)) old.removeAttribute(name);
   }
   for (const {name, value} of want.attributes) {
     // A style attribute would be refused by the page's policy; its object is not.

@@ -13,7 +13,7 @@ export async function get(path) {
 }
 
 function check(answer) {
-  if (answer.status === 401 || answer.status === 403) location.assign("login");
+  if (answer.status === 401 || answer.status === 403) location.assign("login" + location.hash);
   if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
 }
 

@@ -18,7 +18,7 @@ const $ = id => document.getElementById(id);
 const kept = {get: name => localStorage.getItem(`paramserver.${name}`), set: (name, v) => localStorage.setItem(`paramserver.${name}`, v)};
 const model = new ModelPanel(), nodes = new NodePanel(), runTable = new RunTable(), settings = new SettingsForm(choose);
 new RunForm();
-let status = null, lost = true, spanS = Number(kept.get("span")) || 900, chosen = decodeURIComponent(location.hash.slice(1));
+let status = null, lost = true, spanS = Number(kept.get("span")) || 900, chosen = location.hash.slice(1);
 
 function onStatus(found) {
   const back = lost;
@@ -30,9 +30,7 @@ function onStatus(found) {
 
 function onLost() {
   lost = true;
-  $("state").textContent = "no answer";
-  $("state").className = "pill bad";
-  $("live").classList.add("lost");
+  drawState("no answer");
 }
 
 /** Read the past again. */
@@ -44,7 +42,8 @@ function reload() {
 function draw() {
   if (status === null) return;
   const {cluster, models, runs, events} = status, colours = shardColours(status.nodes);
-  drawHeader(cluster);
+  drawState(lost ? "no answer" : cluster.state);
+  drawFacts(cluster);
   drawProblems(cluster.problems);
   nodes.draw(status, spanS, colours);
   drawTiles(status, nodes.series);
@@ -60,12 +59,16 @@ function draw() {
   show($("events"), eventRows(events));
 }
 
-function drawHeader(cluster) {
-  $("state").textContent = cluster.state;
-  $("state").className = `pill ${tone(cluster.state)}`;
+/** Touched only when it changes: it is read aloud to those who cannot see it. */
+function drawState(state) {
+  show($("state"), state);
+  $("state").className = `pill ${tone(state)}`;
+  $("live").classList.toggle("lost", lost);
+}
+
+function drawFacts(cluster) {
   $("facts").textContent = `${cluster.version} · up ${duration(cluster.uptime_s)} · term ${cluster.term} · map ${cluster.map_epoch}`;
   $("live").textContent = clock(cluster.now);
-  $("live").classList.toggle("lost", lost);
 }
 
 /** The model that most is going on in: one with a run that runs, else the one pushed to most, else the newest. */
@@ -88,8 +91,10 @@ function drawTabs(models, shown) {
 }
 
 function noModel() {
-  const line = `curl ${location.origin}/models --json '{"name":"demo","params":{"w":{"shape":[64,10]}}}'`;
-  return el("div.dim", {}, "No model yet. Create one:", el("pre", {}, line));
+  // The parameters of the function that the form for a new run proposes.
+  const params = '{"layers.0.weight":{"shape":[64,10]},"layers.0.bias":{"shape":[10]}}';
+  const line = `curl ${location.origin}/models --json '{"name":"demo","params":${params}}'`;
+  return el("div.dim", {}, "No model yet. Create one, then start a new run below:", el("pre", {}, line));
 }
 
 function eventRows(events) {
@@ -115,7 +120,7 @@ function setSpan(seconds) {
 
 function choose(name) {
   chosen = name;
-  history.replaceState(null, "", "#" + encodeURIComponent(name));
+  history.replaceState(null, "", "#" + name);
   draw();
 }
 
@@ -126,6 +131,7 @@ $("models").addEventListener("click", e => {
   if (tab) choose(tab.dataset.model);
 });
 $("models").addEventListener("change", e => choose(e.target.value));
+addEventListener("hashchange", () => choose(location.hash.slice(1)));  // a link to another model, opened here
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 setTheme(THEMES.includes(kept.get("theme")) ? kept.get("theme") : "auto");
 setSpan(spanS);

@@ -75,7 +75,7 @@ export class ModelPanel {
   }
 
   #drawCharts(model, nowS, spanS) {
-    const from = Math.max(nowS - spanS, model.created_s);
+    const from = Math.max(nowS - spanS, this.#series.slot(model.created_s));
     for (const {id, lines, ...options} of this.#panels()) {
       if (!this.#charts.has(id)) {
         const chart = new Chart(options);

@@ -48,7 +48,7 @@ export class NodePanel {
     for (const n of drawn) for (const m of METRICS) if (n.alive) values[line("node." + m, n.name)] = n[m];
     this.series.add(cluster.now, spanS, values);
     show(document.getElementById("nodes"), rows(nodes, colours));
-    const from = Math.max(cluster.now - spanS, cluster.now - cluster.uptime_s);
+    const from = Math.max(cluster.now - spanS, this.series.slot(cluster.now - cluster.uptime_s));
     for (const [metric, chart] of this.#charts) {
       const names = drawn.filter(n => n.role === "shard" || !metric.endsWith("_per_s")).slice(0, DRAWN_MAX);
       chart.draw(this.series.times, names.map(n => ({

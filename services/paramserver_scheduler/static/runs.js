@@ -31,11 +31,11 @@ export class RunTable {
   /** Show this second. */
   draw(runs) {
     if (runs.length === 0) return show(this.#host, el("p.dim", {}, "No run yet."));
-    show(this.#host, table(["run", "model", "state", "", ">ran", ">workers", "", ""], runs.map(r => ({cells: [
+    show(this.#host, table(["run", "model", "state", "", ">ran", ">workers", ""], runs.map(r => ({cells: [
       r.name || r.id, r.model, pill(r.state),
       r.progress === null ? "" : [bar(r.progress), " ", el("span.num.dim", {}, percent(r.progress))],
-      duration(r.ran_s), `${fixed(r.placed)} of ${r.workers}`, ended(r) ? "" : buttons(r),
-      el("span.reason.dim", {}, r.reason.trim().split("\n").at(-1)),
+      duration(r.ran_s), `${fixed(r.placed)} of ${r.workers}`,
+      r.reason || !ended(r) ? [!ended(r) && buttons(r), r.reason && reason(r.reason.trim())] : "",
     ]}))));
   }
 }
@@ -43,6 +43,13 @@ export class RunTable {
 function buttons(run) {
   const button = (text, state) => el("button", {type: "button", "data-run": run.id, "data-state": state}, text);
   return el("span.row", {}, run.state === "paused" ? button("Resume", "running") : button("Pause", "paused"), button("Stop", "stopped"));
+}
+
+/** The last line, which names the error; a traceback is unfolded from it. */
+function reason(text) {
+  const last = text.split("\n").at(-1);
+  return last === text ? el("span.reason.dim", {}, text)
+    : el("details.reason.dim", {}, el("summary", {}, last), el("pre", {}, text));
 }
 
 /** The folded form for a new run, on a model as it is or on a new one with the same parameters. */

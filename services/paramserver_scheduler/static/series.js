@@ -36,7 +36,7 @@ export class Series {
 
   /** Take in the values of this moment, by line; what is older than `spanS` goes. */
   add(nowS, spanS, values) {
-    const slot = Math.floor(nowS / this.stepS) * this.stepS;
+    const slot = this.slot(nowS);
     if (this.times.length === 0 || slot > this.times.at(-1)) {
       // Skipped slots stay empty, so that a gap in the news is a gap in the line.
       let next = this.times.length === 0 || slot - this.times.at(-1) > spanS ? slot : this.times.at(-1) + this.stepS;
@@ -55,6 +55,9 @@ export class Series {
       for (const known of this.lines.values()) known.splice(0, old);
     }
   }
+
+  /** The time under which a moment's values are kept; it is before that moment. */
+  slot(unixS) { return Math.floor(unixS / this.stepS) * this.stepS; }
 
   /** The values of a line, one for each time. */
   of(name) { return this.lines.get(name) ?? this.times.map(() => null); }

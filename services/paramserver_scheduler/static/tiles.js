@@ -36,5 +36,5 @@ function tile(name, value, kind, note, picture = null) {
 
 /** What is wrong, if anything. */
 export function drawProblems(problems) {
-  show(document.getElementById("problems"), problems.length > 0 && el("div.card.problems", {role: "alert"}, problems.map(p => el("div", {}, p))));
+  show(document.getElementById("problems"), problems.length > 0 && el("section.card.problems", {"aria-label": "Problems"}, problems.map(p => el("div", {}, p))));
 }
