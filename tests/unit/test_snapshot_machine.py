@@ -136,19 +136,20 @@ class Snapshots(RuleBasedStateMachine):
     def ended(self, store: StoreSnapshot, stored: bool) -> None:
         """End this write."""
         capture = store.capture
-        self.writing.remove(store)
+        counts = all(store is not v for v in self.void)
+        self.writing = [w for w in self.writing if w is not store]
         if stored:
-            assert capture.lsn >= self.stored.get(capture.key, 0), "an older state took the place of a newer one"
-            self.stored[capture.key] = capture.lsn
-            counts = store not in self.void
-            if counts and store.cut and capture.clock >= self.owed_cuts.get(capture.key, 0):
-                self.owed_cuts.pop(capture.key, None)
-            if counts and store.fsync and capture.lsn >= self.unsynced.get(capture.key, 0):
-                self.unsynced.pop(capture.key, None)
+            if counts:
+                assert capture.lsn >= self.stored.get(capture.key, 0), "an older state took the place of a newer one"
+                self.stored[capture.key] = capture.lsn
+                if store.cut and capture.clock >= self.owed_cuts.get(capture.key, 0):
+                    self.owed_cuts.pop(capture.key, None)
+                if store.fsync and capture.lsn >= self.unsynced.get(capture.key, 0):
+                    self.unsynced.pop(capture.key, None)
             for event in self.driver.result(store):
                 self.driver.send(event)
         else:
-            if store not in self.void:
+            if counts:
                 self.failed_at[capture.key] = self.driver.now
             self.driver.send(SnapshotFailed(capture.key, capture.token, capture.version, store.urgent))
         self.look()
