@@ -255,6 +255,26 @@ def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
     assert beat(d, m)["state"] == "idle"
 
 
+def test_clocks_that_pass_before_a_run_has_a_worker_are_not_its_own() -> None:
+    """Workers of the model's last run go on until their next heartbeat; the next run, which waits for them, does not
+    end by their clocks, and counts from where it begins, also under a new leader."""
+    d = Driver()
+    d.model()
+    before = d.join("x")
+    run(d, stop={"clocks": 5})
+    d.clock(before, 7)
+    d.wait(1.0)
+    assert state(d)[0] == "waiting"
+    d.ask(lambda n: io.LeaveWorker(n, "m", "m/x"))
+    member(d, "p")
+    d.restart()
+    w = d.join("run-1/w0", rank=0)
+    d.clock(w, 11)
+    assert state(d)[0] == "running"
+    d.clock(w, 12)
+    assert state(d) == ("finished", "the limit of clocks was reached (5)")
+
+
 def test_the_rank_of_a_worker_whose_run_is_over_goes_to_the_next_run() -> None:
     """A worker of a new run takes the rank of a worker whose run is over, which is fenced; other ranks are refused."""
     d = Driver()

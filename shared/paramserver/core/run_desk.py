@@ -143,6 +143,8 @@ class RunDesk:
         if run is None:
             return
         run.count_time(now)
+        if run.state == "waiting" and not run.ran_s:  # workers of the last run may still be finishing their steps
+            run.from_clock = model.gate.clock
         clocks = model.gate.clock - run.from_clock
         if run.stop.clocks is not None and clocks >= run.stop.clocks:
             self.end(run, "finished", f"the limit of clocks was reached ({clocks})", now)

@@ -133,7 +133,7 @@ class Run:
     state: str = "waiting"
     reason: str = ""
     from_clock: int = 0
-    """Clock of the model when the run was created."""
+    """Clock of the model when the run was created, or when the first worker took a place."""
     ran_s: float = 0.0
     """Seconds in state running, up to `counted_s`."""
     counted_s: float = 0.0
