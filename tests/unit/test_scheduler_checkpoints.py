@@ -188,6 +188,41 @@ def test_the_last_and_the_best_checkpoints_stay() -> None:
     assert len([w for w in d.work if isinstance(w, io.RemoveCheckpoint)]) == 2
 
 
+def test_a_checkpoint_by_rule_has_the_result_of_the_evaluation_of_its_clock() -> None:
+    """A checkpoint that is due with an evaluation is written after it, with its result; no user's request waits."""
+    d = Driver()
+    d.model(evaluate_every=10, checkpoint={"every_clocks": 10})
+    a = d.join("a")
+    for clock, accuracy in ((10, 0.9), (20, 0.5)):
+        d.clock(a, clock)
+        task = d.result(d.lease(a, "evaluate"))["task"]
+        d.wait(4.0)
+        assert not d.work
+        d.ask(lambda n, t=task, v=accuracy: io.TaskDone(n, "m", a["worker"], 1, t["id"], {"accuracy": v}))  # type: ignore[misc]
+        finish(d)
+    assert [c["metric"]["value"] for c in d.core.read.checkpoints("m")] == [0.9, 0.5]
+    d.clock(a, 31)
+    d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    assert [finish(d).name, finish(d).name] == ["000003-clock-31", "mine"]
+
+
+@pytest.mark.parametrize(("taken", "wait_s"), [(False, 3.0), (True, 60.0)])
+def test_an_evaluation_that_does_not_end_keeps_no_checkpoint_from_being_written(taken: bool, wait_s: float) -> None:
+    """A checkpoint by rule waits a few seconds for an evaluation to be taken, and a minute for its result."""
+    d = Driver()
+    d.model(evaluate_every=10, checkpoint={"every_clocks": 10})
+    a = d.join("a")
+    d.clock(a, 10)
+    if taken:
+        assert d.result(d.lease(a, "evaluate"))["task"]
+    for _ in range(int(wait_s) - 1):
+        d.wait(1.0)
+        d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], 1))
+    assert not d.work
+    d.wait(1.0)
+    assert finish(d).document["metric"] is None
+
+
 def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
     """A model created by a restore is `initializing` until that finishes, then `ready`, or removed if it fails."""
     d = Driver()

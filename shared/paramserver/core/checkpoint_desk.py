@@ -1,6 +1,6 @@
 """Checkpoints of models: requested by users or by rule, written one at a time, and the surplus removed."""
 
-from typing import Any
+from typing import Any, Final
 
 from paramserver.core.checkpoints import ALIASES, IDLE_S, PendingCheckpoint, Record
 from paramserver.core.cluster import Cluster
@@ -16,7 +16,11 @@ from paramserver.core.scheduler_io import (
 )
 from paramserver.errors import PsError, problem
 
-PENDING_MAX = 64
+PENDING_MAX: Final = 64
+EVALUATION_TAKEN_S: Final = 3.0
+"""How long a checkpoint by rule waits for a worker to take an evaluation; without an evaluator nobody ever does."""
+EVALUATION_DONE_S: Final = 60.0
+"""How long it waits for the result of one that a worker has taken."""
 
 
 class CheckpointDesk:
@@ -56,7 +60,7 @@ class CheckpointDesk:
         if points.due(model.spec.checkpoint, every, clock, lambda: model.version, now):
             points.last_clock, points.last_version, points.last_s = clock, model.version, now
             points.pending.append(PendingCheckpoint(now, clock=clock))
-        if not points.pending or points.writing:
+        if not points.pending or points.writing or _awaits_evaluation(model, now):
             return
         if not model.gate.sync:
             self._begin(model, None, clock, now)
@@ -161,6 +165,15 @@ class CheckpointDesk:
             for pending in model.checkpoints.pending:
                 if request in pending.requests:
                     pending.requests.remove(request)
+
+
+def _awaits_evaluation(model: Model, now: float) -> bool:
+    """Whether nobody waits for a checkpoint and an evaluation is open, whose result is to be the next one's metric."""
+    pending = model.checkpoints.pending
+    if not model.evaluations or any(p.requests or p.name is not None for p in pending):
+        return False
+    taken = any(v.leased is not None for v in model.evaluations)
+    return now - pending[0].since_s < (EVALUATION_DONE_S if taken else EVALUATION_TAKEN_S)
 
 
 def _went_back(model: str) -> PsError:
