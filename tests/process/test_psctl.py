@@ -66,7 +66,7 @@ def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path
         (["train", "nothing.py", "--model", "m"], 2, "nothing.py"),
         (["--url", "http://127.0.0.1:9"], 2, "--url"),
         (["pull", "wrong", "*"], 2, "stands for 2 parameters, name one of: w, v"),
-        (["pull", "no-such-model", "w"], 4, "psctl create makes one"),
+        (["pull", "absent", "w"], 4, "psctl create makes one"),
         (["checkpoint", "save", "wrong", "/dev/null/x"], 1, "/dev/null"),
         (["checkpoint", "restore", "./nope", "--as", "wrong"], 2, "there is no folder './nope'"),
         (["checkpoint", "restore", "nope", "--as", "wrong"], 4, "psctl checkpoint list wrong"),
