@@ -338,10 +338,16 @@ def test_where_the_cluster_is(url: str | None, env: dict[str, str], urls: tuple[
     assert urls_of(url, env) == urls
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://h:1,http://h:x", "http://:8700", "http://h:1?x=1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:99999", "http://h:1,http://h:x", "http://:8700", "http://h:1?x=1",
+        "http://192.168.1.300:8700", "http://a|b:1",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("client", [ps.connect, ps.AsyncClient])
 def test_a_url_where_nobody_can_be_is_refused(client: Any, url: str) -> None:
-    """A URL with an invalid port, no host or a query is refused as invalid, not reported as unreachable."""
+    """A URL with an invalid port or host, no host or a query is refused as invalid, not reported as unreachable."""
     with pytest.raises(ps.RequestError, match="is not a valid cluster URL"):
         client(url)
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
+from pyreqwest.http import Url
+
 from paramserver.client.calls import Outcome, Response
 from paramserver.errors import InDoubt, Unreachable, problem
 
@@ -19,7 +21,7 @@ NAMED_MAX: Final = 16
 class Addresses:
     """The URLs to try, and which of them answered last.  Fields are replaced, never modified in place.
 
-    Raises RequestError (`malformed`) for a URL that cannot be parsed, or has no host or port 0.
+    Raises RequestError (`malformed`) for a URL that cannot be parsed, or has port 0, or no host or one that cannot be.
     """
 
     def __init__(self, given: Sequence[str]) -> None:
@@ -60,6 +62,7 @@ def _checked(url: str) -> str:
     try:
         parts = urlsplit(url)
         wrong = "" if parts.hostname and parts.port != 0 else "it has no host, or port 0"
+        Url(url)  # the native client's parser, which knows hosts that cannot be
     except ValueError as e:
         wrong = str(e)
     if wrong:
