@@ -3,21 +3,23 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeAlias
 
 import pytest
 
 import paramserver as ps
-from paramserver.client.calls import Request, Response
-from paramserver.client.credentials import NO_CREDENTIALS
-from paramserver.client.transport import BlockingTransport
+from paramserver.client.calls import Outcome, Request, Response
+from paramserver.client.credentials import NO_CREDENTIALS, Credentials
+from paramserver.client.transport import AsyncTransport, BlockingTransport
+from paramserver.errors import problem
 
 THREADS = 40
 
 
 class Node(ThreadingHTTPServer):
-    """A server that answers `/livez` at once, and other requests once `2 * THREADS` of them have arrived."""
+    """A server that answers `/wait` once `2 * THREADS` of such requests have arrived, and all others at once."""
 
     daemon_threads = True
     request_queue_size = 4 * THREADS
@@ -36,16 +38,38 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        if self.path != "/livez":
+        if self.path == "/wait":
             try:
                 self.server.together.wait(10.0)
             except threading.BrokenBarrierError:
                 self.close_connection = True
                 return
-        self.send_response(200)
-        self.send_header("content-length", "2")
+        if self.path == "/cut":
+            self.close_connection = True
+            return
+        if self.path == "/token":
+            self.answer(200, self.headers.get("authorization", "").encode())
+        elif self.path == "/gone":
+            self.answer(410, b"it is gone", Where="elsewhere")
+        elif self.path == "/page/livez":
+            self.answer(404, b'{"code":"not_found"}', **{"content-type": "application/problem+json"})
+        elif self.path == "/elsewhere":
+            self.answer(307, b"", location="/livez")
+        else:
+            self.answer(200, b"{}")
+
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        """Send an answer."""
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(body)))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        """Answer a request with its body."""
+        self.answer(200, self.rfile.read(int(self.headers["content-length"])))
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""
@@ -68,7 +92,7 @@ def test_a_waiting_request_is_in_no_other_threads_way(node: Node) -> None:
     outcomes: list[object] = []
 
     def ask() -> None:
-        outcomes.extend(transport.perform([Request("GET", "/first"), Request("GET", "/second")]))
+        outcomes.extend(transport.perform([Request("GET", "/wait"), Request("GET", "/wait")]))
 
     threads = [threading.Thread(target=ask) for _ in range(THREADS)]
     for t in threads:
@@ -78,6 +102,131 @@ def test_a_waiting_request_is_in_no_other_threads_way(node: Node) -> None:
     transport.close()
 
     assert [o.status for o in outcomes if isinstance(o, Response)] == [200] * 2 * THREADS
+
+
+Perform: TypeAlias = Callable[[Sequence[Request], Credentials], list[Outcome]]
+
+
+def blocking(url: str, requests: Sequence[Request], credentials: Credentials) -> list[Outcome]:
+    """Return the outcomes of these requests to the URL."""
+    transport = BlockingTransport((url,), credentials)
+    try:
+        return transport.perform(requests)
+    finally:
+        transport.close()
+
+
+def on_asyncio(url: str, requests: Sequence[Request], credentials: Credentials) -> list[Outcome]:
+    """Return the outcomes of these requests to the URL."""
+
+    async def main() -> list[Outcome]:
+        transport = AsyncTransport((url,), credentials)
+        try:
+            return await transport.perform(requests)
+        finally:
+            await transport.close()
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(params=[blocking, on_asyncio])
+def perform(request: pytest.FixtureRequest, node: Node) -> Perform:
+    """Performs requests to the node, blocking or on asyncio."""
+    way = request.param
+    return lambda requests, credentials: way(node.url, requests, credentials)
+
+
+def test_each_request_has_its_own_outcome(node: Node, perform: Perform) -> None:
+    """The outcomes of several requests are in their order, errors among answers; names of headers are lower case."""
+    paths = ("/gone", "/cut", "/livez", "/elsewhere")
+    gone, cut, alive, elsewhere = perform([Request("GET", path) for path in paths], NO_CREDENTIALS)
+
+    assert isinstance(gone, Response)
+    assert (gone.status, gone.body, gone.headers["where"], gone.url) == (410, b"it is gone", "elsewhere", node.url)
+    assert isinstance(cut, ps.InDoubt)
+    assert cut.detail.startswith(f"the connection to {node.url} broke before it answered (")
+    assert isinstance(alive, Response)
+    assert (alive.status, alive.body) == (200, b"{}")
+    assert isinstance(elsewhere, Response)
+    assert (elsewhere.status, elsewhere.headers["location"]) == (307, "/livez")
+
+
+def test_a_body_is_sent_whole_and_the_token_with_it(perform: Perform) -> None:
+    """A body in several pieces is sent as one; a client with a token sends it with each request."""
+    request = Request("POST", "/echo", b"a", {"content-type": "x/y"}, rest=[memoryview(b"bc"), memoryview(b"d")])
+    (echo,) = perform([request], NO_CREDENTIALS)
+    (token,) = perform([Request("GET", "/token")], Credentials("secret"))
+
+    assert isinstance(echo, Response)
+    assert isinstance(token, Response)
+    assert (echo.body, token.body) == (b"abcd", b"Bearer secret")
+
+
+class Kept:
+    """A sink that keeps a body, and refuses one of more than 1,000 bytes."""
+
+    def __init__(self) -> None:
+        self.body, self.ended = b"from an earlier attempt", False
+
+    def begin(self) -> None:
+        """Start a body."""
+        self.body = b""
+
+    def feed(self, data: memoryview) -> None:
+        """Take bytes."""
+        self.body += data
+        if len(self.body) > 1000:
+            raise problem("too_large", "more than 1,000 bytes")
+
+    def end(self) -> None:
+        """End the body."""
+        self.ended = True
+
+    def room(self) -> memoryview:
+        """Return no memory."""
+        return memoryview(b"")
+
+    def filled(self, size: int) -> None:
+        """Take nothing."""
+
+
+def test_only_the_body_of_a_success_goes_into_a_sink(perform: Perform) -> None:
+    """A sink gets the body of a 200 answer; that of any other is in the answer, and a sink's refusal is the outcome."""
+    kept, unused, full, cut = Kept(), Kept(), Kept(), Kept()
+    good, gone, refused, lost = perform(
+        [
+            Request("POST", "/echo", b"abc", sink=kept),
+            Request("GET", "/gone", sink=unused),
+            Request("POST", "/echo", bytes(1001), sink=full),
+            Request("GET", "/cut", sink=cut),
+        ],
+        NO_CREDENTIALS,
+    )
+
+    assert isinstance(good, Response)
+    assert (good.status, good.body, kept.body, kept.ended) == (200, b"", b"abc", True)
+    assert isinstance(gone, Response)
+    assert (gone.status, gone.body, unused.body) == (410, b"it is gone", b"from an earlier attempt")
+    assert isinstance(refused, ps.RequestError)
+    assert (refused.detail, full.ended) == ("more than 1,000 bytes", False)
+    assert isinstance(lost, ps.InDoubt)
+    assert not cut.ended
+
+
+@pytest.mark.parametrize("way", [blocking, on_asyncio])
+def test_what_is_no_url_is_said_so(way: Any) -> None:
+    """A request in a scheme that is not HTTP is refused as malformed, which is not retried."""
+    (malformed,) = way("ftp://host:1", [Request("GET", "/livez")], NO_CREDENTIALS)
+
+    assert isinstance(malformed, ps.RequestError)
+    assert malformed.detail.startswith("ftp://host:1 is not a valid URL: ")
+
+
+def test_the_url_of_a_page_is_no_cluster(node: Node) -> None:
+    """`connect` refuses a URL with a path that the node does not have, and names the URL without it."""
+    with pytest.raises(ps.RequestError, match=f"'{node.url}/page' is not the URL of a cluster") as refused:
+        ps.connect(f"{node.url}/page")
+    assert refused.value.hint == f"without its path: {node.url}"
 
 
 def test_a_closed_client_says_so_at_once(node: Node) -> None:
