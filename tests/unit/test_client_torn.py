@@ -1,0 +1,206 @@
+"""A worker's pushes that only some shards may have, and what else a session refuses or survives; without I/O."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from paramserver.client.calls import Deadline, Response
+from paramserver.client.iterations import Iterations
+from paramserver.client.session import Session
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import ConflictError, InDoubt, PsError, RequestError, problem
+
+from .session_node import GRAD, Node, deadline, no, opened
+from .sharding import Now, drive
+
+LOST = problem("in_doubt", "the answer was lost")
+
+
+def in_doubt(node: Node, session: Session) -> None:
+    """Push; no answer arrives before the deadline."""
+    now = Now()
+    node.script["/push"] = [LOST] * 1000
+    with pytest.raises(InDoubt):
+        drive(session.push(GRAD, Deadline.after(5.0, now)), node, now)
+    node.script["/push"] = []
+
+
+def joins(node: Node) -> int:
+    """Return how often the worker has joined."""
+    return len(node.bodies("/models/m/workers"))
+
+
+@pytest.mark.parametrize("by", ["push", "step"])
+def test_a_push_in_doubt_is_taken_back_before_the_next(by: str) -> None:
+    """In sync, a worker whose push may have reached some shards only joins again and pushes the same clock anew."""
+    node = Node()
+    session = opened(node)
+    drive(session.pull(deadline()), node)
+    in_doubt(node, session)
+    assert joins(node) == 1
+
+    call: Any = session.push(GRAD, deadline()) if by == "push" else Iterations(session).step(GRAD, {}, deadline(), None)
+    assert drive(call, node).state == "staged"
+
+    assert joins(node) == 2
+    assert [(f.epoch, f.clock) for f in node.pushes] == [(2, 0)]
+    assert drive(session.push(GRAD, deadline()), node).state == "staged"
+    assert joins(node) == 2
+
+
+def test_a_push_in_doubt_is_the_servers_business_where_pushes_count_one_by_one() -> None:
+    """In async, a worker goes on under its epoch after a push in doubt: parts that arrived have been applied."""
+    node = Node("async")
+    session = opened(node)
+    in_doubt(node, session)
+    assert drive(session.push(GRAD, deadline()), node).state == "applied"
+
+    assert (joins(node), node.pushes[-1].epoch) == (1, 1)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, GeneratorExit])
+def test_an_interrupted_push_is_taken_back(interrupt: type[BaseException]) -> None:
+    """In sync, a worker whose push was interrupted in flight joins again: some shards may have received it."""
+    node = Node()
+    session = opened(node)
+    pushing = session.push(GRAD, deadline())
+    next(pushing)
+    with pytest.raises(interrupt):
+        pushing.throw(interrupt())
+    drive(session.push(GRAD, deadline()), node)
+
+    assert (joins(node), node.pushes[-1].epoch) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "taken_back"),
+    [(no("conflict"), False), (no("conflict", partitions=[3]), True), (no("internal"), False)],
+)
+def test_a_refused_push_is_taken_back_if_some_shards_have_it(refusal: Response, taken_back: bool) -> None:
+    """In sync, a worker joins again after a refusal that names partitions which took the push, not after another."""
+    node = Node()
+    session = opened(node)
+    node.script["/push"] = [refusal]
+    with pytest.raises(PsError):
+        drive(session.push(GRAD, deadline()), node)
+    drive(session.push(GRAD, deadline()), node)
+
+    assert (joins(node) == 2) == taken_back
+
+
+def test_an_iteration_with_a_push_taken_back_starts_again() -> None:
+    """A worker that ends an iteration whose push is in doubt reports nothing: it goes on with the same clock."""
+    node = Node()
+    session = opened(node)
+    in_doubt(node, session)
+
+    assert drive(Iterations(session).advance(deadline(), None), node) == 0
+    assert node.bodies("/models/m/clock") == []
+    drive(session.push(GRAD, deadline()), node)
+    assert drive(Iterations(session).advance(deadline(), None), node) == 1
+
+
+@pytest.mark.parametrize("moved", ["clock", "timeline"])
+def test_a_gradient_whose_clock_has_passed_while_it_was_in_doubt_is_dropped(moved: str) -> None:
+    """If the model went on before the worker joined again, a gradient of the values it had is dropped."""
+    node = Node()
+    session = opened(node)
+    drive(session.pull(deadline()), node)
+    in_doubt(node, session)
+    setattr(node, moved, 1)
+
+    assert drive(session.push(GRAD, deadline()), node).state == "dropped"
+    assert node.pushes == []
+    assert (session.clock, session.timeline) == (node.clock, node.timeline)
+
+
+def test_nothing_is_pushed_while_the_iteration_is_being_ended() -> None:
+    """In sync, another call's push while the iteration is being ended is refused and not sent; in async it is made."""
+    for mode, refused in (("sync", True), ("async", False)):
+        node = Node(mode)
+        session = opened(node)
+        with session.ending_iteration():
+            if refused:
+                with pytest.raises(ConflictError, match="another call of this worker"):
+                    drive(session.push(GRAD, deadline()), node)
+            else:
+                drive(session.push(GRAD, deadline()), node)
+        assert len(node.pushes) == (not refused)
+        drive(session.push(GRAD, deadline()), node)
+        assert len(node.pushes) == 1 + (not refused)
+
+
+def test_an_iteration_without_a_push_is_not_the_one_before() -> None:
+    """After an iteration that pushed, one without a push is reported all the same, even if the worker joined again."""
+    node = Node()
+    session = opened(node)
+    drive(session.push(GRAD, deadline()), node)
+    assert drive(Iterations(session).advance(deadline(), None), node) == 1
+    node.clock = 1
+    drive(session.join(deadline()), node)
+
+    assert drive(Iterations(session).advance(deadline(), None), node) == 2
+    assert [body["clock"] for body in node.bodies("/models/m/clock")] == [1, 2]
+
+
+@pytest.mark.parametrize(("clock", "since"), [(1, 0), (2, 2)])
+def test_a_worker_that_skips_clocks_counts_from_there(clock: int, since: int) -> None:
+    """A worker that continues more than one clock later has not taken part since; with the next clock it has."""
+    session = opened(Node())
+    session.catch_up(clock, 1, 0)
+
+    assert (session.clock, session.since) == (clock, since)
+    session.catch_up(clock - 1, 1, 0)
+    session.catch_up(9, 2, 0)
+    session.catch_up(9, 1, 1)
+    assert session.clock == clock
+
+
+def test_a_stream_is_not_clipped_by_a_norm_that_is_not_known() -> None:
+    """A streamed push to a model that clips by the norm of the whole gradient is refused before anything is sent."""
+    node = Node("async")
+    node.spec = ModelSpec.parse({**node.spec.document(), "optimizer": {"name": "sgd", "clip_norm": 1.0}})
+    session = opened(node)
+
+    with pytest.raises(RequestError, match="'m' clips by the norm of the whole gradient") as refused:
+        drive(session.begin(deadline(), streamed=True), node)
+    assert (refused.value.code, refused.value.hint) == ("invalid_field", "push it whole: worker.push(grads)")
+    assert drive(session.begin(deadline()), node)[1] is not None
+
+
+def test_a_mode_that_cannot_be_asked_for_is_no_failure_of_a_push(caplog: pytest.LogCaptureFixture) -> None:
+    """A push that shows that the mode has changed succeeds although nobody tells the new mode; the next push asks."""
+    caplog.set_level(logging.INFO, "paramserver")
+    node, now = Node("async"), Now()
+    session = opened(node)
+    node.mode = "sync"
+    node.script["/models/m"] = [no("unavailable")] * 1000
+
+    assert drive(session.push(GRAD, Deadline.after(5.0, now)), node, now).state == "staged"
+    assert session.mode == "async"
+    assert "worker.mode_unknown worker=m/w0 error=unavailable" in caplog.text
+    node.script["/models/m"] = []
+    drive(session.push(GRAD, deadline()), node)
+    assert session.mode == "sync"
+
+
+def fail_pulls(node: Node) -> Any:
+    """Return the node's answers, except that pulls are refused for a while."""
+    return lambda request: no("unavailable") if request.path == "/pull" else node(request)
+
+
+def test_a_pull_that_fails_after_a_workers_push_leaves_it_in_doubt() -> None:
+    """A worker's pushpull raises InDoubt if its push was accepted and the pull fails, as the push must not be repeated.
+
+    If the push was dropped, the error of the pull is raised as it is.
+    """
+    node, now = Node("async"), Now()
+    session = opened(node)
+    assert drive(session.pushpull(GRAD, deadline()), node).flat.tolist() == [0.0] * 4
+    with pytest.raises(InDoubt, match="the push was accepted, the pull after it failed"):
+        drive(session.pushpull(GRAD, Deadline.after(5.0, now)), fail_pulls(node), now)
+    node.script["/push"] = [no("reserved_worker")]
+    with pytest.raises(PsError) as failed:
+        drive(session.pushpull(GRAD, Deadline.after(5.0, now)), fail_pulls(node), now)
+    assert failed.value.code == "unavailable"
