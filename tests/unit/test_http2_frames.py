@@ -175,6 +175,74 @@ def test_what_is_no_request_is_none(headers: list[wire.Header]) -> None:
     assert request_of(headers) is None
 
 
+@pytest.mark.parametrize(
+    ("flags", "payload", "block"),
+    [
+        (0, b"abc", b"abc"),
+        (wire.PADDED, b"\x02abc\x00\x00", b"abc"),
+        (wire.WITH_PRIORITY, b"12345abc", b"abc"),
+        (wire.PADDED | wire.WITH_PRIORITY, b"\x0212345abc\x00\x00", b"abc"),
+        (wire.PADDED, b"\x02\x00\x00", b""),
+        (wire.WITH_PRIORITY, b"12345", b""),
+    ],
+)
+def test_a_header_block_lies_between_priority_and_padding(flags: int, payload: bytes, block: bytes) -> None:
+    """The fragment of a HEADERS frame begins after its padding's length and priority, and ends before its padding."""
+    assert wire.header_fragment(flags, memoryview(payload)) == block
+
+
+@pytest.mark.parametrize(
+    ("flags", "payload"),
+    [
+        (wire.PADDED, b""),
+        (wire.PADDED, b"\x02\x00"),
+        (wire.WITH_PRIORITY, b"1234"),
+        (wire.PADDED | wire.WITH_PRIORITY, b"\x0112345"),
+    ],
+)
+def test_a_header_block_that_is_all_padding_is_refused(flags: int, payload: bytes) -> None:
+    """A HEADERS frame whose padding or priority does not fit it raises Http2Error."""
+    with pytest.raises(Http2Error) as refused:
+        wire.header_fragment(flags, memoryview(payload))
+    assert refused.value.code == wire.PROTOCOL_ERROR
+
+
+def test_a_number_is_four_bytes_long() -> None:
+    """A 32-bit payload is read as it was written, a 31-bit one without its top bit; another length is refused."""
+    sent = memoryview(wire.u32_frame(5, wire.WINDOW_UPDATE, 0xFFFFFFFE))[wire.HEAD_BYTES :]
+
+    assert (wire.parse_u32(sent), wire.parse_u31(sent)) == (0xFFFFFFFE, 0x7FFFFFFE)
+    for size in (3, 5):
+        with pytest.raises(Http2Error) as refused:
+            wire.parse_u32(memoryview(bytes(size)))
+        assert refused.value.code == wire.FRAME_SIZE_ERROR
+
+
+def test_a_place_in_data_is_told_for_its_stream_alone() -> None:
+    """Within DATA a scanner tells its stream what is due; other streams, and parts of other frames, have no place."""
+    scanner = Scanner(100, 50)
+    assert scanner.position(1) == (0, 0)
+    data = wire.frame(wire.DATA, wire.END_STREAM, 1, b"abcd")
+    list(scanner.scan(memoryview(data[:-3])))
+    assert (scanner.position(1), scanner.position(3)) == ((3, wire.END_STREAM), None)
+    assert (scanner.ends(1), scanner.ends(3)) == (True, False)
+    list(scanner.scan(memoryview(data[-3:])))
+    assert (scanner.position(1), scanner.position(3)) == ((0, 0), (0, 0))
+    assert not scanner.ends(1)
+    list(scanner.scan(memoryview(data[:3])))
+    assert scanner.position(1) is None
+
+
+def test_a_place_in_padding_is_nobodys() -> None:
+    """While padding is still to come there is no place to read from without the scanner."""
+    scanner = Scanner(100, 50)
+    padded = wire.frame(wire.DATA, wire.PADDED, 1, b"\x02abc\x00\x00")
+    list(scanner.scan(memoryview(padded[:-1])))
+    assert scanner.position(1) is None
+    list(scanner.scan(memoryview(padded[-1:])))
+    assert scanner.position(1) == (0, 0)
+
+
 @pytest.mark.parametrize("payload", [b"\x00\x05\x00\x00\x00", b"\x00\x04\x80\x00\x00\x00", b"\x00\x05\x00\x00\x3f\xff"])
 def test_settings_that_cannot_be_are_refused(payload: bytes) -> None:
     """Settings of a wrong length, with too large a window or too small a frame size, raise Http2Error."""

@@ -1,6 +1,7 @@
 """Frames, tensors and bounded parsing: round trips, and bad bytes raise only PsError."""
 
 import json
+import math
 import struct
 import tracemalloc
 import zlib
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paramserver import limits
 from paramserver.errors import RequestError
 from paramserver.types import PushId
 from paramserver.wire import frame, tensor
@@ -131,6 +133,8 @@ def test_a_newer_frame_format_is_refused_by_name() -> None:
         ({"ends": [1, 60.5]}, "malformed"),
         ({"codec": "int4"}, "unknown_codec"),
         ({"codec": "int8", "sizes": [[1, 1]]}, "invalid_encoding"),
+        ({"codec": "int8", "sizes": [[1, 1], [1, 1]]}, "invalid_encoding"),
+        ({"parts": [[p, None, [[i, i + 1] for i in range(4096)]] for p in range(17)]}, "too_large"),
         ({"map": 1}, "malformed"),
     ],
 )
@@ -140,6 +144,25 @@ def test_a_wrong_header_is_refused(change: dict[str, Any], code: str) -> None:
         read(spelled_out(PUSH) | change, frame.PushFrame)
 
     assert caught.value.code == code
+
+
+def test_a_header_has_a_size_that_is_allowed() -> None:
+    """A frame that announces a header above the limit is refused by its first 8 bytes; one at the limit is not."""
+    longest = limits.FRAME_HEADER_BYTES_MAX
+
+    assert (
+        frame.header_end(frame.encode_header(PUSH)[:4] + longest.to_bytes(4, "little")) == -(-(longest + 8) // 64) * 64
+    )
+    with pytest.raises(RequestError) as caught:
+        frame.header_end(frame.encode_header(PUSH)[:4] + (longest + 1).to_bytes(4, "little"))
+    assert caught.value.code == "too_large"
+
+
+def test_numbers_of_numpy_are_numbers_in_a_frame() -> None:
+    """NumPy's numbers are sent as plain ones; what is neither number nor text is refused by the name of its type."""
+    assert read({**spelled_out(PUSH), "clock": np.int64(9), "weight": np.float64(2.5)}, frame.PushFrame).clock == 9
+    with pytest.raises(RequestError, match="a complex cannot be sent in a frame"):
+        frame.encode_header({"weight": 1j})
 
 
 @given(st.sampled_from(sorted(FRAMES)), st.integers(0, 400), st.binary(max_size=3))
@@ -403,6 +426,28 @@ def test_msgpack_tensors_that_lie_are_refused(value: Any) -> None:
     """A msgpack tensor whose shape, dtype and bytes do not fit together is refused."""
     with pytest.raises(RequestError):
         tensor.from_msgpack(value, "w")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_msgpack_tensors_round_trip(dtype: str, shape: tuple[int, ...]) -> None:
+    """An array of any dtype is written as a msgpack tensor, transposed or not, and read back in its shape."""
+    a = tensor.from_f32(np.arange(6, dtype=np.float32)[: math.prod(shape)].reshape(shape), dtype).T
+
+    back, named = tensor.from_msgpack(unpack(msgpack.packb(tensor.to_msgpack(a, dtype))), "w")
+
+    assert (named, back.shape, back.dtype) == (dtype, a.shape, a.dtype)
+    assert np.array_equal(back, a)
+
+
+def test_json_of_many_numbers_or_wide_ones_is_exact() -> None:
+    """A float64, and an array too large for its shortest decimals, are written in full; others as short as possible."""
+    tenth = np.float32(0.1)
+
+    assert tensor.to_json(np.full((2, 1), 0.1), "float64") == [[0.1], [0.1]]
+    assert tensor.to_json(np.full(1 << 16, tenth), "float32")[-1] == 0.1
+    assert tensor.to_json(np.full((1, (1 << 16) + 1), tenth), "float32")[0][-1] == float(tenth)
+    assert tensor.to_json(np.array(tenth), "float32") == 0.1
 
 
 @given(st.lists(st.floats(width=32), max_size=20))
