@@ -69,6 +69,24 @@ def test_a_moved_partition_is_followed_at_once(shards: Shards, now: Now, cluster
     assert sum(path == "/models/m" for _, path in shards.log) == 2
 
 
+def test_a_silent_shard_may_own_nothing_any_more(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """If a shard cannot be reached, the client looks for new owners of its partitions before it tries again."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.owners, shards.map_epoch = ["b"] * 4, shards.map_epoch + 1
+    shards.log.clear()
+
+    def gone(request: Request) -> Outcome:
+        if request.to == A:
+            shards.log.append((request.to, request.path))
+            return problem("unreachable", "nobody there")
+        return shards(request)
+
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), gone, now)
+
+    assert shards.log == [(A, "/push"), (B, "/push"), (None, "/models/m"), (B, "/push")]
+    assert shards.flat.tolist() == expected().tolist()
+
+
 def test_shards_that_do_not_answer_are_reached_by_the_url(
     shards: Shards, now: Now, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

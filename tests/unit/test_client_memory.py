@@ -153,6 +153,7 @@ def test_an_idle_slot_is_taken_if_it_is_large_enough(same_host: SameHost, lend: 
     same_host.keep(small)
     same_host.keep(large)
 
+    assert large.path == f"{address.removeprefix('unix://').removesuffix('/requests')}/{large.file}"
     assert same_host.slot(address, 2 * PAGE_BYTES + 1) is None
     assert same_host.slot(address, PAGE_BYTES + 1) is large
     assert same_host.slot(address, PAGE_BYTES + 1) is None

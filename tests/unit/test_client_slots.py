@@ -16,6 +16,7 @@ from paramserver.client import transfer
 from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.frames import PushTerms
+from paramserver.client.sends import origin_of
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import PushId
@@ -333,3 +334,10 @@ def test_values_of_two_timelines_are_no_answer_to_a_pushpull(lenders: Lenders, n
 
     assert (done.state, values.origin.timeline) == ("applied", 1)
     assert [path for _, path in lenders.sent] == ["/slots"] * 2 + ["/pushpull"] * 2 + ["/pull"] * 2
+
+
+def test_values_are_as_old_as_their_oldest_part() -> None:
+    """The version of values is the lowest of their partitions, and their incarnation the highest."""
+    origin = origin_of("m", 7, 2, {0: (3, 8), 1: (2, 9), 2: (5, 7)})
+
+    assert (origin.version, origin.incarnation, origin.timeline) == (2, 9, 2)

@@ -9,7 +9,8 @@ from paramserver.client.calls import Deadline, Response
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import ConflictError, InDoubt, PsError, RequestError, problem
+from paramserver.errors import ConflictError, InDoubt, PsError, RequestError, Unavailable, problem
+from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
 from .session_node import GRAD, Node, deadline, no, opened
 from .sharding import Now, drive
@@ -142,6 +143,20 @@ def test_an_iteration_without_a_push_is_not_the_one_before() -> None:
 
     assert drive(Iterations(session).advance(deadline(), None), node) == 2
     assert [body["clock"] for body in node.bodies("/models/m/clock")] == [1, 2]
+
+
+def test_nothing_is_added_to_an_iteration_whose_commit_came_with_its_push() -> None:
+    """After a step whose commit came but whose run is paused, nothing more is pushed for that clock."""
+    node, now = Node(), Now()
+    session = opened(node)
+    session.status = "paused"
+    reply = PushReply("staged", False, 1, 0, 1, 0, [(0, 1, 1, 0)], released=True)
+    node.script["/push"] = [Response(200, {"content-type": MEDIA_TYPE}, encode_header(reply))]
+    with pytest.raises(Unavailable):
+        drive(Iterations(session).step(GRAD, {}, Deadline.after(5.0, now), 5.0), node, now)
+
+    with pytest.raises(ConflictError, match="iteration 0 of this worker has been reported finished"):
+        drive(session.push(GRAD, deadline()), node)
 
 
 @pytest.mark.parametrize(("clock", "since"), [(1, 0), (2, 2)])

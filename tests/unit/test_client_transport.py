@@ -14,6 +14,9 @@ from paramserver.client.calls import Outcome, Request, Response
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.client.transport import AsyncTransport, BlockingTransport
 from paramserver.errors import problem
+from paramserver.wire import http2 as wire
+
+from .scripted_server import Peer, serving
 
 THREADS = 40
 
@@ -227,6 +230,36 @@ def test_the_url_of_a_page_is_no_cluster(node: Node) -> None:
     with pytest.raises(ps.RequestError, match=f"'{node.url}/page' is not the URL of a cluster") as refused:
         ps.connect(f"{node.url}/page")
     assert refused.value.hint == f"without its path: {node.url}"
+
+
+def test_a_closed_transport_has_hung_up_on_shards() -> None:
+    """Closing a transport, blocking or on asyncio, closes its connections to shards, even while it is still held."""
+    over = threading.Semaphore(0)
+
+    def serve(connected: socket.socket) -> None:
+        peer = Peer(connected)
+        peer.send(wire.settings({}))
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"{}"))
+        while connected.recv(65536):
+            pass
+        over.release()
+
+    with serving(serve) as url:
+        request = [Request("GET", "/livez", to=url)]
+        transport = BlockingTransport((url,), NO_CREDENTIALS)
+        (outcome,) = transport.perform(request)
+        assert isinstance(outcome, Response)
+        transport.close()
+        assert over.acquire(timeout=30.0)
+
+        async def main() -> None:
+            transport = AsyncTransport((url,), NO_CREDENTIALS)
+            (outcome,) = await transport.perform(request)
+            assert isinstance(outcome, Response)
+            await transport.close()
+            assert await asyncio.to_thread(over.acquire, timeout=30.0)
+
+        asyncio.run(main())
 
 
 def test_a_closed_client_says_so_at_once(node: Node) -> None:

@@ -32,6 +32,9 @@ def test_a_state_is_read_as_values_and_then_slots() -> None:
     state = STATE.read(VALUES.tobytes())
 
     assert STATE.body_bytes() == 36
+    one, bare = (StateFrame("m", 4, 2, 7, 5, 9, 4, slots, (6,)) for slots in (1, 0))
+    assert [a.tolist() for a in one.read(VALUES[:8].tobytes()).slots] == [[4, 5, 6, 7]]
+    assert bare.read(VALUES[:4].tobytes()).slots == ()
     assert [a.tolist() for a in (state.values, *state.slots)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert state.steps == (6, 1)
     for wrong in (VALUES.tobytes()[:-1], VALUES.tobytes() + b"\0", b""):
