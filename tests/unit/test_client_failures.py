@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paramserver.client import control, transfer
+from paramserver.client.arrays import Params
 from paramserver.client.calls import Deadline, Outcome, Pause, Request, Response
 from paramserver.client.cluster import Cluster
+from paramserver.core.selection import select
 from paramserver.errors import (
     ConflictError,
     FencedError,
@@ -472,3 +475,24 @@ def test_an_upload_left_to_the_garbage_collector_says_nothing(now: Now) -> None:
     call.close()
     del cycle, call
     gc.collect()
+
+
+def test_a_pull_that_is_not_told_to_wait_does_not(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A pull asks for any version, of any clock, at once; unless it is told to wait."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert {(f.wait_s, f.min_version, f.min_clock) for f in shards.pulls} == {(0.0, 0, 0)}
+
+
+def test_what_cannot_be_pulled_or_is_another_models_is_refused(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A dtype that is not on the wire cannot be pulled, and a pull of another model is no base; nothing is sent."""
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    other = Params(select(shards.layout), p.flat, replace(p.origin, model="n"))
+    shards.log.clear()
+
+    with pytest.raises(RequestError, match="dtype 'int8' cannot be pulled") as refused:
+        drive(transfer.pull(cluster, "m", Deadline.after(30, now), dtype="int8"), shards, now)
+    assert refused.value.hint == "one of float16, bfloat16, float32, float64"
+    with pytest.raises(RequestError, match="base was pulled from 'n', the push is to 'm'"):
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(base=other)), shards, now)
+    assert shards.log == []

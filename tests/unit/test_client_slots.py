@@ -341,3 +341,27 @@ def test_values_are_as_old_as_their_oldest_part() -> None:
     origin = origin_of("m", 7, 2, {0: (3, 8), 1: (2, 9), 2: (5, 7)})
 
     assert (origin.version, origin.incarnation, origin.timeline) == (2, 9, 2)
+
+
+@pytest.mark.parametrize("way", ["pull", "exchange", "kept"])
+def test_values_are_the_shards_memory_only_if_that_is_asked_for(
+    lenders: Lenders, now: Now, cluster: Cluster, way: str
+) -> None:
+    """Leased values are read in place with `view` alone; else, or into `out`, they are a writable copy."""
+
+    def values(seq: int, **how: Any) -> Any:
+        deadline = Deadline.after(30, now)
+        if way == "exchange":
+            return drive(transfer.exchange(cluster, "m", deadline, {"w": GRAD}, terms(seq), **how), lenders, now)[1]
+        if way == "pull":
+            cluster.lease_cache.drop()
+        return drive(transfer.pull(cluster, "m", deadline, **how), lenders, now)
+
+    mine, seen = values(1), values(2, view=True)
+    assert mine.flat.flags.writeable
+    assert not seen.flat.flags.writeable
+    assert seen.flat.tolist() == mine.flat.tolist() == [1.0] * len(GRAD)
+    mine.flat[:] = 0.0
+    assert values(3, view=True, out=mine) is mine
+    assert mine.flat.flags.writeable
+    assert mine.flat.tolist() == [1.0] * len(GRAD)

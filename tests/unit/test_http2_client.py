@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Kind, OnLoop, Peer, Server, both_clients
 
@@ -69,6 +70,25 @@ def test_a_large_answer_is_put_where_it_belongs(kind: Kind, piece_bytes: int) ->
         answer = server.ask()
         assert isinstance(answer, Response)
         assert answer.body == b"next"
+
+
+@both_clients
+def test_a_body_that_the_network_takes_bit_by_bit_arrives_whole(kind: Kind) -> None:
+    """A body in frames much larger than what a socket takes at once is sent to its last byte, in order."""
+    body, frame_bytes = np.random.default_rng(0).bytes(8 << 20), 1 << 20
+
+    def script(peer: Peer) -> None:
+        peer.send(wire.settings({wire.MAX_FRAME_SIZE: frame_bytes, wire.INITIAL_WINDOW_SIZE: 1 << 30}))
+        peer.send(wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 30))
+        peer.send(peer.answer(peer.until(wire.DATA, wire.END_STREAM), b"first"))
+        peer.seen.clear()
+        stream = peer.until(wire.DATA, wire.END_STREAM)
+        assert b"".join([payload for k, _, _, payload in peer.seen if k == wire.DATA]) == body
+        peer.send(peer.answer(stream, b"second"))
+
+    with Server(kind, script) as server:
+        answers = [server.ask(b"settings are known after this"), server.ask(body)]
+        assert [a.body for a in answers if isinstance(a, Response)] == [b"first", b"second"]
 
 
 @both_clients
