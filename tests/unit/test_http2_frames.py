@@ -207,6 +207,15 @@ def test_a_header_block_that_is_all_padding_is_refused(flags: int, payload: byte
     assert refused.value.code == wire.PROTOCOL_ERROR
 
 
+def test_numbers_of_the_protocol_are_the_rfcs() -> None:
+    """Error codes and initial sizes are those of RFC 9113, 6.5.2, 6.9.2 and 7: tests know them by our names only."""
+    codes = [wire.NO_ERROR, wire.PROTOCOL_ERROR, wire.INTERNAL_ERROR, wire.FLOW_CONTROL_ERROR, wire.STREAM_CLOSED]
+    assert codes == [0x0, 0x1, 0x2, 0x3, 0x5]
+    codes = [wire.FRAME_SIZE_ERROR, wire.REFUSED_STREAM, wire.CANCEL, wire.COMPRESSION_ERROR, wire.ENHANCE_YOUR_CALM]
+    assert codes == [0x6, 0x7, 0x8, 0x9, 0xB]
+    assert (wire.WINDOW_BYTES, wire.WINDOW_MAX, wire.PAYLOAD_BYTES_MAX) == (65_535, 2_147_483_647, 16_384)
+
+
 def test_a_number_is_four_bytes_long() -> None:
     """A 32-bit payload is read as it was written, a 31-bit one without its top bit; another length is refused."""
     sent = memoryview(wire.u32_frame(5, wire.WINDOW_UPDATE, 0xFFFFFFFE))[wire.HEAD_BYTES :]
@@ -226,7 +235,9 @@ def test_a_place_in_data_is_told_for_its_stream_alone() -> None:
     list(scanner.scan(memoryview(data[:-3])))
     assert (scanner.position(1), scanner.position(3)) == ((3, wire.END_STREAM), None)
     assert (scanner.ends(1), scanner.ends(3)) == (True, False)
-    list(scanner.scan(memoryview(data[-3:])))
+    list(scanner.scan(memoryview(data[-3:-1])))
+    assert (scanner.position(1), scanner.ends(1)) == ((1, wire.END_STREAM), True)
+    list(scanner.scan(memoryview(data[-1:])))
     assert (scanner.position(1), scanner.position(3)) == ((0, 0), (0, 0))
     assert not scanner.ends(1)
     list(scanner.scan(memoryview(data[:3])))
