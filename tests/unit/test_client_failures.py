@@ -309,6 +309,23 @@ def test_silence_tells_how_long_was_tried(now: Now, cluster: Cluster, call: str,
     assert e.value.code == code
 
 
+@pytest.mark.parametrize("call", ["fetch", "send"])
+def test_a_call_whose_time_was_nearly_spent_before_its_request_says_so(now: Now, cluster: Cluster, call: str) -> None:
+    """If most of the timeout had passed before the silent request was sent, the error says so and names `timeout`."""
+    deadline = Deadline.after(10.0, now)
+    now.s += 9.0
+
+    def silence(request: Request) -> Outcome:
+        now.s += 1.0
+        return problem("in_doubt", "http://given:1 did not answer within 1 s")
+
+    said = r"did not answer within 1 s; 9 s of the call's timeout of 10 s had passed before"
+    with pytest.raises(Unavailable, match=said) as e:
+        drive(asked_for(call, cluster, deadline), silence, now)
+
+    assert "longer timeout" in e.value.hint
+
+
 def test_a_cluster_that_is_gone_is_unreachable_whatever_it_said_before(now: Now, cluster: Cluster) -> None:
     """A call that was refused and then cannot connect raises Unreachable, not InDoubt, and gives the refusal, too."""
     outcomes: list[Outcome] = [refusal("storage_unavailable")]
