@@ -154,6 +154,19 @@ def test_refusals_are_raised_at_once(
     assert e.value.members["timeline"] == 4
 
 
+def test_a_refusal_comes_before_an_answer_that_is_not_of_a_paramserver(
+    shards: Shards, now: Now, cluster: Cluster
+) -> None:
+    """If one shard's address answers a push with something foreign and another shard refuses, the refusal is raised."""
+    shards.wrong_once("/push", Response(200, {}, b"<html>", "http://a:1"))
+    shards.wrong_once("/push", refusal("worker_required"))
+
+    with pytest.raises(ConflictError, match=r"said the shard.*<html>") as e:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert e.value.code == "worker_required"
+
+
 def test_a_read_is_never_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A pull without an answer by its deadline raises `unavailable`, not `in_doubt`, because it changes nothing."""
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
