@@ -175,6 +175,19 @@ def test_refusals_are_raised_at_once(
     assert e.value.members["timeline"] == 4
 
 
+def test_a_refusal_comes_before_an_answer_that_is_not_of_a_paramserver(
+    shards: Shards, now: Now, cluster: Cluster
+) -> None:
+    """If one shard's address answers a push with something foreign and another shard refuses, the refusal is raised."""
+    shards.wrong_once("/push", Response(200, {}, b"<html>", "http://a:1"))
+    shards.wrong_once("/push", refusal("worker_required"))
+
+    with pytest.raises(ConflictError, match=r"said the shard.*<html>") as e:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert e.value.code == "worker_required"
+
+
 def test_a_read_is_never_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A pull without an answer by its deadline raises `unavailable`, not `in_doubt`, because it changes nothing."""
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
@@ -328,6 +341,23 @@ def test_silence_tells_how_long_was_tried(now: Now, cluster: Cluster, call: str,
         drive(asked_for(call, cluster, Deadline(until, now)), silence, now)
 
     assert e.value.code == code
+
+
+@pytest.mark.parametrize("call", ["fetch", "send"])
+def test_a_call_whose_time_was_nearly_spent_before_its_request_says_so(now: Now, cluster: Cluster, call: str) -> None:
+    """If most of the timeout had passed before the silent request was sent, the error says so and names `timeout`."""
+    deadline = Deadline.after(10.0, now)
+    now.s += 9.0
+
+    def silence(request: Request) -> Outcome:
+        now.s += 1.0
+        return problem("in_doubt", "http://given:1 did not answer within 1 s")
+
+    said = r"did not answer within 1 s; 9 s of the call's timeout of 10 s had passed before"
+    with pytest.raises(Unavailable, match=said) as e:
+        drive(asked_for(call, cluster, deadline), silence, now)
+
+    assert "longer timeout" in e.value.hint
 
 
 def test_a_cluster_that_is_gone_is_unreachable_whatever_it_said_before(now: Now, cluster: Cluster) -> None:

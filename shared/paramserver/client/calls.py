@@ -100,11 +100,13 @@ class Deadline:
 
     at: float
     clock: Clock = time.monotonic
+    whole_s: float | None = None
+    """The timeout that the caller gave, in seconds, if it is one."""
 
     @classmethod
     def after(cls, timeout: float, clock: Clock = time.monotonic) -> "Deadline":
         """Return the deadline `timeout` seconds from now."""
-        return cls(clock() + seconds(timeout), clock)
+        return cls(clock() + seconds(timeout), clock, seconds(timeout))
 
     def left_s(self) -> float:
         """Seconds left, never below 0."""

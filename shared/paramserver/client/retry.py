@@ -66,7 +66,7 @@ class Backoff:
         A call that changes nothing is never in doubt: the code is then that of the last answer, or `unavailable`.  If
         the last attempt got no answer, the detail begins with that of the last failure that was answered.
         """
-        error = self._with_reason(error)
+        error = self._with_reason(self._with_time_spent(error))
         if self.reads and isinstance(error, InDoubt):
             said = self._answer
             code, hint = (said.code, said.hint) if said else ("unavailable", "try again, with a longer timeout")
@@ -75,6 +75,18 @@ class Backoff:
             hint = error.hint if _is_silence(error) else LOOK_FIRST
             return problem("in_doubt", f"no answer in time: {error.detail}", hint=hint)
         return error
+
+    def _with_time_spent(self, error: PsError) -> PsError:
+        """Return the error of silence with the time that was spent before, if that was most of the call's timeout.
+
+        Otherwise the short time that its only attempt had would say nothing about the node.
+        """
+        whole_s, had_s = self.deadline.whole_s, self.deadline.at - self._began_at
+        if whole_s is None or not isinstance(error, InDoubt) or had_s >= whole_s / 2:
+            return error
+        spent = f"{whole_s - had_s:.3g} s of the call's timeout of {whole_s:.3g} s had passed before"
+        hint = error.hint or "look before you repeat it, and give it a longer timeout"
+        return problem(error.code, f"{error.detail}; {spent}", hint=hint, **error.members)
 
     def _with_reason(self, error: PsError) -> PsError:
         if not self._tries or not _is_silence(error) or not (self._answer or isinstance(error, InDoubt)):

@@ -155,7 +155,11 @@ def push(
             good, failed = good_and_failed(groups, (yield from transfer.sent(outgoing, groups)))
             for i, response in good:
                 to, parts = groups[i]
-                reply = push_reply(response)
+                try:
+                    reply = push_reply(response)
+                except PsError as e:  # what other shards have accepted or refused is told with it
+                    failed.append((to, parts, e))
+                    continue
                 transfer.accepted(parts, reply.state)
                 replies.append(reply)
                 if (lease := leased_by(reply, to, model_map.layout)) is not None:
