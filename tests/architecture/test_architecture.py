@@ -112,6 +112,13 @@ def test_modules_stay_readable() -> None:
             assert ast.get_docstring(parsed(path)), f"{path.relative_to(ROOT)} does not say what it is"
 
 
+def test_modules_of_tests_stay_readable() -> None:
+    """No module of tests is longer than 600 lines: one with more is about several subjects."""
+    for path in modules(ROOT / "tests"):
+        lines = path.read_text().count("\n")
+        assert lines <= 600, f"{path.relative_to(ROOT)} has {lines} lines"
+
+
 def test_nothing_from_the_network_can_run_code() -> None:
     """No module imports pickle or the like, calls eval or exec, or sets `allow_pickle` to anything but False."""
     for path in modules(LIBRARY) + modules(SERVICES):

@@ -11,6 +11,7 @@ from paramserver_node import redis_server
 
 from .processes import Nodes, nodes
 from .rest import Face
+from .routes import Model
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +41,9 @@ def face(request: pytest.FixtureRequest, rest_cluster: Nodes) -> Face:
     node, kind = request.param.split("-")
     url = rest_cluster.url if node == "scheduler" else f"http://127.0.0.1:{rest_cluster.shard_ports['shard-1']}"
     return Face(rest_cluster, url, kind)
+
+
+@pytest.fixture
+def model(rest_cluster: Nodes) -> Model:
+    """A model of two parameters, over four partitions and both shards, that adds up what is pushed."""
+    return Model(rest_cluster)

@@ -46,6 +46,7 @@ def told(url: str) -> dict[str, tuple[str, frozenset[str]]]:
     return found
 
 
+@pytest.mark.process
 def test_the_page_lists_what_each_process_tells(rest_cluster: Nodes) -> None:
     """docs/metrics.md lists exactly the names, types and labels that a scheduler and a busy shard export."""
     name = unique("metrics")
@@ -72,6 +73,7 @@ def _filled(page: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
     return {n: (kind, labels if live.get(n, ("", {}))[1] else frozenset()) for n, (kind, labels) in page.items()}
 
 
+@pytest.mark.process
 def test_the_series_of_a_deleted_model_end(rest_cluster: Nodes) -> None:
     """Scheduler and shards no longer export series of a model that was deleted."""
     name = unique("ended")

@@ -8,15 +8,9 @@ from paramserver.limits import JSON_ELEMENTS_MAX
 from paramserver.wire.frame import MEDIA_TYPE, encode_header
 
 from .processes import Nodes
-from .test_shard_routes import MSGPACK, Model, problem, unchanged
+from .routes import MSGPACK, Model, problem, unchanged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-
-
-@pytest.fixture
-def model(cluster: Nodes) -> Model:
-    """A model of two parameters, over four partitions and both shards, that adds up what is pushed."""
-    return Model(cluster)
 
 
 def test_the_name_of_a_frame_is_read_as_any_media_type(model: Model) -> None:
@@ -42,10 +36,11 @@ def test_no_push_has_a_negative_weight(model: Model, weight: float, status: int,
     assert unchanged(model)
 
 
-def test_json_is_for_few_numbers(cluster: Nodes) -> None:
+def test_json_is_for_few_numbers(rest_cluster: Nodes) -> None:
     """As many numbers as a JSON answer can hold can be pushed in JSON; more are refused with 413."""
     size = JSON_ELEMENTS_MAX
-    model = Model(cluster, params={"w": {"shape": [size]}})
+    params = {"w": {"shape": [size]}}
+    model = Model(rest_cluster, params=params)
     assert model.push({"w": [1.0] * size}).status_code == 200
     assert model.values("w") == [1.0] * size
     for many in ([1] * (2 * size), [[1]] * (2 * size)):
@@ -57,14 +52,17 @@ def test_json_is_for_few_numbers(cluster: Nodes) -> None:
     assert model.http.post(f"{model.url(0)}/push", content=packed, headers=MSGPACK).status_code == 200
 
 
-def test_what_no_answer_can_hold_is_refused_before_anything_is_done(cluster: Nodes) -> None:
+def test_what_no_answer_can_hold_is_refused_before_anything_is_done(rest_cluster: Nodes) -> None:
     """Too many values for JSON are refused before values are fetched or a gradient is applied."""
     init = {"kind": "upload"}
-    model = Model(cluster, params={"w": {"shape": [JSON_ELEMENTS_MAX], "init": init}, "b": {"shape": [], "init": init}})
+    model = Model(
+        rest_cluster, params={"w": {"shape": [JSON_ELEMENTS_MAX], "init": init}, "b": {"shape": [], "init": init}}
+    )
     problem(model.ask("/pull", {}), 413, "too_large")
     problem(model.ask("/pull", {"names": ["b"]}), 503, "initializing")
 
-    model = Model(cluster, params={"w": {"shape": [JSON_ELEMENTS_MAX]}, "b": {"shape": []}})
+    params = {"w": {"shape": [JSON_ELEMENTS_MAX]}, "b": {"shape": []}}
+    model = Model(rest_cluster, params=params)
     assert "push" not in problem(model.ask("/pushpull", {"grads": {"b": 1.0}}), 413, "too_large")
     assert model.values("b") == 0.0
     assert model.ask("/pushpull", {"grads": {"b": 1.0}, "names": ["b"]}).json()["params"] == {"b": 1.0}

@@ -1,11 +1,8 @@
-"""The shards' REST API in a real cluster of two shards: by name, by frame, and as arrays."""
+"""The shards' REST API in a real rest_cluster of two shards: by name and as arrays."""
 
 import io
 import json
-import mmap
-import socket
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,14 +11,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from paramserver.client.direct import SCHEME, path_of
-from paramserver.core.layout import Layout
-from paramserver.core.spec import ModelSpec
 from paramserver.limits import MIB
 from paramserver.wire.frame import (
     MEDIA_TYPE,
     PullFrame,
-    PullReply,
     PullSpec,
     PushFrame,
     PushPart,
@@ -31,77 +24,9 @@ from paramserver.wire.frame import (
 )
 
 from .processes import Nodes, unique
+from .routes import MSGPACK, SHARDS, Model, problem, unchanged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-
-SHARDS = ("shard-0", "shard-1")
-MSGPACK = {"content-type": "application/msgpack"}
-
-
-class Model:
-    """A model made for one test, and requests to its shards."""
-
-    def __init__(self, cluster: Nodes, **spec: Any) -> None:
-        self.cluster = cluster
-        self.name = unique("m")
-        self.spec = {"name": self.name, "params": {"w": {"shape": [6, 4]}, "b": {"shape": []}}, "partitions": 4}
-        self.spec |= {"optimizer": {"name": "sum"}} | spec
-        self.document = cluster.post("/models", self.spec, status=201)
-        self.layout = Layout(ModelSpec.parse(self.document["spec"]))
-        self.http = cluster.http
-
-    def url(self, index: int) -> str:
-        """Base URL of a shard."""
-        return f"http://127.0.0.1:{self.cluster.shard_ports[SHARDS[index]]}"
-
-    def ask(self, path: str, body: Any, shard: int = 0, **headers: str) -> httpx.Response:
-        """POST a JSON body to a shard; the model's name is added."""
-        names = {k.replace("_", "-"): v for k, v in headers.items()}
-        return self.http.post(self.url(shard) + path, json={"model": self.name, **body}, headers=names)
-
-    def push(self, grads: Any, shard: int = 0, **fields: Any) -> httpx.Response:
-        """Push by name."""
-        return self.ask("/push", {"grads": grads, **fields}, shard)
-
-    def values(self, name: str = "w", shard: int = 0) -> Any:
-        """Pull one parameter by name."""
-        answer = self.ask("/pull", {"names": [name]}, shard)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["params"][name]
-
-    def owned(self, shard: int) -> list[int]:
-        """Partitions that a shard owns."""
-        return [p["index"] for p in self.document["partitions"] if p["shard"] == SHARDS[shard]]
-
-    def frame(self, path: str, frame: PushFrame | PullFrame, body: bytes = b"", shard: int = 0) -> httpx.Response:
-        """POST a frame to a shard."""
-        content = encode_header(frame) + body
-        return self.http.post(self.url(shard) + path, content=content, headers={"content-type": MEDIA_TYPE})
-
-    def everywhere(self, value: float, **fields: Any) -> tuple[PushFrame, bytes]:
-        """A frame for every partition, without a map epoch, and its body."""
-        frame = PushFrame(self.name, [PushPart(i, None, None) for i in range(4)], **fields)
-        return frame, np.full(self.layout.size, value, np.float32).tobytes()
-
-
-@pytest.fixture
-def model(cluster: Nodes) -> Model:
-    """A model of two parameters, over four partitions and both shards, that adds up what is pushed."""
-    return Model(cluster)
-
-
-def problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """Return the problem document of an answer that must have that status and code."""
-    assert answer.status_code == status, answer.text
-    document: dict[str, Any] = answer.json()
-    assert document["code"] == code, document
-    return document
-
-
-def unchanged(model: Model) -> bool:
-    """Whether nothing was applied to any partition."""
-    answer = model.ask("/pull", {}).json()
-    return bool(answer["version"] == 0 and not np.any(answer["params"]["w"]) and answer["params"]["b"] == 0.0)
 
 
 def test_both_shards_answer_for_the_whole_model(model: Model) -> None:
@@ -175,10 +100,10 @@ def test_ranges_address_flat_elements(model: Model) -> None:
     problem(model.push({"w": [1.0]}, ranges={"w": [[0, 2]]}), 422, "invalid_shape")
 
 
-def test_names_are_patterns_and_dtypes_are_converted(cluster: Nodes) -> None:
+def test_names_are_patterns_and_dtypes_are_converted(rest_cluster: Nodes) -> None:
     """Patterns select parameters in the model's order, in the requested dtype or the parameter's own."""
     params = {f"layers.{i}.{n}": {"shape": [3], "dtype": "float16"} for i in range(2) for n in ("weight", "bias")}
-    model = Model(cluster, params=params, partitions=2)
+    model = Model(rest_cluster, params=params, partitions=2)
     body = msgpack.packb({"model": model.name, "names": ["layers.*.weight"]})
     answer = msgpack.unpackb(model.http.post(model.url(0) + "/pull", content=body, headers=MSGPACK).content)
     assert list(answer["params"]) == ["layers.0.weight", "layers.1.weight"]
@@ -232,10 +157,10 @@ def test_a_pull_waits_for_its_version(model: Model) -> None:
         assert waiting.result().json()["params"] == {"b": 1.0}
 
 
-def test_a_pull_waits_for_its_clock_whatever_the_version(cluster: Nodes) -> None:
+def test_a_pull_waits_for_its_clock_whatever_the_version(rest_cluster: Nodes) -> None:
     """A pull with `min_clock` waits for commits, not assignments, by name or by frame, on either shard."""
-    model = Model(cluster, consistency={"mode": "sync"})
-    w = cluster.post(f"/models/{model.name}/workers", {"name": "a"})
+    model = Model(rest_cluster, consistency={"mode": "sync"})
+    w = rest_cluster.post(f"/models/{model.name}/workers", {"name": "a"})
     for i in range(4):
         assert model.http.put(f"{model.url(0)}/models/{model.name}/params/w", json=[[float(i)] * 4] * 6).is_success
 
@@ -249,16 +174,16 @@ def test_a_pull_waits_for_its_clock_whatever_the_version(cluster: Nodes) -> None
         assert "clock 0, not yet at clock 1" in problem(answer, 412, "version_not_reached")["detail"]
     ident = {"worker": w["worker"], "epoch": w["epoch"]}
     assert model.push({"w": [[5.0] * 4] * 6}, **ident, seq=0, clock=0).status_code == 202
-    cluster.post(f"/models/{model.name}/clock", ident | {"clock": 1})
+    rest_cluster.post(f"/models/{model.name}/clock", ident | {"clock": 1})
     for answer in pulls(1, 10.0):
         assert answer.status_code == 200, answer.text
     assert model.values() == [[8.0] * 4] * 6
 
 
-def test_a_parameter_is_a_npy_file_with_an_etag(cluster: Nodes) -> None:
+def test_a_parameter_is_a_npy_file_with_an_etag(rest_cluster: Nodes) -> None:
     """A parameter is a NumPy file whose ETag is equal on both shards, gives 304, and changes with the value."""
     params = {"dense/kernel": {"shape": [5, 3], "init": {"kind": "normal"}}, "h": {"shape": [2], "dtype": "bfloat16"}}
-    model = Model(cluster, params=params, partitions=4)
+    model = Model(rest_cluster, params=params, partitions=4)
     path = f"/pull/{model.name}/dense/kernel"
     answers = [model.http.get(model.url(i) + p) for i in (0, 1) for p in (path, path.replace("e/k", "e%2Fk"))]
     array = np.load(io.BytesIO(answers[0].content))
@@ -305,89 +230,6 @@ def test_a_value_is_assigned_as_json_msgpack_or_npy(model: Model) -> None:
     assert np.array_equal(model.values("w"), want + 2)
 
 
-def test_a_frame_without_a_map_epoch_is_split_and_one_with_it_is_not(model: Model) -> None:
-    """A frame without a map epoch is forwarded to all owners; with one, a wrong owner answers 421."""
-    frame, body = model.everywhere(1.0)
-    assert model.frame("/push", frame, body, shard=1).status_code == 200
-    assert model.values("w") == [[1.0] * 4] * 6
-    addressed, body = model.everywhere(1.0, map_epoch=1)
-    refused = problem(model.frame("/push", addressed, body), 421, "wrong_owner")
-    assert refused["map_epoch"] >= 1
-    own = PullFrame([(i, None) for i in model.owned(0)], model=model.name, map_epoch=1)
-    reply, _ = decode_header(model.frame("/pull", own).content, PullReply)
-    assert [p[0] for p in reply.parts] == model.owned(0)
-    assert reply.version == 1, "the refused frame changed nothing on the shard that got it"
-    everything = model.frame("/pull", PullFrame([(i, None) for i in range(4)], model=model.name), shard=1)
-    _, offset = decode_header(everything.content, PullReply)
-    assert np.frombuffer(everything.content[offset:], np.float32).tolist() == [1.0] * 25
-
-
-def test_a_frame_for_a_partition_that_there_is_not_is_refused(model: Model) -> None:
-    """A frame for a partition that does not exist is 422 in push and pull, and its other parts change nothing."""
-    parts = [PushPart(0, None, None), PushPart(4, None, None)]
-    body = bytes(4 * 2 * model.layout.partition_size(0))
-    refused = problem(model.frame("/push", PushFrame(model.name, parts), body), 422, "invalid_range")
-    assert "no partition 4" in refused["detail"]
-    asked = PullFrame([(0, None), (4, None)], model=model.name)
-    problem(model.frame("/pull", asked), 422, "invalid_range")
-    assert unchanged(model)
-
-
-def test_answers_name_their_request_where_somebody_may_ask(model: Model) -> None:
-    """JSON answers and refusals have a request id; a successful frame has one only if its sender gave it."""
-    frame, body = model.everywhere(1.0)
-    url, content = model.url(0) + "/push", encode_header(frame) + body
-    headers = {"content-type": MEDIA_TYPE}
-
-    good = model.http.post(url, content=content, headers=headers)
-    named = model.http.post(url, content=content, headers=headers | {"x-request-id": "mine-1"})
-    refused = model.http.post(url, content=content[:-4], headers=headers)
-
-    assert (good.status_code, "x-request-id" in good.headers) == (200, False)
-    assert (named.status_code, named.headers["x-request-id"]) == (200, "mine-1")
-    assert (refused.status_code, refused.headers["x-request-id"]) == (400, refused.json()["request_id"])
-    assert "x-request-id" in model.ask("/pull", {}).headers
-
-
-@pytest.mark.parametrize("change", [-4, 4, 400])
-def test_a_body_of_another_length_than_announced_is_refused(model: Model, change: int) -> None:
-    """A frame's body that is longer or shorter than its parts is 400 and changes nothing."""
-    frame, body = model.everywhere(1.0)
-    changed = body[:change] if change < 0 else body + bytes(change)
-    problem(model.frame("/push", frame, changed), 400, "malformed")
-    assert unchanged(model)
-
-
-def test_a_transfer_cut_in_the_middle_applies_nothing(cluster: Nodes) -> None:
-    """A connection that closes before the body is complete changes no partition."""
-    model = Model(cluster, params={"w": {"shape": [200_000]}})
-    frame, body = model.everywhere(1.0)
-    content = encode_header(frame) + body
-    head = f"POST /push HTTP/1.1\r\nhost: x\r\ncontent-type: {MEDIA_TYPE}\r\ncontent-length: {len(content)}\r\n\r\n"
-    for cut in (10, 300, len(content) // 2, len(content) - 1):
-        with socket.create_connection(("127.0.0.1", cluster.shard_ports["shard-0"])) as s:
-            s.sendall(head.encode() + content[:cut])
-    answer = model.ask("/pull", {"ranges": {"w": [[0, 3], [199_990, 199_993]]}}).json()
-    assert (answer["version"], answer["params"]["w"]) == (0, [0.0] * 6)
-    assert model.frame("/push", frame, body).status_code == 200
-
-
-def test_big_values_travel_in_pieces(cluster: Nodes) -> None:
-    """Two million numbers pushed in one msgpack body are pulled by msgpack, frame and file, bit for bit."""
-    model = Model(cluster, params={"w": {"shape": [2_000_000]}})
-    want = np.random.default_rng(7).standard_normal(2_000_000).astype(np.float32)
-    tensor = {"dtype": "float32", "shape": [2_000_000], "data": want.tobytes()}
-    packed = msgpack.packb({"model": model.name, "grads": {"w": tensor}})
-    assert model.http.post(model.url(0) + "/push", content=packed, headers=MSGPACK).status_code == 200
-    body = msgpack.packb({"model": model.name})
-    pulled = msgpack.unpackb(model.http.post(model.url(1) + "/pull", content=body, headers=MSGPACK).content)
-    assert pulled["params"]["w"]["data"] == want.tobytes()
-    frame = model.frame("/pull", PullFrame([(i, None) for i in range(4)], model=model.name))
-    assert frame.content[decode_header(frame.content, PullReply)[1] :] == want.tobytes()
-    file = model.http.get(f"{model.url(1)}/pull/{model.name}/w")
-    assert np.array_equal(np.load(io.BytesIO(file.content)), want)
-
-
 def test_media_types_and_bounds(model: Model) -> None:
     """Unsupported media types, malformed bodies and too large bodies are refused with their codes."""
     push = f"{model.url(0)}/push"
@@ -417,20 +259,22 @@ def test_control_routes_are_answered_through_a_shard(model: Model) -> None:
     problem(unknown, 404, "unknown_model")
 
 
-def test_a_model_created_through_a_shard_is_usable_at_once(cluster: Nodes) -> None:
+def test_a_model_created_through_a_shard_is_usable_at_once(rest_cluster: Nodes) -> None:
     """After the 201 for a model created through a shard, every shard serves the model at once."""
-    url = f"http://127.0.0.1:{cluster.shard_ports['shard-1']}"
+    url = f"http://127.0.0.1:{rest_cluster.shard_ports['shard-1']}"
     name = unique("m")
     spec = {"name": name, "params": {"w": {"shape": [3], "init": {"kind": "constant", "value": 2.0}}}}
-    assert cluster.http.post(f"{url}/models", json=spec).status_code == 201
+    assert rest_cluster.http.post(f"{url}/models", json=spec).status_code == 201
     for shard in SHARDS:
-        answer = cluster.http.post(f"http://127.0.0.1:{cluster.shard_ports[shard]}/pull", json={"model": name})
+        answer = rest_cluster.http.post(
+            f"http://127.0.0.1:{rest_cluster.shard_ports[shard]}/pull", json={"model": name}
+        )
         assert answer.json()["params"] == {"w": [2.0] * 3}
 
 
-def test_first_values_are_uploaded_with_the_token(cluster: Nodes) -> None:
+def test_first_values_are_uploaded_with_the_token(rest_cluster: Nodes) -> None:
     """Pulls are 503 until all values are uploaded with the token; then version 0 has the uploaded values."""
-    model = Model(cluster, params={"w": {"shape": [5, 2], "init": {"kind": "upload"}}})
+    model = Model(rest_cluster, params={"w": {"shape": [5, 2], "init": {"kind": "upload"}}})
     problem(model.ask("/pull", {}), 503, "initializing")
     url = f"{model.url(0)}/models/{model.name}/params/w"
     value = [[float(i), 1.0] for i in range(5)]
@@ -441,12 +285,12 @@ def test_first_values_are_uploaded_with_the_token(cluster: Nodes) -> None:
     assert (answer["version"], answer["params"]["w"]) == (0, value)
 
 
-def test_an_upload_that_comes_again_changes_nothing_once_the_model_is_complete(cluster: Nodes) -> None:
+def test_an_upload_that_comes_again_changes_nothing_once_the_model_is_complete(rest_cluster: Nodes) -> None:
     """An upload repeated after others have pushed is a duplicate; without the token it is an assignment.
 
     A client repeats an upload when its answer was lost.
     """
-    model = Model(cluster, params={"w": {"shape": [4], "init": {"kind": "upload"}}}, optimizer={"name": "sum"})
+    model = Model(rest_cluster, params={"w": {"shape": [4], "init": {"kind": "upload"}}}, optimizer={"name": "sum"})
     url = f"{model.url(0)}/models/{model.name}/params/w"
     token = {"x-upload-token": model.document["upload_token"]}
     assert model.http.put(url, json=[10.0] * 4, headers=token).json()["duplicate"] is False
@@ -463,17 +307,17 @@ def test_an_upload_that_comes_again_changes_nothing_once_the_model_is_complete(c
     assert model.ask("/pull", wanted).json()["params"] == {"w": [10.0] * 4}
 
 
-def test_a_synchronous_push_is_staged_until_its_clock_commits(cluster: Nodes) -> None:
+def test_a_synchronous_push_is_staged_until_its_clock_commits(rest_cluster: Nodes) -> None:
     """Synchronous pushes are staged (202) until both workers report; then both shards have their mean."""
-    model = Model(cluster, consistency={"mode": "sync", "min_workers": 2})
-    workers = [cluster.post(f"/models/{model.name}/workers", {"name": n}) for n in ("a", "b")]
+    model = Model(rest_cluster, consistency={"mode": "sync", "min_workers": 2})
+    workers = [rest_cluster.post(f"/models/{model.name}/workers", {"name": n}) for n in ("a", "b")]
     for i, w in enumerate(workers):
         ident: dict[str, Any] = {"worker": w["worker"], "epoch": w["epoch"], "seq": 0, "clock": 0}
         answer = model.push({"w": [[2.0 + 2 * i] * 4] * 6, "b": 1.0}, shard=i, **ident)
         assert (answer.status_code, answer.json()["state"], answer.json()["version"]) == (202, "staged", 0)
     assert unchanged(model)
     for w in workers:
-        cluster.post(f"/models/{model.name}/clock", {"worker": w["worker"], "epoch": w["epoch"], "clock": 1})
+        rest_cluster.post(f"/models/{model.name}/clock", {"worker": w["worker"], "epoch": w["epoch"], "clock": 1})
     answer = model.ask("/pull", {"min_version": 1, "wait_s": 10}).json()
     assert answer["params"] == {"w": [[3.0] * 4] * 6, "b": 1.0}
     problem(model.push({"b": 1.0}), 409, "worker_required")
@@ -481,39 +325,13 @@ def test_a_synchronous_push_is_staged_until_its_clock_commits(cluster: Nodes) ->
     problem(model.push({"b": 1.0}, **stranger), 422, "reserved_worker")
 
 
-def test_a_buffered_push_is_applied_with_the_mean_of_its_batch(cluster: Nodes) -> None:
+def test_a_buffered_push_is_applied_with_the_mean_of_its_batch(rest_cluster: Nodes) -> None:
     """Pushes are `buffered` until the count is reached; then their mean is applied."""
-    model = Model(cluster, consistency={"mode": "buffered", "count": 2, "interval_ms": 60_000})
+    model = Model(rest_cluster, consistency={"mode": "buffered", "count": 2, "interval_ms": 60_000})
     assert model.push({"b": 1.0}).json()["state"] == "buffered"
     assert model.values("b") == 0.0
     assert model.push({"b": 3.0}, shard=1).json()["state"] == "buffered"
     assert model.ask("/pull", {"names": ["b"], "min_version": 1, "wait_s": 5}).json()["params"] == {"b": 2.0}
-
-
-def test_a_slot_that_is_given_back_holds_nothing_of_what_was_taken(cluster: Nodes) -> None:
-    """A gradient that one shard has buffered does not change when its slot is written again.
-
-    The other shard refuses its part of the push, so the client uses the slot for its next push.
-    """
-    shape, mode = {"w": {"shape": [25]}}, {"mode": "buffered", "count": 2, "interval_ms": 60_000}
-    model = Model(cluster, params=shape, consistency=mode)
-    theirs = model.owned(1)
-    known = PushFrame(model.name, [PushPart(p, None, None) for p in theirs], worker="c", epoch=1, seq=1)
-    size = sum(model.layout.partition_size(p) for p in theirs)
-    assert model.frame("/push", known, bytes(4 * size), shard=1).status_code == 202
-
-    slot = model.http.post(f"{model.url(0)}/slots", json={"bytes": 4 * model.layout.size}).json()["slot"]
-    addresses = cluster.get("/map")["shards"]["shard-0"]["addresses"]
-    folder = Path(path_of(next(a for a in addresses if a.startswith(SCHEME)))).parent
-    with (folder / slot).open("r+b") as file:
-        memory = np.frombuffer(mmap.mmap(file.fileno(), 4 * model.layout.size), np.float32)
-    for seq, value in ((1, 1.0), (2, 3.0)):
-        memory[:] = value
-        frame, _ = model.everywhere(value, worker="c", epoch=1, seq=seq, slot=slot)
-        answer = model.frame("/push", frame)
-        assert answer.status_code in (202, 422), answer.text
-    values = model.ask("/pull", {"min_version": 1, "wait_s": 5}).json()["params"]["w"]
-    assert {values[model.layout.bounds[p]] for p in model.owned(0)} == {2.0}
 
 
 def test_a_result_beyond_float32_is_refused(model: Model) -> None:
@@ -526,32 +344,10 @@ def test_a_result_beyond_float32_is_refused(model: Model) -> None:
     problem(model.ask("/pull", {"names": ["w"], "dtype": "float16"}), 422, "non_finite")
 
 
-@pytest.mark.parametrize(
-    "consistency",
-    [{"mode": "async"}, {"mode": "ssp"}, {"mode": "sync"}, {"mode": "buffered", "count": 9, "interval_ms": 60_000}],
-    ids=lambda c: c["mode"],
-)
-def test_float64_beyond_float32_is_refused_in_every_mode(cluster: Nodes, consistency: dict[str, Any]) -> None:
-    """A float64 gradient beyond float32 is refused, by name and by frame, also where it would be held (202) first."""
-    model = Model(cluster, consistency=consistency)
-    worker = cluster.post(f"/models/{model.name}/workers", {"name": "a"}, status=201)["worker"]
-    ident: dict[str, Any] = {"worker": worker, "epoch": 1, "seq": 1, "clock": 0}
-    wide = {"dtype": "float64", "shape": [], "data": np.float64(1e300).tobytes()}
-    body: Any = msgpack.packb({"model": model.name, "grads": {"b": wide}, **ident})
-    answer = model.http.post(model.url(0) + "/push", content=body, headers=MSGPACK | {"accept": "application/json"})
-    assert "float32" in problem(answer, 422, "non_finite")["detail"]
-    frame = PushFrame(model.name, [PushPart(0, None, None)], dtype="float64", **ident)
-    size = model.layout.partition_size(0)
-    for shard in (0, 1):
-        problem(model.frame("/push", frame, np.full(size, 1e300).tobytes(), shard), 422, "non_finite")
-        held = model.frame("/push", frame, np.ones(size).tobytes(), shard).status_code == 202
-        assert held == (consistency["mode"] in ("sync", "buffered"))
-
-
-def test_a_push_whose_pull_cannot_be_told_says_that_it_was_accepted(cluster: Nodes) -> None:
+def test_a_push_whose_pull_cannot_be_told_says_that_it_was_accepted(rest_cluster: Nodes) -> None:
     """A pushpull whose values JSON or the dtype cannot represent is 422 and tells that the push was applied."""
     params = {"w": {"shape": [2]}, "h": {"shape": [], "dtype": "float16", "init": {"kind": "constant", "value": 1e5}}}
-    model = Model(cluster, params=params, partitions=1)
+    model = Model(rest_cluster, params=params, partitions=1)
     refused = problem(model.ask("/pushpull", {"grads": {"w": [1.0, 2.0]}}), 422, "non_finite")
     assert (refused["push"]["state"], refused["push"]["version"]) == ("applied", 1)
     assert model.values("w") == [1.0, 2.0]

@@ -4,9 +4,13 @@ import re
 from contextlib import closing
 from http.client import HTTPConnection
 
+import pytest
+
 from paramserver_scheduler.page import assets
 
 from .processes import Nodes, unique
+
+pytestmark = pytest.mark.process
 
 
 def test_every_node_serves_the_page_and_its_files(rest_cluster: Nodes) -> None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
 PSCTL = [sys.executable, "-P", "-m", "paramserver_cli"]
 
@@ -84,3 +86,8 @@ def cluster(state_dir: Path, *, shards: int = 2, args: tuple[str, ...] = ()) -> 
             [*PSCTL, "down", "--state-dir", str(state_dir)], capture_output=True, text=True, timeout=60
         )
         assert down.returncode == 0, down.stdout + down.stderr
+
+
+def ones(n: int = 100) -> dict[str, Any]:
+    """Return a gradient or values of ones."""
+    return {"w": np.ones(n, np.float32)}

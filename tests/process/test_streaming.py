@@ -1,7 +1,6 @@
 """Streamed pushes on a real cluster: they count as one push, and are sent before the last gradient is known."""
 
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,12 +12,6 @@ from .cluster import Cluster, eventually
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 SHAPES = {"first": (3000,), "second": (50, 60), "third": (3000,)}
-
-
-@pytest.fixture
-def client(shared_cluster: Cluster) -> Iterator[ps.Client]:
-    with ps.connect(shared_cluster.url) as c:
-        yield c
 
 
 @pytest.fixture

@@ -29,21 +29,6 @@ from paramserver.wire.frame import PullReply, encode_header
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
 
 
-@pytest.fixture
-def shards() -> Shards:
-    return Shards()
-
-
-@pytest.fixture
-def now() -> Now:
-    return Now()
-
-
-@pytest.fixture
-def cluster() -> Cluster:
-    return Cluster(("http://given:1",))
-
-
 def test_a_lost_answer_is_asked_for_again_without_a_second_step(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A push whose answer was lost is sent again with the same push id and norm, and is applied only once.
 

@@ -1,4 +1,4 @@
-"""The scheduler's decisions, event by event."""
+"""The scheduler's decisions, event by event: models, their shards, uploads, data, evaluations, metrics."""
 
 from typing import Any
 
@@ -178,18 +178,6 @@ def test_a_leader_that_takes_over_after_a_rollback_makes_no_commit_for_clocks_of
     assert len(d.commits()) == before
 
 
-def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
-    """A rollback answers a parked clock request with `rolled_back`, at once and once: the next request is served."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
-    a = d.join("a")
-    d.join("b")
-    parked = d.clock(a, 1)
-    d.shard("s0")
-    assert code(d, parked) == "rolled_back"
-    assert d.result(d.clock(a, 1, 0.0))["timeline"] == 1
-
-
 def test_of_all_refusals_only_rolled_back_waits_for_the_stores_before_it() -> None:
     """`rolled_back` names a new timeline, so it waits until that is stored; other refusals say nothing that is not."""
     d, a = beyond_its_cut()
@@ -201,58 +189,6 @@ def test_of_all_refusals_only_rolled_back_waits_for_the_stores_before_it() -> No
         (reply,) = [e for e in d.core.handle(event, d.now) if isinstance(e, io.Reply)]
         assert isinstance(reply.outcome, PsError)
         assert (reply.outcome.code, reply.waits) == (refused, refused == "rolled_back")
-
-
-@pytest.mark.parametrize("done", [0, 3])
-def test_a_new_mode_waits_for_its_workers_unless_there_has_been_progress(done: int) -> None:
-    """In a new mode the first clock waits for `min_workers`, whoever had joined before; after progress, none waits."""
-    d = Driver()
-    d.model()
-    a, b = d.join("a"), d.join("b")
-    if done:
-        d.clock(a, done)
-        d.clock(b, done)
-    d.ask(lambda n: io.LeaveWorker(n, "m", b["worker"], b["epoch"]))
-    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync", "min_workers": 2}}))
-    begins = d.core.read.model("m")["clock"]
-    d.clock(a, begins)  # learns of the new timeline
-
-    released = d.result(d.clock(a, begins + 1, 0.0))["released"]
-
-    assert released == (done > 0)
-
-
-def test_entering_sync_makes_one_clock_and_a_cut() -> None:
-    """Switching to sync begins a new timeline with an empty commit that is a cut; workers continue after it."""
-    d = Driver()
-    d.model()
-    a = d.join("a")
-    assert d.result(d.clock(a, 7))["released"]
-    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
-    (first,) = d.commits()
-    assert first["contributions"] == []
-    assert first["cut"]
-    assert first["timeline"] == 1
-    told = d.clock(a, 8)
-    assert code(d, told) == "rolled_back"
-    clock = d.replies[told].members["clock"]
-    assert clock == first["t"] + 1
-    assert d.result(d.clock(a, clock + 1))["released"]
-
-
-def test_assignments_count_in_a_synchronous_models_version_and_not_in_its_clock() -> None:
-    """Assignments raise a sync model's version but not its clock, which is the version told to a released worker."""
-    d = Driver()
-    d.assigned = 3
-    d.model(**SYNC)
-    told = [(d.core.read.model("m")["version"], d.core.read.models()[0]["version"])]
-    released = d.result(d.clock(d.join("a"), 1))
-    d.beats()
-    told.append((d.core.read.model("m")["version"], d.core.read.models()[0]["version"]))
-
-    assert told == [(3, 3), (4, 4)]
-    assert (released["released"], released["version"]) == (True, 1)
-    assert d.core.read.model("m")["clock"] == 1
 
 
 def test_a_new_leader_takes_no_model_for_untouched_of_which_it_has_not_heard() -> None:
@@ -311,98 +247,6 @@ def test_a_shard_whose_redis_is_another_one_is_refused() -> None:
             join("s1", found, other)
     assert d.hash == stored
     assert [join(f"ok{later}", later)["epoch"] for later in (None, term, term + 1)] == [1, 1, 1]
-
-
-def test_quorum_late_workers_are_dropped_or_folded() -> None:
-    """A late clock is in no commit with `drop`, in the next one with `fold`; the worker is told where to continue."""
-    for late, listed in (("drop", [["m/a", 1]]), ("fold", [["m/a", 1], ["m/b", 0]])):
-        d = Driver()
-        d.model(consistency={"mode": "sync", "quorum": 0.5, "late": late, "min_workers": 2})
-        a, b = d.join("a"), d.join("b")
-        d.clock(a, 1)
-        reply = d.result(d.clock(b, 1))
-        assert reply["released"]
-        assert reply["clock"] == 1
-        d.clock(a, 2)
-        assert [[w, c] for w, _, _, c, _ in d.commits()[1]["contributions"]] == listed
-
-
-def test_min_workers_and_waiting_for_are_said() -> None:
-    """A clock report that is not released names what it waits for: first workers yet to join, then those behind."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
-    a = d.join("a")
-    reply = d.result(d.clock(a, 1, 0.0))
-    assert (reply["released"], reply["waiting_for"]) == (False, ["1 more worker to join"])
-    d.join("b")
-    assert d.result(d.clock(a, 1, 0.0))["waiting_for"] == ["m/b"]
-    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"min_workers": 3}}))
-    assert d.result(d.clock(a, 1, 0.0))["waiting_for"] == ["m/b"]
-
-
-def test_who_has_joined_before_the_first_report_belongs_to_the_first_clock() -> None:
-    """The roster of clock 0 stays open until a worker has reported; who joins after that belongs to clock 1."""
-    d = Driver()
-    d.model(consistency={"mode": "sync"})
-    a = d.join("a")
-    b = d.join("b")
-    parked = d.clock(a, 1)
-    assert parked in d.open
-    c = d.join("c")
-
-    d.clock(b, 1)
-
-    assert d.result(parked)["released"]
-    parked = d.clock(a, 2)
-    d.clock(b, 2)
-    assert parked in d.open
-    d.clock(c, 2)
-    assert d.result(parked)["released"]
-
-
-def test_a_dead_worker_opens_the_barrier_and_is_fenced() -> None:
-    """A worker whose lease expires is fenced until it rejoins; a parked one counts as alive and is released then."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
-    a, b = d.join("a"), d.join("b")
-    parked = d.clock(a, 1, 30.0)
-    d.wait(4)
-    assert parked in d.open
-    d.wait(2)
-    assert d.result(parked)["released"]
-    assert code(d, d.clock(b, 1)) == "fenced"
-    again = d.join("b")
-    assert (again["epoch"], again["rank"], again["clock"]) == (2, 1, 1)
-
-
-def test_ssp_blocks_who_is_too_far_ahead() -> None:
-    """In ssp with staleness 2, a worker three clocks ahead waits for the slowest one."""
-    d = Driver()
-    d.model(consistency={"mode": "ssp", "staleness": 2})
-    a, b = d.join("a"), d.join("b")
-    assert d.result(d.clock(a, 2))["released"]
-    parked = d.clock(a, 3)
-    assert parked in d.open
-    d.ask(lambda n: io.WorkerHeartbeat(n, "m", b["worker"], 1, 1))
-    assert d.result(parked)["released"]
-
-
-def test_in_ssp_workers_yet_to_join_hold_the_others_back() -> None:
-    """In ssp nobody gets further than the staleness before `min_workers` have joined, and who joins begins at 0."""
-    d = Driver()
-    d.model(consistency={"mode": "ssp", "staleness": 2, "min_workers": 2})
-    a = d.join("a")
-    assert d.result(d.clock(a, 2))["released"]
-    reply = d.result(d.clock(a, 3, 0.0))
-    assert (reply["released"], reply["min_clock"], reply["waiting_for"]) == (False, 0, ["1 more worker to join"])
-
-    b = d.join("b")
-
-    assert b["clock"] == 0
-    parked = d.clock(a, 3)
-    assert parked in d.open
-    d.clock(b, 1)
-    assert d.result(parked)["released"]
 
 
 def test_join_takes_ids_ranks_and_epochs_as_told() -> None:
@@ -506,19 +350,6 @@ def test_a_dead_workers_data_comes_back() -> None:
     assert d.result(d.lease(b, "train")) == {"task": None, "finished": True, "clock": 0, "timeline": 0}
 
 
-def test_who_waits_for_data_holds_no_barrier_up() -> None:
-    """In sync, commits do not wait for a worker that waits for data."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
-    a, b = d.join("a"), d.join("b")
-    d.ask(lambda n: io.RegisterDataset(n, "m", "train", 10, 10))
-    assert d.ask(lambda n: io.LeaseTask(n, "m", a["worker"], 1, "train"))["task"]
-    parked = d.clock(a, 1)
-    assert parked in d.open
-    d.send(lambda n: io.LeaseTask(n, "m", b["worker"], 1, "train", 30.0))
-    assert d.result(parked)["released"]
-
-
 def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
     """Every `evaluate_every` clocks one worker gets an evaluation task; its result is a metric at that clock."""
     d = Driver()
@@ -571,35 +402,6 @@ def test_linear_scaling_makes_a_revision_of_each_join() -> None:
     d.join("b")
     model = d.core.read.model("m")
     assert (model["revision"], model["live_workers"]) == (2, 2)
-
-
-def test_refused_clocks_change_nothing() -> None:
-    """In sync, a negative clock or one far beyond the open one is refused, and no commit is made."""
-    d = Driver()
-    d.model(**SYNC)
-    a: Any = d.join("a")
-    for bad in (1 << 40, -1):
-        assert code(d, d.clock(a, bad)) == "invalid_field"
-    assert not d.commits()
-
-
-def test_what_cannot_be_given_back_is_not_taken() -> None:
-    """A worker state must be JSON of bounded size and depth, with finite or 64-bit numbers, or it is refused.
-
-    Metrics that are not finite are dropped.
-    """
-    d = Driver()
-    d.model()
-    a = d.join("a")
-    deep: Any = []
-    for _ in range(40):
-        deep = [deep]
-    for bad in (float("nan"), 1 << 64, "\ud800", {"x": [b""]}, {1: 2}, deep, [0] * 30_000):
-        with pytest.raises(RequestError):
-            d.ask(lambda n, v=bad: io.WorkerHeartbeat(n, "m", a["worker"], 1, state=v))  # type: ignore[misc]
-    d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], 1, metrics={"loss": float("nan"), "x": 1}, state={"i": 3}))
-    assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"x": 1.0}
-    assert d.join("a")["state"] == {"i": 3}
 
 
 def test_a_worker_may_ask_for_a_longer_lease() -> None:

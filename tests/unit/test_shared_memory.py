@@ -1,7 +1,6 @@
-"""Shared memory between a shard and clients on its machine: folders, buffers, leases, slots, windows, the board."""
+"""Shared memory between a shard and clients on its machine: folders, buffers, leases, slots, windows."""
 
 import asyncio
-import fcntl
 import mmap
 import os
 import random
@@ -10,19 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from starlette.types import Message
 
 from paramserver import limits
-from paramserver.client.board import BoardView
-from paramserver.client.same_host import Leased, SameHost
 from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, RemappableMemory, Window, Windows, private, writable
-from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.types import F32
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
@@ -37,22 +31,6 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bu
 
 COUNT = 1 << 16
 """Elements of a buffer: 256 KiB, which is large enough to be pooled."""
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """A folder with a short path, because that of a Unix socket in it is limited to about 100 bytes."""
-    with TemporaryDirectory() as name:
-        yield Path(name)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[SharedFolder]:
-    """The shared folder of one shard."""
-    made = SharedFolder.open(str(tmp_path), "shard-0", 1 << 26)
-    assert made is not None
-    yield made
-    made.close()
 
 
 class Clock:
@@ -364,9 +342,9 @@ def test_a_lying_client_is_refused(lending: Lending, monkeypatch: pytest.MonkeyP
         slot(lending, 4 * COUNT)
 
 
-def test_a_full_folder_gives_private_memory(tmp_path: Path) -> None:
+def test_a_full_folder_gives_private_memory(short_path: Path) -> None:
     """When the shared folder is full, further buffers are private and nothing fails."""
-    folder = SharedFolder.open(str(tmp_path), "shard-0", 4 * COUNT)
+    folder = SharedFolder.open(str(short_path), "shard-0", 4 * COUNT)
     assert folder is not None
     pool = BufferPool(folder=folder)
     first, second = pool.take(COUNT, shared=True), pool.take(COUNT, shared=True)
@@ -376,12 +354,12 @@ def test_a_full_folder_gives_private_memory(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_private_memory_for_what_a_full_folder_cannot_hold_is_reused(tmp_path: Path) -> None:
+def test_private_memory_for_what_a_full_folder_cannot_hold_is_reused(short_path: Path) -> None:
     """Versions that do not fit into the folder take turns in the same private memory, and use the folder once they can.
 
     They took new memory each time, which the pool then kept.
     """
-    small = SharedFolder.open(str(tmp_path), "shard-0", 4 * COUNT)
+    small = SharedFolder.open(str(short_path), "shard-0", 4 * COUNT)
     assert small is not None
     pool = BufferPool(folder=small)
     in_folder = pool.take(COUNT, shared=True)
@@ -405,9 +383,9 @@ def test_shared_memory_leaves_files_for_connections(folder: SharedFolder, monkey
     assert [pool.file_of(a) is not None for a in taken] == [True, True, True, False, False]
 
 
-def test_a_full_folder_costs_no_memory_that_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_folder_costs_no_memory_that_is_not_used(short_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With a full folder private memory is used again, and none is made for a slot; that it is full is logged once."""
-    folder = SharedFolder.open(str(tmp_path), "shard-0", 4 * COUNT)
+    folder = SharedFolder.open(str(short_path), "shard-0", 4 * COUNT)
     assert folder is not None
     pool, slots = BufferPool(folder=folder), BufferPool(folder=folder)
     lending = Lending(pool, slots, Board(folder), Clock())
@@ -428,7 +406,7 @@ def test_no_folder_where_there_can_be_none(root: str) -> None:
     assert SharedFolder.open(root, "shard-0", 1 << 20) is None
 
 
-def test_a_folder_that_could_not_be_opened_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_could_not_be_opened_is_not_locked(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If opening it fails after its lock is taken, the lock is released and the next sweep removes the folder."""
 
     def fail(_: Path) -> None:
@@ -436,17 +414,17 @@ def test_a_folder_that_could_not_be_opened_is_not_locked(tmp_path: Path, monkeyp
 
     with monkeypatch.context() as failing:
         failing.setattr("os.statvfs", fail)
-        assert SharedFolder.open(str(tmp_path), "shard-1", 1 << 20) is None
-    (parent,) = tmp_path.iterdir()
+        assert SharedFolder.open(str(short_path), "shard-1", 1 << 20) is None
+    (parent,) = short_path.iterdir()
     sweep(parent)
     assert not list(parent.iterdir())
 
 
-def test_what_a_killed_shard_left_is_removed_by_the_next(tmp_path: Path, folder: SharedFolder) -> None:
+def test_what_a_killed_shard_left_is_removed_by_the_next(short_path: Path, folder: SharedFolder) -> None:
     """A sweep removes the folder of a process killed by SIGKILL, and keeps those of live processes."""
     code = (
         "import sys, time; from paramserver_shard.shared_folder import SharedFolder;"
-        f"f = SharedFolder.open({str(tmp_path)!r}, 'shard-1', 1 << 20); f.allocate(65536);"
+        f"f = SharedFolder.open({str(short_path)!r}, 'shard-1', 1 << 20); f.allocate(65536);"
         "print(f.path, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
@@ -461,22 +439,22 @@ def test_what_a_killed_shard_left_is_removed_by_the_next(tmp_path: Path, folder:
 
 
 @pytest.mark.parametrize("name", ["shard-1-a", ".shard-1-a"])
-def test_a_folder_that_was_half_removed_is_removed_by_the_next(tmp_path: Path, name: str) -> None:
+def test_a_folder_that_was_half_removed_is_removed_by_the_next(short_path: Path, name: str) -> None:
     """A sweep removes a folder without a lock, under either name, once it is too old to be in creation."""
-    (path := tmp_path / name).mkdir()
+    (path := short_path / name).mkdir()
     (path / "b1").write_bytes(b"values")
-    sweep(tmp_path)
+    sweep(short_path)
     assert path.exists()
     os.utime(path, (0.0, 0.0))
-    sweep(tmp_path)
+    sweep(short_path)
     assert not path.exists()
 
 
 def test_a_folder_that_is_being_removed_is_never_taken_for_one_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder is renamed to a name that no shard has before it is removed, in case the removal is interrupted."""
-    folder = SharedFolder.open(str(tmp_path), "shard-1", 1 << 20)
+    folder = SharedFolder.open(str(short_path), "shard-1", 1 << 20)
     assert folder is not None
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
     folder.close()
@@ -504,9 +482,9 @@ def test_windows_are_kept_for_the_next_turn(folder: SharedFolder, versions: Buff
         windows.of([(path, PAGE_BYTES + 4), (path, 4)])
 
 
-def test_pages_of_a_file_become_private_unseen(tmp_path: Path) -> None:
+def test_pages_of_a_file_become_private_unseen(short_path: Path) -> None:
     """A reader sees the same contents at every moment while pages change between file and private memory."""
-    size, path = 64 * PAGE_BYTES, tmp_path / "slot"
+    size, path = 64 * PAGE_BYTES, short_path / "slot"
     path.write_bytes(bytes([7]) * size)
     memory, runs, over, found = private(size), [(0, 0, size)], threading.Event(), set[int]()
     pages, values = RemappableMemory(memory), np.frombuffer(memory, np.uint8)
@@ -535,120 +513,9 @@ def test_a_folder_is_its_users_alone(folder: SharedFolder) -> None:
     assert time.time() - os.stat(folder.path / "lock").st_mtime < 60
 
 
-@pytest.fixture
-def board(folder: SharedFolder) -> Board:
-    """The board of the folder's shard, which is allowed to serve for the next minute."""
-    made = Board(folder)
-    now = time.monotonic()
-    made.set_serving_window(now, now + 60.0)
-    return made
-
-
-def test_a_lease_stands_on_the_board_until_other_values_take_its_place(
-    folder: SharedFolder, versions: BufferPool, clock: Clock, board: Board
-) -> None:
-    """A lease is confirmed until one of its partitions is superseded or it is released, and never again."""
-    lending = Lending(versions, BufferPool(folder=folder), board, clock)
-    view = BoardView(str(folder.path))
-    old, other, new = (versions.take(COUNT, shared=True) for _ in range(3))
-    first, second = lending.lease([old, other], current=True), lending.lease([other], current=True)
-    past = lending.lease([old])
-    assert first is not None
-    assert second is not None
-    assert past is not None
-    assert [view.confirms(n) for n, _ in (first, second, past)] == [True, True, False]
-
-    lending.clear_superseded([PartitionState(old, (), ())])
-    third = lending.lease([new, other], current=True)
-    assert third is not None
-    assert [view.confirms(n) for n, _ in (first, second, third)] == [False, True, True]
-
-    lending.release([second[0]])
-    lending.clear_superseded([PartitionState(other, (), ())])
-    assert [view.confirms(n) for n, _ in (first, second, third)] == [False, False, False]
-
-
-def test_a_lease_that_has_ended_is_not_confirmed(
-    folder: SharedFolder, versions: BufferPool, clock: Clock, board: Board
-) -> None:
-    """A lease that has expired is not confirmed, even if its values are still current."""
-    lending = Lending(versions, BufferPool(folder=folder), board, clock)
-    granted = lending.lease([versions.take(COUNT, shared=True)], current=True)
-    assert granted is not None
-    clock.now = limits.SHARED_LEASE_S
-    lending.expire()
-    assert not BoardView(str(folder.path)).confirms(granted[0])
-
-
-def test_a_shard_that_may_not_serve_confirms_nothing(folder: SharedFolder, board: Board) -> None:
-    """Outside its serving window a board confirms nothing, nor with a start in the future (another clock)."""
-    view, now = BoardView(str(folder.path)), time.monotonic()
-    board.mark_current(5)
-    assert view.confirms(5)
-    for said, until in ((now - 9.0, now - 6.0), (now + 60.0, now + 63.0), (0.0, 0.0)):
-        board.set_serving_window(said, until)
-        assert not view.confirms(5)
-
-
-def test_the_board_of_a_process_that_has_ended_confirms_nothing(tmp_path: Path) -> None:
-    """The board of a process that has ended confirms nothing, because the lock has ended with it."""
-    code = (
-        "import sys, time; from paramserver_shard.board import Board; "
-        "from paramserver_shard.shared_folder import SharedFolder\n"
-        "f = SharedFolder.open(sys.argv[1], 's', 1 << 20); b = Board(f)\n"
-        "b.set_serving_window(time.monotonic(), time.monotonic() + 60.0); b.mark_current(7)\n"
-        "print(f.path, flush=True); sys.stdin.read()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process:
-        view = BoardView(process.stdout.readline().strip())
-        assert view.confirms(7)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not view.confirms(7)
-
-
-def test_nothing_is_held_of_shards_that_have_ended(tmp_path: Path) -> None:
-    """A client that uses the next shard keeps no open files and mappings of the one that has ended."""
-    same_host = SameHost()
-
-    def held() -> tuple[int, int]:
-        links = [os.readlink(f.path) for f in os.scandir("/proc/self/fd") if os.path.islink(f.path)]
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        return sum(str(tmp_path) in link for link in links), sum(str(tmp_path) in line for line in maps)
-
-    found = []
-    for i in range(4):
-        folder = tmp_path / f"shard-{i}"
-        folder.mkdir()
-        for name, size in (("board", 8 * 8192), ("b1", 4 * COUNT), ("b2", 4 * COUNT)):
-            (folder / name).write_bytes(bytes(size))
-        with open(folder / "lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            address = f"unix://{folder}/requests"
-            slot = same_host.map_slot(address, "b1", 4 * COUNT)
-            assert slot is not None
-            same_host.keep(slot)
-            del slot
-            leased = [Leased(address, 1, ((0, "b2", 4 * COUNT),))]
-            assert same_host.hold(leased).values() is not None
-            assert not same_host.confirmed(leased)
-            assert same_host.take_ended(address) == (1,)
-            found.append(held())
-    assert len(set(found)) == 1
-
-
-def test_without_a_board_nothing_is_confirmed(tmp_path: Path) -> None:
-    """Where the folder is gone nothing is confirmed, so the client has to ask the shard."""
-    assert not BoardView(str(tmp_path / "gone")).confirms(1)
-
-
-def test_values_can_be_read_to_the_very_end_of_a_process(tmp_path: Path) -> None:
+def test_values_can_be_read_to_the_very_end_of_a_process(short_path: Path) -> None:
     """An atexit handler that runs last can still read values, which once ended in a segmentation fault."""
-    file = tmp_path / "values"
+    file = short_path / "values"
     file.write_bytes(np.arange(1024, dtype=np.float32).tobytes())
     program = f"""
 import atexit
@@ -658,34 +525,3 @@ values = Window([({str(file)!r}, 4096)]).values()
 """
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "523776.0"), done.stderr
-
-
-def test_leases_that_are_over_are_told_once_by_whoever_asks_first() -> None:
-    """Each ended lease is taken exactly once, without an error, when several threads take them at the same time."""
-    same_host = SameHost()
-    address = "unix:///x/socket"
-    told: list[int] = []
-    wrong: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            for _ in range(3000):
-                told.extend(same_host.take_ended(address))
-        except Exception as e:
-            wrong.append(e)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=ask) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for number in range(3000):
-            same_host.end_leases([Leased(address, number, ())])
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    told.extend(same_host.take_ended(address))
-    assert not wrong
-    assert sorted(told) == list(range(3000))

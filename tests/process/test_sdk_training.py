@@ -1,0 +1,303 @@
+"""Workers, their data and the checkpoints of a training, through the Python client on a real cluster."""
+
+import json
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import paramserver as ps
+
+from .cluster import Cluster, eventually, ones
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+def test_two_workers_in_step_get_the_mean(client: ps.Client, name: str) -> None:
+    """In sync mode, every worker sees exactly the mean of both gradients applied after each clock."""
+    model = client.create_model(
+        name, {"w": (100,)}, optimizer=ps.Sum(), consistency=ps.Sync(min_workers=2), partitions=8
+    )
+    seen: dict[int, list[float]] = {}
+
+    def work(rank: int) -> None:
+        with model.worker(rank=rank) as w:
+            for _ in range(5):
+                p = w.pull()
+                seen.setdefault(w.rank, []).append(float(p["w"][0]))
+                w.step({"w": np.full(100, 1.0 + 2.0 * rank)}, loss=1.0)
+            seen[w.rank].append(float(w.pull()["w"][0]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+    assert seen == {r: [0.0, 2.0, 4.0, 6.0, 8.0, 10.0] for r in range(2)}
+    assert {p.worker for p in model.metrics("loss")} == {f"{name}/w0", f"{name}/w1"}
+
+
+def test_a_sync_push_without_a_worker_says_how(client: ps.Client, name: str) -> None:
+    """A push to a synchronous model without a worker raises ConflictError, whose hint shows `with model.worker()`."""
+    model = client.create_model(name, {"w": (100,)}, consistency=ps.Sync(), partitions=8)
+
+    with pytest.raises(ps.ConflictError, match=r"with model\.worker\(\) as w"):
+        model.push(ones())
+
+
+def test_the_mode_may_change_under_a_worker(client: ps.Client, name: str) -> None:
+    """A worker adapts by itself when its model changes from async to sync and back."""
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
+    with model.worker() as w:
+        w.step(ones())
+        model.set(consistency=ps.Sync())
+        eventually(lambda: w.step(ones()).state == "staged", what="a staged push")
+        before = w.pull()["w"][0]
+        w.step(ones())
+        assert w.pull()["w"][0] == before + 1
+        model.set(consistency=ps.Async())
+        eventually(lambda: w.step(ones()).state == "applied", what="an applied push")
+
+
+def test_tasks_are_worked_through_once_by_living_workers(client: ps.Client, name: str) -> None:
+    """A task whose worker left before finishing it goes to the next worker, and a finished dataset yields no tasks."""
+    model = client.create_model(name, {"w": (4,)})
+    model.add_tasks("train", size=10, chunk=3)
+    with model.worker() as w:
+        first = next(iter(w.tasks("train")))
+    with model.worker() as w:
+        ranges = [(t.start, t.stop) for t in w.tasks("train")]
+    with model.worker() as w:
+        assert list(w.tasks("train")) == []
+
+    assert (first.start, first.stop) in ranges
+    assert sorted(ranges) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+
+
+def test_a_range_whose_loop_was_left_is_worked_on_all_the_same(client: ps.Client, name: str) -> None:
+    """A task whose loop was left, by `break` or an exception, is handed out again to the same worker."""
+    model = client.create_model(name, {"w": (4,)})
+    model.add_tasks("train", size=4, chunk=1)
+    with model.worker() as w:
+        for _ in w.tasks():
+            break
+        with suppress(ZeroDivisionError):
+            for _ in w.tasks():
+                raise ZeroDivisionError
+        starts = [t.start for t in w.tasks()]
+
+    assert sorted(starts) == [0, 1, 2, 3]
+
+
+def test_an_evaluation_that_raises_waits_on(client: ps.Client, name: str) -> None:
+    """An evaluation whose function raises stays pending until a worker completes it."""
+    model = client.create_model(name, {"w": (4,)})
+    with model.worker() as w:
+        model.evaluate()
+        eventually(lambda: w.evaluation_waits, what="the evaluation")
+        with pytest.raises(ZeroDivisionError):
+            w.evaluate(lambda p: {"accuracy": 1 / 0})
+        assert w.evaluation_waits
+        assert w.evaluate(lambda p: {"accuracy": 0.5}) == {"accuracy": 0.5}
+        assert w.evaluate(lambda p: {"accuracy": 0.5}) is None
+
+    assert [p.value for p in model.metrics("accuracy")] == [0.5]
+
+
+def test_a_worker_keeps_state_and_evaluates(client: ps.Client, name: str) -> None:
+    """`w.state` is restored for the next worker of the same name, and a worker runs a requested evaluation."""
+    model = client.create_model(name, {"w": (4,)})
+    with model.worker("anna") as w:
+        w.state["seen"] = 12
+        model.evaluate()
+        eventually(lambda: w.evaluation_waits, what="the evaluation")
+        assert w.evaluate(lambda p: {"accuracy": float(p["w"].sum()) + 0.5}) == {"accuracy": 0.5}
+    with model.worker("anna") as w:
+        assert w.state == {"seen": 12}
+
+    assert [p.value for p in model.metrics("accuracy")] == [0.5]
+
+
+def test_a_worker_given_up_joins_again(client: ps.Client, name: str) -> None:
+    """A worker whose lease was ended by the server joins again under the same id, with a new epoch."""
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
+    with model.worker() as w:
+        w.step(ones())
+        path = f"/models/{name}/workers/{w.name.replace('/', '%2F')}"
+        client.request("DELETE", path)
+        eventually(
+            lambda: w.step(ones()).state and [x["epoch"] for x in model.workers() if x["worker"] == w.name] == [2],
+            what="joining again",
+        )
+        # A gradient in flight when the lease ended may still be dropped.
+        eventually(lambda: w.step(ones()).state == "applied", what="a push under the new epoch")
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(client: ps.Client, name: str, tmp_path: Path) -> None:
+    """A model restored under another name and partition count continues bit for bit like the original, with Adam."""
+    from safetensors.numpy import load_file
+
+    rng = np.random.default_rng(3)
+    w0 = rng.normal(size=(40, 30)).astype(np.float32)
+    model = client.create_model(name, {"w": w0}, optimizer=ps.Adam(lr=0.01), partitions=5)
+    for _ in range(3):
+        model.push({"w": rng.normal(size=(40, 30))})
+    manifest = model.checkpoint(tmp_path / "ckpt")
+
+    other = client.restore(tmp_path / "ckpt", as_=f"{name}.2"[-60:].lstrip("."), partitions=3)
+
+    assert manifest["version"] == 3
+    assert np.array_equal(load_file(tmp_path / "ckpt" / "model.safetensors")["w"], model.pull()["w"])
+    last = rng.normal(size=(40, 30))
+    model.push({"w": last})
+    other.push({"w": last})
+    assert np.array_equal(model.pull()["w"], other.pull()["w"])
+    assert not np.array_equal(other.pull()["w"], w0)
+
+
+def test_a_checkpoint_sets_its_model_back_whose_settings_have_changed(
+    client: ps.Client, name: str, tmp_path: Path
+) -> None:
+    """A checkpoint is restored over its model, whose settings have changed since creation, only with `exist_ok`.
+
+    The model keeps its present settings.  A model with other parameters is refused and not changed.
+    """
+    model = client.create_model(name, {"w": np.zeros(4, np.float32)}, optimizer=ps.SGD(lr=1.0))
+    model.push({"w": -np.ones(4)})
+    model.set(lr=0.5)
+    model.checkpoint(tmp_path / "ckpt")
+    model.set(lr=0.25)
+    model.push({"w": -np.ones(4)})
+
+    with pytest.raises(ps.ConflictError):
+        client.restore(tmp_path / "ckpt")
+    client.restore(tmp_path / "ckpt", exist_ok=True)
+
+    assert model.pull()["w"].tolist() == [1.0] * 4
+    model.push({"w": -np.ones(4)})
+    assert model.pull()["w"].tolist() == [1.25] * 4
+    other = client.create_model(name + "-o", {"v": np.zeros(4, np.float32)})
+    with pytest.raises(ps.PsError, match="lacks parameter 'v'"):
+        client.restore(tmp_path / "ckpt", as_=other.name, exist_ok=True)
+    assert other.pull()["v"].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("keeper", ["client", "cluster"])
+@pytest.mark.parametrize("changed", ["after", "before"])
+def test_state_of_another_optimizer_is_dropped(
+    client: ps.Client, name: str, tmp_path: Path, keeper: str, changed: str
+) -> None:
+    """A checkpoint's optimizer state is dropped if it is of another optimizer with as many arrays.
+
+    The optimizer changes after the checkpoint, which is restored in place, or before it, when no commit has made the
+    partitions adopt it yet, and the model is created anew from it.
+    """
+    model = client.create_model(name, ones(), optimizer=ps.Momentum(lr=0.1), consistency=ps.Sync(), partitions=2)
+    with model.worker() as w:
+        w.step({"w": -np.ones(100)})  # Adagrad would take the root of this buffer
+    if changed == "before":
+        model.set(optimizer=ps.Adagrad(lr=0.1))
+    model.checkpoint(tmp_path / "ckpt") if keeper == "client" else model.save("mine")
+    if changed == "after":
+        model.set(optimizer=ps.Adagrad(lr=0.1))
+        with model.worker() as w:
+            w.step(ones())
+    else:
+        model.delete()
+    if keeper == "client":
+        client.restore(tmp_path / "ckpt", exist_ok=True)
+    else:
+        model.restore("mine")
+
+    with model.worker() as w:
+        before = w.pull()["w"]
+        w.step(ones())
+        np.testing.assert_allclose(w.pull()["w"], before - 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ack", ["applied", "journaled"])
+def test_the_clusters_checkpoint_of_a_training_is_of_one_clock(
+    shared_cluster: Cluster, client: ps.Client, name: str, ack: str
+) -> None:
+    """The cluster's checkpoint of a model in training holds, for every element, exactly the commits up to its clock."""
+    from safetensors.numpy import load_file
+
+    size = 32 * 65536
+    model = client.create_model(name, {"w": (size,)}, optimizer=ps.Sum(), consistency=ps.Sync(), partitions=32, ack=ack)
+    stop = threading.Event()
+
+    def train() -> None:
+        with model.worker() as w:
+            while not stop.is_set():
+                w.step(ones(size))
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        eventually(lambda: model.info()["clock"] > 2, what="the first clocks")
+        saved = httpx.post(f"{shared_cluster.url}/models/{name}/checkpoints", timeout=60).json()
+        eventually(lambda: model.info()["clock"] > saved["clock"], what="another clock")
+    finally:
+        stop.set()
+        training.join()
+    assert set(saved["versions"]) == {saved["clock"]}
+    values = load_file(Path(saved["path"]) / "model.safetensors")["w"]
+    assert np.unique(values).tolist() == [float(saved["clock"])]
+
+
+def test_a_checkpoint_on_this_machine_holds_the_workers_states(client: ps.Client, name: str, tmp_path: Path) -> None:
+    """A checkpoint in a local folder has the state of each worker that set one, even if it left, and of no other."""
+    model = client.create_model(name, {"w": (4,)})
+    with model.worker("anna") as w, model.worker("ben"):
+        w.state["seen"] = 12
+
+    model.checkpoint(tmp_path / "ckpt")
+
+    assert json.loads((tmp_path / "ckpt" / "workers.json").read_text()) == {f"{name}/anna": {"seen": 12}}
+
+
+@pytest.mark.parametrize("keeper", ["client", "cluster"])
+def test_workers_of_a_restored_model_begin_with_their_states(
+    client: ps.Client, name: str, tmp_path: Path, keeper: str
+) -> None:
+    """Workers of a model restored under another name, after a delete or in place begin with their saved states.
+
+    A worker that is joined during a restore in place keeps its own state until it joins again.
+    """
+
+    def restore(**how: Any) -> None:
+        if keeper == "client":
+            client.restore(tmp_path / "ckpt", **how)
+        else:
+            into = {"as": how["as_"]} if "as_" in how else {}
+            answer = httpx.post(f"{client.url}/models/{name}/restore", json={"checkpoint": "mine", **into}, timeout=30)
+            assert answer.is_success, answer.text
+
+    def begins_with(model: str) -> Any:
+        with client.model(model).worker("anna") as w:
+            return dict(w.state)
+
+    model = client.create_model(name, {"w": (4,)})
+    with model.worker("anna") as w, model.worker("ben"):
+        w.state["seen"] = 12
+    model.checkpoint(tmp_path / "ckpt") if keeper == "client" else model.save("mine")
+
+    copy = f"{name}-2"[-60:]
+    restore(as_=copy)
+    assert begins_with(copy) == {"seen": 12}
+    with model.worker("anna") as w:
+        w.state["seen"] = 40
+        w.step(ones(4))
+    with model.worker("anna") as w:
+        assert w.state == {"seen": 40}
+        restore(exist_ok=True)
+        assert w.state == {"seen": 40}
+    assert begins_with(name) == {"seen": 12}
+    model.delete()
+    restore()
+    assert begins_with(name) == {"seen": 12}
