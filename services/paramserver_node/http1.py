@@ -93,9 +93,9 @@ class Http1(HttpToolsProtocol):
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, app_state, loop)
         self.parser = _Parser(self)
         self._app: ASGIApp = config.loaded_app
         self.app = self._run_app

@@ -77,12 +77,11 @@ class ProtocolDetector(asyncio.Protocol):
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         if not config.loaded:
             config.load()
         self._config, self._server, self._state = config, server_state, app_state
-        self._loop = _loop or asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -55,8 +55,3 @@ def _flat(found: "Iterable[BaseRoute]") -> "Iterator[BaseRoute]":
             yield route
         else:
             yield from _flat(inner.routes)
-
-
-def unmarked(app: "FastAPI") -> list[str]:
-    """Return the paths of routes without a mark; a test checks that there are none."""
-    return [str(getattr(r, "path", r)) for r in routes(app) if role_of(r) is None]

@@ -135,7 +135,9 @@ async def serve_tcp(
     `proxied`: trust what a proxy on this machine says about its client.  `transfer_threads` transfer large bodies.
     """
     _raise_file_limit()
-    await _serve_on(_listener(host, port), app, stop, grace_s, tls, proxied=proxied, transfer_threads=transfer_threads)
+    await _serve_on(
+        _listener(host, port), app, stop, grace_s, tls=tls, proxied=proxied, transfer_threads=transfer_threads
+    )
 
 
 async def serve_unix(
@@ -144,7 +146,7 @@ async def serve_unix(
     stop: asyncio.Event,
     *,
     grace_s: float,
-    transfer_threads: "TransferThreads | None" = None,
+    transfer_threads: "TransferThreads | None",
 ) -> None:
     """Serve on a Unix socket until `stop`; raises OSError if it cannot be created at that path.
 
@@ -165,10 +167,10 @@ async def _serve_on(
     app: ASGIApp,
     stop: asyncio.Event,
     grace_s: float,
-    tls: Tls | None = None,
     *,
+    tls: Tls | None = None,
     proxied: bool = False,
-    transfer_threads: "TransferThreads | None" = None,
+    transfer_threads: "TransferThreads | None",
 ) -> None:
     server = _Uvicorn(
         uvicorn.Config(

@@ -5,7 +5,7 @@ from typing import Final
 
 import httpx
 
-from paramserver.client.credentials import NO_CREDENTIALS, Credentials
+from paramserver.client.credentials import Credentials
 from paramserver_node.forward import FORWARDED_TO_LEADER
 from paramserver_scheduler.http_client import http_client
 from paramserver_scheduler.lease import Lease
@@ -16,7 +16,7 @@ ASK_S: Final = 1.0
 class PeerSchedulers:
     """The other schedulers, as listed when Redis last answered."""
 
-    def __init__(self, lease: Lease, credentials: Credentials = NO_CREDENTIALS) -> None:
+    def __init__(self, lease: Lease, credentials: Credentials) -> None:
         self._lease = lease
         self._http = http_client(
             credentials,

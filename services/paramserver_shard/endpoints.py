@@ -177,7 +177,7 @@ class Pull(_Endpoint):
         frame = await self._reader.read(scope, receive, PullFrame, _prepare_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
         self.recheck_serving()
-        await _send_body(scope, send, 200, answer)
+        await _send_body(scope, send, answer)
         self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -194,7 +194,7 @@ class PushPull(_Pushing):
         arriving = await self._read_frame(scope, receive)
         answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
         self.recheck_serving()
-        await _send_body(scope, send, 200, answer)
+        await _send_body(scope, send, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -222,11 +222,11 @@ async def _send(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_body(scope: Scope, send: Send, status: int, answer: FrameBody) -> None:
+async def _send_body(scope: Scope, send: Send, answer: FrameBody) -> None:
     first = answer.header()
     size = len(first) + answer.body_bytes
     headers = [(b"content-type", _FRAME), (b"content-length", str(size).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     arrival: BodyTransfer | None = scope.get("extensions", {}).get(BODY)
     chunks: Iterable[bytes | memoryview] = answer.chunks(first)
     if arrival is not None and size >= TRANSFER_BYTES_MIN and answer.zero_copy:

@@ -98,7 +98,7 @@ class Budget:
         self._clock = clock
         self._free_at = 0.0
 
-    async def spend(self, size_bytes: int, *, urgent: bool = False) -> None:
+    async def spend(self, size_bytes: int, *, urgent: bool) -> None:
         """Wait until `size_bytes` more may be written; urgent writes count but do not wait."""
         now = self._clock()
         start = max(now, self._free_at)

@@ -46,7 +46,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def marked(app: Any) -> MARKED:
-    assert roles.unmarked(app) == []
     found: MARKED = []
     for route in roles.routes(app):
         path = re.sub(r"\{[^}]*\}", "7", route.path)  # type: ignore[attr-defined]  # all of ours have a path

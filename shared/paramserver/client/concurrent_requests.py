@@ -113,7 +113,7 @@ class ConcurrentRequests(Interruptible):
     The caller may itself be working for another thread, which can be interrupted, too (`within`).
     """
 
-    def __init__(self, perform: Perform, requests: Sequence[Request], within: Interruptible | None = None) -> None:
+    def __init__(self, perform: Perform, requests: Sequence[Request], within: Interruptible | None) -> None:
         super().__init__()
         self._perform, self._requests, self._within = perform, requests, within
         self._waiting = deque(range(len(requests)))

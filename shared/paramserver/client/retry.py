@@ -28,13 +28,12 @@ _random = random.Random()
 class Backoff:
     """The retry state of one call."""
 
-    def __init__(self, deadline: Deadline, rng: random.Random = _random, *, reads: bool = False) -> None:
+    def __init__(self, deadline: Deadline, *, reads: bool = False) -> None:
         self.deadline = deadline
         self.reads = reads
         """Whether the call changes nothing, so that it cannot end in doubt."""
         self.in_doubt = False
         """Whether an attempt may have taken effect, in whole or in part."""
-        self._rng = rng
         self._began_at = deadline.clock()
         self._tries = 0
         """Failed attempts that were followed by a pause."""
@@ -51,7 +50,7 @@ class Backoff:
         if isinstance(error, Unavailable) and not _is_silence(error):
             self._answer = error
         ceiling = min(LONGEST_S, FIRST_S * 2.0**self._tries)
-        wait_s = self._rng.uniform(0.0, ceiling)
+        wait_s = _random.uniform(0.0, ceiling)
         if error.retry_after_s is not None and not _is_silence(error):
             wait_s += error.retry_after_s
         left_s = self.deadline.left_s()

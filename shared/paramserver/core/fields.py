@@ -107,6 +107,22 @@ class Reader:
                 self.fail(name[:60], "is not a known field", hint)
 
 
+class Faults:
+    """What is wrong with the fields of a request, told all at once."""
+
+    def __init__(self) -> None:
+        self._found: list[PsError] = []
+
+    def add(self, where: str, what: str, hint: str = "") -> None:
+        """Note what is wrong with the field `where`."""
+        self._found.append(problem("invalid_field", f"{where}: {what}", hint=hint, where=where))
+
+    def tell(self) -> None:
+        """Raise RequestError naming each, if there are any."""
+        if self._found:
+            raise combined(self._found)
+
+
 def is_name(value: Any) -> bool:
     """Whether a JSON value can name a model, shard, pool member, run, dataset or checkpoint."""
     return isinstance(value, str) and MODEL_NAME.fullmatch(value) is not None

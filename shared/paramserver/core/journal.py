@@ -100,9 +100,7 @@ def _step(step: Step | None) -> dict[str, Any]:
     return {"applied": False} if step is None else {"applied": True, "rate": step[0], "weights": step[1]}
 
 
-def config_head(
-    settings: Mapping[str, Any], version: int, clock: int, *, fresh: bool, unstage: bool = False
-) -> dict[str, Any]:
+def config_head(settings: Mapping[str, Any], version: int, clock: int, *, fresh: bool, unstage: bool) -> dict[str, Any]:
     """The head of a change of settings."""
     return {"version": version, "settings": dict(settings), "clock": clock, "fresh": fresh, "unstage": unstage}
 

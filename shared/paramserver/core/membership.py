@@ -144,9 +144,9 @@ class Worker(Holder):
 class Roster:
     """The workers of one model, live and dead; dead ones are kept so that no epoch is issued twice."""
 
-    def __init__(self, floor: int = 0) -> None:
+    def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
-        self.floor = floor
+        self.floor = 0
         """Highest epoch of any worker that was forgotten."""
         self._live: list[Worker] | None = None
 

@@ -342,7 +342,7 @@ class Model:
             "live_workers": len(live),
         }
 
-    def feed_document(self, all_commits: bool = False) -> dict[str, Any]:
+    def feed_document(self, all_commits: bool) -> dict[str, Any]:
         """Feed document of type `model`."""
         live = self.roster.live()
         kept = [c for _, c in self.commits]

@@ -74,7 +74,7 @@ class Reading:
         """The datasets of a model and their progress."""
         return [d.document() for d in self._c.model(name).datasets.values()]
 
-    def metric_names(self, name: str, only: str | None = None) -> list[str]:
+    def metric_names(self, name: str, only: str | None) -> list[str]:
         """Names of the metrics that workers of a model have reported: all of them, or `only` that one."""
         return [n for n in self._c.model(name).series.points if only in (None, n)]
 

@@ -1,6 +1,6 @@
 """Recovery of the scheduler's state from its stored documents, with all that a killed one had told anyone."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from paramserver.core.checkpoints import Record
@@ -51,40 +51,17 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         c.shards[name] = shard
     for name, doc in groups["model"].items():
         c.models[name] = Model.of(doc, groups["place"][name], groups["clock"][name], now)
-    for name in groups["filled"]:
-        model_name, _, parameter = name.partition(":")
-        c.models[model_name].filled.add(parameter)
-        c.models[model_name].missing.discard(parameter)
-    for name, doc in groups["worker"].items():
-        model_name, _, worker = name.partition(":")
-        model = c.models[model_name]
-        # In sync, clocks it had finished beyond the open one are in no commit, or belong to an old timeline; it reports
-        # them again. In other modes the model's clock is the slowest worker's, and the stored clock of a worker is the
-        # one at which it joined.
-        done = granted = model.gate.clock if model.gate.sync else max(doc["clock"], model.gate.clock)
-        pending: list[int] = []
-        late = groups["clock"][model_name].get("late", {}).get(worker)
-        if late is not None and late[0] == doc["epoch"]:
-            _, done, granted, pending = late
-        found = model.roster.workers[worker] = Worker(
-            worker, doc["epoch"], now, doc["alive"], doc["rank"], done, pending, granted=granted,
-            # So that a plain client that has not been told of a rollback yet will be.
-            timeline=doc["timeline"], lease_s=doc["lease_s"], draining=doc.get("draining", False),
-        )  # fmt: skip
-        found.keep(doc["state"])
-    commits: dict[str, list[Commit]] = {}
-    for name, doc in groups["commit"].items():
-        commits.setdefault(name.partition(":")[0], []).append(Commit.of(doc))
-    for name, records in commits.items():
-        c.models[name].commits.extend((now, r) for r in sorted(records, key=lambda r: r.t))
-        if "began" not in groups["clock"][name]:
-            c.models[name].began = min(r.t for r in records)  # Partitions before that cannot catch up any more.
-    for name, doc in groups["dataset"].items():
-        model_name, _, dataset = name.partition(":")
-        c.models[model_name].datasets[dataset] = Dataset.of(doc, groups["tasks"].get(name))
-    for name, doc in groups["checkpoint"].items():
-        model_name, _, record = name.partition(":")
-        c.models[model_name].checkpoints.records[record] = Record.of(doc)
+    for model, parameter, _ in _of_models(c, groups["filled"]):
+        model.filled.add(parameter)
+        model.missing.discard(parameter)
+    for model, worker, doc in _of_models(c, groups["worker"]):
+        late = groups["clock"][model.name].get("late", {}).get(worker)
+        model.roster.workers[worker] = _worker(worker, model, doc, late, now)
+    _fill_commits(c, groups, now)
+    for model, dataset, doc in _of_models(c, groups["dataset"]):
+        model.datasets[dataset] = Dataset.of(doc, groups["tasks"].get(f"{model.name}:{dataset}"))
+    for model, record, doc in _of_models(c, groups["checkpoint"]):
+        model.checkpoints.records[record] = Record.of(doc)
     for name, doc in groups["series"].items():
         c.models[name].series = Series.of(doc)
     for id_, doc in sorted(groups["run"].items(), key=lambda r: r[1]["created_s"]):
@@ -96,6 +73,42 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         c.forget_model(ModelKey(doc["model"], doc["generation"]), doc["partitions"])
     for model in c.models.values():
         _resume(c, model)
+
+
+def _of_models(
+    c: Cluster, documents: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[Model, str, Mapping[str, Any]]]:
+    """Yield (model, rest of the name, document) of documents whose names begin with that of their model."""
+    for name, doc in documents.items():
+        model, _, rest = name.partition(":")
+        yield c.models[model], rest, doc
+
+
+def _worker(name: str, model: Model, doc: Mapping[str, Any], late: Sequence[Any] | None, now: float) -> Worker:
+    # In sync, clocks it had finished beyond the open one are in no commit, or belong to an old timeline; it reports
+    # them again. In other modes the model's clock is the slowest worker's, and the stored clock of a worker is the
+    # one at which it joined.
+    done = granted = model.gate.clock if model.gate.sync else max(doc["clock"], model.gate.clock)
+    pending: list[int] = []
+    if late is not None and late[0] == doc["epoch"]:
+        _, done, granted, pending = late
+    worker = Worker(
+        name, doc["epoch"], now, doc["alive"], doc["rank"], done, pending, granted=granted,
+        # So that a plain client that has not been told of a rollback yet will be.
+        timeline=doc["timeline"], lease_s=doc["lease_s"], draining=doc.get("draining", False),
+    )  # fmt: skip
+    worker.keep(doc["state"])
+    return worker
+
+
+def _fill_commits(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now: float) -> None:
+    commits: dict[str, list[Commit]] = {}
+    for model, _, doc in _of_models(c, groups["commit"]):
+        commits.setdefault(model.name, []).append(Commit.of(doc))
+    for name, records in commits.items():
+        c.models[name].commits.extend((now, r) for r in sorted(records, key=lambda r: r.t))
+        if "began" not in groups["clock"][name]:
+            c.models[name].began = min(r.t for r in records)  # Partitions before that cannot catch up any more.
 
 
 def _resume(c: Cluster, model: Model) -> None:

@@ -14,9 +14,9 @@ from msgspec import Struct
 
 from paramserver import limits
 from paramserver.core.documents import check_document
-from paramserver.core.fields import finite, is_integer
+from paramserver.core.fields import Faults, finite, is_integer
 from paramserver.core.series import is_metric_name
-from paramserver.errors import PsError, combined, problem
+from paramserver.errors import problem
 
 RESTARTS_MAX: Final = 3
 """How often a place is restarted after an exception; the next one fails the run."""
@@ -62,35 +62,22 @@ class StopRule(Struct, frozen=True):
     @classmethod
     def check(cls, data: Any) -> "StopRule":
         """Return the rule that a JSON object describes; raises RequestError naming each invalid field."""
-        errors: list[PsError] = []
-
-        def fail(where: str, what: str, hint: str = "") -> None:
-            errors.append(problem("invalid_field", f"{where}: {what}", hint=hint, where=where))
-
         if not isinstance(data, Mapping):
             raise problem("invalid_field", "stop: must be an object", where="stop")
         if len(data) > limits.FIELDS_MAX:
             raise problem("too_large", f"stop: has {len(data)} fields; at most {limits.FIELDS_MAX} are allowed")
+        faults = Faults()
         for key in data:
             if key not in ("clocks", "minutes", "metric"):
-                fail(f"stop.{key!s:.40}", "is not a known field", "known fields: clocks, metric, minutes")
-        clocks, minutes, metric = data.get("clocks"), data.get("minutes"), data.get("metric")
+                faults.add(f"stop.{key!s:.40}", "is not a known field", "known fields: clocks, metric, minutes")
+        clocks, minutes = data.get("clocks"), data.get("minutes")
         if clocks is not None and not is_integer(clocks, 1):
-            fail("stop.clocks", "must be a positive integer")
+            faults.add("stop.clocks", "must be a positive integer")
         if minutes is not None and not (finite(minutes) and 0 < minutes < 1e9):
-            fail("stop.minutes", "must be a positive number")
-        name = low = high = None
-        if metric is not None:
-            if not isinstance(metric, Mapping) or not is_metric_name(metric.get("name")):
-                fail("stop.metric", 'must be {"name": ..., "at_least" or "at_most": number}')
-            else:
-                name, low, high = metric["name"], metric.get("at_least"), metric.get("at_most")
-                given = [v for v in (low, high) if v is not None]
-                if len(given) != 1 or not finite(given[0]) or set(metric) - {"name", "at_least", "at_most"}:
-                    fail("stop.metric", "needs either at_least or at_most, a number")
-        if errors:
-            raise combined(errors)
-        return cls(clocks, minutes, name, low, high)
+            faults.add("stop.minutes", "must be a positive number")
+        bound = _bound(data.get("metric"), faults)
+        faults.tell()
+        return cls(clocks, minutes, *bound)
 
     def document(self) -> dict[str, Any]:
         """This rule as a JSON object."""
@@ -113,6 +100,20 @@ class StopRule(Struct, frozen=True):
         if self.at_most is not None and value <= self.at_most:
             return f"{name} reached {value:g} (stop rule: at most {self.at_most:g})"
         return None
+
+
+def _bound(metric: Any, faults: Faults) -> tuple[str | None, float | None, float | None]:
+    """Return the (name, at_least, at_most) of a stop rule's metric; None where it has none."""
+    if metric is None:
+        return None, None, None
+    if not isinstance(metric, Mapping) or not is_metric_name(metric.get("name")):
+        faults.add("stop.metric", 'must be {"name": ..., "at_least" or "at_most": number}')
+        return None, None, None
+    low, high = metric.get("at_least"), metric.get("at_most")
+    given = [v for v in (low, high) if v is not None]
+    if len(given) != 1 or not finite(given[0]) or set(metric) - {"name", "at_least", "at_most"}:
+        faults.add("stop.metric", "needs either at_least or at_most, a number")
+    return metric["name"], low, high
 
 
 @dataclass(slots=True)
@@ -261,21 +262,16 @@ def how_to_start(entry: str, barred: Sequence[Sequence[str]]) -> str:
 
 def check_run(entry: Any, workers: Any, args: Any, evaluate_every: Any, checkpoint_every: Any) -> None:
     """Raise RequestError naming each invalid field of a new run."""
-    errors: list[PsError] = []
-
-    def fail(where: str, what: str, hint: str = "") -> None:
-        errors.append(problem("invalid_field", f"{where}: {what}", hint=hint, where=where))
-
+    faults = Faults()
     if not isinstance(entry, str) or len(entry) > 256 or not ENTRY.fullmatch(entry):
-        fail("entry", f"{entry!r:.80} is not a valid entry point", "write 'package.module:function'")
+        faults.add("entry", f"{entry!r:.80} is not a valid entry point", "write 'package.module:function'")
     if not is_integer(workers, 1, limits.WORKERS_PER_MODEL_MAX):
-        fail("workers", f"must be an integer from 1 to {limits.WORKERS_PER_MODEL_MAX}")
+        faults.add("workers", f"must be an integer from 1 to {limits.WORKERS_PER_MODEL_MAX}")
     if not isinstance(args, Mapping) or not all(isinstance(k, str) for k in args):
-        fail("args", "must be an object")
+        faults.add("args", "must be an object")
     else:
         check_document(args, "args")
     for where, value in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if not is_integer(value):
-            fail(where, "must be a number of clocks, 0 for none")
-    if errors:
-        raise combined(errors)
+            faults.add(where, "must be a number of clocks, 0 for none")
+    faults.tell()

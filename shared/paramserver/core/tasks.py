@@ -13,8 +13,8 @@ from typing import Any, Final
 from msgspec import Struct
 
 from paramserver import limits
-from paramserver.core.fields import is_integer, is_name
-from paramserver.errors import PsError, combined, problem
+from paramserver.core.fields import Faults, is_integer, is_name
+from paramserver.errors import problem
 
 OPEN_PASSES: Final = 2
 EVALUATE: Final = "evaluate"
@@ -80,42 +80,23 @@ class DatasetSpec(Struct, frozen=True):
         passes: int | None,
     ) -> "DatasetSpec":
         """Return the dataset with these fields; raises RequestError naming each wrong one."""
-        errors: list[PsError] = []
-
-        def fail(where: str, what: str, hint: str = "") -> None:
-            errors.append(problem("invalid_field", f"{where}: {what}", hint=hint, where=where))
-
-        if not is_name(name) or name == EVALUATE:
-            fail("dataset", f"{name!r:.80} is not allowed", "letters, digits, '.', '_' and '-'; not 'evaluate'")
-        if uri is not None and (not isinstance(uri, str) or len(uri) > 4096 or not uri.isprintable()):
-            fail("uri", "must be at most 4096 printable characters")
-        if assignment not in ("dynamic", "static"):
-            fail("assignment", f"'{assignment!s:.40}' is not one of dynamic, static")
-        if passes is not None and not is_integer(passes, 1):
-            fail("passes", "must be a positive integer, or null for passes without end")
+        faults = Faults()
         pieces: list[tuple[int, int]] = []
-        if ranges is not None:
-            if size is not None or task_size is not None:
-                fail("ranges", "cannot be given together with size or task_size")
-            elif not isinstance(ranges, Sequence) or not 0 < len(ranges) <= limits.TASKS_PER_DATASET_MAX:
-                fail("ranges", f"must be a list of 1 to {limits.TASKS_PER_DATASET_MAX} ranges")
-            elif all(_is_range(r) for r in ranges):
-                pieces = [(r[0], r[1]) for r in ranges]
-            else:
-                fail("ranges", "each must be [start, stop] with 0 <= start < stop")
-        elif not is_integer(size, 1):
-            fail("size", "must be a positive integer", "or give `ranges`")
-        elif task_size is not None and not is_integer(task_size, 1):
-            fail("task_size", "must be a positive integer")
+        if not is_name(name) or name == EVALUATE:
+            faults.add("dataset", f"{name!r:.80} is not allowed", "letters, digits, '.', '_' and '-'; not 'evaluate'")
+        if uri is not None and (not isinstance(uri, str) or len(uri) > 4096 or not uri.isprintable()):
+            faults.add("uri", "must be at most 4096 printable characters")
+        if assignment not in ("dynamic", "static"):
+            faults.add("assignment", f"'{assignment!s:.40}' is not one of dynamic, static")
+        if passes is not None and not is_integer(passes, 1):
+            faults.add("passes", "must be a positive integer, or null for passes without end")
+        if ranges is None:
+            pieces = _equal_ranges(size, task_size, faults)
+        elif size is not None or task_size is not None:
+            faults.add("ranges", "cannot be given together with size or task_size")
         else:
-            assert size is not None
-            step = task_size or max(1, -(-size // 64))
-            if -(-size // step) > limits.TASKS_PER_DATASET_MAX:
-                fail("task_size", f"would make more than {limits.TASKS_PER_DATASET_MAX} tasks")
-            else:
-                pieces = [(a, min(a + step, size)) for a in range(0, size, step)]
-        if errors:
-            raise combined(errors)
+            pieces = _listed_ranges(ranges, faults)
+        faults.tell()
         return cls(name, tuple(pieces), uri, assignment, passes)
 
     def document(self) -> dict[str, Any]:
@@ -133,6 +114,32 @@ class DatasetSpec(Struct, frozen=True):
         """Return the dataset that a stored document describes."""
         ranges = tuple((a, b) for a, b in doc["ranges"])
         return cls(doc["name"], ranges, doc["uri"], doc["assignment"], doc["passes"])
+
+
+def _equal_ranges(size: int | None, task_size: int | None, faults: Faults) -> list[tuple[int, int]]:
+    """Return the ranges of `task_size` elements, or else about 64 equal ones, that make up [0, size)."""
+    if not is_integer(size, 1):
+        faults.add("size", "must be a positive integer", "or give `ranges`")
+        return []
+    if task_size is not None and not is_integer(task_size, 1):
+        faults.add("task_size", "must be a positive integer")
+        return []
+    assert size is not None
+    step = task_size or max(1, -(-size // 64))
+    if -(-size // step) > limits.TASKS_PER_DATASET_MAX:
+        faults.add("task_size", f"would make more than {limits.TASKS_PER_DATASET_MAX} tasks")
+        return []
+    return [(a, min(a + step, size)) for a in range(0, size, step)]
+
+
+def _listed_ranges(ranges: Sequence[Sequence[int]], faults: Faults) -> list[tuple[int, int]]:
+    if not isinstance(ranges, Sequence) or not 0 < len(ranges) <= limits.TASKS_PER_DATASET_MAX:
+        faults.add("ranges", f"must be a list of 1 to {limits.TASKS_PER_DATASET_MAX} ranges")
+        return []
+    if not all(_is_range(r) for r in ranges):
+        faults.add("ranges", "each must be [start, stop] with 0 <= start < stop")
+        return []
+    return [(r[0], r[1]) for r in ranges]
 
 
 def _is_range(value: Any) -> bool:

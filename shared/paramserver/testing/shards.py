@@ -25,6 +25,85 @@ FEED_SILENCE_S = 3.0
 Ownership = tuple[PartitionKey, Token]
 
 
+class _Feed:
+    """A shard's feed: its documents arrive in order until it is cut; after `FEED_SILENCE_S` of silence it is replaced.
+
+    Once the shard follows another one, or has crashed, nothing comes of what this one still brings.
+    """
+
+    def __init__(self, shard: "SimShard", scheduler: SimScheduler) -> None:
+        self._shard, self._scheduler, self._world = shard, scheduler, shard.world
+        self._epoch = shard.epoch
+        self._arrives_s = self._heard_s = self._world.now
+
+    @property
+    def followed(self) -> bool:
+        return self._shard.up and self._shard._feed is self
+
+    def open(self) -> None:
+        shard = self._shard
+        shard._send(self._scheduler.call("OpenFeed", shard.name, self._subscribe), self._opened)
+        shard.later(1.0, "feed watch", self._watch)
+
+    def _subscribe(self, answer: Answer) -> None:
+        """At the scheduler: have every document sent from now on, after those that it answers with."""
+        scheduler, name = self._scheduler, self._shard.name
+        if not scheduler.leading:
+            answer(problem("no_leader", "not this one"))
+            return
+
+        def seen(outcome: Any) -> None:
+            if not isinstance(outcome, PsError):
+                scheduler.feeds[name] = self._sent
+                for doc in outcome["documents"]:
+                    self._sent(doc)
+            answer(outcome)
+
+        scheduler.handle(io.OpenFeed(scheduler.number(seen), name, self._epoch))
+
+    def _opened(self, outcome: Any) -> None:
+        if not self.followed or not isinstance(outcome, PsError):
+            return
+        if outcome.code in ("fenced", "unknown_node"):
+            self._shard._end_membership()
+        else:
+            self._shard._switch_scheduler()
+            self._shard.later(RETRY_S, "feed again", lambda: self._shard._follow() if self.followed else None)
+
+    def _sent(self, doc: Document) -> None:
+        """At the scheduler: send a document, which arrives after those before it, unless the feed is cut."""
+        world, shard, feeds = self._world, self._shard, self._scheduler.feeds
+        cut = world.cuts.get((self._scheduler.name, shard.name), 0.0) > world.now
+        if not self.followed or cut or world.chance(world.faults.feed_cut):
+            if feeds.get(shard.name) == self._sent:
+                del feeds[shard.name]
+            return
+        self._arrives_s = max(self._arrives_s, world.now + world.delay())
+        shard.later(self._arrives_s - world.now, f"feed {doc['type']}", lambda: self._take(doc))
+
+    def _take(self, doc: Document) -> None:
+        if not self.followed:
+            return
+        self._heard_s, shard = self._world.now, self._shard
+        if doc.get("term", shard.term) < shard.term:
+            self._replace()
+            return
+        shard.term = max(shard.term, doc.get("term", 0))
+        shard._take(doc)
+
+    def _watch(self) -> None:
+        if not self.followed:
+            return
+        if self._world.now - self._heard_s > FEED_SILENCE_S:
+            self._replace()
+        else:
+            self._shard.later(1.0, "feed watch", self._watch)
+
+    def _replace(self) -> None:
+        self._shard._switch_scheduler()
+        self._shard._follow()
+
+
 class SimShard(Node):
     """One shard process."""
 
@@ -40,7 +119,8 @@ class SimShard(Node):
         """The highest term that a document carried."""
         self.views: dict[str, sio.ModelView] = {}
         self.layouts: dict[ModelKey, Layout] = {}
-        self._stream = 0
+        self._feed: _Feed | None = None
+        """The one that is followed, if any."""
         self._cuts: dict[ModelKey, int | None] = {}
         """The newest cut stored on all partitions, per model that may roll back to it, as its document says."""
         self._queues: dict[Ownership, deque[sio.JournalEntry]] = {}
@@ -80,7 +160,7 @@ class SimShard(Node):
         if not self.up or life != self.deaths:
             return
         self.epoch = 0
-        self._stream += 1
+        self._feed = None
         asked_s = self.world.now
 
         def answered(outcome: Any) -> None:
@@ -149,71 +229,9 @@ class SimShard(Node):
     # --- the feed
 
     def _follow(self) -> None:
-        """Open the feed, whose documents arrive in order until it is cut; after `FEED_SILENCE_S`, open it again."""
-        self._stream += 1
-        stream, epoch, life, scheduler = self._stream, self.epoch, self.deaths, self.scheduler
-        arrives_s, heard_s = self.world.now, self.world.now
-
-        def open_() -> bool:
-            return self.up and life == self.deaths and stream == self._stream and epoch == self.epoch > 0
-
-        def document(doc: Document) -> None:
-            nonlocal arrives_s
-            cut = self.world.cuts.get((scheduler.name, self.name), 0.0) > self.world.now
-            if not open_() or cut or self.world.chance(self.world.faults.feed_cut):
-                if scheduler.feeds.get(self.name) is document:
-                    del scheduler.feeds[self.name]
-                return
-            arrives_s = max(arrives_s, self.world.now + self.world.delay())
-            self.later(arrives_s - self.world.now, f"feed {doc['type']}", lambda: take(doc))
-
-        def take(doc: Document) -> None:
-            nonlocal heard_s
-            if not open_():
-                return
-            heard_s = self.world.now
-            if doc.get("term", self.term) < self.term:
-                self._switch_scheduler()
-                self._follow()
-                return
-            self.term = max(self.term, doc.get("term", 0))
-            self._take(doc)
-
-        def opened(outcome: Any) -> None:
-            if not open_():
-                return
-            if isinstance(outcome, PsError):
-                if outcome.code in ("fenced", "unknown_node"):
-                    self._end_membership()
-                else:
-                    self._switch_scheduler()
-                    self.later(RETRY_S, "feed again", lambda: self._follow() if open_() else None)
-
-        def subscribe(answer: Answer) -> None:
-            if not scheduler.leading:
-                answer(problem("no_leader", "not this one"))
-                return
-
-            def seen(outcome: Any) -> None:
-                if not isinstance(outcome, PsError):
-                    scheduler.feeds[self.name] = document
-                    for doc in outcome["documents"]:
-                        document(doc)
-                answer(outcome)
-
-            scheduler.handle(io.OpenFeed(scheduler.number(seen), self.name, epoch))
-
-        def watch() -> None:
-            if not open_():
-                return
-            if self.world.now - heard_s > FEED_SILENCE_S:
-                self._switch_scheduler()
-                self._follow()
-            else:
-                self.later(1.0, "feed watch", watch)
-
-        self._send(scheduler.call("OpenFeed", self.name, subscribe), opened)
-        self.later(1.0, "feed watch", watch)
+        """Open the feed of the scheduler in use, in place of the one before."""
+        self._feed = _Feed(self, self.scheduler)
+        self._feed.open()
 
     def _take(self, doc: Mapping[str, Any]) -> None:
         match doc["type"]:
