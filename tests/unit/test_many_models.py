@@ -34,7 +34,7 @@ def test_the_death_of_a_shard_costs_by_the_partitions_of_all_models(monkeypatch:
 
 
 def test_moves_are_not_planned_with_each_event_while_a_model_cannot_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a model that is not served yet keeps its partitions from moving, ticks plan for them, other events do not."""
+    """While a model that is not served keeps its partitions from moving, ticks plan for them, other events do not."""
     d = Driver()
     d.model()
     worker = d.join("a")
