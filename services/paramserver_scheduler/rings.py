@@ -27,9 +27,11 @@ class Ring:
 
     def __init__(self, step_s: int, size: int) -> None:
         self.step_s = step_s
-        self._values = np.full(size, nan)
-        self._slot = -size
-        """Number of the newest slot: its Unix time in steps."""
+        self._values = np.empty(
+            size
+        )  # filled slot by slot: a cluster that begins has thousands of rings to make at once
+        self._first = self._slot = -1
+        """Numbers of the first and the newest slot, which are their Unix times in steps; -1 while there is none."""
         self._sum = 0.0
         self._count = 0
 
@@ -39,8 +41,11 @@ class Ring:
         if slot < self._slot:
             return
         if slot > self._slot:
-            for skipped in range(max(self._slot + 1, slot - size + 1), slot + 1):
-                self._values[skipped % size] = nan
+            if self._first < 0:
+                self._first = slot
+            else:
+                for skipped in range(max(self._slot + 1, slot - size + 1), slot):
+                    self._values[skipped % size] = nan
             self._slot, self._sum, self._count = slot, 0.0, 0
         self._sum, self._count = self._sum + value, self._count + 1
         self._values[slot % size] = self._sum / self._count
@@ -49,7 +54,7 @@ class Ring:
         """Return the float64 means of `count` slots from slot number `first`; NaN where there is none."""
         size = len(self._values)
         slots = np.arange(first, first + count)
-        known = (slots <= self._slot) & (slots > self._slot - size)
+        known = (slots >= self._first) & (slots <= self._slot) & (slots > self._slot - size)
         return np.where(known, self._values[slots % size], nan)
 
 

@@ -47,6 +47,22 @@ def test_a_late_value_is_left_out() -> None:
     assert math.isnan(ring.read(NOW - 3, 1)[0])
 
 
+def test_a_series_that_begins_costs_one_value() -> None:
+    """The first value of a ring writes one slot, not all: a cluster that begins has thousands of rings."""
+    written: list[int] = []
+
+    class Watched(list[float]):
+        def __setitem__(self, slot: Any, value: Any) -> None:
+            written.append(slot)
+            super().__setitem__(slot, value)
+
+    ring = Ring(1, 1000)
+    ring._values = Watched([0.0] * 1000)  # type: ignore[assignment]
+    ring.add(NOW, 1.0)
+
+    assert written == [NOW % 1000]
+
+
 def test_a_span_is_answered_from_the_ring_that_reaches_so_far() -> None:
     """A span is answered from the finest ring that reaches back far enough, with a bounded number of points.
 

@@ -55,7 +55,7 @@ class Cluster:
     requeued: dict[str, None] = field(default_factory=dict)
     """Models to advance once more right after that."""
     unbalanced: bool = False
-    """Whether shards or owners have changed since a plan last found nothing to move."""
+    """Whether shards or owners have changed, or an owner has begun to serve, since a plan found nothing to move."""
 
     # --- effects of an event ---
 

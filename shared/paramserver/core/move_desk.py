@@ -30,6 +30,8 @@ class MoveDesk:
         self.c = cluster
         self.storage_away = False
         self._loads_due_s = 0.0
+        self._blocked = False
+        """Whether the last plan found partitions that could not be moved then; each tick has them looked at again."""
 
     def set_state(self, e: SetShardState, now: float) -> None:
         shard = self.c.shards.get(e.name)
@@ -87,7 +89,7 @@ class MoveDesk:
         if loads:
             self._loads_due_s = now + limits.BALANCE_INTERVAL_S
         if len(self.c.live_shards()) < 2:
-            self.c.unbalanced = False
+            self.c.unbalanced = self._blocked = False
             return
         partitions = self._partition_loads(now)
         moves = plan(partitions, self._shard_loads(), limits.MOVES_AT_ONCE, by_load=loads)
@@ -96,10 +98,14 @@ class MoveDesk:
             owner = model.owners[move.key[1]]
             owner.target, owner.release, owner.asked_s = move.target, self.c.next_token(), now
             self.c.model_changed(model)
-        self.c.unbalanced = bool(moves) or not all(p.movable for p in partitions)
+        self.c.unbalanced, self._blocked = bool(moves), not all(p.movable for p in partitions)
 
     def expire(self, now: float) -> None:
-        """Withdraw moves that take longer than `limits.MOVE_S`, and do not move those partitions for as long."""
+        """Withdraw moves that take longer than `limits.MOVE_S`, and do not move those partitions for as long.
+
+        Partitions that could not be moved before are planned for again.
+        """
+        self.c.unbalanced = self.c.unbalanced or self._blocked
         late = [m for m in self._moves() if now - m[1].asked_s >= limits.MOVE_S]
         for _, owner in late:
             owner.no_move_before_s = now + limits.MOVE_S

@@ -144,7 +144,7 @@ class ShardDesk:
             lost = [i for i, o in enumerate(model.owners) if gone is not None and o.shard == gone]
             if lost:
                 self._lose(model, lost)
-            self.place(model)
+        self.place(*self.c.models.values())
 
     def _lose(self, model: Model, lost: Sequence[int]) -> None:
         """Take these partitions from their dead owner, and decide what state the model continues from."""
@@ -188,26 +188,25 @@ class ShardDesk:
             if owner.shard is not None:
                 self.c.give_token(model, i)
 
-    def place(self, model: Model) -> None:
-        """Assign partitions without an owner to live shards."""
+    def place(self, *models: Model) -> None:
+        """Assign the partitions of these models that have no owner to live shards."""
         live = self.c.eligible_shards()
-        orphans = {i: model.bytes_of(i) for i, o in enumerate(model.owners) if o.shard is None}
-        if not orphans or not live:
+        waiting = [m for m in models if any(o.shard is None for o in m.owners)]
+        if not waiting or not live:
             return
-        held = dict.fromkeys(live, 0)
         total = dict.fromkeys(live, 0)
-        for m in self.c.models.values():
-            for i, o in enumerate(m.owners):
-                if o.shard in total:
-                    total[o.shard] += m.bytes_of(i)
-                    if m is model:
-                        held[o.shard] += m.bytes_of(i)
-        for i, shard in assign(orphans, live, held, total).items():
-            owner = model.owners[i]
-            owner.shard, previous = shard, owner.previous
-            self.c.give_token(model, i)
-            owner.previous = previous
-        self.c.place_changed(model)
+        for model in self.c.models.values():
+            for shard, size in _held(model, live).items():
+                total[shard] += size
+        for model in waiting:
+            orphans = {i: model.bytes_of(i) for i, o in enumerate(model.owners) if o.shard is None}
+            for i, shard in assign(orphans, live, _held(model, live), total).items():
+                total[shard] += orphans[i]
+                owner = model.owners[i]
+                owner.shard, previous = shard, owner.previous
+                self.c.give_token(model, i)
+                owner.previous = previous
+            self.c.place_changed(model)
 
     # --- reports ---
 
@@ -242,6 +241,7 @@ class ShardDesk:
         owner.version, owner.durable_version, owner.kept_from = row.version, row.durable_version, 0
         if owner.from_version is None:
             owner.from_version, owner.previous = row.version, None
+            self.c.unbalanced = True  # it may be moved now
             self.c.mark_dirty(model)
             self._check_clock(model, row)
         if row.revision is not None and owner.revision != row.revision:
@@ -285,6 +285,15 @@ class ShardDesk:
             self.c.give_token(model, index, "init")
             self.c.save_model(model)
             self.c.place_changed(model)
+
+
+def _held(model: Model, shards: Sequence[str]) -> dict[str, int]:
+    """Bytes of the model that each of these shards owns."""
+    held = dict.fromkeys(shards, 0)
+    for i, owner in enumerate(model.owners):
+        if owner.shard in held:
+            held[owner.shard] += model.bytes_of(i)
+    return held
 
 
 def _checked(row: Any, lengths: tuple[int, ...], where: str) -> tuple[Any, ...]:
