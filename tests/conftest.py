@@ -18,7 +18,7 @@ settings.load_profile("paramserver")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ALONE: Final = ("chaos", "test_browser", "test_scheduler_leader", "test_shard_overload", "test_shard_pace")
+ALONE: Final = ("chaos", "test_browser", "test_scheduler_leader", "test_shard_overload")
 """Folders and modules whose tests measure how soon real processes react: no other test runs beside them."""
 
 

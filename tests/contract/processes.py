@@ -68,13 +68,18 @@ class Nodes:
 
         Its port and state directory are the same each time.
         """
-        name = f"scheduler-{index}" if index else "scheduler"
+        name = process_name(index)
         state = str(self.folder / "state")
         port, redis = str(self.ports[index]), self.redis_url
         own = ("--name", name, "--port", port, "--redis", redis, "--state-dir", state)
         self.start(name, "paramserver_scheduler", *own, *args)
-        ready = f"{self.urls[index]}/readyz"
-        eventually(lambda: self.http.get(ready).status_code == 200, what="the scheduler's start")
+        process, ready = self.processes[name], f"{self.urls[index]}/readyz"
+
+        def started() -> bool:
+            return process.poll() is not None or self.http.get(ready).status_code == 200
+
+        eventually(started, within_s=120.0, what="the scheduler's start")
+        assert process.poll() is None, f"{name} has ended with {process.returncode}"
 
     def start_shard(self, name: str) -> None:
         """Start the shard of that name, on the same port each time."""
@@ -148,3 +153,41 @@ def nodes(folder: Path, *, shards: int = 1, schedulers: int = 1) -> Iterator[Nod
 def unique(prefix: str) -> str:
     """A model name that no other test uses."""
     return f"{prefix}-{os.urandom(4).hex()}"
+
+
+def leader(cluster: Nodes) -> int:
+    """The index of the scheduler that leads, according to the first one that answers."""
+    for url in cluster.urls:
+        try:
+            found = cluster.http.get(f"{url}/status", timeout=2.0)
+        except httpx.HTTPError:
+            continue
+        if found.status_code == 200:
+            schedulers = [n for n in found.json()["nodes"] if n["role"] == "scheduler"]
+            (active,) = [n["addresses"][0] for n in schedulers if n["state"] == "active"]
+            return cluster.urls.index(active)
+    raise AssertionError("nobody leads")
+
+
+def process_name(index: int) -> str:
+    """The name that `Nodes` gives the scheduler of that index."""
+    return f"scheduler-{index}" if index else "scheduler"
+
+
+def signal_to(cluster: Nodes, index: int, number: signal.Signals) -> None:
+    """Send a signal to the scheduler of that index."""
+    os.kill(cluster.processes[process_name(index)].pid, number)
+
+
+def summing_model(cluster: Nodes, mode: str = "sync") -> str:
+    """Create a model of five elements that adds up what is pushed; return its name."""
+    name = unique("m")
+    spec = {
+        "name": name,
+        "params": {"w": {"shape": [5]}},
+        "optimizer": {"name": "sum"},
+        "consistency": {"mode": mode},
+        "partitions": 2,
+    }
+    eventually(lambda: cluster.call("POST", "/models", spec)["name"] == name, what="the model")
+    return name

@@ -107,7 +107,7 @@ def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, m
             for sent in (framed, framed, typed)
         )
         reader = stack.enter_context(closing(connect(cluster, f"GET /pull/{model}/w HTTP/1.1", b"\r\n", 64 << 10)))
-        waiting = [stalled, trickled, json]
+        waiting, served = [stalled, trickled, json], 0
         with httpx.Client() as http:
             while waiting and time.monotonic() < began + 3 * PATIENCE_S:
                 answered, _, _ = select.select(waiting, [], [], 1.0)
@@ -117,9 +117,13 @@ def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, m
                     waiting.remove(s)
                 for s in {trickled, json} & set(waiting):
                     s.sendall(b" ")
-                served = http.post(f"{url}/pull", json={"model": model, "ranges": {"w": [[0, 4]]}}).json()
-                assert served["params"]["w"] == [0.0] * 4
+                other = http.post(f"{url}/pull", json={"model": model, "ranges": {"w": [[0, 4]]}})
+                # A shard that got no CPU time for 3 s is 503 until it is confirmed again.
+                if other.status_code != 503:
+                    assert other.json()["params"]["w"] == [0.0] * 4
+                    served += 1
         assert not waiting, "all were cut off"
+        assert served > 5
         others = "paramserver_http_requests_in_flight"
         eventually(lambda: gauge(cluster, others) == 1, what="the end of all requests but the one that asks")
         assert read_of(reader) < ELEMENTS * 4, "the reader was cut off too"

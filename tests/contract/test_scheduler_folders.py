@@ -1,0 +1,129 @@
+"""Schedulers with folders of their own: whose checkpoints are served, and a state that must not begin anew."""
+
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from redis import Redis
+from safetensors.numpy import load
+
+from paramserver_node import redis_server, tokens
+
+from .processes import Nodes, eventually, leader, signal_to, summing_model
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+@contextmanager
+def apart(folder: Path) -> Iterator[tuple[Nodes, list[Path]]]:
+    """Two schedulers with separate state directories, as on two machines, and a shard.
+
+    Yields them and the two folders of checkpoints. The first scheduler leads.
+    """
+    with redis_server.running(folder / "redis") as url:
+        cluster = Nodes(folder, url, 1, schedulers=2)
+        try:
+            cluster.start_scheduler()
+            cluster.start_scheduler(1, "--state-dir", str(folder / "other"))
+            cluster.start_shard("shard-0")
+            yield cluster, [folder / "state" / "checkpoints", folder / "other" / "checkpoints"]
+        except BaseException:
+            print(cluster.logs())
+            raise
+        finally:
+            cluster.stop()
+
+
+def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers with separate folders both serve and restore a checkpoint, and expired ones are removed from both."""
+    secret = tokens.new_key()
+    (tmp_path / "secret").write_text(secret)
+    monkeypatch.setenv("PARAMSERVER_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("PARAMSERVER_TOKEN", tokens.make(secret.encode(), "admin"))
+    reader = {"authorization": f"Bearer {tokens.make(secret.encode(), 'reader')}"}
+    with apart(tmp_path) as (cluster, folders):
+        name = summing_model(cluster, "async")
+        cluster.call("PATCH", f"/models/{name}", {"checkpoint": {"keep": 1}}, status=200)
+        cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
+        made = cluster.post(f"/models/{name}/checkpoints", status=201)
+        assert made["scheduler"] == "scheduler"
+        cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
+
+        signal_to(cluster, 0, signal.SIGTERM)
+        cluster.processes["scheduler"].wait(20)
+        path = f"/models/{name}/checkpoints/{made['name']}/model.safetensors"
+        other = cluster.urls[1]
+        eventually(lambda: leader(cluster) == 1)
+        eventually(lambda: cluster.http.get(other + path).json()["code"] == "unavailable", within_s=30.0)
+        cluster.start_scheduler()
+        assert leader(cluster) == 1
+        # The leader learns from its next lease renewal that the other scheduler is back.
+        eventually(lambda: cluster.http.get(other + path).status_code == 200)
+        files = [cluster.http.get(u + path, headers=reader) for u in cluster.urls]
+        assert [f.status_code for f in files] == [200, 200]
+        assert load(files[0].content)["w"].tolist() == load(files[1].content)["w"].tolist() == [1.0] * 5
+        assert cluster.get(path.replace("model.safe", "../model.safe"), status=404)
+        assert not (folders[1] / name / made["name"]).exists()
+
+        cluster.post(f"/models/{name}/restore", {"checkpoint": "latest"}, status=200)
+        assert cluster.post("/pull", {"model": name})["params"]["w"] == [1.0] * 5
+        assert (folders[1] / name / made["name"]).exists()
+        cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
+        cluster.post(f"/models/{name}/checkpoints", status=201)
+        eventually(lambda: not any((f / name / made["name"]).exists() for f in folders), what="the removal")
+        assert len(cluster.get(f"/models/{name}/checkpoints")["items"]) == 1
+
+
+def test_files_of_a_checkpoint_are_those_of_the_model_that_lists_it(tmp_path: Path) -> None:
+    """A checkpoint folder that an earlier model of the same name left at a scheduler is not served for a later one."""
+    with apart(tmp_path) as (cluster, folders):
+        name = summing_model(cluster, "async")
+        path = f"/models/{name}/checkpoints/final/model.safetensors"
+        earlier, spec = [f / name / "final" for f in folders], cluster.get(f"/models/{name}")["spec"]
+        cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
+        cluster.post(f"/models/{name}/checkpoints", {"name": "final"}, status=201)
+        cluster.call("DELETE", f"/models/{name}")
+        assert load(cluster.http.get(path).content)["w"].tolist() == [1.0] * 5, "a checkpoint outlives its model"
+        cluster.post("/models", spec, status=201)
+        assert cluster.get(path, status=404)["code"] == "unknown_checkpoint"
+
+        earlier[1].parent.mkdir(parents=True)
+        earlier[0].rename(earlier[1])  # as if the other scheduler had led then
+        cluster.post("/push", {"model": name, "grads": {"w": [2.0] * 5}}, status=200)
+        cluster.post(f"/models/{name}/checkpoints", {"name": "final"}, status=201)
+        signal_to(cluster, 0, signal.SIGTERM)
+        cluster.processes["scheduler"].wait(20)
+        cluster.start_scheduler()
+        eventually(lambda: leader(cluster) == 1)
+
+        for url in cluster.urls:
+            # The leader learns from its next lease renewal that the other scheduler is back.
+            eventually(lambda url=url: cluster.http.get(url + path).is_success)  # type: ignore[misc]
+            assert load(cluster.http.get(url + path).content)["w"].tolist() == [2.0] * 5
+        shutil.rmtree(earlier[0])
+        shutil.copytree(earlier[1], earlier[0])
+        assert cluster.get(path, status=404)["code"] == "unknown_checkpoint"
+        shutil.rmtree(earlier[1])
+        assert cluster.post(f"/models/{name}/restore", {"checkpoint": "final"}, status=404)
+
+
+def test_an_empty_redis_is_refused_where_a_state_is_expected(tmp_path: Path) -> None:
+    """With --expect-state and an empty Redis a scheduler exits, names the option and writes nothing."""
+    with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
+        lone = Nodes(tmp_path, url, 0)
+        own = ("--port", str(lone.port), "--redis", url, "--state-dir", str(tmp_path / "state"), "--expect-state")
+        lone.start("scheduler", "paramserver_scheduler", *own)
+        assert lone.processes["scheduler"].wait(20) == 1
+        assert "--expect-state" in lone.logs()
+        assert plain.get("ps:term") is None
+        lone.start_scheduler()
+        lone.stop()
+        lone.start("scheduler", "paramserver_scheduler", *own)
+        http = httpx.Client(base_url=lone.url)
+        eventually(lambda: http.get("/readyz").status_code == 200)
+        http.close()
+        lone.stop()
