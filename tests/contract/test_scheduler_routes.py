@@ -250,6 +250,23 @@ def test_upload_makes_a_model_ready(cluster: Nodes) -> None:
     assert (head.status_code, head.headers["etag"]) == (200, array.headers["etag"])
 
 
+def test_a_client_may_choose_the_upload_token(cluster: Nodes) -> None:
+    """The token that a client chooses is granted to it again when it repeats the request; a short one is 422."""
+    name, chosen = unique("m"), "0123456789-abc_DEF"
+    spec = {"name": name, "params": {"w": {"shape": [2], "init": {"kind": "upload"}}}}
+
+    def create(token: str) -> Any:
+        return cluster.http.post("/models", json=spec, headers={"X-Upload-Token": token})
+
+    refused = create(chosen[:15])
+    assert (refused.status_code, refused.json()["where"]) == (422, "X-Upload-Token")
+    assert create("x" * 129).status_code == 422
+    assert create("a space in the token").status_code == 422
+    made, other, again = create(chosen), create(chosen[::-1]), create(chosen)
+    assert [r.status_code for r in (made, other, again)] == [201, 200, 200]
+    assert [r.json().get("upload_token") for r in (made, other, again)] == [chosen, None, chosen]
+
+
 def test_msgpack_both_ways(cluster: Nodes) -> None:
     """A control route accepts and returns msgpack; byte strings and other media types are refused."""
     name = unique("m")

@@ -10,7 +10,10 @@ from urllib.parse import urlsplit
 
 
 class Gateway(ThreadingHTTPServer):
-    """A proxy on a free local port; with `lose_every` = n, it drops the node's response to each n-th push."""
+    """A proxy on a free local port; with `lose_every` = n, it drops the node's response to each n-th push.
+
+    It also drops the next response to each `METHOD PATH` in `lose_next`.
+    """
 
     daemon_threads = True
 
@@ -18,6 +21,7 @@ class Gateway(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.node = urlsplit(node).netloc
         self.lose_every = 0
+        self.lose_next = set[str]()
         self.pushes = 0
         self.lost = 0
         self.lock = threading.Lock()
@@ -50,6 +54,11 @@ class _Handler(BaseHTTPRequestHandler):
             if lose:
                 self.close_connection = True
                 return
+        request = f"{self.command} {self.path}"
+        if request in self.server.lose_next:
+            self.server.lose_next.remove(request)
+            self.close_connection = True
+            return
         if self.path.startswith("/models") and "json" in answer.headers.get("content-type", ""):
             # Unreachable addresses: 192.0.2.0/24 is reserved for documentation.
             data = re.sub(rb'("addresses":\s*\[)[^\]]*\]', rb'\1"http://127.0.0.1:9","http://192.0.2.1:8701"]', data)

@@ -44,6 +44,15 @@ def test_the_url_of_a_model_is_not_a_clusters(shared_cluster: Cluster) -> None:
         ps.connect(f"{shared_cluster.url}/models/m")
 
 
+def test_a_creator_that_lost_the_answer_goes_on_to_upload(shared_cluster: Cluster, name: str) -> None:
+    """If the answer to `create_model` is lost, the client uploads the values before its token expires."""
+    with gateway(shared_cluster.url) as g, ps.connect(g.url) as client:
+        g.lose_next.add("POST /models")
+        model = client.create_model(name, {"w": np.arange(3.0)}, timeout=20)
+        assert not g.lose_next
+        assert model.pull()["w"].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_values_may_lie_in_the_other_byte_order(client: ps.Client, name: str) -> None:
     """Initial and assigned values may be big-endian arrays."""
     model = client.create_model(name, {"w": np.arange(3, dtype=">f4"), "i": np.arange(2, dtype=">i8")})

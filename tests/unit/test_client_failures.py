@@ -18,6 +18,7 @@ from paramserver.errors import (
     ConflictError,
     FencedError,
     InDoubt,
+    NotFoundError,
     PsError,
     RequestError,
     Unavailable,
@@ -311,6 +312,24 @@ def test_the_last_answer_is_the_reason_where_the_last_try_is_silent(
         drive(asked_for(call, cluster, Deadline(until, now)), answer, now)
 
     assert e.value.code == code
+
+
+def test_every_attempt_of_a_create_has_the_same_upload_token_and_no_other_call(now: Now, cluster: Cluster) -> None:
+    """A call of `create_model` chooses one upload token for all its attempts; another call chooses another."""
+
+    def tokens() -> set[str]:
+        sent: list[str] = []
+
+        def answer(request: Request) -> Outcome:
+            sent.append(request.headers["x-upload-token"])
+            return problem("in_doubt", "the answer was lost") if len(sent) < 3 else refusal("unknown_model")
+
+        with pytest.raises(NotFoundError):
+            drive(asked_for("create", cluster, Deadline.after(10.0, now)), answer, now)
+        return set(sent)
+
+    assert len(tokens()) == 1
+    assert len(tokens() | tokens()) == 2
 
 
 @pytest.mark.parametrize(("call", "code"), [("fetch", "unavailable"), ("send", "in_doubt")])

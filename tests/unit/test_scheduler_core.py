@@ -271,7 +271,9 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     up = {"shape": [4], "init": {"kind": "upload"}}
     made = d.model(params={"w": up, "b": up}, partitions=2)
     assert (made["upload_token"], made["state"]) == ("secret", "initializing")
-    assert "upload_token" not in d.model(params={"w": up, "b": up}, partitions=2)
+    early = d.send(lambda n: io.CreateModel(n, SPEC | {"params": {"w": up, "b": up}, "partitions": 2}, "first"))
+    d.beats()
+    assert "upload_token" not in d.result(early)
     with pytest.raises(ConflictError):
         d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "wrong"))
     assert d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret")) == {"missing": ["b"]}
@@ -283,6 +285,31 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "second"))
     assert d.core.read.model("m")["state"] == "ready"
     assert d.published[-1]["upload"] is None
+
+
+def test_a_creator_that_lost_the_answer_is_granted_its_token_again() -> None:
+    """The creator's repeated request is granted its token at once, also by a new leader; nobody else's is."""
+    d = Driver()
+    spec = SPEC | {"params": {name: {"shape": [4], "init": {"kind": "upload"}} for name in "wb"}}
+    d.model(params=spec["params"])
+
+    def token(chosen: str) -> str | None:
+        number = d.send(lambda n: io.CreateModel(n, spec, chosen))
+        d.beats()
+        granted: str | None = d.result(number).get("upload_token")
+        return granted
+
+    assert (token("another"), token("secret")) == (None, "secret")
+    d.restart()
+    d.beats()
+    assert (token("another"), token("secret")) == (None, "secret")
+    d.wait(40)
+    assert token("secret") == "secret"
+    d.wait(40)
+    assert token("another") is None, "repeating the request renews the token"
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "secret"))
+    assert token("secret") is None, "the upload is complete"
 
 
 def test_each_uploaded_value_is_stored_without_the_whole_model() -> None:

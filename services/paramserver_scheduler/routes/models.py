@@ -1,16 +1,21 @@
 """/models: creating, reading, changing and deleting models."""
 
+import re
 import secrets
+from typing import Final
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
+from paramserver.errors import problem
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler.exchange import PAGED, page, read_json, reply, request_body, respond, response_doc, service
 
 router = APIRouter(tags=["models"])
+
+TOKEN_CHARS: Final = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
 SPEC = {
     "name": "demo",
@@ -107,14 +112,26 @@ async def create_model(request: Request) -> Response:
     """Create a model; answered once shards serve all its partitions.
 
     If the model exists with the same spec, the answer is 200; with another spec it is 409 `model_exists`. If parameters
-    of a new model have `init.kind: upload`, the answer has an `upload_token` for their values. 409 `not_enough_memory`,
+    of a new model have `init.kind: upload`, the answer has an `upload_token` for their values; the header
+    `X-Upload-Token` chooses it, and a repeated request that has it is told the token again. 409 `not_enough_memory`,
     with `needed_bytes` and `free_bytes`, if all shards together could not hold the model. 422 `not_built` for
     `ack: fsynced` if Redis cannot confirm that a write is on its disk.
     """
+    nonce = _upload_token(request)
     spec = await read_json(request)
     await service(request).jobs.check_level(spec)
-    nonce = secrets.token_urlsafe(24)
     return await reply(request, lambda n: io.CreateModel(n, spec, nonce), lambda m: f"/models/{quote(m['name'])}")
+
+
+def _upload_token(request: Request) -> str:
+    """Return the upload token that the client chose, or a new one.  Raises RequestError (`invalid_field`)."""
+    chosen = request.headers.get("x-upload-token")
+    if chosen is None:
+        return secrets.token_urlsafe(24)
+    if not TOKEN_CHARS.fullmatch(chosen):
+        detail = "X-Upload-Token must be of 16 to 128 letters, digits, '-' and '_', and random"
+        raise problem("invalid_field", detail, where="X-Upload-Token")
+    return chosen
 
 
 @router.get("/models", responses=response_doc(200, "All models", {"items": [LISTED], "next": None}))

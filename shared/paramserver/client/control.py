@@ -3,10 +3,12 @@
 import io
 from collections.abc import Mapping
 from operator import index
+from secrets import token_urlsafe
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
+from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_of, json_request
@@ -44,9 +46,11 @@ def create_model(
     without `exist_ok`.
     """
     backoff = Backoff(deadline)
-    maybe_mine = False
+    request, maybe_mine = json_request("POST", "/models", body), False
+    # One token for all attempts: if an answer is lost, the next attempt is told that the upload is still ours.
+    request = replace(request, headers={**request.headers, "x-upload-token": token_urlsafe(24)})
     while True:
-        (outcome,) = yield [deadline.bound(json_request("POST", "/models", body))]
+        (outcome,) = yield [deadline.bound(request)]
         result = to_result(outcome)
         if isinstance(result, PsError):
             if not is_temporary(result):

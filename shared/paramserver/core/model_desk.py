@@ -114,11 +114,13 @@ class ModelDesk:
             )
         token = None
         files = {} if model.restored else spec.files
-        if model.missing - files.keys() - {RESTORED} and now >= model.upload_until_s:
+        mine = e.nonce == model.upload_token  # the answer that granted it may have been lost
+        if model.missing - files.keys() - {RESTORED} and (mine or now >= model.upload_until_s):
             token = model.upload_token = e.nonce
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
-            self.c.save_model(model)
-            self.c.model_changed(model)
+            if not mine:
+                self.c.save_model(model)
+                self.c.model_changed(model)
         self._park(model, e.request, 200, token, now)
 
     def _park(self, model: Model, request: int, status: int, token: str | None, now: float) -> None:

@@ -12,16 +12,17 @@ from paramserver.types import ModelKey
 class CreateModel(Struct, frozen=True):
     """POST /models. Answer 201 (new) or 200 (same spec) with the model document once every partition is served.
 
-    With `init.kind: upload` the document contains `upload_token` (always with 201; with 200 only if no other token is
-    valid). With `restore=True` (a checkpoint under a new name) the model stays `initializing` until `RestoreFinished`,
-    and an existing name is 409 `model_exists` even with the same spec. A model too large for the memory of all shards
-    together is 409 `not_enough_memory` with `needed_bytes` and `free_bytes`, unless a shard's limit is unknown.
+    With `init.kind: upload` the document contains `upload_token` (always with 201; with 200 only if no other token than
+    `nonce` is valid). With `restore=True` (a checkpoint under a new name) the model stays `initializing` until
+    `RestoreFinished`, and an existing name is 409 `model_exists` even with the same spec. A model too large for the
+    memory of all shards together is 409 `not_enough_memory` with `needed_bytes` and `free_bytes`, unless a shard's
+    limit is unknown.
     """
 
     request: int
     spec: Any
     nonce: str
-    """An unguessable string made by the runtime; becomes the upload token if one is needed."""
+    """The client's own upload token, or an unguessable string made by the runtime; the token if one is needed."""
     restore: bool = False
 
 
