@@ -76,6 +76,7 @@ class History:
         self._moving = 0
         self._redis = "ok"
         self._degraded: set[str] = set()
+        self._not_finite: set[tuple[str, str]] = set()
 
     def begin(self, read: Reading) -> None:
         """Record the models that exist at the start, so that they cause no events."""
@@ -162,6 +163,7 @@ class History:
         self._note_shards(status, now)
         self._note_runs(status.runs, now)
         self._note_troubles(status, now)
+        self._note_divergence(status.models, now)
 
     def _record_model(self, model: ModelStatus, unix_s: float) -> None:
         labels: Labels = (("model", model.name),)
@@ -227,6 +229,14 @@ class History:
         for name in sorted(self._degraded - degraded):
             self.add(now, "shard_recovered", f"shard {name} stores its snapshots again", "good")
         self._degraded = degraded
+
+    def _note_divergence(self, models: Sequence[ModelStatus], now: float) -> None:
+        for model in models:
+            for metric, (_, worker) in model.not_finite.items():
+                if (model.name, metric) not in self._not_finite:
+                    by = f", as worker {worker} reports" if worker else ""
+                    self.add(now, "not_finite", f"{metric} of model {model.name} is NaN or infinite{by}", "bad")
+        self._not_finite = {(m.name, metric) for m in models for metric in m.not_finite}
 
 
 def _is_quiet(model: ModelStatus) -> bool:

@@ -145,6 +145,7 @@ def _model(
         lag=sum(lags) / len(lags) if lags else None,
         workers=workers,
         latest=s.read.latest(name),
+        not_finite=s.read.not_finite(name),
         series=[_series(*x) for x in s.read.points(name).items()] if series else [],
     )
 

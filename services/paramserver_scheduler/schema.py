@@ -58,7 +58,7 @@ class WorkerStatus(BaseModel):
         default=None, description="versions applied between its pulls and its pushes, as the shards see it; mean"
     )
     metrics: dict[str, Any] = Field(
-        default={}, description="what its last heartbeat said: loss, version lag, samples/s, ..."
+        default={}, description="what it last reported: loss, samples/s, ...; null stands for NaN or infinity"
     )
 
 
@@ -106,6 +106,10 @@ class ModelStatus(BaseModel):
     lag: float | None = Field(description="mean version lag over the workers")
     workers: list[WorkerStatus]
     latest: dict[str, tuple[float, float]] = Field(description="reported metric -> (seconds since 1970, value)")
+    not_finite: dict[str, tuple[float, str]] = Field(
+        default={},
+        description="reported metric whose newest value is NaN or infinite -> (since when, seconds since 1970; worker)",
+    )
     series: list[Series] = Field(description="in `GET /status` only; elsewhere empty")
 
 

@@ -199,6 +199,25 @@ def test_long_names_and_a_young_model_are_seen(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
+def test_a_training_that_diverged_is_seen(tmp_path: Path) -> None:
+    """A loss that becomes NaN is told in the worker's row, the model's numbers, the chart and the events."""
+    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
+        page = seen.page
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        cluster.post("/models/m/workers", {"name": "a", "lease_s": 600}, status=201)
+        for loss in (0.5, None):
+            cluster.post("/models/m/metrics", {"worker": "m/a", "metrics": {"loss": loss}}, status=200)
+        page.goto(cluster.url)
+        page.wait_for_selector("#model-head [role=alert]:has-text('as m/a reports, the last number was 0.5')")
+        for part in ("#workers", "#model-head dl", "#model-charts figcaption"):
+            assert "NaN or ∞" in seen.text(part)
+        page.wait_for_selector("#events li:has-text('loss of model m is NaN')")
+        _fits(seen)
+        cluster.post("/models/m/metrics", {"worker": "m/a", "metrics": {"loss": 0.25}}, status=200)
+        eventually(lambda: "NaN" not in page.inner_text("#model"), what="the end of the warning")
+        assert seen.errors == []
+
+
 def test_an_empty_page_leads_to_a_training_and_a_failed_run_shows_its_traceback(tmp_path: Path) -> None:
     """The line for a first model and the proposed run train together; a failed run's traceback is unfolded."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:

@@ -60,6 +60,21 @@ def iterations(node: Node) -> tuple[Session, Iterations]:
     return session, Iterations(session)
 
 
+@pytest.mark.parametrize("way", ["step", "exchange"])
+def test_the_loss_of_a_refused_gradient_is_reported(way: str) -> None:
+    """If a gradient is refused because it is not finite, the next heartbeat reports the loss that came with it."""
+    node = Node("async")
+    session, made = iterations(node)
+    bad, metrics = {"w": np.full(4, np.nan, np.float32)}, {"loss": float("nan")}
+    node.script["/push"] = node.script["/pushpull"] = [no("non_finite")]
+
+    with pytest.raises(RequestError, match="NaN"):
+        drive(getattr(made, way)(bad, metrics, deadline(), None), node)
+    drive(session.beat(deadline()), node)
+
+    assert node.bodies(BEAT)[0]["metrics"] == {"loss": None}
+
+
 @pytest.mark.parametrize("other", ["push", "step", "advance"])
 @pytest.mark.parametrize("first", ["push", "step", "advance"])
 def test_an_iteration_ends_only_after_its_pushes(first: str, other: str) -> None:

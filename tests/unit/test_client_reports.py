@@ -127,3 +127,16 @@ def test_a_state_with_a_tensor_is_left_out_with_a_word(caplog: pytest.LogCapture
     assert "state" not in beat
     assert "state_not_kept" in caplog.text
     assert "3 elements" in caplog.text
+
+
+def test_a_loss_that_is_no_number_is_sent_as_null() -> None:
+    """NaN and infinity are sent as null, in a report and with the heartbeat."""
+    node = Node()
+    session = opened(node)
+    session.reports.note(0, {"loss": float("nan"), "accuracy": 0.5})
+
+    drive(session.beat(deadline()), node)
+    drive(session.report({"loss": float("inf"), "accuracy": None}, deadline()), node)
+
+    assert node.bodies(BEAT)[0]["metrics"] == {"loss": None, "accuracy": 0.5}
+    assert [b["metrics"] for b in node.bodies("/models/m/metrics")] == [{"loss": None}]

@@ -141,7 +141,8 @@ def model(name: str, pushes_per_s: float) -> ModelStatus:
         name=name, generation=1, revision=1, timeline=0, state="ready", mode="async", optimizer="sgd", created_s=NOW,
         parameters=1, elements=1, partitions=1, served=1, shards=[], owners=[], loading=[], moving=[], version=3,
         durable_version=3, clock=0, waiting_for=[], updates_per_s=pushes_per_s, pushes_per_s=pushes_per_s,
-        pulls_per_s=0.0, in_bytes_per_s=0.0, out_bytes_per_s=0.0, workers=[], latest={}, series=[], **times,
+        pulls_per_s=0.0, in_bytes_per_s=0.0, out_bytes_per_s=0.0, workers=[], latest={},
+        not_finite={}, series=[], **times,
     )  # fmt: skip
 
 

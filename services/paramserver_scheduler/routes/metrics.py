@@ -20,7 +20,9 @@ router = APIRouter(prefix="/models/{m}", tags=["metrics"])
 async def report(request: Request, m: str) -> Response:
     """Report current values of metrics; each is added as a point to the model's time series of that name.
 
-    `accepted` in the answer is the number of points added: NaN, infinity and names beyond the maximum are left out.
+    null stands for NaN or infinity, which JSON does not have.  `accepted` in the answer is the number of points added:
+    a value that is not finite is shown on the status page as the newest one, but is no point of the series; names
+    beyond the maximum are left out.
     """
     b = await read(request, bodies.Metrics)
     return await reply(request, lambda n: io.ReportMetrics(n, m, b.metrics, b.worker, b.clock))

@@ -26,6 +26,7 @@ export class Chart {
   #drawn = "";
   #lines = [];
   #span = [0, 1];
+  #warning = "";
   #format;
   #options;
   #watch;
@@ -42,8 +43,9 @@ export class Chart {
     this.#watch.observe(this.canvas);
   }
 
-  /** Draw these lines ({label, colour, values, dash}) from and to Unix seconds. */
-  draw(times, lines, from, to) {
+  /** Draw these lines ({label, colour, values, dash}) from and to Unix seconds; a warning replaces the newest value. */
+  draw(times, lines, from, to, warning = "") {
+    this.#warning = warning;
     this.#span = [from, Math.max(to, from + 5)];
     this.#lines = lines;
     const kind = JSON.stringify(lines.map(l => [l.label, l.colour, l.dash])) + style("--line");
@@ -94,7 +96,8 @@ export class Chart {
     const at = this.#plot?.cursor.idx ?? null;
     const said = l => this.#format(at === null ? newest(l.values) : l.values[at]);
     const one = this.#lines.length === 1 && !this.#lines[0].label;
-    show(this.value, one && said(this.#lines[0]));
+    const warns = this.#warning && at === null;
+    show(this.value, warns ? el("span.bad", {}, this.#warning) : one && said(this.#lines[0]));
     show(this.legend, !one && this.#lines.map(l => el("span", {vars: {"--c": l.colour}}, el("i"), l.label + " ", el("b", {}, said(l)))));
   }
 

@@ -53,6 +53,9 @@ export function duration(v) {
 /** The age of a heartbeat, which is a second at most when all is well. */
 export const age = v => known(v) ? (v < 10 ? `${fixed(v, 1)} s` : duration(v)) : NONE;
 
+/** What stands for a reported value that is no finite number. */
+export const NOT_FINITE = "NaN or ∞";
+
 /** A time of day, of Unix seconds. */
 export function clock(unix, withSeconds = true) {
   const two = n => String(n).padStart(2, "0");

@@ -2,7 +2,7 @@
 
 import {Chart, colour} from "./charts.js";
 import {bar, el, pill, show, table} from "./dom.js";
-import {age, bytes, duration, fixed, percent, seconds, short, unit} from "./format.js";
+import {NOT_FINITE, age, bytes, clock, duration, fixed, percent, seconds, short, unit} from "./format.js";
 import {ended} from "./runs.js";
 import {Series, line} from "./series.js";
 
@@ -67,6 +67,7 @@ export class ModelPanel {
     for (const name of OWN) values["model." + name] = model[name];
     for (const w of model.workers) if (w.state !== "dead") values[line("worker.lag", w.worker)] = w.lag;
     for (const name of this.#reported) {
+      if (!(name in model.latest)) continue;  // no finite value yet
       const [at, value] = model.latest[name];
       if (this.#seen[name] !== at) values["reported." + name] = value;  // told once, at its time
       this.#seen[name] = at;
@@ -83,7 +84,8 @@ export class ModelPanel {
         this.#host.append(chart.host);
       }
       const drawn = lines.map((l, i) => ({...l, colour: colour(l.nth ?? i), values: this.#series.of(l.of)}));
-      this.#charts.get(id).draw(this.#series.times, drawn, from, nowS);
+      const warning = id in model.not_finite ? `${NOT_FINITE} since ${clock(model.not_finite[id][0])}` : "";
+      this.#charts.get(id).draw(this.#series.times, drawn, from, nowS, warning);
     }
   }
 
@@ -114,18 +116,19 @@ export class ModelPanel {
 
 function reportedNames(model) {
   const rank = n => FIRST.indexOf(n) < 0 ? FIRST.length : FIRST.indexOf(n);
-  const names = Object.keys(model.latest).filter(n => n !== "lag");  // the shards' own measure is drawn
+  const names = Object.keys({...model.latest, ...model.not_finite}).filter(n => n !== "lag");  // the shards' own measure is drawn
   return names.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b)).slice(0, REPORTED_MAX);
 }
 
 const behind = model => Math.max(0, model.version - model.durable_version);
+const notFinite = () => el("span.bad", {}, NOT_FINITE);
 const shortWorker = name => name.split("/").at(-1);
 
 function head(model, runs) {
   const run = runs.find(r => r.model === model.name && !ended(r));
   const facts = [
     ["version", fixed(model.version)], ["clock", fixed(model.clock)],
-    ...reportedNames(model).map(n => [n, unit(unitOf(n))(model.latest[n][1])]),
+    ...reportedNames(model).map(n => [n, n in model.not_finite ? notFinite() : unit(unitOf(n))(model.latest[n][1])]),
     ["versions/s", short(model.updates_per_s)], ["pushes/s", short(model.pushes_per_s)],
     ["push p99", seconds(model.push_p99_s)], ["version lag", short(model.lag)], ["not durable", fixed(behind(model))],
   ];
@@ -134,8 +137,19 @@ function head(model, runs) {
       el("span.dim", {}, [model.mode, model.optimizer + (model.lr === null ? "" : ` lr ${short(model.lr)}`),
         `${short(model.elements)} values in ${model.parameters} parameters (${bytes(4 * model.elements)})`].join(" · "))),
     run && progress(run),
+    ...reportedNames(model).filter(n => n in model.not_finite).map(n => diverged(n, model)),
     el("dl.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd.num", {}, value)))),
   ];
+}
+
+/** What is wrong with a metric that is no finite number, and what to do. */
+function diverged(name, {not_finite, latest}) {
+  const [since, worker] = not_finite[name];
+  const says = [`${title(name)} is ${NOT_FINITE} since ${clock(since)}`, worker && `as ${worker} reports`,
+    name in latest && `the last number was ${short(latest[name][1])}`].filter(Boolean).join(", ");
+  return el("p.diverged", {role: "alert"}, el("span.bad", {}, `${says}. `),
+    "The training has probably diverged. The model's own values are still finite, as gradients that are not are refused. "
+    + "Lower the learning rate (Settings, below) or clip the gradients, and start again from a checkpoint or on a new model.");
 }
 
 function progress(run) {
@@ -160,7 +174,8 @@ function workers(model) {
     cells: [
       w.worker,
       [pill(w.state), model.waiting_for.includes(w.worker) && el("span.pill.warn", {title: "other workers wait for it"}, "waited for")],
-      el("span.num", {}, fixed(w.clock)), bar(w.clock / top), short(w.lag), short(w.metrics.loss), age(w.heartbeat_age_s),
+      el("span.num", {}, fixed(w.clock)), bar(w.clock / top), short(w.lag), w.metrics.loss === null ? notFinite() : short(w.metrics.loss),
+      age(w.heartbeat_age_s),
     ],
   })));
 }

@@ -7,7 +7,8 @@ polls the scheduler for as long as it takes.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from paramserver.client import transfer
@@ -90,12 +91,23 @@ class Iterations:
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         wait_s = self._commit_wait_s(deadline, patience_s)
-        done = yield from s.push(grads, deadline, last=True, commit_wait_s=wait_s, **options)
+        with self._reporting_divergence(numbers):
+            done = yield from s.push(grads, deadline, last=True, commit_wait_s=wait_s, **options)
         if done.state != "dropped":
             s.reports.note(s.clock, numbers)
             released = (clock + 1, epoch, timeline) if done.released else None
             yield from self._finish(deadline, patience_s, released, began_s)
         return done
+
+    @contextmanager
+    def _reporting_divergence(self, numbers: dict[str, float]) -> Iterator[None]:
+        """Report the metrics of an iteration also if its gradient is refused as not finite: they tell why it ends."""
+        try:
+            yield
+        except PsError as e:
+            if e.code in ("non_finite", "non_finite_result"):
+                self._session.reports.note(self._session.clock, numbers)
+            raise
 
     def exchange(
         self,
@@ -132,7 +144,8 @@ class Iterations:
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         commit_wait_s = self._commit_wait_s(deadline, patience_s)
-        found = yield from self._exchange(grads, deadline, commit_wait_s, out, view, **options)
+        with self._reporting_divergence(numbers):
+            found = yield from self._exchange(grads, deadline, commit_wait_s, out, view, **options)
         if found is not None:
             pushed, values = found
             s.reports.note(s.clock, numbers)

@@ -113,7 +113,7 @@ def refused(error: PsError) -> bool:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics as floats; None, NaN and infinity are left out.
+    """Return the metrics as floats; None is left out.
 
     Raises RequestError (`invalid_field`) for values that are not numbers, and for names that the scheduler refuses.
     """
@@ -122,13 +122,16 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
         if value is None:
             continue
         try:
-            number = float(value)
+            values[name] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
             detail = f"metrics.{name}: must be a number, not {value!r:.80}"
             raise problem("invalid_field", detail, where=f"metrics.{name}") from None
-        if isfinite(number):
-            values[name] = number
     return check_metrics(values)
+
+
+def in_json(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the metrics as they are sent: NaN and infinity, which JSON does not have, as None."""
+    return {name: value if isfinite(value) else None for name, value in values.items()}
 
 
 def measured(found: Any) -> dict[str, float]:
@@ -146,12 +149,12 @@ def document(state: bytes | None, points: list[MetricPoint]) -> dict[str, Any]:
     if state is not None:
         fields["state"] = json.loads(state)
     if points:
-        fields["metrics"] = points[-1][1]
+        fields["metrics"] = in_json(points[-1][1])
     return fields
 
 
 def send(model: str, worker: str, point: MetricPoint, deadline: Deadline) -> Call[None]:
     """Send the metrics of one clock."""
     clock, values = point
-    body = {"metrics": values, "worker": worker, "clock": clock}
+    body = {"metrics": in_json(values), "worker": worker, "clock": clock}
     yield from control(json_request("POST", model_path(model, "metrics"), body, timeout_s=ATTEMPT_S), deadline)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, json_request
 from paramserver.client.cluster import control, model_path
-from paramserver.client.reports import numbers_of
+from paramserver.client.reports import in_json, numbers_of
 from paramserver.client.session import Session
 from paramserver.client.tasks import Task
 from paramserver.errors import PsError
@@ -58,7 +58,7 @@ class TaskRequests:
         s = self._session
         body: dict[str, Any] = {"worker": s.worker, "epoch": s.numbers.epoch}
         if metrics:
-            body["metrics"] = numbers_of(metrics)
+            body["metrics"] = in_json(numbers_of(metrics))
         path = model_path(s.model, "tasks", task.id, "done")
         try:
             yield from control(json_request("POST", path, body, timeout_s=ATTEMPT_S), deadline)

@@ -6,7 +6,6 @@ a higher epoch, and the older incarnation is dead from that moment.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any, TypeVar
 
 from paramserver import limits
@@ -135,8 +134,8 @@ class Worker(Holder):
         self.state, self.state_size = state, 0 if state is None else size_of(state)
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Keep the newest value of each metric; values that are not finite are dropped, as JSON has none."""
-        self.metrics.update({k: v for k, v in metrics.items() if isfinite(v)})
+        """Keep the newest value of each metric."""
+        self.metrics.update(metrics)
         while len(self.metrics) > limits.METRIC_NAMES_MAX:
             del self.metrics[next(iter(self.metrics))]
 

@@ -1,6 +1,7 @@
 """JSON documents of everything the scheduler knows, for GET routes. Changes nothing."""
 
 from collections.abc import Collection, Iterable, Mapping
+from math import isfinite
 from typing import Any
 
 from paramserver.core.cluster import Cluster
@@ -100,6 +101,11 @@ class Reading:
             found[metric] = newest, sum(values) / len(values)
         return found
 
+    def not_finite(self, name: str) -> dict[str, tuple[float, str]]:
+        """For each metric whose newest value is NaN or infinite: (Unix seconds, worker) of the first such report."""
+        found = self._c.model(name).series.not_finite
+        return {metric: (first, worker) for metric, (first, _, worker) in found.items()}
+
     def waiting_for(self, name: str) -> list[str]:
         """What the parked workers of a model wait for: names of workers, or a phrase such as "the commit"."""
         model = self._c.model(name)
@@ -188,6 +194,6 @@ def _worker(model: Model, w: Worker, now: float, kept: bool) -> dict[str, Any]:
         "rank": w.rank,
         "clock": w.done,
         "next_clock": model.gate.next_clock(w),
-        "metrics": dict(w.metrics),
+        "metrics": {name: value if isfinite(value) else None for name, value in w.metrics.items()},
         **({"kept": w.state} if kept else {}),
     }

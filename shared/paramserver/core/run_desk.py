@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any, Final
 
 from paramserver import limits
@@ -200,7 +201,7 @@ class RunDesk:
         with validating():
             metrics = check_metrics({} if e.metrics is None else e.metrics)
         member.heard_s = now
-        member.metrics = metrics
+        member.metrics = {name: value for name, value in metrics.items() if isfinite(value)}
         if member.place is not None and member.place[0] not in self.c.runs:
             # Earlier releases could forget a run that a member was still in, and stored that state.
             self._free(member, now)

@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from math import nan
+from typing import Any, Final, Self
 
 from paramserver import limits
 from paramserver.core.fields import finite
@@ -15,7 +16,10 @@ def is_metric_name(value: Any) -> bool:
 
 
 def check_metrics(metrics: Any) -> dict[str, float]:
-    """Return the metrics as floats; raises RequestError (`invalid_field`) unless they are numbers under short names."""
+    """Return the metrics as floats; raises RequestError (`invalid_field`) unless they are numbers under short names.
+
+    None stands for NaN or infinity, which JSON does not have.
+    """
     if not isinstance(metrics, Mapping):
         raise problem("invalid_field", "metrics: must be an object of numbers", where="metrics")
     if len(metrics) > limits.METRIC_NAMES_MAX:
@@ -26,14 +30,19 @@ def check_metrics(metrics: Any) -> dict[str, float]:
                 "invalid_field", f"metrics: {name!r:.80} is not a name of 1 to 64 characters", where="metrics"
             )
         # NaN and infinity are accepted, because a loss may become NaN; anything that is not a number is refused.
+        if value is None:
+            continue
         if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300:
             if not (isinstance(value, float) and not finite(value)):
                 raise problem("invalid_field", f"metrics.{name}: must be a number", where=f"metrics.{name}")
-    return {str(k): float(v) for k, v in metrics.items()}
+    return {str(k): nan if v is None else float(v) for k, v in metrics.items()}
 
 
 Point = tuple[float, int, str, float]
 """(Unix seconds, clock or -1, worker, value)."""
+
+NOT_FINITE_S: Final = 60.0
+"""How long a value that is NaN or infinite is remembered after other workers have reported finite ones."""
 
 
 class Series:
@@ -41,6 +50,9 @@ class Series:
 
     def __init__(self) -> None:
         self.points: dict[str, deque[Point]] = {}
+        """The finite values of each name."""
+        self.not_finite: dict[str, tuple[float, float, str]] = {}
+        """Names whose newest value is NaN or infinite -> (Unix seconds of the first one, of the last one, worker)."""
         self._due_s: float | None = None
 
     @classmethod
@@ -50,12 +62,14 @@ class Series:
         for name, points in doc["points"].items():
             rows = ((float(t), int(c), str(w), float(v)) for t, c, w, v in points)
             series.points[name] = deque(rows, maxlen=limits.METRIC_POINTS_MAX)
+        series.not_finite = {n: (float(a), float(b), str(w)) for n, (a, b, w) in doc.get("not_finite", {}).items()}
         return series
 
     def stored(self) -> dict[str, Any]:
         """Stored field `series:NAME`: the newest points of each name."""
         newest = {n: list(p)[-limits.METRIC_POINTS_STORED :] for n, p in self.points.items()}
-        return {"points": {n: [list(row) for row in p] for n, p in newest.items()}}
+        bad = {n: list(found) for n, found in self.not_finite.items()}
+        return {"points": {n: [list(row) for row in p] for n, p in newest.items()}, "not_finite": bad}
 
     def due(self, now: float) -> bool:
         """Whether points have waited long enough to be stored; if so, they count as stored from now on."""
@@ -65,18 +79,28 @@ class Series:
         return True
 
     def add(self, now: float, unix_s: float, clock: int | None, worker: str, metrics: Mapping[str, float]) -> int:
-        """Append a point for each finite value, except under names beyond the bound; return the number of points."""
-        added = 0
+        """Append a point for each finite value, except under names beyond the bound; return the number of points.
+
+        Of a value that is not finite, only who reported it when is kept, until that worker reports a finite one.
+        """
+        added, changed = 0, False
         for name, value in metrics.items():
+            if name not in self.points and name not in self.not_finite:
+                if len(self.points.keys() | self.not_finite.keys()) >= limits.METRIC_NAMES_MAX:
+                    continue
+            changed = True
             if not finite(value):
+                first, _, by = self.not_finite.get(name, (unix_s, unix_s, worker))
+                self.not_finite[name] = first, unix_s, by
                 continue
             if name not in self.points:
-                if len(self.points) >= limits.METRIC_NAMES_MAX:
-                    continue
                 self.points[name] = deque(maxlen=limits.METRIC_POINTS_MAX)
             self.points[name].append((unix_s, -1 if clock is None else clock, worker, value))
             added += 1
-        if added and self._due_s is None:
+            if bad := self.not_finite.get(name):
+                if bad[2] == worker or unix_s - bad[1] > NOT_FINITE_S:
+                    del self.not_finite[name]
+        if changed and self._due_s is None:
             self._due_s = now + limits.METRICS_STORE_INTERVAL_S
         return added
 
