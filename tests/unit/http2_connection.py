@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from paramserver.kernels import sockets
 from paramserver.wire import http2 as wire
 from paramserver_node.http2 import Connection
 from paramserver_node.transfer_threads import TransferThreads
@@ -60,6 +61,8 @@ class Into:
 @asynccontextmanager
 async def connected(app: ASGIApp, *, threads: bool = False) -> AsyncIterator[tuple[socket.socket, Connection]]:
     """Yield the client's socket, which has sent its settings, and the server's `Connection`, which calls `app`."""
+    if threads:
+        sockets.warm_up()  # as a shard does before it joins: no body's time runs while they compile
     transfer_threads = TransferThreads() if threads else None
     loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
     config.load()
@@ -83,8 +86,8 @@ async def connected(app: ASGIApp, *, threads: bool = False) -> AsyncIterator[tup
 
 def frames_of(stream: int, body: bytes, frame_bytes: int, *, ends: bool = True) -> bytes:
     """Return a request body as DATA frames of `frame_bytes` each; with `ends`, the last one has END_STREAM."""
-    sent = b""
+    sent = []
     for at in range(0, len(body), frame_bytes):
         flags = wire.END_STREAM if ends and at + frame_bytes >= len(body) else 0
-        sent += wire.frame(wire.DATA, flags, stream, body[at : at + frame_bytes])
-    return sent
+        sent.append(wire.frame(wire.DATA, flags, stream, body[at : at + frame_bytes]))
+    return b"".join(sent)

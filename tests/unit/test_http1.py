@@ -44,30 +44,30 @@ class Client:
 
     async def until(self, end: bytes, times: int = 1) -> bytes:
         """Return what arrives until `end` has occurred `times` times."""
-        came = b""
+        came = bytearray()
         while came.count(end) < times:
             data = await self.loop.sock_recv(self.socket, 1 << 16)
             assert data, f"closed after {came!r}"
             came += data
-        return came
+        return bytes(came)
 
     async def some(self, size: int) -> bytes:
         """Return at least `size` bytes, or fewer if the server disconnects before."""
-        came = b""
+        came = bytearray()
         while len(came) < size and (data := await self.loop.sock_recv(self.socket, 1 << 16)):
             came += data
-        return came
+        return bytes(came)
 
     async def to_the_end(self) -> bytes:
         """Return what arrives until the server disconnects."""
-        came = b""
+        came = bytearray()
         while True:
             try:
                 data = await self.loop.sock_recv(self.socket, 1 << 16)
             except ConnectionResetError:
-                return came
+                return bytes(came)
             if not data:
-                return came
+                return bytes(came)
             came += data
 
 
