@@ -194,7 +194,7 @@ def test_refused_clocks_change_nothing() -> None:
 def test_what_cannot_be_given_back_is_not_taken() -> None:
     """A worker state must be JSON of bounded size and depth, with finite or 64-bit numbers, or it is refused.
 
-    Metrics that are not finite are dropped.
+    A metric that is not finite is given back as null.
     """
     d = Driver()
     d.model()
@@ -206,5 +206,5 @@ def test_what_cannot_be_given_back_is_not_taken() -> None:
         with pytest.raises(RequestError):
             d.ask(lambda n, v=bad: io.WorkerHeartbeat(n, "m", a["worker"], 1, state=v))  # type: ignore[misc]
     d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], 1, metrics={"loss": float("nan"), "x": 1}, state={"i": 3}))
-    assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"x": 1.0}
+    assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"loss": None, "x": 1.0}
     assert d.join("a")["state"] == {"i": 3}
