@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 from urllib.parse import unquote_to_bytes
 
 from starlette.requests import Request
@@ -103,7 +103,7 @@ class _Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, deadlines: Deadlines) -> None:
         self._receive, self._send, self._deadlines = receive, send, deadlines
         self._scope = scope
-        self._size, self.request_id, self._id_given, self._sender_waits = _head_facts(scope)
+        self._size, self.request_id, self._id_given, self._sender_waits = _Head.of(scope)
         self._body_ended = self._size == 0
         extensions = scope.get("extensions", {})
         if BODY in extensions:
@@ -245,22 +245,30 @@ def _check_path(scope: Scope) -> None:
         raise problem("malformed", "the path is not UTF-8") from None
 
 
-def _head_facts(scope: Scope) -> tuple[int | None, str, bool, bool]:
-    """Return (length of the body, None if only its end will tell; the request's id; whether the client gave the id;
-    whether it waits to be told to send the body).
+class _Head(NamedTuple):
+    """What the headers of a request say about its body and its id."""
 
-    The id is the client's `X-Request-Id` if it is a plain word, else a new one.
-    """
-    size = 0 if scope["method"] in ("GET", "HEAD") else None
-    given, chunked, waits = "", False, False
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            size = int(value) if value.isdigit() else None
-        elif name == b"transfer-encoding":
-            chunked = True
-        elif name == b"x-request-id":
-            given = value.decode("latin-1")
-        elif name == b"expect":
-            waits = value.lower() == b"100-continue" and scope["http_version"] == "1.1"
-    named = given != "" and _ID.fullmatch(given) is not None
-    return None if chunked else size, given if named else f"{_PROCESS}-{next(_NUMBERS):x}", named, waits
+    size: int | None
+    """Length of the body; None if only its end will tell."""
+    request_id: str
+    """The client's `X-Request-Id` if it is a plain word, else a new one."""
+    id_given: bool
+    """Whether it is the client's."""
+    sender_waits: bool
+    """Whether the client waits to be told to send the body."""
+
+    @classmethod
+    def of(cls, scope: Scope) -> Self:
+        size = 0 if scope["method"] in ("GET", "HEAD") else None
+        given, chunked, waits = "", False, False
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                size = int(value) if value.isdigit() else None
+            elif name == b"transfer-encoding":
+                chunked = True
+            elif name == b"x-request-id":
+                given = value.decode("latin-1")
+            elif name == b"expect":
+                waits = value.lower() == b"100-continue" and scope["http_version"] == "1.1"
+        named = given != "" and _ID.fullmatch(given) is not None
+        return cls(None if chunked else size, given if named else f"{_PROCESS}-{next(_NUMBERS):x}", named, waits)
