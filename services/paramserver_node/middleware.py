@@ -16,7 +16,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver.wire.sink import Destination
 from paramserver_node import problems
-from paramserver_node.access import Guard, LocalOnly
+from paramserver_node.access import ACCESS_ENDS_S, Guard, LocalOnly
 from paramserver_node.deadlines import Deadlines
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.pieces import Pieces
@@ -32,6 +32,7 @@ _ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
+_EVENTS: Final = b"text/event-stream"
 _NO_DEADLINE: Final = "no_body_deadline"
 _OMIT_ID: Final = "omit_request_id"
 _PROCESS: Final = secrets.token_hex(8)
@@ -116,6 +117,8 @@ class _Exchange:
         self._too_slow = False
         self._before = 0
         """Size of the last piece of the response, over HTTP/1.1: there the next one waits until it has been read."""
+        self._ends_s: float | None = None
+        """Unix time at which the response ends, as it is a stream of events whose reader's token expires then."""
         self.status = 0
         """Status of the response; 0 until it begins."""
         self.ended = False
@@ -181,6 +184,8 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if any(name == b"content-type" and value.startswith(_EVENTS) for name, value in message.get("headers", ())):
+                self._ends_s = self._scope["state"].get(ACCESS_ENDS_S)
             if self._id_given or self.status >= 400 or _OMIT_ID not in self._scope["state"]:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
             if self._sender_waits and not self._body_ended:  # it has sent no body and need not; what follows is unclear
@@ -189,6 +194,10 @@ class _Exchange:
                 await self._drain()
             await self._send(message)  # no deadline: HTTP/2 holds the head back for the body, `Http1` has its own
             return
+        if self._ends_s is not None and time.time() >= self._ends_s and not self.ended:
+            self.ended = True
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            raise problems.CutOff("the reader's token has expired")
         try:
             size = len(message.get("body", b""))
             within_s = PATIENCE_S + (self._before + size) / PACE_BYTES_PER_S
@@ -197,7 +206,7 @@ class _Exchange:
         except TimeoutError:
             self.ended = True
             log.info("request.unread path=%s request_id=%s", self._scope["path"], self.request_id)
-            raise problems.SlowReader(f"a piece of the response was not read within {within_s:.0f} s") from None
+            raise problems.CutOff(f"a piece of the response was not read within {within_s:.0f} s") from None
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.ended = True
 
