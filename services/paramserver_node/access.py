@@ -28,6 +28,8 @@ from paramserver_node.settings import NodeSettings, is_loopback
 log = logging.getLogger("paramserver.node")
 
 _FORWARDED_ROLE: Final = FORWARDED_ROLE.encode()
+ACCESS_ENDS_S: Final = "access_ends_s"
+"""Key in a request's state: Unix time at which its token expires; absent if it does not."""
 COOKIE: Final = "paramserver"
 """Name of the cookie with a reader's token, for the status page; accepted for GET and HEAD only."""
 
@@ -96,6 +98,7 @@ class Access:
                 raise problem(
                     "unauthorized", "the token is invalid, expired or revoked", hint="create one with psctl token"
                 )
+            _note_end(scope, holder)
             if forwarded is not None and holder.role == "node":
                 stated = forwarded.decode("latin-1")
                 return next((r for r in ROLES if r == stated), "open")
@@ -104,6 +107,7 @@ class Access:
             # Other programs under this host name, on any port, set cookies in all sorts of syntax.
             holder = self.holder(cookie_parser(cookies.decode("latin-1")).get(COOKIE, ""))
             if holder is not None:
+                _note_end(scope, holder)
                 return "reader"
         return "open"
 
@@ -208,6 +212,12 @@ class _Table:
             if method in methods and pattern.match(path):
                 return role
         return "reader"
+
+
+def _note_end(scope: Scope, holder: tokens.Holder) -> None:
+    """Note when the request's token expires, which also ends a stream that it has opened (see `middleware`)."""
+    if holder.expires_at_s:
+        scope.setdefault("state", {})[ACCESS_ENDS_S] = holder.expires_at_s
 
 
 def _refusal(have: Role, need: Role) -> PsError:

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 from urllib.parse import unquote_to_bytes
 
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver.wire.sink import Destination
 from paramserver_node import problems
-from paramserver_node.access import Guard, LocalOnly
+from paramserver_node.access import ACCESS_ENDS_S, Guard, LocalOnly
 from paramserver_node.deadlines import Deadlines
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.pieces import Pieces
@@ -32,6 +32,7 @@ _ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
+_EVENTS: Final = b"text/event-stream"
 _NO_DEADLINE: Final = "no_body_deadline"
 _OMIT_ID: Final = "omit_request_id"
 _PROCESS: Final = secrets.token_hex(8)
@@ -103,7 +104,7 @@ class _Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, deadlines: Deadlines) -> None:
         self._receive, self._send, self._deadlines = receive, send, deadlines
         self._scope = scope
-        self._size, self.request_id, self._id_given, self._sender_waits = _head_facts(scope)
+        self._size, self.request_id, self._id_given, self._sender_waits = _Head.of(scope)
         self._body_ended = self._size == 0
         extensions = scope.get("extensions", {})
         if BODY in extensions:
@@ -116,6 +117,8 @@ class _Exchange:
         self._too_slow = False
         self._before = 0
         """Size of the last piece of the response, over HTTP/1.1: there the next one waits until it has been read."""
+        self._ends_s: float | None = None
+        """Unix time at which the response ends, as it is a stream of events whose reader's token expires then."""
         self.status = 0
         """Status of the response; 0 until it begins."""
         self.ended = False
@@ -181,6 +184,8 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if any(name == b"content-type" and value.startswith(_EVENTS) for name, value in message.get("headers", ())):
+                self._ends_s = self._scope["state"].get(ACCESS_ENDS_S)
             if self._id_given or self.status >= 400 or _OMIT_ID not in self._scope["state"]:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
             if self._sender_waits and not self._body_ended:  # it has sent no body and need not; what follows is unclear
@@ -189,6 +194,10 @@ class _Exchange:
                 await self._drain()
             await self._send(message)  # no deadline: HTTP/2 holds the head back for the body, `Http1` has its own
             return
+        if self._ends_s is not None and time.time() >= self._ends_s and not self.ended:
+            self.ended = True
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            raise problems.CutOff("the reader's token has expired")
         try:
             size = len(message.get("body", b""))
             within_s = PATIENCE_S + (self._before + size) / PACE_BYTES_PER_S
@@ -197,7 +206,7 @@ class _Exchange:
         except TimeoutError:
             self.ended = True
             log.info("request.unread path=%s request_id=%s", self._scope["path"], self.request_id)
-            raise problems.SlowReader(f"a piece of the response was not read within {within_s:.0f} s") from None
+            raise problems.CutOff(f"a piece of the response was not read within {within_s:.0f} s") from None
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.ended = True
 
@@ -245,22 +254,30 @@ def _check_path(scope: Scope) -> None:
         raise problem("malformed", "the path is not UTF-8") from None
 
 
-def _head_facts(scope: Scope) -> tuple[int | None, str, bool, bool]:
-    """Return (length of the body, None if only its end will tell; the request's id; whether the client gave the id;
-    whether it waits to be told to send the body).
+class _Head(NamedTuple):
+    """What the headers of a request say about its body and its id."""
 
-    The id is the client's `X-Request-Id` if it is a plain word, else a new one.
-    """
-    size = 0 if scope["method"] in ("GET", "HEAD") else None
-    given, chunked, waits = "", False, False
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            size = int(value) if value.isdigit() else None
-        elif name == b"transfer-encoding":
-            chunked = True
-        elif name == b"x-request-id":
-            given = value.decode("latin-1")
-        elif name == b"expect":
-            waits = value.lower() == b"100-continue" and scope["http_version"] == "1.1"
-    named = given != "" and _ID.fullmatch(given) is not None
-    return None if chunked else size, given if named else f"{_PROCESS}-{next(_NUMBERS):x}", named, waits
+    size: int | None
+    """Length of the body; None if only its end will tell."""
+    request_id: str
+    """The client's `X-Request-Id` if it is a plain word, else a new one."""
+    id_given: bool
+    """Whether it is the client's."""
+    sender_waits: bool
+    """Whether the client waits to be told to send the body."""
+
+    @classmethod
+    def of(cls, scope: Scope) -> Self:
+        size = 0 if scope["method"] in ("GET", "HEAD") else None
+        given, chunked, waits = "", False, False
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                size = int(value) if value.isdigit() else None
+            elif name == b"transfer-encoding":
+                chunked = True
+            elif name == b"x-request-id":
+                given = value.decode("latin-1")
+            elif name == b"expect":
+                waits = value.lower() == b"100-continue" and scope["http_version"] == "1.1"
+        named = given != "" and _ID.fullmatch(given) is not None
+        return cls(None if chunked else size, given if named else f"{_PROCESS}-{next(_NUMBERS):x}", named, waits)

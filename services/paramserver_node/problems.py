@@ -22,8 +22,8 @@ _BY_STATUS: Final = {
 _METHODS: Final = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
-class SlowReader(Exception):
-    """Raised to cut off a client that does not read its answer: it cannot be told, and the error is not ours."""
+class CutOff(Exception):
+    """Raised to cut off an answer that its client does not read, or may no longer: neither is an error of ours."""
 
 
 def response(request: Request, error: PsError) -> Response:
@@ -85,8 +85,8 @@ async def _validation(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    ours = error.split(SlowReader)[1] if isinstance(error, ExceptionGroup) else error
-    if ours is None or isinstance(ours, SlowReader):
+    ours = error.split(CutOff)[1] if isinstance(error, ExceptionGroup) else error
+    if ours is None or isinstance(ours, CutOff):
         return Response(status_code=503)  # never sent, as half of another response is out already
     return failed(request, error)
 

@@ -1,7 +1,9 @@
 """Builds the status of the whole cluster from the core's state and the newest heartbeats."""
 
+import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from statistics import fmean
+from time import monotonic
 from typing import Any, Final
 
 import paramserver
@@ -23,21 +25,38 @@ RUNS: Final = 20
 EVENTS: Final = 100
 FORGOTTEN_S: Final = 60.0
 """How long a dead worker or shard is shown after its last heartbeat."""
+SLICE_S: Final = 0.01
+"""After so long with its models, a status lets requests be answered before it goes on."""
 
 Document = Mapping[str, Any]
 
 
-def describe(s: Service, *, series: bool = True) -> Status:
-    """Return the current status; `series`: include the points of metrics that workers reported."""
+async def describe(s: Service, *, series: bool = True) -> Status:
+    """Return the current status; `series`: include the points of metrics that workers reported.
+
+    Each model's numbers are of one moment, which may be a little later for the next model.
+    """
     now = s.now
     found = s.read.status(now)
     shards = [x for x in found["shards"] if x["alive"] or x["heartbeat_age_s"] < FORGOTTEN_S]
     nodes = [*_schedulers(s, found["term"]), *map(_shard, shards), *map(_member, found["pool"])]
     moves = {(move["model"], move["partition"]) for x in shards for move in x["moves"]}
-    models = [_model(s, m, shards, moves, series=series) for m in found["models"]]
+    models: list[ModelStatus] = []
+    unreadable: dict[str, str] = {}
+    began_s = monotonic()
+    for name in found["models"]:
+        if monotonic() - began_s > SLICE_S:
+            await asyncio.sleep(0)
+            began_s = monotonic()
+        line = s.read.model_status(name, s.now)
+        if line is None:
+            continue
+        models.append(_model(s, line, shards, moves, series=series))
+        if line["files_error"]:
+            unreadable[name] = line["files_error"]
     clocks = {m.name: m.clock for m in models}
     runs = [_run(r, clocks.get(r["model"])) for r in found["runs"][-RUNS:][::-1]]
-    problems = _problems(s, shards, models, runs)
+    problems = _problems(s, shards, models, unreadable, runs)
     cluster = ClusterStatus(
         state="degraded" if problems else "ok",
         problems=problems,
@@ -103,10 +122,10 @@ def _model(
     s: Service, line: Document, shards: Sequence[Document], moves: Set[tuple[str, int]], *, series: bool
 ) -> ModelStatus:
     name = line["name"]
-    document = s.read.model(name)
-    partitions = document["partitions"]
+    partitions = line["partition_lines"]
     reports = [_model_metrics(x["metrics"], name) for x in shards if x["alive"]]
-    workers = [_worker(w, reports) for w in line["workers"] if w["alive"] or w["heartbeat_age_s"] < FORGOTTEN_S]
+    lags_seen = _lags(reports)
+    workers = [_worker(w, lags_seen) for w in line["workers"] if w["alive"] or w["heartbeat_age_s"] < FORGOTTEN_S]
     lags = [w.lag for w in workers if w.lag is not None and w.state != "dead"]
     owners = sorted({p["shard"] for p in partitions} - {None})
     place = {shard: i for i, shard in enumerate(owners)}
@@ -118,9 +137,9 @@ def _model(
         state=line["state"] if line["served"] else "loading",
         mode=line["mode"],
         optimizer=line["optimizer"],
-        lr=document["spec"]["optimizer"].get("lr"),
-        created_s=document["created_s"],
-        parameters=len(document["spec"]["params"]),
+        lr=line["lr"],
+        created_s=line["created_s"],
+        parameters=line["parameters"],
         elements=line["size"],
         partitions=line["partitions"],
         served=sum(bool(p["served"]) for p in partitions),
@@ -150,11 +169,22 @@ def _model(
     )
 
 
-def _worker(w: Document, reports: Iterable[Document]) -> WorkerStatus:
-    seen = [lag for t in reports if (lag := _number(_object(t, "lag"), w["worker"])) is not None]
+def _lags(reports: Iterable[Document]) -> dict[str, float]:
+    """Each worker's version lag, as the shard with the largest one sees it."""
+    seen: dict[str, float] = {}
+    for lags in (_object(t, "lag") for t in reports):
+        for worker in lags:
+            lag = _number(lags, worker)
+            if lag is not None:
+                seen[worker] = max(lag, seen.get(worker, lag))
+    return seen
+
+
+def _worker(w: Document, seen: Mapping[str, float]) -> WorkerStatus:
+    lag = seen.get(w["worker"])
     return WorkerStatus(
         **{k: w[k] for k in WorkerStatus.model_fields if k != "lag"},
-        lag=max(seen) if seen else _number(w["metrics"], "lag"),
+        lag=_number(w["metrics"], "lag") if lag is None else lag,
     )
 
 
@@ -207,8 +237,13 @@ def _run(r: Document, clock: int | None) -> RunStatus:
 
 
 def _problems(
-    s: Service, shards: Sequence[Document], models: Sequence[ModelStatus], runs: Sequence[RunStatus]
+    s: Service,
+    shards: Sequence[Document],
+    models: Sequence[ModelStatus],
+    unreadable: Mapping[str, str],
+    runs: Sequence[RunStatus],
 ) -> list[str]:
+    """What is wrong, in words; `unreadable`: why models' files of initial values cannot be read."""
     out: list[str] = []
     if s.runtime.redis_away:
         out.append(f"{s.runtime.redis_away}: async training continues, but nothing new can be decided or stored")
@@ -222,7 +257,7 @@ def _problems(
     for m in models:
         if m.served < m.partitions:
             out.append(f"Model {m.name}: {m.partitions - m.served} of {m.partitions} partitions are being loaded")
-        if why := s.read.model(m.name)["files_error"]:
+        if why := unreadable.get(m.name):
             out.append(f"Model {m.name}: a partition was never stored, and its initial values cannot be read: {why}")
     out += [f"Run {r.name or r.id}: {r.reason}" for r in runs if r.state == "waiting" and r.reason]
     return out

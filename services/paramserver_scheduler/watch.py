@@ -23,7 +23,7 @@ async def watch(service: Service) -> None:
             began_s = monotonic()
             history.usage = usage.look()
             history.sample(service.read, began_s)
-            status = describe(service, series=False)
+            status = await describe(service, series=False)
             history.record(status, began_s)
             METRICS.status = status
             service.broadcast.publish(negotiate.json_text(status.model_dump()))

@@ -4,6 +4,7 @@ import shutil
 import ssl
 import subprocess
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from fastapi import FastAPI, Request
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import StreamingResponse
 from starlette.routing import Match
 
 from paramserver import limits
@@ -205,6 +207,37 @@ def test_a_cookie_outlives_neither_its_days_nor_its_token(days: int, lasts_s: in
     assert 0 <= holder.expires_at_s - now_s - lasts_s < 60
     assert entered(page) == page
     assert entered(page, "bob") is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("by", ["authorization", "cookie"])
+async def test_a_stream_of_events_ends_with_its_token(
+    by: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stream of events that a token or cookie has opened ends when that expires, without an error in the log."""
+    now_s = 1_000_000.0
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    app = FastAPI()
+    problems.install(app)
+
+    @app.get("/stream")
+    @roles.role("reader")
+    async def stream() -> StreamingResponse:
+        async def events() -> AsyncIterator[bytes]:
+            nonlocal now_s
+            for _ in range(9):
+                yield b": ping\n\n"
+                now_s += 20
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    token = tokens.make(KEY, "reader", "bob", int(now_s) + 60)
+    headers = {by: f"Bearer {token}" if by == "authorization" else f"{COOKIE}={token}"}
+    transport = httpx.ASGITransport(NodeMiddleware(app, guard(app, Access([KEY]))))
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+        answer = await client.get("/stream", headers=headers)
+    assert answer.text == ": ping\n\n" * 3
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
 @pytest.mark.asyncio

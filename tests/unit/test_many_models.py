@@ -1,12 +1,23 @@
 """What an event costs the scheduler of a large cluster, during which it answers nobody; calls are counted."""
 
+import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
-from paramserver.core import move_desk
+from paramserver.core import balance, move_desk
 from paramserver.core import scheduler_io as io
 from paramserver.core.models import Model
+from paramserver.core.owner import Owner
+from paramserver.core.spec import ModelSpec
+from paramserver_scheduler import overview
+from paramserver_scheduler.exchange import Service
+from paramserver_scheduler.history import History
 
 from .scheduling import SPEC, Driver
 
@@ -17,8 +28,8 @@ def test_the_death_of_a_shard_costs_by_the_partitions_of_all_models(monkeypatch:
     for shard in ("s0", "s1", "s2"):
         d.shard(shard)
     names = [f"m{i}" for i in range(40)]
-    for name in names:
-        d.send(lambda n, name=name: io.CreateModel(n, SPEC | {"name": name}, "secret"))
+    for spec in [SPEC | {"name": name} for name in names]:
+        d.send(partial(io.CreateModel, spec=spec, nonce="secret"))
     d.beats()
     looks = Counter[tuple[str, int]]()
     bytes_of = Model.bytes_of
@@ -40,12 +51,11 @@ def test_moves_are_not_planned_with_each_event_while_a_model_cannot_move(monkeyp
     worker = d.join("a")
     d.send(lambda n: io.CreateModel(n, SPEC | {"name": "slow"}, "secret"))
     plans = 0
-    plan = move_desk.plan
 
-    def counted(*args: object, **options: object) -> object:
+    def counted(*_args: Any, **_options: Any) -> list[balance.Move]:
         nonlocal plans
         plans += 1
-        return plan(*args, **options)  # type: ignore[arg-type]
+        return []
 
     monkeypatch.setattr(move_desk, "plan", counted)
     for _ in range(20):
@@ -53,3 +63,58 @@ def test_moves_are_not_planned_with_each_event_while_a_model_cannot_move(monkeyp
     assert plans == 0
     d.do(io.Tick())
     assert plans == 1
+
+
+def of_models(count: int) -> tuple[Driver, Service]:
+    """Return a scheduler's driver with that many models on one shard, and what its routes use of it."""
+    d = Driver()
+    d.shard("s0")
+    for spec in [SPEC | {"name": f"m{i:02}"} for i in range(count)]:
+        d.send(partial(io.CreateModel, spec=spec, nonce="secret"))
+    d.beats()
+    lease, runtime = SimpleNamespace(schedulers=[]), SimpleNamespace(redis_away="")
+    used = {"read": d.core.read, "history": History(0.0), "lease": lease, "runtime": runtime}
+    return d, cast(Service, SimpleNamespace(now=d.now, url="", started_s=0.0, **used))
+
+
+@pytest.mark.asyncio
+async def test_a_status_of_many_models_lets_requests_be_answered_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two models a status lets others run, and a model that they delete is left out of it."""
+    monkeypatch.setattr(overview, "SLICE_S", 0.0)
+    d, service = of_models(20)
+
+    async def delete() -> None:
+        d.ask(lambda n: io.DeleteModel(n, "m19"))
+
+    deleting = asyncio.ensure_future(delete())
+    status = await overview.describe(service)
+    assert deleting.done()
+    assert [m.name for m in status.models] == [f"m{i:02}" for i in range(19)]
+
+
+@pytest.mark.asyncio
+async def test_a_status_writes_no_models_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The status of each second writes out none of the models' specs, which may have thousands of parameters."""
+    _, service = of_models(2)
+    monkeypatch.setattr(ModelSpec, "document", Mock(side_effect=AssertionError))
+    status = await overview.describe(service)
+    assert [(m.parameters, m.lr) for m in status.models] == [(1, 1e-3)] * 2
+
+
+def test_the_list_of_shards_goes_through_the_partitions_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `GET /shards` costs does not grow with shards times partitions."""
+    d, _ = of_models(10)
+    for i in range(1, 20):
+        d.shard(f"s{i}")
+    passes = Counter[str]()
+
+    class Watched(list[Owner]):
+        def __iter__(self) -> Iterator[Owner]:
+            passes["owners"] += 1
+            return super().__iter__()
+
+    for model in d.core._c.models.values():
+        model.owners = Watched(model.owners)
+    shown = d.core.read.shards(d.now)
+    assert (len(shown), sum(s["partitions"] for s in shown)) == (20, 40)
+    assert passes["owners"] == 10

@@ -372,7 +372,7 @@ async def test_an_answer_that_is_not_read_is_cut_off_with_the_time_that_it_had()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        with pytest.raises(problems.SlowReader, match=f"within {PATIENCE_S + 2:g} s"):
+        with pytest.raises(problems.CutOff, match=f"within {PATIENCE_S + 2:g} s"):
             await send({"type": "http.response.body", "body": bytes(2 * PACE_BYTES_PER_S)})
         reached.set()
 

@@ -119,7 +119,7 @@ def test_a_worker_that_a_restore_has_brought_and_that_has_not_joined_is_not_dead
     d.join("a")
     d.ask(lambda n: io.ModelRestored(n, "m", 1, None, 0, {"m/b": {"at": 4}}))
     for _ in range(2):
-        assert [w["worker"] for w in d.core.read.status(d.now)["models"][0]["workers"]] == ["m/a"]
+        assert [w["worker"] for w in d.core.read.workers("m", d.now)] == ["m/a"]
         with pytest.raises(PsError, match="has not joined"):
             d.core.read.worker("m", "m/b", d.now)
         listed = d.core.read.workers("m", d.now, kept=True)[-1]

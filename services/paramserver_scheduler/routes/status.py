@@ -31,7 +31,7 @@ async def status(request: Request) -> Response:
 
     It has the nodes with heartbeat ages, the models with versions, clocks, rates and lag, the runs, and recent events.
     """
-    return respond(request, describe(service(request)).model_dump())
+    return respond(request, (await describe(service(request))).model_dump())
 
 
 @router.get("/stream", responses={200: {"description": "Server-sent events `status`, with `GET /status` as data"}})

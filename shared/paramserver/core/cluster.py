@@ -13,6 +13,7 @@ from paramserver.core.heartbeat_rows import Row
 from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import Model
 from paramserver.core.near import near
+from paramserver.core.owner import Owner
 from paramserver.core.runs import Run
 from paramserver.core.scheduler_io import Effect, ForgetModel, LoadFiles, Publish, Reply, SetTokens, Store
 from paramserver.core.waiter import Waiter
@@ -329,9 +330,19 @@ class Cluster:
         """Addresses of every shard, by name."""
         return {s.name: s.addresses for s in self.shards.values()}
 
+    def shard_lines(self, shards: Iterable[Shard], now: float) -> list[dict[str, Any]]:
+        """The entries of these shards in `GET /shards`."""
+        owned: dict[str | None, list[tuple[Model, int, Owner]]] = {}
+        for model in self.models.values():
+            for i, owner in enumerate(model.owners):
+                owned.setdefault(owner.shard, []).append((model, i, owner))
+        return [self._shard_line(s, owned.get(s.name, []), now) for s in shards]
+
     def shard_line(self, shard: Shard, now: float) -> dict[str, Any]:
         """The entry of that shard in `GET /shards`."""
-        owned = [(m, i, o) for m in self.models.values() for i, o in enumerate(m.owners) if o.shard == shard.name]
+        return self.shard_lines([shard], now)[0]
+
+    def _shard_line(self, shard: Shard, owned: list[tuple[Model, int, Owner]], now: float) -> dict[str, Any]:
         return {
             "name": shard.name,
             "epoch": shard.epoch,

@@ -373,6 +373,21 @@ class Model:
         """Feed document of type `gone`."""
         return {"type": "gone", "model": self.name, "generation": self.generation}
 
+    def partition_lines(self) -> list[dict[str, Any]]:
+        """The entry of each partition in `GET /models/{m}`."""
+        return [
+            {
+                "index": i,
+                "shard": o.shard,
+                "incarnation": o.token,
+                "version": o.version,
+                "durable_version": o.durable_version,
+                "from_version": o.from_version,
+                "served": o.from_version is not None,
+            }
+            for i, o in enumerate(self.owners)
+        ]
+
     def public(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         """Body of `GET /models/{m}`."""
         return {
@@ -393,18 +408,7 @@ class Model:
             "spec": self.spec.document(),
             "bounds": list(self.layout.bounds),
             "map_epoch": map_epoch,
-            "partitions": [
-                {
-                    "index": i,
-                    "shard": o.shard,
-                    "incarnation": o.token,
-                    "version": o.version,
-                    "durable_version": o.durable_version,
-                    "from_version": o.from_version,
-                    "served": o.from_version is not None,
-                }
-                for i, o in enumerate(self.owners)
-            ],
+            "partitions": self.partition_lines(),
             "shards": {
                 s: {"addresses": list(addresses[s])}
                 for s in sorted({o.shard for o in self.owners if o.shard})

@@ -33,7 +33,7 @@ class Reading:
         `state` is `active`, `draining`, `left` (it left by itself) or `dead`; `moves` are the moves away from it.
         """
         shown = [s for s in self._c.shards.values() if s.listed]
-        return [self._c.shard_line(s, now) for s in sorted(shown, key=lambda s: s.name)]
+        return self._c.shard_lines(sorted(shown, key=lambda s: s.name), now)
 
     def shard(self, name: str, now: float) -> dict[str, Any]:
         """One shard; raises NotFoundError (`unknown_node`)."""
@@ -158,18 +158,31 @@ class Reading:
         ]
 
     def status(self, now: float) -> dict[str, Any]:
-        """Overview: map, shards, models with their workers, runs (oldest first), pool."""
+        """Overview: map, shards, names of the models (see `model_status`), runs (oldest first), pool."""
         return {
             "term": self._c.term,
             "map_epoch": self._c.map_epoch,
             "now": now + self._c.wall_offset_s,
             "shards": self.shards(now),
-            "models": [
-                {**line, "waiting_for": self.waiting_for(line["name"]), "workers": self.workers(line["name"], now)}
-                for line in self.models()
-            ],
+            "models": sorted(self._c.models),
             "runs": self.runs()[::-1],
             "pool": self.pool(now),
+        }
+
+    def model_status(self, name: str, now: float) -> dict[str, Any] | None:
+        """One model of the overview: its summary, partitions and workers, without its spec; None if it is gone."""
+        model = self._c.models.get(name)
+        if model is None:
+            return None
+        return {
+            **describe(model),
+            "lr": model.spec.optimizer.document().get("lr"),
+            "created_s": model.unix_s,
+            "parameters": len(model.spec.params),
+            "files_error": model.files_error,
+            "partition_lines": model.partition_lines(),
+            "waiting_for": self.waiting_for(name),
+            "workers": self.workers(name, now),
         }
 
 
