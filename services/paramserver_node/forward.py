@@ -95,15 +95,7 @@ class Forwarder:
         if request.scope["path"] in _PUSHES:
             idempotency_key(request.headers)
         body = _Body(request)
-        own = [(k.decode("latin-1"), _text(v)) for k, v in request.headers.raw]
-        sent = [(k, v) for k, v in _kept(own) if k not in _OWN]
-        sent.append(("x-request-id", str(request.scope.get("state", {}).get("request_id", ""))))
-        sent += (headers or {}).items()
-        if by_shard:
-            sent.append((FORWARDED_BY_SHARD, "1"))
-        if self._credentials.token:
-            sent += self._credentials.headers.items()
-            sent.append((FORWARDED_ROLE, str(request.scope["state"]["role"])))
+        sent = [*self._headers(request, by_shard), *(headers or {}).items()]
         last: Exception | None = None
         for url in urls:
             if body.started:
@@ -134,6 +126,18 @@ class Forwarder:
                 detail = f"the node that serves this closed the connection before it answered: {_why(last)}"
                 raise in_doubt(request.scope, detail)
         raise problem(code, f"the node that serves this does not answer: {_why(last)}")
+
+    def _headers(self, request: Request, by_shard: bool) -> list[tuple[str, str]]:
+        """Return the client's headers to pass on, and those with which this node says who asks."""
+        own = [(k.decode("latin-1"), _text(v)) for k, v in request.headers.raw]
+        sent = [(k, v) for k, v in _kept(own) if k not in _OWN]
+        sent.append(("x-request-id", str(request.scope.get("state", {}).get("request_id", ""))))
+        if by_shard:
+            sent.append((FORWARDED_BY_SHARD, "1"))
+        if self._credentials.token:
+            sent += self._credentials.headers.items()
+            sent.append((FORWARDED_ROLE, str(request.scope["state"]["role"])))
+        return sent
 
 
 def changes_something(scope: Scope) -> bool:

@@ -10,9 +10,8 @@ import httpx
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, PsError, StaleMapError, Unavailable, problem
-from paramserver.limits import CHUNK_BYTES
 from paramserver.types import AnyArray, ModelKey
-from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, chunks, decode_header, encode_header
 from paramserver.wire.state import SetFrame, StateFrame, restore_frame
 from paramserver_node.server import first_cause
 from paramserver_scheduler.http_client import check, http_client
@@ -128,8 +127,5 @@ def _as_problem(error: Exception) -> PsError:
 
 
 async def _chunks(prefix: bytes, arrays: Sequence[AnyArray]) -> AsyncIterator[bytes]:
-    yield prefix
-    for array in arrays:
-        view = array.data.cast("B")
-        for at in range(0, len(view), CHUNK_BYTES):
-            yield bytes(view[at : at + CHUNK_BYTES])
+    for chunk in chunks(prefix, arrays):
+        yield chunk

@@ -1,7 +1,7 @@
 """Client for frames to other shards, over HTTP/2 with prior knowledge, one connection per shard."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -14,7 +14,7 @@ from paramserver.client.transport import translated, trusting
 from paramserver.errors import PsError, Unavailable, Unreachable, from_document, problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JOURNAL_WAIT_S, LEASE_S, PACE_BYTES_PER_S
 from paramserver.types import AnyArray
-from paramserver.wire.frame import MEDIA_TYPE, Header, PullFrame, decode_header, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, Header, PullFrame, chunks, decode_header, encode_header
 from paramserver_shard.buffers import U8, BufferPool
 
 REQUEST_BASE_TIMEOUT_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
@@ -65,7 +65,7 @@ class PeerClient:
         if size <= CHUNK_BYTES:
             request = request.body_bytes(b"".join((prefix, *(a.data.cast("B") for a in body))))
         else:
-            request = request.header("content-length", str(size)).body_stream(_stream(prefix, body))
+            request = request.header("content-length", str(size)).body_stream(chunks(prefix, body))
         try:
             async with request.build_streamed() as response:
                 declared = int(response.get_header("content-length") or 0)
@@ -93,14 +93,6 @@ class PeerClient:
         except PsError as e:
             raise problem(lost, f"the response of {url} cannot be read: {e.detail}") from e
         return head, received[offset:]
-
-
-def _stream(prefix: bytes, body: Sequence[AnyArray]) -> Iterator[bytes]:
-    yield prefix
-    for array in body:
-        view = array.data.cast("B")
-        for at in range(0, len(view), CHUNK_BYTES):
-            yield bytes(view[at : at + CHUNK_BYTES])
 
 
 def _refusal(status: int, body: bytes) -> Exception:

@@ -218,24 +218,7 @@ class Client:
 
     def _frame(self, kind: int, flags: int, stream: int, payload: memoryview) -> None:
         if kind in (wire.HEADERS, wire.CONTINUATION):
-            if kind == wire.HEADERS:
-                self._block, self._block_ends = (
-                    bytearray(wire.header_fragment(flags, payload)),
-                    bool(flags & wire.END_STREAM),
-                )
-            elif self._block is None or len(self._block) > _HEADER_BYTES_MAX:
-                raise wire.Http2Error(wire.PROTOCOL_ERROR, "CONTINUATION without HEADERS, or header block too large")
-            else:
-                self._block += payload
-            if flags & wire.END_HEADERS:
-                block, self._block = bytes(self._block), None
-                status, headers = self._decoder.decode(block)
-                answer = self.open.get(stream)
-                if answer is not None and not answer.ended:
-                    answer.begin(status, headers)
-                    if self._block_ends:
-                        answer.response_ended = True
-                        answer.end()
+            self._headers(kind, flags, stream, payload)
         elif kind == wire.WINDOW_UPDATE:
             if stream == 0:
                 self._send_window += wire.parse_u31(payload)
@@ -258,6 +241,27 @@ class Client:
                 answer.fail(Refused("the shard refused the stream"))
             else:
                 answer.fail(ConnectionResetError("the shard reset the stream"))
+
+    def _headers(self, kind: int, flags: int, stream: int, payload: memoryview) -> None:
+        """Process a frame of a header block: when it is complete, it begins an answer, or ends one as its trailers."""
+        if kind == wire.HEADERS:
+            self._block = bytearray(wire.header_fragment(flags, payload))
+            self._block_ends = bool(flags & wire.END_STREAM)
+        elif self._block is None or len(self._block) > _HEADER_BYTES_MAX:
+            raise wire.Http2Error(wire.PROTOCOL_ERROR, "CONTINUATION without HEADERS, or header block too large")
+        else:
+            self._block += payload
+        if not flags & wire.END_HEADERS:
+            return
+        block, self._block = bytes(self._block), None
+        status, headers = self._decoder.decode(block)
+        answer = self.open.get(stream)
+        if answer is None or answer.ended:
+            return
+        answer.begin(status, headers)
+        if self._block_ends:
+            answer.response_ended = True
+            answer.end()
 
     def _set(self, values: dict[int, int]) -> None:
         window = values.get(wire.INITIAL_WINDOW_SIZE, self._new_send_window)

@@ -13,7 +13,7 @@ Each kind of header is a subclass of `Header` that declares the types and bounds
 refuses what does not fit before it allocates (docs/decisions/0020-structs.md).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
@@ -26,7 +26,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.fields import MODEL_NAME
 from paramserver.core.layout import Range
 from paramserver.errors import problem
-from paramserver.types import ITEMSIZE, PushId
+from paramserver.types import ITEMSIZE, AnyArray, PushId
 from paramserver.wire.bounded import Buffer
 
 MEDIA_TYPE: Final = "application/vnd.paramserver.frame"
@@ -63,6 +63,15 @@ def encode_header(header: Header | Mapping[str, Any]) -> bytes:
     packed = _ENCODER.encode(header)
     head = _BEGINNING + len(packed).to_bytes(4, "little") + packed
     return head + bytes(-len(head) % ALIGN)
+
+
+def chunks(prefix: bytes, body: Iterable[AnyArray]) -> Iterator[bytes]:
+    """Yield a frame as an HTTP client sends it: its header, then copies of at most `limits.CHUNK_BYTES` of its body."""
+    yield prefix
+    for array in body:
+        view = array.data.cast("B")
+        for at in range(0, len(view), limits.CHUNK_BYTES):
+            yield bytes(view[at : at + limits.CHUNK_BYTES])
 
 
 def _plain(value: Any) -> Any:
