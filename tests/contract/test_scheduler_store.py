@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -92,6 +93,49 @@ async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redi
         assert plain.hgetall("ps:fence") == {b"shard-0": b"3"}
         assert store.term == term + 1
         assert plain.get("ps:term") == str(store.term).encode()
+
+
+@pytest.mark.asyncio
+async def test_a_redis_that_is_emptied_again_gets_everything_again(redis_url: str, plain: Redis) -> None:
+    """Once the whole state is written again, a Redis that is emptied another time refuses partial writes as before."""
+    async with connect(redis_url) as redis:
+        store = await leading(redis)
+        await store.open()
+        assert store.begin_new_term()
+        await store.write({"a": {"x": 1}, "b": {"x": 2}})
+        plain.flushall()
+
+        with pytest.raises(RedisDataLost):
+            await store.write({"a": {"x": 3}})
+        assert plain.dbsize() == 0
+        assert store.begin_new_term()
+
+
+@pytest.mark.asyncio
+async def test_a_lease_that_is_written_with_the_whole_state_is_like_a_renewed_one(redis_url: str, plain: Redis) -> None:
+    """The lease that a write of the whole state begins has the time of Redis: if its holder dies, another can lead."""
+    async with connect(redis_url) as redis:
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        assert await lease.try_acquire()
+        store = StateStore(redis, lease)
+        plain.flushall()
+        assert store.begin_new_term()
+        before = plain.time()
+        await store.write({"a": {"x": 1}})
+        after = plain.time()
+        written = json.loads(plain.get(LEADER_KEY) or b"")
+        await lease.renew()
+        renewed = json.loads(plain.get(LEADER_KEY) or b"")
+
+        assert in_ms(before) <= written.pop("renewed") <= in_ms(after)
+        assert renewed.pop("renewed")
+        assert written == renewed
+
+
+def in_ms(answer: Any) -> int:
+    """What Redis answers to TIME, in milliseconds."""
+    seconds, microseconds = answer
+    return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 @pytest.mark.asyncio
