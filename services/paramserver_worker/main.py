@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 from zlib import crc32
 
@@ -16,6 +17,7 @@ from paramserver.errors import PsError, Unavailable
 from paramserver_node import log as node_log
 from paramserver_node import unwind
 from paramserver_node.settings import WorkerSettings, exit_status
+from paramserver_worker import ending
 from paramserver_worker import entry as entries
 from paramserver_worker.pool import PoolMember
 
@@ -82,8 +84,13 @@ def worker(
 ) -> None:
     """Run training functions: join the cluster's worker pool, or run one function by name."""
     unwind.on_signals()  # SIGTERM unwinds through the session, which leaves the model
+    with ending.in_time():
+        _run(entry, model, arg or [], {"url": url, "name": name, "allow": allow or None, "log_level": log_level})
+
+
+def _run(entry: str | None, model: str | None, args: list[str], given: Mapping[str, Any]) -> None:
     try:
-        settings = WorkerSettings.load({"url": url, "name": name, "allow": allow or None, "log_level": log_level})
+        settings = WorkerSettings.load(given)
     except PsError as e:
         typer.echo(str(e), err=True)
         raise typer.Exit(exit_status(e)) from None
@@ -94,7 +101,7 @@ def worker(
                 raise typer.BadParameter("is required with an entry", param_hint="--model")
             module = entry.partition(":")[0]
             function = entries.load(entry, [module])
-            entries.run(connect(settings), function, _parsed(arg or []), model=model, place={})
+            entries.run(connect(settings), function, _parsed(args), model=model, place={})
             return
         allowed = [prefix.strip() for prefix in settings.allow.split(",")]
         member = PoolMember(connect(settings), settings.name or default_name(), allowed)

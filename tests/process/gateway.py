@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 class Gateway(ThreadingHTTPServer):
     """A proxy on a free local port; with `lose_every` = n, it drops the node's response to each n-th push.
 
-    It also drops the next response to each `METHOD PATH` in `lose_next`.
+    It also drops the next response to each `METHOD PATH` in `lose_next`, and keeps the next one to that in `hold_next`
+    back, from when it sets `held` until `release` is set.
     """
 
     daemon_threads = True
@@ -22,6 +23,8 @@ class Gateway(ThreadingHTTPServer):
         self.node = urlsplit(node).netloc
         self.lose_every = 0
         self.lose_next = set[str]()
+        self.hold_next = ""
+        self.held, self.release = threading.Event(), threading.Event()
         self.pushes = 0
         self.lost = 0
         self.lock = threading.Lock()
@@ -55,6 +58,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
         request = f"{self.command} {self.path}"
+        if request == self.server.hold_next:
+            self.server.hold_next = ""
+            self.server.held.set()
+            self.server.release.wait(60)
         if request in self.server.lose_next:
             self.server.lose_next.remove(request)
             self.close_connection = True

@@ -1,6 +1,7 @@
 """Worker processes join the pool, or say why they cannot."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,4 +86,51 @@ def test_a_training_function_may_end_by_exiting(
             assert worker.poll() is None
     finally:
         worker.terminate()
+        worker.wait(30)
+
+
+LEAVES_A_THREAD = """
+import sys, threading
+
+def train(worker, code):
+    threading.Thread(target=threading.Event().wait, name="waits for nobody").start()
+    sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_thread_left_behind_does_not_keep_a_worker_that_is_done(
+    shared_cluster: Cluster, tmp_path: Path, code: int
+) -> None:
+    """A worker whose function has left a thread running names it, and exits with the function's own status."""
+    (tmp_path / "leaves_a_thread.py").write_text(LEAVES_A_THREAD)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    with ps.connect(shared_cluster.url) as client:
+        name = f"left-behind-{code}"
+        client.create_model(name, {"w": (4,)})
+        command = [*WORKER, "leaves_a_thread:train", "--model", name, "--arg", f"code={code}", "--url", client.url]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+        assert done.returncode == code
+        assert "worker.waits threads=waits_for_nobody" in done.stderr
+        assert not any(w["alive"] for w in client.model(name).workers())
+
+
+def test_a_thread_left_behind_does_not_keep_a_pool_member_that_is_told_to_end(
+    shared_cluster: Cluster, tmp_path: Path, name: str
+) -> None:
+    """After SIGTERM a pool member ends although a function of an earlier place has left a thread running."""
+    (tmp_path / "leaves_a_thread.py").write_text(LEAVES_A_THREAD)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [*WORKER, "--name", "leaves", "--allow", "leaves_a_thread", "--url", shared_cluster.url]
+    worker = subprocess.Popen(command, env=env)
+    try:
+        with ps.connect(shared_cluster.url) as client:
+            client.create_model(name, {"w": (4,)})
+            run = client.create_run(name, "leaves_a_thread:train", args={"code": 0})["id"]
+            eventually(lambda: client.get_run(run)["state"] == "finished", what="the end of the run")
+        worker.terminate()
+        assert worker.wait(30) == 128 + signal.SIGTERM
+    finally:
+        worker.kill()
         worker.wait(30)

@@ -11,7 +11,7 @@ import pytest
 import paramserver as ps
 
 from .cluster import Cluster, ones
-from .gateway import gateway
+from .gateway import Gateway, gateway
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -51,6 +51,26 @@ def test_a_creator_that_lost_the_answer_goes_on_to_upload(shared_cluster: Cluste
         model = client.create_model(name, {"w": np.arange(3.0)}, timeout=20)
         assert not g.lose_next
         assert model.pull()["w"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_cancelled_join_leaves_no_member_behind(shared_cluster: Cluster, client: ps.Client, name: str) -> None:
+    """A task that is cancelled while its worker joins leaves the model, if the join was granted all the same."""
+    model = client.create_model(name, {"w": (4,)}, consistency=ps.Sync())
+
+    async def cancelled(g: Gateway) -> None:
+        async with ps.AsyncClient(g.url) as own:
+            entering = asyncio.create_task(own.model(name).worker().__aenter__())
+            assert await asyncio.to_thread(g.held.wait, 60)
+            entering.cancel()
+            await asyncio.sleep(0)  # the task is told
+            g.release.set()
+            with pytest.raises(asyncio.CancelledError):
+                await entering
+
+    with gateway(shared_cluster.url) as g:
+        g.hold_next = f"POST /models/{name}/workers"
+        asyncio.run(cancelled(g))
+        assert [w["alive"] for w in model.workers()] == [False]
 
 
 def test_values_may_lie_in_the_other_byte_order(client: ps.Client, name: str) -> None:

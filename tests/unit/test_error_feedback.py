@@ -127,3 +127,23 @@ def test_a_push_that_one_shard_alone_takes_is_sent_once_there(way: str, outcome:
     sender.push(2, way)
 
     sender.check()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", ">f4"])
+def test_a_gradient_of_another_type_is_encoded_by_its_values(dtype: str) -> None:
+    """A gradient that is not float32 as the encoder reads it is converted first, by a codec of whole partitions too."""
+    sender = Sender()
+    gradient = np.linspace(-2.0, 2.0, 64).astype(np.float16)
+    calling = transfer.push(
+        sender.cluster,
+        "m",
+        Deadline.after(5, sender.now),
+        gradient.astype(dtype),
+        terms(1),
+        codec=CODEC,
+        feedback=sender.memory,
+    )
+    drive(calling, sender.shards, sender.now)
+    sender.wanted += gradient
+
+    sender.check()

@@ -57,10 +57,16 @@ class AsyncWorker(WorkerView):
         self.run: Mapping[str, Any] | None = None
 
     async def __aenter__(self) -> "AsyncWorker":
-        if self._heartbeat is not None:
+        if self._heartbeat is not None or self._left:
             raise problem("conflict", "a worker can be opened only once", hint="model.worker() makes another")
         self._pid = os.getpid()
-        await self._client.run(self._session.join(self._deadline(None)))
+        joining = asyncio.ensure_future(self._client.run(self._session.join(self._deadline(None))))
+        try:
+            await asyncio.shield(joining)
+        except asyncio.CancelledError:
+            self._left = True
+            await self._withdraw(joining)
+            raise
         self._heartbeat = asyncio.create_task(self._keep_alive(), name=f"heartbeat {self.name}")
         return self
 
@@ -74,6 +80,14 @@ class AsyncWorker(WorkerView):
             self._heartbeat.cancel()
             await asyncio.wait([self._heartbeat])
         await self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
+
+    async def _withdraw(self, joining: "asyncio.Future[None]") -> None:
+        """Leave once the join is granted: a member without heartbeats would hold the others up for a whole lease."""
+        try:
+            await asyncio.wait_for(joining, LEAVE_S)
+            await self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
+        except (PsError, TimeoutError) as e:
+            log.info("worker.withdraw_unheard worker=%s error=%r", self.name, e)
 
     async def pull(
         self,
