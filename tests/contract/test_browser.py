@@ -161,6 +161,19 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
+def test_a_form_that_cannot_be_filled_says_why(tmp_path: Path) -> None:
+    """A form whose request for the present settings fails shows the node's own words and hint, not only the status."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.goto(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}")
+        seen.page.wait_for_selector("#model-head .name")
+        cluster.kill("scheduler")
+        seen.page.click("#settings summary")
+        seen.page.wait_for_selector("#settings .bad", timeout=60_000)
+        told = cluster.http.get(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/models/m").json()
+        assert seen.text("#settings output") == "; ".join(told[part] for part in ("detail", "hint") if part in told)
+
+
 def test_a_link_leads_to_its_model(tmp_path: Path) -> None:
     """The address names the model, also when it changes while the page is open; a damaged one shows any model."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
