@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import paramserver as ps
@@ -375,6 +377,36 @@ def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
         eventually(lambda: page.locator("#runs button").count() == 0, what="the end of the run on the page")
         _fits(seen)
         assert [e for e in seen.errors if "422" not in e] == []
+
+
+def test_what_the_page_leaves_to_a_terminal_works_as_shown(tmp_path: Path) -> None:
+    """A model with uploaded values is copied by the commands that the form shows, and deleted by the page's line."""
+    with nodes(tmp_path, shards=2) as cluster, browser(viewport=PHONE) as seen:
+        page = seen.page
+
+        def typed(lines: str) -> None:
+            """Run these lines in a shell, as copied from the page."""
+            subprocess.run(["bash", "-ec", lines], cwd=tmp_path, check=True, stdin=subprocess.DEVNULL, timeout=100)
+
+        with ps.connect(cluster.url) as client:
+            client.create_model("own", {"w": np.ones(8, np.float32)})
+        page.goto(cluster.url)
+        page.click("#new-run summary")
+        page.wait_for_selector("#new-run .note:has-text('a client uploaded the initial values of w')")
+        assert page.locator("#new-run [name=fresh]").count() == 0
+        _fits(seen)
+        typed(page.locator("#new-run .note pre").inner_text())
+        assert cluster.get("/models/own-2")["state"] == "ready"
+
+        page.click("#shard-commands summary")
+        assert page.locator("#shard-commands code", has_text=f"psctl scale shards 3 --url {cluster.url}").is_visible()
+        page.goto(f"{cluster.url}#own")
+        page.click("#model-commands summary")
+        typed(page.locator("#model-commands dd", has_text="DELETE").inner_text())
+        eventually(lambda: "own-2" in seen.text("#model-head"), what="the other model")
+        cluster.get("/models/own", status=404)
+        _fits(seen)
+        assert seen.errors == []
 
 
 def test_a_change_from_the_page_needs_a_token_that_permits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

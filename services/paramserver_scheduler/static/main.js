@@ -1,5 +1,6 @@
 // The page: follows the cluster's status, and hands each second of it to the panels.
 
+import {modelCommands, shardCommands} from "./commands.js";
 import {el, show, tone} from "./dom.js";
 import {follow} from "./feed.js";
 import {clock, duration, short} from "./format.js";
@@ -51,6 +52,9 @@ function draw() {
   drawTabs(models, shown);
   $("model").classList.toggle("none", shown === undefined);
   settings.choose(shown?.name ?? null);
+  $("model-commands").hidden = shown === undefined;
+  show($("model-commands").querySelector("div"), shown && modelCommands(shown.name));
+  show($("shard-commands").querySelector("div"), shardCommands(status.nodes));
   if (shown === undefined) {
     model.clear();
     show($("model-head"), noModel());
