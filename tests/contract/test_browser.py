@@ -122,7 +122,13 @@ def test_the_page_shows_a_training_and_the_death_of_a_shard(tmp_path: Path) -> N
         row = page.locator("#nodes tbody tr", has_text="shard-1").locator(".pill")
         eventually(lambda: row.inner_text() in ("silent", "dead"), within_s=6.0, what="the shard's silence on the page")
         eventually(lambda: row.inner_text() == "dead", within_s=20.0, what="the shard's death on the page")
-        eventually(lambda: "shard-1" in seen.text("#problems"), what="the problem in words")
+        told = "shard-1 is dead, its last heartbeat was"
+        eventually(lambda: told in seen.text("#problems"), what="the problem in words")
+        assert "its partitions go to the others" in seen.text("#problems")
+        # A process that is gone has no load now, whatever it last had.
+        eventually(
+            lambda: "shard-1 \u2013" in seen.text("#node-charts .legend"), what="the end of its values in the charts"
+        )
         eventually(lambda: "shard shard-1 is dead" in seen.text("#events"), what="the event")
         eventually(lambda: "2 / 3" in seen.text("#tiles"), what="the tile")
         version = _version(seen)

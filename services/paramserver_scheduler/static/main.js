@@ -109,7 +109,8 @@ function eventRows(events) {
 
 function setTheme(theme) {
   kept.set("theme", theme);
-  $("theme").textContent = theme;
+  $("theme").textContent = `theme: ${theme}`;
+  $("theme").value = theme;
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   draw();
@@ -129,7 +130,7 @@ function choose(name) {
 }
 
 $("ranges").addEventListener("click", e => e.target.dataset.span && setSpan(Number(e.target.dataset.span)));
-$("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf($("theme").textContent) + 1) % THEMES.length]));
+$("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf($("theme").value) + 1) % THEMES.length]));
 $("models").addEventListener("click", e => {
   const tab = e.target.closest("[data-model]");
   if (tab) choose(tab.dataset.model);
