@@ -245,15 +245,21 @@ def _problems(
 ) -> list[str]:
     """What is wrong, in words; `unreadable`: why models' files of initial values cannot be read."""
     out: list[str] = []
+    degraded: dict[str, list[str]] = {}
     if s.runtime.redis_away:
         out.append(f"{s.runtime.redis_away}: async training continues, but nothing new can be decided or stored")
-    if not any(x["alive"] for x in shards):
+    alive = any(x["alive"] for x in shards)
+    if not alive:
         out.append("No shard is alive: start one with paramserver-shard, or a whole cluster with psctl up")
     for x in shards:
         if x["state"] == "dead":
-            out.append(f"Shard {x['name']} is dead, its last heartbeat was {x['heartbeat_age_s']:.0f} s ago")
+            others = "; its partitions go to the others" if alive else ""
+            out.append(f"Shard {x['name']} is dead, its last heartbeat was {x['heartbeat_age_s']:.0f} s ago{others}")
         if x["alive"] and isinstance(why := x["metrics"].get("degraded"), str):
-            out.append(f"Shard {x['name']}: {why[:300]}")
+            degraded.setdefault(why[:300], []).append(x["name"])
+    for why, names in degraded.items():
+        which = f"Shard {names[0]}" if len(names) == 1 else f"Shards {', '.join(names)}"
+        out.append(f"{which}: {why}")
     for m in models:
         if m.served < m.partitions:
             out.append(f"Model {m.name}: {m.partitions - m.served} of {m.partitions} partitions are being loaded")

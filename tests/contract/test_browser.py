@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import paramserver as ps
@@ -120,7 +122,13 @@ def test_the_page_shows_a_training_and_the_death_of_a_shard(tmp_path: Path) -> N
         row = page.locator("#nodes tbody tr", has_text="shard-1").locator(".pill")
         eventually(lambda: row.inner_text() in ("silent", "dead"), within_s=6.0, what="the shard's silence on the page")
         eventually(lambda: row.inner_text() == "dead", within_s=20.0, what="the shard's death on the page")
-        eventually(lambda: "shard-1" in seen.text("#problems"), what="the problem in words")
+        told = "shard-1 is dead, its last heartbeat was"
+        eventually(lambda: told in seen.text("#problems"), what="the problem in words")
+        assert "its partitions go to the others" in seen.text("#problems")
+        # A process that is gone has no load now, whatever it last had.
+        eventually(
+            lambda: "shard-1 \u2013" in seen.text("#node-charts .legend"), what="the end of its values in the charts"
+        )
         eventually(lambda: "shard shard-1 is dead" in seen.text("#events"), what="the event")
         eventually(lambda: "2 / 3" in seen.text("#tiles"), what="the tile")
         version = _version(seen)
@@ -159,6 +167,19 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -
         assert seen.text("#models [aria-pressed=true]").startswith("first")
         assert page.locator('#ranges [data-span="3600"]').get_attribute("aria-pressed") == "true"
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_a_form_that_cannot_be_filled_says_why(tmp_path: Path) -> None:
+    """A form whose request for the present settings fails shows the node's own words and hint, not only the status."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.goto(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}")
+        seen.page.wait_for_selector("#model-head .name")
+        cluster.kill("scheduler")
+        seen.page.click("#settings summary")
+        seen.page.wait_for_selector("#settings .bad", timeout=60_000)
+        told = cluster.http.get(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/models/m").json()
+        assert seen.text("#settings output") == "; ".join(told[part] for part in ("detail", "hint") if part in told)
 
 
 def test_a_link_leads_to_its_model(tmp_path: Path) -> None:
@@ -362,6 +383,36 @@ def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
         eventually(lambda: page.locator("#runs button").count() == 0, what="the end of the run on the page")
         _fits(seen)
         assert [e for e in seen.errors if "422" not in e] == []
+
+
+def test_what_the_page_leaves_to_a_terminal_works_as_shown(tmp_path: Path) -> None:
+    """A model with uploaded values is copied by the commands that the form shows, and deleted by the page's line."""
+    with nodes(tmp_path, shards=2) as cluster, browser(viewport=PHONE) as seen:
+        page = seen.page
+
+        def typed(lines: str) -> None:
+            """Run these lines in a shell, as copied from the page."""
+            subprocess.run(["bash", "-ec", lines], cwd=tmp_path, check=True, stdin=subprocess.DEVNULL, timeout=100)
+
+        with ps.connect(cluster.url) as client:
+            client.create_model("own", {"w": np.ones(8, np.float32)})
+        page.goto(cluster.url)
+        page.click("#new-run summary")
+        page.wait_for_selector("#new-run .note:has-text('a client uploaded the initial values of w')")
+        assert page.locator("#new-run [name=fresh]").count() == 0
+        _fits(seen)
+        typed(page.locator("#new-run .note pre").inner_text())
+        assert cluster.get("/models/own-2")["state"] == "ready"
+
+        page.click("#shard-commands summary")
+        assert page.locator("#shard-commands code", has_text=f"psctl scale shards 3 --url {cluster.url}").is_visible()
+        page.goto(f"{cluster.url}#own")
+        page.click("#model-commands summary")
+        typed(page.locator("#model-commands dd", has_text="DELETE").inner_text())
+        eventually(lambda: "own-2" in seen.text("#model-head"), what="the other model")
+        cluster.get("/models/own", status=404)
+        _fits(seen)
+        assert seen.errors == []
 
 
 def test_a_change_from_the_page_needs_a_token_that_permits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ export class Chart {
   /** The value under the cursor, or the newest: of a single line beside the title, of several in the legend. */
   #tell() {
     const at = this.#plot?.cursor.idx ?? null;
-    const said = l => this.#format(at === null ? newest(l.values) : l.values[at]);
+    const said = l => this.#format(at === null ? newest(l.values, this.#options.gaps ? 3 : l.values.length) : l.values[at]);
     const one = this.#lines.length === 1 && !this.#lines[0].label;
     const warns = this.#warning && at === null;
     show(this.value, warns ? el("span.bad", {}, this.#warning) : one && said(this.#lines[0]));
@@ -113,8 +113,9 @@ function single(values, gaps) {
   return count > 0 && (count === 1 || (!gaps && count < 12));
 }
 
-function newest(values) {
-  for (let i = values.length - 1; i >= Math.max(0, values.length - 20); i--) if (values[i] !== null) return values[i];
+/** The last value, if it is among the last `places`: what ended before that has none now. */
+function newest(values, places) {
+  for (let i = values.length - 1; i >= Math.max(0, values.length - places); i--) if (values[i] !== null) return values[i];
   return null;
 }
 

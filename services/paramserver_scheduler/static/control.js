@@ -1,6 +1,8 @@
 // Requests that change the cluster.  The page's cookie only permits reading; where the cluster has tokens, the page asks
 // for one that permits the change.  It is kept in this module alone, until the page is closed or loaded again.
 
+import {problemOf, said} from "./feed.js";
+
 const $ = id => document.getElementById(id);
 let token = "";
 
@@ -13,10 +15,10 @@ export async function send(method, path, body) {
       throw new Error("no answer came: see whether it was done before you try again");
     });
     if (answer.ok) return answer.json();
-    const problem = await answer.json().catch(() => ({detail: `HTTP ${answer.status}`}));
+    const problem = await problemOf(answer);
     const refused = problem.code === "unauthorized" || problem.role !== undefined;
     token = refused ? await askForToken(problem.detail) : token;
-    if (!refused || !token) throw new Error([problem.detail, problem.hint].filter(Boolean).join("; "));
+    if (!refused || !token) throw new Error(said(problem));
   }
 }
 
@@ -62,13 +64,13 @@ function focusAgain(form, focused) {
 
 /** A folded form: `load` fills it in each time it is unfolded, until then it is hidden; `save` does what it is for. */
 export function foldedForm(host, load, save) {
-  const form = host.querySelector("form"), said = host.querySelector("output");
+  const form = host.querySelector("form"), output = host.querySelector("output");
   host.addEventListener("toggle", () => {
     form.hidden = true;
-    if (host.open) attempt(said, form, load);
+    if (host.open) attempt(output, form, load);
   });
   form.addEventListener("submit", e => {
     e.preventDefault();
-    attempt(said, form, save);
+    attempt(output, form, save);
   });
 }

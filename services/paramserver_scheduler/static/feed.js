@@ -3,19 +3,28 @@
 const SILENCE_MS = 6000;
 const RETRY_MS = 1000;
 
-/** A JSON answer of the node; a page without a token goes to ask for one. */
+/** A JSON answer of the node; a page without a token goes to ask for one.  Throws an Error with what the node says. */
 export async function get(path) {
   const answer = await fetch(path, {headers: {accept: "application/json"}, cache: "no-store"}).catch(() => {
     throw new Error("no answer");
   });
-  check(answer);
+  await check(answer);
   return answer.json();
 }
 
-function check(answer) {
+async function check(answer) {
   if (answer.status === 401 || answer.status === 403) location.assign("login" + location.hash);
-  if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
+  if (!answer.ok) throw new Error(said(await problemOf(answer)));
 }
+
+/** The problem document of a failed answer; what is between page and node may answer without one. */
+export async function problemOf(answer) {
+  const found = await answer.json().catch(() => null);
+  return found?.detail ? found : {detail: `HTTP ${answer.status}`};
+}
+
+/** What a problem document says is wrong, and what to do. */
+export const said = problem => [problem.detail, problem.hint].filter(Boolean).join("; ");
 
 /** Calls `onStatus` with each status and `onLost` when the connection breaks; for ever. */
 export async function follow(path, onStatus, onLost) {
@@ -25,7 +34,7 @@ export async function follow(path, onStatus, onLost) {
       const answer = await fetch(path, {
         headers: {accept: "text/event-stream"}, cache: "no-store", signal: silence.signal,
       });
-      check(answer);
+      await check(answer);
       for await (const text of events(answer.body, silence)) onStatus(JSON.parse(text));
     } catch (error) {
       // Said on the page; the next try tells more.

@@ -1,5 +1,6 @@
 // The page: follows the cluster's status, and hands each second of it to the panels.
 
+import {modelCommands, shardCommands} from "./commands.js";
 import {el, show, tone} from "./dom.js";
 import {follow} from "./feed.js";
 import {clock, duration, short} from "./format.js";
@@ -51,6 +52,9 @@ function draw() {
   drawTabs(models, shown);
   $("model").classList.toggle("none", shown === undefined);
   settings.choose(shown?.name ?? null);
+  $("model-commands").hidden = shown === undefined;
+  show($("model-commands").querySelector("div"), shown && modelCommands(shown.name));
+  show($("shard-commands").querySelector("div"), shardCommands(status.nodes));
   if (shown === undefined) {
     model.clear();
     show($("model-head"), noModel());
@@ -105,7 +109,8 @@ function eventRows(events) {
 
 function setTheme(theme) {
   kept.set("theme", theme);
-  $("theme").textContent = theme;
+  $("theme").textContent = `theme: ${theme}`;
+  $("theme").value = theme;
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   draw();
@@ -125,7 +130,7 @@ function choose(name) {
 }
 
 $("ranges").addEventListener("click", e => e.target.dataset.span && setSpan(Number(e.target.dataset.span)));
-$("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf($("theme").textContent) + 1) % THEMES.length]));
+$("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf($("theme").value) + 1) % THEMES.length]));
 $("models").addEventListener("click", e => {
   const tab = e.target.closest("[data-model]");
   if (tab) choose(tab.dataset.model);

@@ -11,6 +11,16 @@ const FIRST = ["loss", "accuracy"];
 const OWN = ["updates_per_s", "pushes_per_s", "pulls_per_s", "push_p50_s", "push_p99_s", "pull_p50_s", "pull_p99_s",
   "in_bytes_per_s", "out_bytes_per_s"];
 
+/** What the words of the page mean, as tooltips. */
+const MEANINGS = {
+  version: "updates applied to the model; each partition counts its own, this is the lowest",
+  clock: "iterations finished: of the slowest worker, or in sync of all together",
+  "versions/s": "updates applied per second", "pushes/s": "gradients received per second",
+  "push p99": "99 of 100 pushes were faster, at the slowest shard, over ten seconds",
+  "version lag": "updates applied between a worker's pull and its push, on average",
+  "not durable": "newest updates that are in memory only; a snapshot follows within seconds",
+};
+
 /** How a reported metric is written: an accuracy is a fraction. */
 const unitOf = name => /acc|precision|recall/i.test(name) ? "fraction" : "";
 const title = name => name.charAt(0).toUpperCase() + name.slice(1).replaceAll("_", " ");
@@ -138,7 +148,7 @@ function head(model, runs) {
         `${short(model.elements)} values in ${model.parameters} parameters (${bytes(4 * model.elements)})`].join(" · "))),
     run && progress(run),
     ...reportedNames(model).filter(n => n in model.not_finite).map(n => diverged(n, model)),
-    el("dl.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd.num", {}, value)))),
+    el("dl.facts", {}, facts.map(([name, value]) => el("div", {title: MEANINGS[name]}, el("dt", {}, name), el("dd.num", {}, value)))),
   ];
 }
 

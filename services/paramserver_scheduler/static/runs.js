@@ -1,5 +1,6 @@
 // Runs: the table, the buttons that pause, resume and stop one, and the form that starts one.
 
+import {copyCommands} from "./commands.js";
 import {attempt, foldedForm, send} from "./control.js";
 import {bar, el, pill, show, table} from "./dom.js";
 import {get} from "./feed.js";
@@ -77,16 +78,18 @@ export class RunForm {
     if (model === undefined) return "create a model first";
     this.#spec = (await get(pathOf(model))).spec;
     const last = runs.items.find(r => r.model === model) ?? runs.items[0] ?? {entry: EXAMPLE, workers: 1, args: {}, stop: {minutes: 5}};
+    const uploaded = Object.keys(this.#spec.params).filter(p => this.#spec.params[p].init.kind === "upload");
     const text = (name, label, value, attributes) => el("label", {}, label, el("input", {name, value, ...attributes}));
-    this.#fields.replaceChildren(
+    this.#fields.replaceChildren(...[
       choice("model", "model", names, model),
-      text("fresh", "or a new one like it, named", "", {placeholder: "the model as it is"}),
+      uploaded.length === 0 && text("fresh", "or a new one like it, named", "", {placeholder: "the model as it is"}),
       text("entry", "function that each worker runs", last.entry, {required: true}),
       text("args", "its arguments (JSON)", JSON.stringify(last.args), {required: true}),
       number("workers", "workers", last.workers, {min: 1, step: 1, required: true}),
       number("minutes", "end after … minutes", last.stop.minutes, {placeholder: "no limit"}),
       number("clocks", "end after … clocks", last.stop.clocks, {placeholder: "no limit", step: 1}),
-    );
+      uploaded.length > 0 && notCopied(model, uploaded),
+    ].filter(Boolean));
     this.#settings.show(this.#spec);
     this.#form.hidden = false;
     return "";
@@ -98,9 +101,9 @@ export class RunForm {
     if (minutes.value) run.stop.minutes = Number(minutes.value);
     if (clocks.value) run.stop.clocks = Number(clocks.value);
     const changes = this.#settings.changes();
-    if (fresh.value.trim()) {
+    if (fresh?.value.trim()) {
       run.model = fresh.value.trim();
-      this.#spec = (await send("POST", "models", copied(this.#spec, run.model))).spec;
+      this.#spec = (await send("POST", "models", {...this.#spec, name: run.model})).spec;
       model.append(el("option", {value: run.model}, run.model));  // if a later step fails, trying again goes on from here
       model.value = run.model;
       fresh.value = "";
@@ -111,11 +114,12 @@ export class RunForm {
   }
 }
 
-/** The spec under another name. */
-function copied(spec, name) {
-  const uploaded = Object.keys(spec.params).filter(p => spec.params[p].init.kind === "upload");
-  if (uploaded.length > 0) throw new Error(`a client uploaded the initial ${uploaded.slice(0, 3).join(", ")}: create the new model with a client`);
-  return {...spec, name};
+/** Why there is no new model like this one, and what to do instead. */
+function notCopied(model, uploaded) {
+  const names = uploaded.slice(0, 3).join(", ") + (uploaded.length > 3 ? ", …" : "");
+  return el("div.note", {}, `A new model like ${model} cannot be made here: a client uploaded the initial values of ${names}, and the `
+    + "cluster does not keep them. Run the program that made the model with another name, or copy the model with the values that it "
+    + "has now, and choose the copy above:", copyCommands(model, `${model}-2`));
 }
 
 function parsed(text) {

@@ -36,8 +36,8 @@ export class SettingsFields {
     const {optimizer, consistency, checkpoint} = this.#spec = spec;
     this.host.replaceChildren(
       ...("lr" in optimizer ? [number("optimizer.lr", `learning rate (${optimizer.name})`, optimizer.lr)] : []),
-      number("evaluate_every", "evaluate every … clocks", spec.evaluate_every),
-      number("checkpoint.every_clocks", "checkpoint every … clocks", checkpoint.every_clocks),
+      number("evaluate_every", "evaluate every … clocks (0: never)", spec.evaluate_every),
+      number("checkpoint.every_clocks", "checkpoint every … clocks (0: never)", checkpoint.every_clocks),
       choice("consistency.mode", "mode", Object.keys(MODES), consistency.mode), this.#ofMode);
     this.#drawMode(consistency.mode);
   }

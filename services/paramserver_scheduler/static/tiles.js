@@ -11,7 +11,8 @@ const most = values => values.reduce((high, v) => v !== null && (high === null |
 export function drawTiles({nodes, models, cluster}, series) {
   const shards = nodes.filter(n => n.role === "shard" && n.state !== "left"), alive = shards.filter(n => n.alive);
   const troubled = shards.filter(n => ["dead", "silent", "draining"].includes(stateOf(n)));
-  const workers = models.flatMap(m => m.workers).filter(w => w.state !== "dead");
+  const known = models.flatMap(m => m.workers), workers = known.filter(w => w.state !== "dead");
+  const gone = known.length > 0 ? `${fixed(known.length)} no longer heard of` : "none has joined";
   const waited = new Set(models.flatMap(m => m.waiting_for));
   const traffic = models.reduce((sum, m) => sum + m.in_bytes_per_s + m.out_bytes_per_s, 0);
   const updates = models.reduce((sum, m) => sum + m.updates_per_s, 0);
@@ -22,7 +23,7 @@ export function drawTiles({nodes, models, cluster}, series) {
       alive.length < shards.length || !alive.length ? "bad" : troubled.length ? "warn" : "good",
       troubled.map(n => `${n.name} ${stateOf(n)}`).join(", ") || (alive.length ? "all responding" : "none has joined")),
     tile("Workers", fixed(workers.length), workers.length ? "good" : "",
-      waited.size ? `waiting for ${[...waited].map(w => w.split("/").at(-1)).join(", ")}` : workers.length ? "none is waiting" : "none has joined"),
+      waited.size ? `waiting for ${[...waited].map(w => w.split("/").at(-1)).join(", ")}` : workers.length ? "none is waiting" : gone),
     tile("Versions per second", short(updates), "", null, spark(series.of("cluster.updates_per_s").slice(-120), colour(0))),
     tile("Slowest push, p99", seconds(slow), "", half === null ? "no pushes now" : `median ${seconds(half)}`),
     tile("Traffic", `${bytes(traffic)}/s`, "", null, spark(series.of("cluster.bytes_per_s").slice(-120), colour(2))),
@@ -34,7 +35,12 @@ function tile(name, value, kind, note, picture = null) {
   return el("div.tile", {}, el("span.dim", {}, name), el(`b.num${kind && "." + kind}`, {}, value), note && el("small.dim", {}, note), picture);
 }
 
-/** What is wrong, if anything. */
+const LINES = 5;
+
+/** What is wrong, if anything; the rest of a long list is folded. */
 export function drawProblems(problems) {
-  show(document.getElementById("problems"), problems.length > 0 && el("section.card.problems", {"aria-label": "Problems"}, problems.map(p => el("div", {}, p))));
+  show(document.getElementById("problems"), problems.length > 0 && el("section.card.problems", {"aria-label": "Problems"},
+    problems.slice(0, LINES).map(p => el("div", {}, p)),
+    problems.length > LINES && el("details", {}, el("summary", {}, `${problems.length - LINES} more`),
+      problems.slice(LINES).map(p => el("div", {}, p)))));
 }

@@ -1,0 +1,27 @@
+// What the page leaves to a terminal, as lines to copy.
+
+import {el} from "./dom.js";
+
+const url = () => location.origin;
+
+/** A command with what it is for. */
+const line = (purpose, command) => [el("dt", {}, purpose), el("dd", {}, el("code", {}, command))];
+
+/** Lines that save, copy, set back and delete a model. */
+export const modelCommands = model => el("dl.commands", {},
+  line("Save a checkpoint on this machine", `psctl checkpoint save ${model} ./${model} --url ${url()}`),
+  line("Make a new model of it", `psctl checkpoint restore ./${model} --as ${model}-copy --url ${url()}`),
+  line("Go back to the newest checkpoint that the cluster keeps", `psctl checkpoint restore latest --as ${model} --url ${url()}`),
+  line("Delete the model", `curl -X DELETE ${url()}/models/${model}`));
+
+/** Lines that change the number of shards. */
+export function shardCommands(nodes) {
+  const alive = nodes.filter(n => n.role === "shard" && n.alive).map(n => n.name);
+  return el("dl.commands", {},
+    line("Change the number of shards", `psctl scale shards ${alive.length + 1} --url ${url()}`),
+    alive.length > 1 && line("Empty a shard, to stop it", `psctl drain ${alive.sort().at(-1)} --url ${url()}`));
+}
+
+/** Lines that copy a model with its present values. */
+export const copyCommands = (model, copy) => el("pre", {},
+  `psctl checkpoint save ${model} ./${model} --url ${url()}\npsctl checkpoint restore ./${model} --as ${copy} --url ${url()}`);
