@@ -76,6 +76,26 @@ def test_a_request_that_breaks_in_the_middle_is_in_doubt(kind: Kind) -> None:
 
 
 @both_clients
+def test_a_frame_inside_a_header_block_ends_the_connection(kind: Kind) -> None:
+    """DATA between HEADERS and their end is no HTTP/2 (RFC 9113, 6.10): the request ends at once, in doubt."""
+
+    def interleaving(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        peer.send(wire.frame(wire.HEADERS, 0, stream, b"\x88"))
+        peer.send(wire.frame(wire.DATA, 0, stream, b"lost"))
+        peer.send(wire.frame(wire.CONTINUATION, wire.END_HEADERS, stream, b""))
+        peer.send(wire.frame(wire.DATA, wire.END_STREAM, stream, b"kept"))
+        with suppress(ConnectionResetError):
+            while peer.socket.recv(100):
+                pass
+
+    with Server(kind, interleaving) as server:
+        outcome = server.ask()
+    assert isinstance(outcome, PsError), outcome
+    assert outcome.code == "in_doubt"
+
+
+@both_clients
 def test_a_silent_server_that_lives_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent server that acknowledges every PING is waited for."""
     monkeypatch.setattr(http2, "SILENCE_S", 0.05)

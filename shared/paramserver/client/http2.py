@@ -188,7 +188,9 @@ class Client:
         """Process the next bytes.  Raises OSError if they are not valid HTTP/2."""
         try:
             for kind, flags, stream, payload, cost in self._scanner.scan(data):
-                if kind == wire.DATA and self._block is None:
+                if self._block is not None and kind != wire.CONTINUATION:
+                    raise wire.Http2Error(wire.PROTOCOL_ERROR, "another frame inside a header block")
+                if kind == wire.DATA:
                     self._data(flags, stream, payload, cost)
                 else:
                     self._frame(kind, flags, stream, payload)
