@@ -27,9 +27,8 @@ class Ring:
 
     def __init__(self, step_s: int, size: int) -> None:
         self.step_s = step_s
-        self._values = np.empty(
-            size
-        )  # filled slot by slot: a cluster that begins has thousands of rings to make at once
+        # Filled slot by slot: a cluster that begins has thousands of rings to make at once.
+        self._values = np.empty(size)
         self._first = self._slot = -1
         """Numbers of the first and the newest slot, which are their Unix times in steps; -1 while there is none."""
         self._sum = 0.0
