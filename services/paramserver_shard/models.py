@@ -30,8 +30,8 @@ class Models:
         if generation is not None and generation != known.key.generation:
             raise problem(
                 "model_replaced",
-                f"model '{name}' is generation {known.key.generation} now, not {generation}",
-                hint="open the model again",
+                f"model '{name}' was deleted and created again",
+                hint="pull again, and continue from its present values",
                 generation=known.key.generation,
             )
         return known

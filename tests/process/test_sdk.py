@@ -53,6 +53,22 @@ def test_a_creator_that_lost_the_answer_goes_on_to_upload(shared_cluster: Cluste
         assert model.pull()["w"].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_a_reader_of_a_model_that_was_replaced_is_told_to_pull_again(
+    shared_cluster: Cluster, client: ps.Client, name: str
+) -> None:
+    """A pull under the map of a deleted model says that it was created again; the next pull gets the new values."""
+    model = client.create_model(name, {"w": np.ones(4)})
+    with ps.connect(shared_cluster.url) as other:
+        reader = other.model(name)
+        assert reader.pull()["w"].tolist() == [1.0] * 4
+        model.delete()
+        client.create_model(name, {"w": np.full(4, 2.0)})
+        with pytest.raises(ps.FencedError, match="was deleted and created again") as e:
+            reader.pull()
+        assert "pull again" in e.value.hint
+        assert reader.pull()["w"].tolist() == [2.0] * 4
+
+
 def test_a_cancelled_join_leaves_no_member_behind(shared_cluster: Cluster, client: ps.Client, name: str) -> None:
     """A task that is cancelled while its worker joins leaves the model, if the join was granted all the same."""
     model = client.create_model(name, {"w": (4,)}, consistency=ps.Sync())

@@ -1,6 +1,7 @@
 """Pushes and pulls of the client when shards move, die, refuse or do not answer; no socket is opened."""
 
 import gc
+import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,25 @@ def test_every_attempt_of_a_create_has_the_same_upload_token_and_no_other_call(n
 
     assert len(tokens()) == 1
     assert len(tokens() | tokens()) == 2
+
+
+def test_a_model_that_is_served_late_is_its_creators(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A creator that is told to ask again, as its new model is not served yet, is not told then that it exists."""
+
+    def create(**told: Any) -> None:
+        answers: list[Outcome] = [
+            refusal("loading", **told),
+            Response(200, {}, json.dumps(shards.document()).encode()),
+        ]
+
+        def answer(request: Request) -> Outcome:
+            return answers.pop(0) if request.path == "/models" else shards(request)
+
+        drive(asked_for("create", cluster, Deadline.after(60.0, now)), answer, now)
+
+    create(created=True)
+    with pytest.raises(ConflictError, match="exists already"):
+        create()
 
 
 @pytest.mark.parametrize(("call", "code"), [("fetch", "unavailable"), ("send", "in_doubt")])

@@ -314,6 +314,23 @@ def test_set_takes_single_fields_and_builders() -> None:
         patch_document(None, None, None, {"checkpoint": None}, {})
 
 
+@pytest.mark.parametrize("field", ["mode", "quorum", "staleness", "count", "lag", "min_workers"])
+def test_set_takes_no_single_fields_of_the_consistency(field: str) -> None:
+    """A single field of the consistency is refused with how to set it, not as an unknown field of the optimizer."""
+    with pytest.raises(ps.RequestError, match=f"{field}: belongs to the consistency") as e:
+        patch_document(None, None, None, {}, {field: 1})
+
+    assert "set(consistency=" in e.value.hint
+
+
+def test_a_name_in_other_letters_is_meant() -> None:
+    """A hint finds the name that differs only in upper and lower case, however short."""
+    with pytest.raises(ps.RequestError) as e:
+        model_document("m", {"w": (4,)}, None, "SSP", {})
+
+    assert e.value.hint == "did you mean 'ssp'?"
+
+
 @pytest.mark.parametrize(
     ("blocking", "awaited"), [(ps.Client, ps.AsyncClient), (ps.Model, AsyncModel), (ps.Worker, AsyncWorker)]
 )

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError, Unavailable
 from paramserver.types import ModelKey
@@ -310,6 +311,20 @@ def test_a_creator_that_lost_the_answer_is_granted_its_token_again() -> None:
     d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
     d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "secret"))
     assert token("secret") is None, "the upload is complete"
+
+
+def test_a_model_that_is_not_served_in_time_is_told_to_its_creator() -> None:
+    """A create request whose model no shard serves in time gets `loading`; `created` says whether it made the model."""
+    d = Driver()
+    d.shard("s0")
+    spec = SPEC | {"params": {"w": {"shape": [4]}}}
+    first = d.send(lambda n: io.CreateModel(n, spec, "secret"))
+    second = d.send(lambda n: io.CreateModel(n, spec, "another"))
+    d.shards.clear()
+    d.wait(limits.CLIENT_TIMEOUT_S + 1)
+
+    late = [d.replies[n] for n in (first, second)]
+    assert [(e.code, e.members.get("created")) for e in late] == [("loading", True), ("loading", False)]
 
 
 def test_each_uploaded_value_is_stored_without_the_whole_model() -> None:

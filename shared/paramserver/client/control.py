@@ -55,7 +55,7 @@ def create_model(
         if isinstance(result, PsError):
             if not is_temporary(result):
                 raise result
-            maybe_mine = maybe_mine or isinstance(result, InDoubt)
+            maybe_mine = maybe_mine or isinstance(result, InDoubt) or bool(result.members.get("created"))
             yield backoff.pause(result)
             continue
         doc = json_of(result)

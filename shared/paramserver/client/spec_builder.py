@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import fields as fields_of
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from paramserver.errors import PsError, combined, problem
 from paramserver.types import AnyArray
 
 Init: TypeAlias = str | Mapping[str, Any]
+_CONSISTENCY_FIELDS: Final = {"mode", *(f.name for mode in Consistency.__subclasses__() for f in fields_of(mode))}
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,9 @@ def patch_document(
     body: dict[str, Any] = {k: v for k, v in others.items() if v is not None}
     change: dict[str, Any] = _optimizer(optimizer) if optimizer is not None else {}
     for key, value in fields.items():
+        if key in _CONSISTENCY_FIELDS:
+            detail = f"{key}: belongs to the consistency; single fields are the optimizer's"
+            raise problem("invalid_field", detail, hint="set(consistency=ps.Sync(quorum=0.75))", where=key)
         change[key] = _document(key, value) if hasattr(value, "document") else value
     if change:
         body["optimizer"] = change

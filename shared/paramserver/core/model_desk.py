@@ -142,8 +142,7 @@ class ModelDesk:
                     body["upload_token"] = w.token
                 self.c.answer(w.request, body, w.status)
             elif now >= w.deadline_s:
-                late = problem("loading", f"model '{model.name}' is not served yet", hint="send the same request again")
-                self.c.answer(w.request, late)
+                self.c.answer(w.request, _not_served(model, created=w.status == 201))
             else:
                 continue
             model.creators.remove(w)
@@ -352,3 +351,9 @@ def describe(model: Model) -> dict[str, Any]:
         "served": model.served,
         "live_workers": len(model.roster.live()),
     }
+
+
+def _not_served(model: Model, *, created: bool) -> PsError:
+    """Return the error for a create request at its deadline; `created`: the request made the model."""
+    detail, hint = f"model '{model.name}' is not served yet", "send the same request again"
+    return problem("loading", detail, hint=hint, created=created)

@@ -16,6 +16,10 @@ def near(name: str, names: Iterable[str]) -> str | None:
         return None
     # Names that differ more in length cannot reach difflib's cutoff of 0.6: 2 * common letters / sum of lengths.
     alike = [n for n in names if 3 * size <= 7 * len(n) and 3 * len(n) <= 7 * size]
+    folded = name.casefold()
+    for n in alike:  # difflib finds nothing alike in 'SSP' and 'ssp'
+        if len(n) == size and n.casefold() == folded:
+            return n
     if len(alike) > NEAR_MAX:
         pairs = _pairs(name)
         alike.sort(key=lambda n: len(pairs & _pairs(n)) / max(1, len(n) + size), reverse=True)

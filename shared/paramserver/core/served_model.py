@@ -99,7 +99,7 @@ class ServedModel:
             raise problem(
                 "model_replaced",
                 f"model '{self.key.name}' was deleted and created again",
-                hint="fetch the model again",
+                hint="pull again, and continue from its present values",
                 generation=self.key.generation,
             )
         if timeline is not None and timeline != self.timeline:
