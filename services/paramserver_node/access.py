@@ -209,7 +209,8 @@ class _Table:
 
     def _find(self, method: str, path: str) -> Role:
         for pattern, methods, role in self._patterns:
-            if method in methods and pattern.match(path):
+            asked = method in methods or (method == "HEAD" and "GET" in methods)
+            if asked and pattern.match(path):
                 return role
         return "reader"
 

@@ -26,13 +26,11 @@ def router(service: str, ready: Callable[[], str]) -> APIRouter:
         "python": platform.python_version(),
     }
 
-    @routes.head("/livez", include_in_schema=False)
     @routes.get("/livez", summary="Whether the process answers at all", responses=_example({"status": "ok"}))
     @role("open")
     async def livez() -> dict[str, str]:
         return {"status": "ok"}
 
-    @routes.head("/readyz", include_in_schema=False)
     @routes.get(
         "/readyz",
         summary="Whether the node may be sent requests; independent of Redis",
@@ -45,7 +43,6 @@ def router(service: str, ready: Callable[[], str]) -> APIRouter:
         body = {"status": "not ready", "reason": reason} if reason else {"status": "ok"}
         return JSONResponse(body, 503 if reason else 200, {"retry-after": "1"} if reason else {})
 
-    @routes.head("/version", include_in_schema=False)
     @routes.get("/version", summary="Versions of the node and of what it speaks", responses=_example(versions))
     @role("open")
     async def version() -> dict[str, str | int]:

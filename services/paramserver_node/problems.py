@@ -69,8 +69,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 def _allowed(request: Request) -> str:
     """Return the methods of all routes of this path; the router would report those of the first one only."""
     scopes = {method: {**request.scope, "method": method} for method in _METHODS}
-    found = [m for m, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in request.app.routes)]
-    return ", ".join(found)
+    found = {m for m, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in request.app.routes)}
+    return ", ".join(sorted(found | ({"HEAD"} if "GET" in found else set())))
 
 
 async def _validation(request: Request, error: Exception) -> Response:

@@ -41,7 +41,6 @@ class Asset:
     etag: str
 
 
-@router.head("/")
 @router.get("/")
 @role("open")
 async def index(request: Request) -> Response:

@@ -144,6 +144,6 @@ def _add_forwarding(app: FastAPI, s: Services) -> None:
         """Forward the status page and the login, which need no token; the data that the page loads does."""
         return await forward(request)
 
-    for path, methods in (("/", ["GET", "HEAD"]), ("/static/{path:path}", ["GET"]), ("/login", ["GET", "POST"])):
+    for path, methods in (("/", ["GET"]), ("/static/{path:path}", ["GET"]), ("/login", ["GET", "POST"])):
         app.add_api_route(path, page, methods=methods, include_in_schema=False)
     app.add_api_route("/{path:path}", forward, methods=ALL_METHODS, include_in_schema=False)

@@ -7,19 +7,22 @@ without a journal (level `applied`) the changes between the two are lost, and th
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from paramserver.core.replay import replay
 from paramserver.core.shard_io import LoadedState, LoadPartition, Task, TaskResult
 from paramserver.errors import CorruptState, PsError, problem
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute
+from paramserver_shard.computing import compute
 from paramserver_shard.journal import Journal
 from paramserver_shard.snapshots import first_state, from_stored, has_assigned_values
 from paramserver_shard.store import SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
+
+FIRST_INLINE_MAX: Final = 4096
+"""Elements up to which initial values are made on the event loop: a model's partitions are loaded all at once."""
 
 
 class Submit(Protocol):
@@ -111,7 +114,7 @@ class Loader:
 
     async def _first(self, effect: LoadPartition) -> LoadedState:
         work = partial(first_state, effect.spec, effect.layout, effect.key.index, partial(self._pool.take, shared=True))
-        if effect.layout.partition_size(effect.key.index) <= INLINE_ELEMENTS_MAX // 16:
+        if effect.layout.partition_size(effect.key.index) <= FIRST_INLINE_MAX:
             return work()
         return await self._submit(work)
 

@@ -436,18 +436,30 @@ def test_unknown_routes_and_methods(cluster: Nodes) -> None:
     """Unknown routes are 404 and unknown methods 405 with Allow, as problem documents."""
     assert cluster.get("/nothing", status=404)["code"] == "not_found"
     assert cluster.call("PUT", "/models", {}, status=405)["code"] == "method_not_allowed"
-    allowed = {"/models/x": "DELETE, GET, PATCH", "/runs/x": "GET, PATCH", "/shards/x": "GET, PUT", "/map": "GET"}
-    assert {path: cluster.http.post(path).headers["allow"] for path in allowed} == allowed
+    allowed = {
+        "/models/x": "DELETE, GET, HEAD, PATCH",
+        "/runs/x": "GET, HEAD, PATCH",
+        "/shards/x": "GET, HEAD, PUT",
+        "/map": "GET, HEAD",
+        "/pushpull": "POST",
+    }
+    assert {
+        path: cluster.http.request("POST" if path != "/pushpull" else "GET", path).headers["allow"] for path in allowed
+    } == allowed
 
 
-@pytest.mark.parametrize("path", ["/livez", "/readyz", "/version", "/"])
-def test_head_asks_for_a_probe_or_the_page_without_its_body(cluster: Nodes, path: str) -> None:
-    """HEAD on a probe or on the page has the status and headers of GET, at scheduler and shard."""
+@pytest.mark.parametrize(
+    "path", ["/livez", "/version", "/", "/static/page.css", "/docs", "/models", "/runs", "/map", "/status/stream"]
+)
+def test_head_is_get_without_a_body(cluster: Nodes, path: str) -> None:
+    """HEAD of whatever GET returns has its status and headers at once, at scheduler and shard, also of a stream."""
     for url in (cluster.url, f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"):
-        got, asked = cluster.http.get(url + path), cluster.http.head(url + path)
+        with cluster.http.stream("GET", url + path) as got:
+            asked = cluster.http.head(url + path)
         assert (asked.status_code, asked.content) == (got.status_code, b"") == (200, b"")
         for name in ("content-type", "content-length"):
             assert asked.headers.get(name) == got.headers.get(name)
+        assert cluster.http.head(url + "/models/nobody").status_code == 404
 
 
 def test_status_describes_the_cluster(cluster: Nodes) -> None:

@@ -1,7 +1,8 @@
 """The cost of a call depends on the partitions it touches, not on those of the model; accesses are counted."""
 
+import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 from unittest.mock import Mock
@@ -13,16 +14,18 @@ from msgspec.structs import replace
 from paramserver.client import transfer
 from paramserver.client.calls import Deadline
 from paramserver.client.cluster import Cluster
+from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import AssignPart, SaveAll, SetReceived, StoreSnapshot
+from paramserver.core.shard_io import AssignPart, LoadPartition, SaveAll, SetReceived, StoreSnapshot
 from paramserver.core.spec import ModelSpec
 from paramserver.limits import PARTITIONS_MAX, SHARED_LEASE_S, SNAPSHOT_INTERVAL_S
 from paramserver.testing.shard_driver import ShardDriver
-from paramserver.types import PartitionKey, PushId
+from paramserver.types import ModelKey, PartitionKey, PushId, Token
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.lending import Lending
+from paramserver_shard.loading import Loader, Submit
 from paramserver_shard.shared_folder import SharedFolder
 
 from .sharding import Now, Shards, drive, terms
@@ -244,3 +247,21 @@ def wide(count: int = PARTITIONS_MAX, **fields: Any) -> ModelSpec:
     params = {"w": {"shape": [count * WIDTH]}}
     settings = {"name": "m", "params": params, "optimizer": {"name": "sum"}, "partitions": count}
     return ModelSpec.parse(settings | fields)
+
+
+@pytest.mark.asyncio
+async def test_first_values_are_not_made_on_the_event_loop() -> None:
+    """Initial values of more than a few pages are made in a thread: those of a model are needed all at once."""
+    spec = ModelSpec.parse({"name": "m", "params": {"w": {"shape": [20_000]}}, "partitions": 2})
+    layout = Layout(spec)
+    threads: list[int] = []
+
+    async def submit(work: Callable[[], Any]) -> Any:
+        threads.append(1)
+        return await asyncio.to_thread(work)
+
+    loader = Loader(Mock(), Mock(), BufferPool(), cast(Submit, submit))
+    key = PartitionKey(ModelKey("m", 1), 0)
+    loaded = await loader.load(LoadPartition(key, Token(1), "init", spec, layout))
+    assert loaded.state.values.size == layout.partition_size(0)
+    assert threads == [1]
