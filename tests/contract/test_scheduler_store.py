@@ -334,3 +334,19 @@ async def test_after_an_outage_of_redis_the_leader_comes_first(
         new._answered_ms = (now_ms + since_ms, now_ms + last_ms)
 
         assert await new.try_acquire() is takes
+
+
+@pytest.mark.asyncio
+async def test_an_emptied_redis_is_left_to_the_leader(redis_url: str, plain: Redis) -> None:
+    """A standby does not lead on a Redis that was emptied, because the leader still has the state, unless told to."""
+    async with connect(redis_url) as redis:
+        leader = Lease(redis, name="s1", place="there", url="http://127.0.0.1:1")
+        standby = Lease(redis, name="s2", place="here", url="http://127.0.0.1:2")
+        assert await leader.try_acquire()
+        assert not await standby.try_acquire()
+        plain.flushall()
+
+        assert not await standby.try_acquire()
+        assert standby.emptied
+        assert await standby.try_acquire(even_if_emptied=True)
+        assert standby.term == leader.term + 1
