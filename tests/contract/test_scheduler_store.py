@@ -263,3 +263,90 @@ async def test_a_clock_of_redis_that_is_put_back_keeps_nobody_from_leading(redis
         held = json.loads(plain.get(LEADER_KEY) or b"")
         plain.set(LEADER_KEY, json.dumps(held | {"renewed": held["renewed"] + HOUR_MS}))
         assert await new.try_acquire()
+
+
+@pytest.mark.asyncio
+async def test_a_deposed_leader_cannot_renew(redis_url: str, plain: Redis) -> None:
+    """The renewal of a leader that was replaced raises `Deposed`, and the lease stays with its successor."""
+    async with connect(redis_url) as redis:
+        old = Lease(redis, name="old", place="here", url="http://127.0.0.1:1")
+        new = Lease(redis, name="new", place="here", url="http://127.0.0.1:2")
+        assert await old.try_acquire()
+        assert await new.try_acquire()
+        lease = plain.get(LEADER_KEY)
+
+        with pytest.raises(Deposed):
+            await old.renew()
+        assert plain.get(LEADER_KEY) == lease
+        assert old.leader == new.leader
+        await new.renew()
+
+
+@pytest.mark.asyncio
+async def test_a_lease_is_released_by_its_holder_alone(redis_url: str, plain: Redis) -> None:
+    """A standby that stops leaves the lease to the leader; once the leader releases it, another leads at once."""
+    async with connect(redis_url) as redis:
+        leader, standby, third = (
+            Lease(redis, name=f"s{n}", place=f"place-{n}", url=f"http://127.0.0.1:{n}") for n in (1, 2, 3)
+        )
+        assert await leader.try_acquire()
+        assert not await standby.try_acquire()
+        await standby.release()
+        assert not await third.try_acquire()
+        await leader.renew()
+        await leader.release()
+
+        assert await third.try_acquire()
+
+
+@pytest.mark.asyncio
+async def test_running_schedulers_know_each_other(redis_url: str, plain: Redis) -> None:
+    """Each scheduler lists all that run, itself included; one that has stopped is listed no longer."""
+    async with connect(redis_url) as redis:
+        leader, standby = (Lease(redis, name=f"s{n}", place=f"place-{n}", url=f"http://127.0.0.1:{n}") for n in (1, 2))
+        assert await leader.try_acquire()
+        assert not await standby.try_acquire()
+        await leader.renew()
+        listed = [("s1", "http://127.0.0.1:1"), ("s2", "http://127.0.0.1:2")]
+        for lease in (leader, standby):
+            assert [(s.name, s.url) for s in lease.schedulers] == listed
+        await standby.release()
+        await leader.renew()
+
+        assert [(s.name, s.url) for s in leader.schedulers] == listed[:1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("since_ms", "last_ms", "takes"), [(HOUR_MS, HOUR_MS, False), (-60_000, -5_000, False), (-3_000, HOUR_MS, True)]
+)
+async def test_after_an_outage_of_redis_the_leader_comes_first(
+    redis_url: str, plain: Redis, since_ms: int, last_ms: int, takes: bool
+) -> None:
+    """A lease that ran out is taken only by a scheduler that Redis has answered for 1.5 s without a gap."""
+    async with connect(redis_url) as redis:
+        old = Lease(redis, name="old", place="there", url="http://127.0.0.1:1")
+        new = Lease(redis, name="new", place="here", url="http://127.0.0.1:2")
+        assert await old.try_acquire()
+        held = json.loads(plain.get(LEADER_KEY) or b"")
+        plain.set(LEADER_KEY, json.dumps(held | {"renewed": held["renewed"] - HOUR_MS}))
+        now_ms = in_ms(plain.time())
+        new._answered_ms = (now_ms + since_ms, now_ms + last_ms)
+
+        assert await new.try_acquire() is takes
+
+
+@pytest.mark.asyncio
+async def test_an_emptied_redis_is_left_to_the_leader(redis_url: str, plain: Redis) -> None:
+    """A standby does not lead on a Redis that was emptied, because the leader still has the state, unless told to."""
+    async with connect(redis_url) as redis:
+        leader = Lease(redis, name="s1", place="there", url="http://127.0.0.1:1")
+        standby = Lease(redis, name="s2", place="here", url="http://127.0.0.1:2")
+        assert await leader.try_acquire()
+        assert not await standby.try_acquire()
+        plain.flushall()
+
+        assert not await standby.try_acquire()
+        assert standby.emptied
+        assert await standby.try_acquire(even_if_emptied=True)
+        assert standby.term == leader.term + 1

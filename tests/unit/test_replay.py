@@ -318,6 +318,17 @@ def test_a_restore_to_a_later_version_is_replayed_and_one_without_is_read(ready:
     recording.check()
 
 
+def test_a_phase_of_sync_begins_at_its_clock_in_the_replay_too() -> None:
+    """A model that enters `sync` at a later clock than the partition's is at that clock after a replay."""
+    session = Session(spec())
+    session.do(("push", 0, 0, False, False, False))
+    session.driver.patch({"consistency": {"mode": "sync"}}, clock=7, began=7)
+    session.look()
+
+    assert session.partition.clock == 7
+    session.recording.check()
+
+
 def test_the_script_has_every_kind_of_command() -> None:
     """The script makes every kind of journal entry and a snapshot with held parts, which the faults below need."""
     recording = recorded()

@@ -187,6 +187,36 @@ def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_co
     assert [row.clock for row in driver.core.cuts()] == [2]
 
 
+def test_a_snapshot_for_a_move_does_not_pass_for_the_cut_that_is_asked_for() -> None:
+    """A cut asked for while the whole partition is stored for a move, later called off, is stored all the same."""
+    driver = ShardDriver()
+    view = driver.serve(synced(), workers=ROSTER)
+    driver.advance(1.0)
+    driver.commit(0)
+    driver.eager = False
+    driver.send(replace(view, clock=1, release={0: 7}))
+    (whole,) = pending(driver, StoreSnapshot)
+    assert not whole.cut
+    driver.send(replace(view, clock=1, cut_asked=1))
+    driver.settle()
+    driver.advance(1.0)
+    driver.settle()
+
+    assert [row.clock for row in driver.core.cuts()] == [1]
+
+
+@pytest.mark.parametrize("ack", ["applied", "journaled", "fsynced"])
+def test_a_cut_is_on_disk_where_the_level_says_so(ack: str) -> None:
+    """A cut counts as stored only once it is on disk if the model's level is `fsynced`; other levels do not wait."""
+    driver = ShardDriver()
+    driver.serve(journaled(ack=ack, consistency={"mode": "sync"}), workers=ROSTER)
+    driver.advance(10.0)
+    driver.eager = False
+    driver.commit(0, cut=True)
+
+    assert [(store.cut, store.fsync) for store in pending(driver, StoreSnapshot)] == [(True, ack == "fsynced")]
+
+
 def test_a_move_that_was_called_off_stores_nothing_in_the_place_of_a_cut() -> None:
     """A failed snapshot for a move is not retried once the move is called off, so it cannot replace a cut."""
     store = InMemoryStore()
@@ -327,3 +357,23 @@ def test_a_cut_that_was_dropped_for_a_move_is_taken_anew_when_it_is_asked_for() 
     driver.settle()
 
     assert [row.clock for row in driver.core.cuts()] == [1, 1]
+
+
+def test_what_changes_while_a_failed_snapshot_is_tried_again_is_stored_afterwards() -> None:
+    """A push applied while the retry of a failed snapshot is being written is stored without another change."""
+    driver = ShardDriver()
+    driver.serve(spec())
+    driver.push({0: ones()})
+    driver.eager = False
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+    (store,) = pending(driver, StoreSnapshot)
+    driver.pending.clear()
+    driver.send(SnapshotFailed(store.capture.key, store.capture.token, store.capture.version))
+    driver.advance(1.0)
+    (store,) = pending(driver, StoreSnapshot)
+    driver.eager = True
+    driver.push({0: ones()})
+    driver.complete()
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+
+    assert [row.durable_version for row in driver.core.partitions()] == [2]
