@@ -146,9 +146,11 @@ export function spark(values, stroke) {
   svg.setAttribute("aria-hidden", "true");
   values = values.slice(Math.max(0, values.findIndex(v => v !== null)));
   const high = Math.max(...values.map(v => v ?? 0)) || 1, n = Math.max(1, values.length - 1);
-  let d = "", pen = "M";
+  let d = "", pen = "M", missing = 0;
   values.forEach((v, i) => {
-    if (v === null) return void (pen = "M");
+    missing = v === null ? missing + 1 : 0;
+    if (missing > GAP_S) pen = "M";
+    if (v === null) return;
     d += `${pen}${(100 * i / n).toFixed(1)} ${(96 - 90 * v / high).toFixed(1)}`;
     pen = "L";
   });

@@ -146,7 +146,7 @@ function head(model, runs) {
   return [
     el("div.row", {}, el("strong.name", {}, model.name), pill(model.state),
       el("span.dim", {}, [model.mode, model.optimizer + (model.lr === null ? "" : ` lr ${short(model.lr)}`),
-        `${short(model.elements)} values in ${model.parameters} parameters (${bytes(4 * model.elements)})`].join(" · "))),
+        `${short(model.elements)} values in ${model.parameters} parameter${model.parameters === 1 ? "" : "s"} (${bytes(4 * model.elements)})`].join(" · "))),
     run && progress(run),
     ...reportedNames(model).filter(n => n in model.not_finite).map(n => diverged(n, model)),
     el("dl.facts", {}, facts.map(([name, value]) => el("div", {title: MEANINGS[name]}, el("dt", {}, name), el("dd.num", {}, value)))),
