@@ -2,9 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Final
 
 from paramserver import limits
 from paramserver.errors import problem
+
+ALIVE_S: Final = 2.0
+"""Interval between comments in a stream without news: pages take six seconds of silence as the loss of their node."""
 
 
 class StatusBroadcast:
@@ -31,15 +35,22 @@ class StatusBroadcast:
         self._updated = asyncio.Event()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the status as server-sent events: the newest at once, then each new one; a slow reader skips some."""
+        """Yield the status as server-sent events: the newest at once, then each new one; a slow reader skips some.
+
+        In a large cluster the status comes less often than once a second; a comment fills the time in between.
+        """
         self._streams += 1
         try:
             while not self._closed:
                 updated = self._updated
                 if self._text:
                     yield b"event: status\ndata: " + self._text + b"\n\n"
-                if updated is self._updated:
-                    await updated.wait()
+                while updated is self._updated:
+                    try:
+                        async with asyncio.timeout(ALIVE_S):
+                            await updated.wait()
+                    except TimeoutError:
+                        yield b": alive\n\n"
         finally:
             self._streams -= 1
 

@@ -1,7 +1,7 @@
 """Takes the cluster's status once a second, for the history, the Prometheus metrics and all open status pages."""
 
 import asyncio
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Final
 
 from paramserver_node import negotiate
@@ -12,7 +12,10 @@ from paramserver_scheduler.telemetry import METRICS
 
 INTERVAL_S: Final = 1.0
 SHARE: Final = 20
-"""Taking the status uses at most one twentieth of the time; if it is slow, it is done less often."""
+"""Taking the status uses at most one twentieth of a processor; if it is slow, it is done less often.
+
+What counts is processor time: where other processes take the processor, the page would stand still for the longest.
+"""
 
 
 async def watch(service: Service) -> None:
@@ -20,15 +23,15 @@ async def watch(service: Service) -> None:
     usage, history = Usage(monotonic), service.history
     try:
         while True:
-            began_s = monotonic()
+            began_s, used_s = monotonic(), thread_time()
             history.usage = usage.look()
             history.sample(service.read, began_s)
             status = await describe(service, series=False)
             history.record(status, began_s)
             METRICS.status = status
             service.broadcast.publish(negotiate.json_text(status.model_dump()))
-            took_s = monotonic() - began_s
-            await asyncio.sleep(max(INTERVAL_S - took_s, (SHARE - 1) * took_s))
+            took_s, used_s = monotonic() - began_s, thread_time() - used_s
+            await asyncio.sleep(max(INTERVAL_S - took_s, (SHARE - 1) * used_s))
     finally:
         METRICS.status = None
         service.broadcast.close()

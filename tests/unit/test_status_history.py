@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paramserver import limits
 from paramserver.errors import PsError
+from paramserver_scheduler import status_broadcast
 from paramserver_scheduler.history import History
 from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Ring, Rings
 from paramserver_scheduler.schema import ClusterStatus, ModelStatus, NodeStatus, RunStatus, Status
@@ -235,3 +236,17 @@ async def test_streams_are_bounded() -> None:
     broadcast.check_capacity()
     for stream in streams:
         await stream.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.mark.asyncio
+async def test_a_stream_without_news_shows_that_its_node_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between statuses that are long in coming the stream has comments, and then the next status."""
+    monkeypatch.setattr(status_broadcast, "ALIVE_S", 0.0)
+    broadcast = StatusBroadcast()
+    broadcast.publish(b"1")
+    stream = broadcast.stream()
+
+    assert [await anext(stream) for _ in range(3)] == [b"event: status\ndata: 1\n\n", *[b": alive\n\n"] * 2]
+    broadcast.publish(b"2")
+    assert await anext(stream) == b"event: status\ndata: 2\n\n"
+    await stream.aclose()  # type: ignore[attr-defined]

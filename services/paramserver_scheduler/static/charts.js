@@ -6,6 +6,8 @@ import {el, show} from "./dom.js";
 
 const HEIGHT = 150;
 const TIMES_S = [1, 2, 5, 10, 15, 30].flatMap(n => [n, 60 * n]).concat([3600, 7200, 10800, 21600, 43200, 86400]).sort((a, b) => a - b);
+/** In a large cluster a status may take some seconds to come: a line goes on over a gap that is not longer. */
+const GAP_S = 8;
 const POWERS = Array.from({length: 46}, (_, i) => 2 ** i);
 
 /** The n-th colour of lines, shards and partitions. */
@@ -27,6 +29,7 @@ export class Chart {
   #lines = [];
   #span = [0, 1];
   #warning = "";
+  #more = "";
   #format;
   #options;
   #watch;
@@ -43,9 +46,10 @@ export class Chart {
     this.#watch.observe(this.canvas);
   }
 
-  /** Draw these lines ({label, colour, values, dash}) from and to Unix seconds; a warning replaces the newest value. */
-  draw(times, lines, from, to, warning = "") {
+  /** Draw these lines ({label, colour, values, dash}) from and to Unix seconds; `warning` replaces the newest value, `more` ends the legend. */
+  draw(times, lines, from, to, {warning = "", more = ""} = {}) {
     this.#warning = warning;
+    this.#more = more;
     this.#span = [from, Math.max(to, from + 5)];
     this.#lines = lines;
     const kind = JSON.stringify(lines.map(l => [l.label, l.colour, l.dash])) + style("--line");
@@ -82,7 +86,7 @@ export class Chart {
           ...(of.startsWith("B") ? {incrs: POWERS} : {})},
       ],
       series: [{}, ...this.#lines.map(l => ({
-        label: l.label, stroke: l.colour, width: 1.6, dash: l.dash, spanGaps: !gaps,
+        label: l.label, stroke: l.colour, width: 1.6, dash: l.dash, spanGaps: !gaps, gaps: long,
         points: {show: (u, i) => single(u.data[i], gaps), size: 4, fill: l.colour},
         fill: this.#lines.length === 1 ? l.colour.replace("rgb(", "rgba(").replace(")", ", 0.12)") : undefined,
       }))],
@@ -98,13 +102,20 @@ export class Chart {
     const one = this.#lines.length === 1 && !this.#lines[0].label;
     const warns = this.#warning && at === null;
     show(this.value, warns ? el("span.bad", {}, this.#warning) : one && said(this.#lines[0]));
-    show(this.legend, !one && this.#lines.map(l => el("span", {vars: {"--c": l.colour}}, el("i"), l.label + " ", el("b", {}, said(l)))));
+    show(this.legend, !one && this.#lines.map(l => el("span", {vars: {"--c": l.colour}}, el("i"), l.label + " ", el("b", {}, said(l)))),
+      this.#more && el("span", {}, this.#more));
   }
 
   #resize() {
     const width = this.canvas.clientWidth;
     if (this.#plot !== null && width > 0 && width !== this.#plot.width) this.#plot.setSize({width, height: HEIGHT});
   }
+}
+
+/** Those of the gaps, in pixels, that are long in time. */
+function long(plot, _line, _from, _to, gaps) {
+  const start = plot.scales.x.min, pixels = plot.valToPos(start + GAP_S, "x", true) - plot.valToPos(start, "x", true);
+  return gaps.filter(([from, to]) => to - from > pixels);
 }
 
 /** Points are drawn only where a line of one value would be invisible. */
@@ -135,9 +146,11 @@ export function spark(values, stroke) {
   svg.setAttribute("aria-hidden", "true");
   values = values.slice(Math.max(0, values.findIndex(v => v !== null)));
   const high = Math.max(...values.map(v => v ?? 0)) || 1, n = Math.max(1, values.length - 1);
-  let d = "", pen = "M";
+  let d = "", pen = "M", missing = 0;
   values.forEach((v, i) => {
-    if (v === null) return void (pen = "M");
+    missing = v === null ? missing + 1 : 0;
+    if (missing > GAP_S) pen = "M";
+    if (v === null) return;
     d += `${pen}${(100 * i / n).toFixed(1)} ${(96 - 90 * v / high).toFixed(1)}`;
     pen = "L";
   });

@@ -1,6 +1,7 @@
 // What the page leaves to a terminal, as lines to copy.
 
 import {el} from "./dom.js";
+import {byName} from "./format.js";
 
 const url = () => location.origin;
 
@@ -19,7 +20,7 @@ export function shardCommands(nodes) {
   const alive = nodes.filter(n => n.role === "shard" && n.alive).map(n => n.name);
   return el("dl.commands", {},
     line("Change the number of shards", `psctl scale shards ${alive.length + 1} --url ${url()}`),
-    alive.length > 1 && line("Empty a shard, to stop it", `psctl drain ${alive.sort().at(-1)} --url ${url()}`));
+    alive.length > 1 && line("Empty a shard, to stop it", `psctl drain ${alive.sort(byName).at(-1)} --url ${url()}`));
 }
 
 /** Lines that copy a model with its present values. */

@@ -53,6 +53,12 @@ export function duration(v) {
 /** The age of a heartbeat, which is a second at most when all is well. */
 export const age = v => known(v) ? (v < 10 ? `${fixed(v, 1)} s` : duration(v)) : NONE;
 
+/** Order of names in which shard-2 comes before shard-10. */
+export const byName = new Intl.Collator("en", {numeric: true}).compare;
+
+/** What a legend says of lines that are not drawn. */
+export const others = count => count > 0 ? `and ${fixed(count)} more, not drawn` : "";
+
 /** What stands for a reported value that is no finite number. */
 export const NOT_FINITE = "NaN or ∞";
 

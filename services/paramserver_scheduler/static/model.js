@@ -2,10 +2,11 @@
 
 import {Chart, colour} from "./charts.js";
 import {bar, el, pill, show, table} from "./dom.js";
-import {NOT_FINITE, age, bytes, clock, duration, fixed, percent, seconds, short, unit} from "./format.js";
+import {NOT_FINITE, age, byName, bytes, clock, duration, fixed, others, percent, seconds, short, unit} from "./format.js";
 import {ended} from "./runs.js";
 import {Series, line} from "./series.js";
 
+const DRAWN_MAX = 10;
 const REPORTED_MAX = 6;
 const FIRST = ["loss", "accuracy"];
 const OWN = ["updates_per_s", "pushes_per_s", "pulls_per_s", "push_p50_s", "push_p99_s", "pull_p50_s", "pull_p99_s",
@@ -87,7 +88,7 @@ export class ModelPanel {
 
   #drawCharts(model, nowS, spanS) {
     const from = Math.max(nowS - spanS, this.#series.slot(model.created_s));
-    for (const {id, lines, ...options} of this.#panels()) {
+    for (const {id, lines, more = "", ...options} of this.#panels()) {
       if (!this.#charts.has(id)) {
         const chart = new Chart(options);
         this.#charts.set(id, chart);
@@ -95,12 +96,12 @@ export class ModelPanel {
       }
       const drawn = lines.map((l, i) => ({...l, colour: colour(l.nth ?? i), values: this.#series.of(l.of)}));
       const warning = id in model.not_finite ? `${NOT_FINITE} since ${clock(model.not_finite[id][0])}` : "";
-      this.#charts.get(id).draw(this.#series.times, drawn, from, nowS, warning);
+      this.#charts.get(id).draw(this.#series.times, drawn, from, nowS, {warning, more});
     }
   }
 
   #panels() {
-    const lags = this.#series.named("worker.lag").slice(0, 10);
+    const all = this.#series.named("worker.lag"), lags = all.slice(0, DRAWN_MAX);
     const reported = this.#reported.map((name, i) => ({
       id: name, title: title(name), unit: unitOf(name), zero: false, gaps: false,
       lines: [{of: "reported." + name, label: "", nth: name === "accuracy" ? 2 : i}],
@@ -115,7 +116,7 @@ export class ModelPanel {
       {id: "pull", title: "Pull time", unit: "s", note: "at the slowest shard, over ten seconds", lines: [
         {of: "model.pull_p50_s", label: "p50"}, {of: "model.pull_p99_s", label: "p99"}]},
       {id: "lag", title: "Version lag", unit: "versions", note: "versions applied between a worker's pull and its push",
-        lines: lags.map(l => ({of: l, label: shortWorker(l.split("|")[1])}))},
+        lines: lags.map(l => ({of: l, label: shortWorker(l.split("|")[1])})), more: others(all.length - lags.length)},
       {id: "bytes", title: "Traffic", unit: "B/s", note: "bytes of gradients and of values, over all shards", lines: [
         {of: "model.in_bytes_per_s", label: "gradients in", nth: 5}, {of: "model.out_bytes_per_s", label: "values out", nth: 6, dash: [4, 3]}]},
       {id: "durable", title: "Not yet durable", unit: "versions", note: "versions that would be lost with their shard",
@@ -145,7 +146,7 @@ function head(model, runs) {
   return [
     el("div.row", {}, el("strong.name", {}, model.name), pill(model.state),
       el("span.dim", {}, [model.mode, model.optimizer + (model.lr === null ? "" : ` lr ${short(model.lr)}`),
-        `${short(model.elements)} values in ${model.parameters} parameters (${bytes(4 * model.elements)})`].join(" · "))),
+        `${short(model.elements)} values in ${model.parameters} parameter${model.parameters === 1 ? "" : "s"} (${bytes(4 * model.elements)})`].join(" · "))),
     run && progress(run),
     ...reportedNames(model).filter(n => n in model.not_finite).map(n => diverged(n, model)),
     el("dl.facts", {}, facts.map(([name, value]) => el("div", {title: MEANINGS[name]}, el("dt", {}, name), el("dd.num", {}, value)))),
@@ -179,7 +180,8 @@ function progress(run) {
 function workers(model) {
   if (model.workers.length === 0) return el("p.dim", {}, "No worker has joined this model.");
   const top = Math.max(1, ...model.workers.map(w => w.clock));
-  return table(["worker", "state", ">clock", "", ">lag", ">loss", ">heartbeat"], model.workers.map(w => ({
+  const sorted = [...model.workers].sort((a, b) => byName(a.worker, b.worker));
+  return table(["worker", "state", ">clock", "", ">lag", ">loss", ">heartbeat"], sorted.map(w => ({
     kind: w.state === "dead" ? "gone" : null,
     cells: [
       w.worker,
@@ -200,7 +202,8 @@ function partitions(model, colours) {
     return el("i.cell" + kind, {title: `partition ${i}: ${says}`, vars: owner < 0 ? {} : {"--c": colour(colours(model.shards[owner]))}});
   });
   const missing = model.owners.filter(o => o < 0).length;
-  const legend = model.shards.map((s, i) => el("span", {vars: {"--c": colour(colours(s))}}, el("i"), `${s} `, el("b", {}, String(counts[i]))));
+  const places = model.shards.map((s, i) => [s, i]).sort(([a], [b]) => byName(a, b));
+  const legend = places.map(([s, i]) => el("span", {vars: {"--c": colour(colours(s))}}, el("i"), `${s} `, el("b", {}, String(counts[i]))));
   return [
     el("div.legend", {}, legend, missing > 0 && el("span.bad", {}, `no owner ${missing}`),
       loading.size > 0 && el("span.warn", {}, `loading ${loading.size}`), moving.size > 0 && el("span.info", {}, `moving ${moving.size}`)),

@@ -2,17 +2,18 @@
 
 import {Chart, colour} from "./charts.js";
 import {bar, el, pill, show, table} from "./dom.js";
-import {age, bytes, short, unit} from "./format.js";
+import {age, byName, bytes, others, short, unit} from "./format.js";
 import {Series, line} from "./series.js";
 
 const DRAWN_MAX = 10;
+const ROLES = ["scheduler", "shard", "pool"];
 const METRICS = ["cpu_cores", "rss_bytes", "in_bytes_per_s", "out_bytes_per_s"];
 const TOTALS = ["updates_per_s", "bytes_per_s"];
 const rate = unit("B/s");
 
 /** Which colour a shard has: its place among all shards. */
 export function shardColours(nodes) {
-  const names = nodes.filter(n => n.role === "shard").map(n => n.name).sort();
+  const names = nodes.filter(n => n.role === "shard").map(n => n.name).sort(byName);
   return name => Math.max(0, names.indexOf(name));
 }
 
@@ -39,7 +40,9 @@ export class NodePanel {
   reload(spanS, nowS) { return this.series.load(spanS, nowS).catch(() => {}); }
 
   /** Show this second. */
-  draw({nodes, models, cluster}, spanS, colours) {
+  draw({nodes: found, models, cluster}, spanS, colours) {
+    const inRole = (a, b) => a.role === "scheduler" ? 0 : byName(a.name, b.name);  // of schedulers the leader is first
+    const nodes = [...found].sort((a, b) => ROLES.indexOf(a.role) - ROLES.indexOf(b.role) || inRole(a, b));
     const values = {
       "cluster.updates_per_s": sum(models, m => m.updates_per_s),
       "cluster.bytes_per_s": sum(models, m => m.in_bytes_per_s + m.out_bytes_per_s),
@@ -50,10 +53,10 @@ export class NodePanel {
     show(document.getElementById("nodes"), rows(nodes, colours));
     const from = Math.max(cluster.now - spanS, this.series.slot(cluster.now - cluster.uptime_s));
     for (const [metric, chart] of this.#charts) {
-      const names = drawn.filter(n => n.role === "shard" || !metric.endsWith("_per_s")).slice(0, DRAWN_MAX);
+      const all = drawn.filter(n => n.role === "shard" || !metric.endsWith("_per_s")), names = all.slice(0, DRAWN_MAX);
       chart.draw(this.series.times, names.map(n => ({
         label: n.name, colour: nodeColour(n, colours), values: this.series.of(line("node." + metric, n.name)),
-      })), from, cluster.now);
+      })), from, cluster.now, {more: others(all.length - names.length)});
     }
   }
 }
