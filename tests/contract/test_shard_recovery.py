@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from tests.golden.stored import generate
 from zlib_ng import zlib_ng
@@ -46,8 +47,8 @@ from paramserver_shard.journal import Journal
 from paramserver_shard.loading import Loader
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
-from paramserver_shard.snapshots import from_stored
-from paramserver_shard.store import SnapshotStore
+from paramserver_shard.snapshots import from_stored, to_stored
+from paramserver_shard.store import SaveResult, SnapshotStore
 from paramserver_shard.stored import pack_manifest
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)]
@@ -283,6 +284,48 @@ async def test_a_journal_from_the_beginning_stands_in_for_a_lost_snapshot(redis:
         await redis.delete(*await redis.keys("*:snap:*"))
         assert len(json.loads(await redis.get(f"{{{shard.key}}}:manifest") or "")["snapshots"]) == 1
         assert content(await loader_of(redis).load(shard.load())) == content(shard.state())
+
+
+async def test_a_partition_whose_snapshots_are_all_damaged_does_not_begin_anew(redis: Redis) -> None:
+    """Without a journal, a partition whose snapshots are both damaged is refused, and the error names their versions.
+
+    Its initial values, which can be drawn again, would silently undo the training.
+    """
+    async with running(redis, ack="applied") as shard:
+        for _ in range(2):
+            await shard.push(4)
+            await shard.snapshot()
+        await redis.delete(*await redis.keys("*:snap:*"))
+        with pytest.raises(CorruptState, match=r"cannot be restored: .*version 8 is damaged; .*version \d+ is damaged"):
+            await loader_of(redis).load(shard.load())
+
+
+async def test_values_that_were_never_stored_are_not_made_up(redis: Redis) -> None:
+    """A partition of uploaded values that was never stored is refused, because nothing can give it those values."""
+    async with running(redis, ack="applied") as shard:
+        params = {"w": {"shape": [SIZE], "init": {"kind": "upload"}}}
+        spec = spec_of(ack="applied", params=params)
+        effect = LoadPartition(shard.key, TOKEN, "snapshot", spec, Layout(spec))
+        with pytest.raises(CorruptState, match="initial values were never stored") as caught:
+            await loader_of(redis).load(effect)
+    assert caught.value.members["never_stored"]
+
+
+async def test_a_rollback_loads_the_cut_of_its_clock_or_nothing(redis: Redis) -> None:
+    """A load of a cut gives the state at its clock though there is a newer one; a cut that is not there is refused."""
+    async with running(redis, ack="applied", consistency={"mode": "sync"}) as shard:
+        async with asyncio.timeout(20):
+            while await redis.get(f"{{{shard.key}}}:saved") is None:  # its first cut
+                await asyncio.sleep(0.005)
+        store = SnapshotStore(redis, ScriptRunner(redis), BufferPool(), asyncio.get_running_loop().time, 1e12)
+        for clock in (3, 6):
+            head, arrays = to_stored(replace(shard.state(), clock=clock))
+            saved = await store.save(shard.key, TOKEN, clock, head, arrays, cut=clock)
+            assert saved == SaveResult.STORED
+
+        assert (await loader_of(redis).load(shard.load(3))).clock == 3
+        with pytest.raises(CorruptState, match="the cut at clock 5 of partition"):
+            await loader_of(redis).load(shard.load(5))
 
 
 async def test_a_redis_without_the_token_is_not_read(redis: Redis) -> None:
