@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -391,8 +392,11 @@ def test_what_the_page_leaves_to_a_terminal_works_as_shown(tmp_path: Path) -> No
         page = seen.page
 
         def typed(lines: str) -> None:
-            """Run these lines in a shell, as copied from the page."""
-            subprocess.run(["bash", "-ec", lines], cwd=tmp_path, check=True, stdin=subprocess.DEVNULL, timeout=100)
+            """Run these lines in a shell that finds psctl, as copied from the page."""
+            env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+            subprocess.run(
+                ["bash", "-ec", lines], cwd=tmp_path, env=env, check=True, stdin=subprocess.DEVNULL, timeout=100
+            )
 
         with ps.connect(cluster.url) as client:
             client.create_model("own", {"w": np.ones(8, np.float32)})
