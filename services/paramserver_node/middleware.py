@@ -184,8 +184,8 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if any(name == b"content-type" and value.startswith(_EVENTS) for name, value in message.get("headers", ())):
-                self._ends_s = self._scope["state"].get(ACCESS_ENDS_S)
+            if ACCESS_ENDS_S in self._scope["state"] and _streams_events(message):
+                self._ends_s = self._scope["state"][ACCESS_ENDS_S]
             if self._id_given or self.status >= 400 or _OMIT_ID not in self._scope["state"]:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
             if self._sender_waits and not self._body_ended:  # it has sent no body and need not; what follows is unclear
@@ -252,6 +252,10 @@ def _check_path(scope: Scope) -> None:
         unquote_to_bytes(path).decode()
     except UnicodeDecodeError:
         raise problem("malformed", "the path is not UTF-8") from None
+
+
+def _streams_events(start: Message) -> bool:
+    return any(name == b"content-type" and value.startswith(_EVENTS) for name, value in start.get("headers", ()))
 
 
 class _Head(NamedTuple):
