@@ -8,13 +8,12 @@ import json
 import logging
 import threading
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any, Final, TypeAlias
 
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, json_bytes, json_request
 from paramserver.client.cluster import control, model_path
 from paramserver.core.documents import check_document
-from paramserver.core.series import check_metrics
+from paramserver.core.series import check_metrics, in_json
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError, problem
 
 log = logging.getLogger("paramserver")
@@ -127,11 +126,6 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
             detail = f"metrics.{name}: must be a number, not {value!r:.80}"
             raise problem("invalid_field", detail, where=f"metrics.{name}") from None
     return check_metrics(values)
-
-
-def in_json(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the metrics as they are sent: NaN and infinity, which JSON does not have, as None."""
-    return {name: value if isfinite(value) else None for name, value in values.items()}
 
 
 def measured(found: Any) -> dict[str, float]:

@@ -6,9 +6,10 @@ from typing import Any, Final
 
 from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, json_request
 from paramserver.client.cluster import control, model_path
-from paramserver.client.reports import in_json, numbers_of
+from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.client.tasks import Task
+from paramserver.core.series import in_json
 from paramserver.errors import PsError
 
 log = logging.getLogger("paramserver")

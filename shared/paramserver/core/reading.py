@@ -1,14 +1,13 @@
 """JSON documents of everything the scheduler knows, for GET routes. Changes nothing."""
 
 from collections.abc import Collection, Iterable, Mapping
-from math import isfinite
 from typing import Any
 
 from paramserver.core.cluster import Cluster
 from paramserver.core.membership import Holder, Worker
 from paramserver.core.model_desk import describe
 from paramserver.core.models import Model
-from paramserver.core.series import Point
+from paramserver.core.series import Point, in_json
 from paramserver.errors import problem
 
 
@@ -207,6 +206,6 @@ def _worker(model: Model, w: Worker, now: float, kept: bool) -> dict[str, Any]:
         "rank": w.rank,
         "clock": w.done,
         "next_clock": model.gate.next_clock(w),
-        "metrics": {name: value if isfinite(value) else None for name, value in w.metrics.items()},
+        "metrics": in_json(w.metrics),
         **({"kept": w.state} if kept else {}),
     }

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from math import nan
+from math import isfinite, nan
 from typing import Any, Final, Self
 
 from paramserver import limits
@@ -36,6 +36,11 @@ def check_metrics(metrics: Any) -> dict[str, float]:
             if not (isinstance(value, float) and not finite(value)):
                 raise problem("invalid_field", f"metrics.{name}: must be a number", where=f"metrics.{name}")
     return {str(k): nan if v is None else float(v) for k, v in metrics.items()}
+
+
+def in_json(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the metrics as JSON has them: NaN and infinity, which it does not have, as None."""
+    return {name: value if isfinite(value) else None for name, value in metrics.items()}
 
 
 Point = tuple[float, int, str, float]
