@@ -3,6 +3,7 @@
 from typing import Final
 
 from paramserver.core.fields import check_model_name
+from paramserver.core.served_model import replaced
 from paramserver.errors import NotFoundError, problem
 from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.link import SchedulerLink
@@ -28,12 +29,7 @@ class Models:
         if known is None or (generation is not None and generation > known.key.generation):
             known = await self._ask(name, generation)
         if generation is not None and generation != known.key.generation:
-            raise problem(
-                "model_replaced",
-                f"model '{name}' was deleted and created again",
-                hint="pull again, and continue from its present values",
-                generation=known.key.generation,
-            )
+            raise replaced(known.key)
         return known
 
     async def _ask(self, name: str, generation: int | None) -> KnownModel:

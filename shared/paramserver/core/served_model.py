@@ -96,12 +96,7 @@ class ServedModel:
         if generation is not None and generation != self.key.generation:
             if generation > self.key.generation:
                 raise problem("loading", f"this shard does not know generation {generation} of the model yet")
-            raise problem(
-                "model_replaced",
-                f"model '{self.key.name}' was deleted and created again",
-                hint="pull again, and continue from its present values",
-                generation=self.key.generation,
-            )
+            raise replaced(self.key)
         if timeline is not None and timeline != self.timeline:
             if timeline > self.timeline:
                 raise problem("loading", f"this shard does not know timeline {timeline} yet")
@@ -189,4 +184,14 @@ def wrong_owner(model: ModelKey, index: int, map_epoch: int) -> PsError:
         hint="fetch the map again and send the request to the owner",
         map_epoch=map_epoch,
         partition=index,
+    )
+
+
+def replaced(key: ModelKey) -> PsError:
+    """Return the error for a request to a generation of the model before that of `key`."""
+    return problem(
+        "model_replaced",
+        f"model '{key.name}' was deleted and created again",
+        hint="pull again, and continue from its present values",
+        generation=key.generation,
     )
