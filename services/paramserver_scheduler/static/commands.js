@@ -5,14 +5,17 @@ import {byName} from "./format.js";
 
 const url = () => location.origin;
 
+const save = model => `psctl checkpoint save ${model} ./${model} --url ${url()}`;
+const restore = (from, name) => `psctl checkpoint restore ${from} --as ${name} --url ${url()}`;
+
 /** A command with what it is for. */
 const line = (purpose, command) => [el("dt", {}, purpose), el("dd", {}, el("code", {}, command))];
 
 /** Lines that save, copy, set back and delete a model. */
 export const modelCommands = model => el("dl.commands", {},
-  line("Save a checkpoint on this machine", `psctl checkpoint save ${model} ./${model} --url ${url()}`),
-  line("Make a new model of it", `psctl checkpoint restore ./${model} --as ${model}-copy --url ${url()}`),
-  line("Go back to the newest checkpoint that the cluster keeps", `psctl checkpoint restore latest --as ${model} --url ${url()}`),
+  line("Save a checkpoint on this machine", save(model)),
+  line("Make a new model of it", restore(`./${model}`, `${model}-copy`)),
+  line("Go back to the newest checkpoint that the cluster keeps", restore("latest", model)),
   line("Delete the model", `curl -X DELETE ${url()}/models/${model}`));
 
 /** Lines that change the number of shards. */
@@ -24,5 +27,4 @@ export function shardCommands(nodes) {
 }
 
 /** Lines that copy a model with its present values. */
-export const copyCommands = (model, copy) => el("pre", {},
-  `psctl checkpoint save ${model} ./${model} --url ${url()}\npsctl checkpoint restore ./${model} --as ${copy} --url ${url()}`);
+export const copyCommands = (model, copy) => el("pre", {}, `${save(model)}\n${restore(`./${model}`, copy)}`);
