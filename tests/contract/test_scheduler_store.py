@@ -27,6 +27,11 @@ async def leading(redis: AsyncRedis) -> StateStore:
     return StateStore(redis, lease)
 
 
+def leases(redis: AsyncRedis, count: int) -> list[Lease]:
+    """Return the leases of schedulers s1, s2, …, none of which is held."""
+    return [Lease(redis, name=f"s{n}", place=f"place-{n}", url=f"http://127.0.0.1:{n}") for n in range(1, count + 1)]
+
+
 KEY = PartitionKey(ModelKey("m", 1), 0)
 HOUR_MS = 3_600_000
 
@@ -248,8 +253,7 @@ async def test_a_request_in_doubt_is_let_go_when_the_reign_ends() -> None:
 async def test_a_clock_of_redis_that_is_put_back_keeps_nobody_from_leading(redis_url: str, plain: Redis) -> None:
     """When the clock of Redis goes back an hour, a living leader goes on leading, and a dead one is replaced."""
     async with connect(redis_url) as redis:
-        old = Lease(redis, name="old", place="there", url="http://127.0.0.1:1")
-        new = Lease(redis, name="new", place="here", url="http://127.0.0.1:2")
+        old, new = leases(redis, 2)
         assert await old.try_acquire()
         assert not await new.try_acquire()
         # All times that either knows of are now an hour in the future.
@@ -286,9 +290,7 @@ async def test_a_deposed_leader_cannot_renew(redis_url: str, plain: Redis) -> No
 async def test_a_lease_is_released_by_its_holder_alone(redis_url: str, plain: Redis) -> None:
     """A standby that stops leaves the lease to the leader; once the leader releases it, another leads at once."""
     async with connect(redis_url) as redis:
-        leader, standby, third = (
-            Lease(redis, name=f"s{n}", place=f"place-{n}", url=f"http://127.0.0.1:{n}") for n in (1, 2, 3)
-        )
+        leader, standby, third = leases(redis, 3)
         assert await leader.try_acquire()
         assert not await standby.try_acquire()
         await standby.release()
@@ -303,7 +305,7 @@ async def test_a_lease_is_released_by_its_holder_alone(redis_url: str, plain: Re
 async def test_running_schedulers_know_each_other(redis_url: str, plain: Redis) -> None:
     """Each scheduler lists all that run, itself included; one that has stopped is listed no longer."""
     async with connect(redis_url) as redis:
-        leader, standby = (Lease(redis, name=f"s{n}", place=f"place-{n}", url=f"http://127.0.0.1:{n}") for n in (1, 2))
+        leader, standby = leases(redis, 2)
         assert await leader.try_acquire()
         assert not await standby.try_acquire()
         await leader.renew()
@@ -325,8 +327,7 @@ async def test_after_an_outage_of_redis_the_leader_comes_first(
 ) -> None:
     """A lease that ran out is taken only by a scheduler that Redis has answered for 1.5 s without a gap."""
     async with connect(redis_url) as redis:
-        old = Lease(redis, name="old", place="there", url="http://127.0.0.1:1")
-        new = Lease(redis, name="new", place="here", url="http://127.0.0.1:2")
+        old, new = leases(redis, 2)
         assert await old.try_acquire()
         held = json.loads(plain.get(LEADER_KEY) or b"")
         plain.set(LEADER_KEY, json.dumps(held | {"renewed": held["renewed"] - HOUR_MS}))
@@ -340,8 +341,7 @@ async def test_after_an_outage_of_redis_the_leader_comes_first(
 async def test_an_emptied_redis_is_left_to_the_leader(redis_url: str, plain: Redis) -> None:
     """A standby does not lead on a Redis that was emptied, because the leader still has the state, unless told to."""
     async with connect(redis_url) as redis:
-        leader = Lease(redis, name="s1", place="there", url="http://127.0.0.1:1")
-        standby = Lease(redis, name="s2", place="here", url="http://127.0.0.1:2")
+        leader, standby = leases(redis, 2)
         assert await leader.try_acquire()
         assert not await standby.try_acquire()
         plain.flushall()

@@ -28,7 +28,7 @@ A, B = "http://a:1", "http://b:1"
 
 
 class Now:
-    """A clock that only pauses advance."""
+    """A clock that only the test moves, or the pauses of a call that it drives."""
 
     def __init__(self) -> None:
         self.s = 100.0

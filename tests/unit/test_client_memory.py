@@ -16,29 +16,17 @@ from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, RemappableMemory, W
 from paramserver.limits import SHARED_LEASE_S
 from paramserver.types import AnyArray
 
+from .sharding import Now
+
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is shared on Linux")
 
 MIB = 1 << 20
 
 
-class Clock:
-    """A clock that only the test moves."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def same_host(clock: Clock) -> SameHost:
+def same_host(now: Now) -> SameHost:
     """The slots and leases of one client."""
-    return SameHost(clock)
+    return SameHost(now)
 
 
 def file(folder: Path, name: str, size_bytes: int = PAGE_BYTES, value: float = 0.0) -> str:
@@ -163,14 +151,14 @@ def test_an_idle_slot_is_taken_if_it_is_large_enough(same_host: SameHost, lend: 
 
 
 def test_a_slot_that_the_shard_may_take_back_is_not_used(
-    same_host: SameHost, lend: Callable[[int], Slot], clock: Clock
+    same_host: SameHost, lend: Callable[[int], Slot], now: Now
 ) -> None:
     """A slot idle for 0.6 of its lease is not used any more; `idle`, unlike `keep`, does not count as a use."""
     kept, left = lend(PAGE_BYTES), lend(PAGE_BYTES)
-    clock.now += SHARED_LEASE_S * 0.3
+    now.s += SHARED_LEASE_S * 0.3
     same_host.keep(kept)
     same_host.idle(left)
-    clock.now += SHARED_LEASE_S * 0.3
+    now.s += SHARED_LEASE_S * 0.3
 
     assert same_host.slot(kept.address, PAGE_BYTES) is kept
     assert same_host.slot(kept.address, PAGE_BYTES) is None

@@ -132,16 +132,6 @@ def lenders() -> Iterator[Lenders]:
         yield Lenders(Path(name), locks)
 
 
-@pytest.fixture
-def now() -> Now:
-    return Now()
-
-
-@pytest.fixture
-def cluster() -> Cluster:
-    return Cluster(("http://given:1",))
-
-
 def push(cluster: Cluster, now: Now, seq: int = 1) -> Call[Any]:
     """A push of the whole gradient."""
     return transfer.push(cluster, "m", Deadline.after(30, now), {"w": GRAD}, terms(seq))

@@ -19,6 +19,16 @@ def synced(partitions: int = 1) -> ModelSpec:
     return spec(partitions, consistency={"mode": "sync"})
 
 
+def with_a_cut_to_store(ack: str) -> ShardDriver:
+    """Return a shard of a sync model whose cut is about to be stored."""
+    driver = ShardDriver()
+    driver.serve(journaled(ack=ack, consistency={"mode": "sync"}), workers=ROSTER)
+    driver.advance(10.0)
+    driver.eager = False
+    driver.commit(0, cut=True)
+    return driver
+
+
 def cut_beside_what_is_due(partitions: int) -> ShardDriver:
     """Return a shard with a requested cut of a sync model, 0.1 s before all of a small async model is due."""
     driver = ShardDriver()
@@ -124,11 +134,7 @@ def test_a_snapshot_does_not_overtake_a_cut_of_its_partition(monkeypatch: pytest
 @pytest.mark.parametrize("ack", ["applied", "journaled"])
 def test_a_cut_that_could_not_be_stored_is_tried_again(ack: str) -> None:
     """A cut whose write failed is written again: until it is stored, the leader begins no other cut and no move."""
-    driver = ShardDriver()
-    driver.serve(journaled(ack=ack, consistency={"mode": "sync"}), workers=ROSTER)
-    driver.advance(10.0)
-    driver.eager = False
-    driver.commit(0, cut=True)
+    driver = with_a_cut_to_store(ack)
     (store,) = pending(driver, StoreSnapshot)
     driver.pending.remove(store)
     driver.send(SnapshotFailed(store.capture.key, 1, store.capture.version))
@@ -208,11 +214,7 @@ def test_a_snapshot_for_a_move_does_not_pass_for_the_cut_that_is_asked_for() -> 
 @pytest.mark.parametrize("ack", ["applied", "journaled", "fsynced"])
 def test_a_cut_is_on_disk_where_the_level_says_so(ack: str) -> None:
     """A cut counts as stored only once it is on disk if the model's level is `fsynced`; other levels do not wait."""
-    driver = ShardDriver()
-    driver.serve(journaled(ack=ack, consistency={"mode": "sync"}), workers=ROSTER)
-    driver.advance(10.0)
-    driver.eager = False
-    driver.commit(0, cut=True)
+    driver = with_a_cut_to_store(ack)
 
     assert [(store.cut, store.fsync) for store in pending(driver, StoreSnapshot)] == [(True, ack == "fsynced")]
 

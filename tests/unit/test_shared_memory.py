@@ -27,25 +27,12 @@ from paramserver_shard.lending import Lending
 from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.shared_folder import SharedFolder, sweep
 
+from .sharding import Now
+
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux")
 
 COUNT = 1 << 16
 """Elements of a buffer: 256 KiB, which is large enough to be pooled."""
-
-
-class Clock:
-    """A clock that only the test moves."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    """A clock at 0."""
-    return Clock()
 
 
 @pytest.fixture
@@ -55,9 +42,9 @@ def versions(folder: SharedFolder) -> BufferPool:
 
 
 @pytest.fixture
-def lending(folder: SharedFolder, versions: BufferPool, clock: Clock) -> Lending:
+def lending(folder: SharedFolder, versions: BufferPool, now: Now) -> Lending:
     """The leases and slots of the folder's shard."""
-    return Lending(versions, BufferPool(folder=folder), Board(folder), clock)
+    return Lending(versions, BufferPool(folder=folder), Board(folder), now)
 
 
 def slot(lending: Lending, size_bytes: int) -> str:
@@ -174,7 +161,7 @@ def test_a_window_shows_buffers_side_by_side(folder: SharedFolder, versions: Buf
 
 
 def test_a_reader_keeps_its_bytes_when_the_file_goes(
-    folder: SharedFolder, versions: BufferPool, lending: Lending, clock: Clock
+    folder: SharedFolder, versions: BufferPool, lending: Lending, now: Now
 ) -> None:
     """A buffer whose lease has expired is unlinked and never reused, so a slow reader's bytes do not change."""
     values = versions.take(COUNT, shared=True)
@@ -182,7 +169,7 @@ def test_a_reader_keeps_its_bytes_when_the_file_goes(
     granted = lending.lease([values])
     assert granted is not None
     window = Window([(str(folder.path / granted[1][0]), 4 * COUNT)]).values()
-    clock.now = limits.SHARED_LEASE_S
+    now.s += limits.SHARED_LEASE_S
     lending.expire()
     assert lending.leased_bytes == 0
     assert not (folder.path / granted[1][0]).exists()
@@ -233,25 +220,25 @@ def test_a_slot_is_the_shards_from_submission_to_reply(folder: SharedFolder, len
     assert lending.slot_bytes == 0
 
 
-def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, lending: Lending, clock: Clock) -> None:
+def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, lending: Lending, now: Now) -> None:
     """A slot unused for SHARED_LEASE_S is taken back, and what its client still writes reaches no other slot."""
     file = slot(lending, 4 * COUNT)
     mine = writable(str(folder.path / file), 4 * COUNT)
-    clock.now = limits.SHARED_LEASE_S
+    now.s += limits.SHARED_LEASE_S
     other = slot(lending, 4 * COUNT)
     mine[:] = 255
     assert other != file
     assert not lending.begin_push(other, 4 * COUNT).any()
 
 
-def test_a_slot_that_a_push_uses_is_not_idle(lending: Lending, clock: Clock) -> None:
+def test_a_slot_that_a_push_uses_is_not_idle(lending: Lending, now: Now) -> None:
     """A slot stays lent however long its push takes, and its idle time begins anew with the reply."""
     file = slot(lending, 4 * COUNT)
     lending.begin_push(file, 4 * COUNT)
-    clock.now = limits.SHARED_LEASE_S
+    now.s += limits.SHARED_LEASE_S
     lending.expire()
     lending.finish_push(file, reusable=True)
-    clock.now += limits.SHARED_LEASE_S / 2
+    now.s += limits.SHARED_LEASE_S / 2
     lending.expire()
 
     lending.begin_push(file, 4 * COUNT)
@@ -388,7 +375,7 @@ def test_a_full_folder_costs_no_memory_that_is_not_used(short_path: Path, caplog
     folder = SharedFolder.open(str(short_path), "shard-0", 4 * COUNT)
     assert folder is not None
     pool, slots = BufferPool(folder=folder), BufferPool(folder=folder)
-    lending = Lending(pool, slots, Board(folder), Clock())
+    lending = Lending(pool, slots, Board(folder), Now())
     first = pool.take(COUNT, shared=True)
     for _ in range(3):
         pool.take(COUNT, shared=True)[:] = 1.0
