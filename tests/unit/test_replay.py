@@ -188,6 +188,14 @@ class Session:
     def patch(self, change: dict[str, Any]) -> None:
         self.driver.patch(change, clock=self.driver.core.models["m"].clock)
 
+    def begin(self, later: int) -> None:
+        """Begin a new timeline of a synchronous model, that many clocks later."""
+        view = self.driver.view
+        assert view is not None
+        clock = self.partition.clock + later
+        self.driver.view = replace(view, timeline=view.timeline + 1, clock=clock, began=clock)
+        self.driver.send(self.driver.view)
+
     def assign(self, ranged: bool, restore: bool) -> None:
         data = self.gradient(2 if ranged else SIZE)
         slots = tuple(np.abs(self.gradient()) for _ in self.partition.state.slots) if restore else None
@@ -284,6 +292,8 @@ SCRIPT: tuple[tuple[Any, ...], ...] = (
     ("commit", False),
     ("roster", True),
     ("roster", False),
+    ("push", 0, 0, False, False, False),
+    ("begin", 3),
     ("push", 0, 0, False, False, False),
     mode("async"),
     ("push", 0, 0, False, False, False),

@@ -318,8 +318,8 @@ def test_a_commit_of_a_revision_not_heard_of_waits_for_it() -> None:
     assert driver.values() == [-10.0] * 4
 
 
-def test_leaving_sync_drops_the_open_clock_and_entering_begins_at_the_leaders() -> None:
-    """Leaving sync applies decided commits and drops staged parts; a new phase begins with a cut at its first clock."""
+def test_leaving_sync_applies_the_open_clock_and_entering_begins_at_the_leaders() -> None:
+    """Leaving sync applies decided commits, then what is staged; a new phase begins with a cut at its first clock."""
     driver = ShardDriver()
     driver.serve(spec(), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
@@ -327,16 +327,47 @@ def test_leaving_sync_drops_the_open_clock_and_entering_begins_at_the_leaders() 
     driver.commit(0, listed(0, 0))
 
     driver.patch({"consistency": {"mode": "async"}}, clock=1)
-    assert driver.core.held_bytes == 0
-    assert driver.push({0: ones()}, PushId("r/w1", 1, 0)).version == 2
+    assert (driver.values(), driver.core.held_bytes) == ([6.0] * 4, 0)
+    assert driver.push({0: ones()}, PushId("r/w1", 1, 0)).version == 3
     driver.patch({"consistency": {"mode": "sync"}}, clock=7, began=7)
     stage(driver, 2, 7, 2.0)
     driver.commit(7, listed(2, 7))
 
-    assert driver.values() == [4.0] * 4
+    assert driver.values() == [9.0] * 4
     assert driver.pull(0).version == 8  # the version is the clock from the first commit on
     driver.advance(1.0)
     assert [row.clock for row in driver.core.cuts()] == [7]
+
+
+@pytest.mark.parametrize("rule", [{"mode": "async"}, {"mode": "buffered", "count": 9, "interval_ms": 60000}])
+def test_leaving_sync_applies_the_mean_of_the_contributions_staged(rule: dict[str, Any]) -> None:
+    """The open clock ends with the mean of what workers staged for it, however many pushes each of them made.
+
+    What a worker staged under an epoch that has ended is left out, because it stages its iteration again.
+    """
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    for worker, value in ((0, 1.0), (1, 2.0), (1, 4.0), (2, 100.0)):
+        driver.push({0: ones(value=value)}, PushId(WORKERS[worker], 1, int(value)), clock=0)
+    driver.send(RosterChanged(ModelKey("m", 1), ROSTER | {WORKERS[2]: (2, 2)}, 3))
+    driver.push({0: ones(value=5.0)}, PushId(WORKERS[2], 2, 0), clock=0)
+
+    driver.patch({"consistency": rule})
+
+    assert driver.values() == [4.0] * 4
+    assert driver.core.held_bytes == 0
+
+
+def test_a_push_staged_before_sync_ended_is_known_afterwards() -> None:
+    """A staged push that is sent again after the model left sync is a duplicate, as it has been applied."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    stage(driver, 0, 0, 3.0)
+    driver.patch({"consistency": {"mode": "async"}})
+
+    again = driver.push({0: ones(value=3.0)}, PushId(WORKERS[0], 1, 0))
+
+    assert (again.duplicate, driver.values()) == (True, [3.0] * 4)
 
 
 def test_lag_is_counted_at_the_commit() -> None:

@@ -13,9 +13,9 @@ Heads hold plain msgpack values.  Every head has `version`, the partition's vers
   gradient; none if late.
 - `commit`: `t`, `contributions` [[worker, epoch, rank, clock, weight], ...], `applied`, and if that is true `rate` and
   `weights`, one for each staged part in summation order.
-- `flush`: `applied`, and if that is true `rate` and `weights`, one for each buffered part.
+- `flush`: `applied`, and if that is true `rate` and `weights`, one for each buffered (leaving sync: staged) part.
 - `config`: `settings` (see `core.settings`), `clock` from here on, `fresh` (the optimizer's state is reset), `unstage`
-  (staged parts are dropped).
+  (staged parts are dropped, as a new timeline began).
 - `set`: `dtype`, `ranges`, `steps` or None, `restore` (staged and buffered parts are dropped), `least` (lower bound of
   the version afterwards; missing in older entries: 0).  Arrays: the values, then the optimizer's state if given.
 - `drop`: `slots` [[worker, epoch, clock], ...] of staged contributions whose worker's epoch has ended.

@@ -62,7 +62,7 @@ class CommitOperation(Operation):
 
 @dataclass(slots=True, eq=False)
 class FlushOperation(Operation):
-    """Application of the mean of what one partition has buffered, summed in order of arrival."""
+    """Application of the mean of what one partition has buffered, or staged for clocks that will never be committed."""
 
     early: bool = False
     """Whether to apply the buffer even if it is neither full nor due."""
@@ -72,15 +72,15 @@ class FlushOperation(Operation):
         (p,) = self.partitions
         rule = p.spec.consistency
         full = rule.mode != "buffered" or len(p.buffered) >= rule.count or self.early
-        if not p.buffered or not (full or (p.flush_at is not None and now >= p.flush_at)):
+        if not p.unapplied or not (full or (p.flush_at is not None and now >= p.flush_at)):
             return ()
-        parts = p.weighted(p.buffered)
+        parts = p.weighted(p.unapplied)
         self._step = (p.rate(), [weight for _, weight in parts])
-        return [mean_task(p.update_input(), parts, float(len(parts)), self._step[0])]
+        return [mean_task(p.update_input(), parts, p.contributions, self._step[0])]
 
     def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
         (p,) = self.partitions
-        shard.held_bytes -= sum(h.data.nbytes for h in p.take_buffered())
+        shard.held_bytes -= p.drop_unapplied()
         if results[0].state is None:
             shard.not_finite += 1
             p.lsn += 1

@@ -1,7 +1,7 @@
 """One partition at its owner: immutable arrays, a version, and the gradients accepted but not yet applied."""
 
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -229,16 +229,26 @@ class Partition:
         """Drop every synchronous contribution; returns the bytes released."""
         return self.drop(tuple(self.staged))
 
-    def take_buffered(self) -> Sequence[HeldPart]:
-        """Empty the buffer; returns its parts in order of arrival."""
-        held, self.buffered, self.flush_at = self.buffered, [], None
-        return held
+    @property
+    def unapplied(self) -> list[HeldPart]:
+        """Accepted gradients not yet applied: contribution by contribution in order of arrival, then the buffer."""
+        return [h for parts in self.staged.values() for h in parts] + self.buffered
+
+    @property
+    def contributions(self) -> float:
+        """What the sum of `unapplied` is divided by for their mean."""
+        return float(len(self.staged) + len(self.buffered))
+
+    def drop_unapplied(self) -> int:
+        """Drop all accepted gradients, applied by now or given up; returns the bytes released."""
+        released = self.held_bytes
+        self.staged, self.buffered, self.flush_at = {}, [], None
+        return released
 
     @property
     def held_bytes(self) -> int:
         """Bytes of accepted gradients not yet applied."""
-        staged = sum(h.data.nbytes for parts in self.staged.values() for h in parts)
-        return staged + sum(h.data.nbytes for h in self.buffered)
+        return sum(h.data.nbytes for h in self.unapplied)
 
     @property
     def by_cuts(self) -> bool:

@@ -151,9 +151,9 @@ class Replay:
         self._publish(state)
 
     def _flush(self, entry: JournalEntry) -> None:
-        held = list(self._p.take_buffered())
         if entry.head["applied"]:
-            self._publish(self._mean(held, entry.head, float(len(held))))
+            self._publish(self._mean(self._p.unapplied, entry.head, self._p.contributions))
+        self._p.drop_unapplied()
 
     def _mean(self, held: list[HeldPart], head: Mapping[str, Any], divisor: float) -> PartitionState | None:
         parts = list(zip(held, head["weights"], strict=True))
@@ -183,8 +183,7 @@ class Replay:
         initial = max(p.version, least)  # while the model lacked initial values
         p.version = initial if head["version"] == initial else max(p.version + 1, least)
         if head["restore"]:
-            p.drop_staged()
-            p.take_buffered()
+            p.drop_unapplied()
 
     def _drop(self, entry: JournalEntry) -> None:
         self._p.drop([(worker, epoch, clock) for worker, epoch, clock in entry.head["slots"]])

@@ -55,7 +55,7 @@ class SetOperation(Operation):
                 p.version = max(p.version, part.version)
                 p.lsn += 1
             if self.event.restore:
-                shard.held_bytes -= p.drop_staged() + sum(h.data.nbytes for h in p.take_buffered())
+                shard.held_bytes -= p.drop_unapplied()
             if p.level:
                 arrays = (part.data, *(part.slots or ()))
                 shard.durability.executed(p, "set", set_head(part, p.version, self.event.restore), arrays)

@@ -11,7 +11,7 @@ from paramserver.core.spec import ModelSpec
 
 @dataclass(slots=True, eq=False)
 class SettingsOperation(Operation):
-    """A change of one partition's settings: leaving `buffered` flushes, leaving `sync` drops the open clock."""
+    """A change of one partition's settings: leaving `buffered` or `sync` applies what waits."""
 
     spec: ModelSpec = field(kw_only=True)
     revision: int = 0
@@ -30,18 +30,16 @@ class SettingsOperation(Operation):
             p.committing = True
             shard.run_next(p, CommitOperation(self.model, [p], commit=self.model.commits[p.clock]))
             return ()
-        full = new.mode != "buffered" or len(p.buffered) >= new.count
-        if p.buffered and full:
+        full = new.mode != "buffered" or old.mode == "sync" or len(p.buffered) >= new.count
+        if p.unapplied and full:
             shard.run_next(p, self._again())
             shard.run_next(p, FlushOperation(self.model, [p], early=True))
             return ()
-        leaves, enters = (x.mode == "sync" and y.mode != "sync" for x, y in ((old, new), (new, old)))
-        if leaves:
-            shard.held_bytes -= p.drop_staged()
+        enters = new.mode == "sync"
         fresh = p.adopt(self.spec, self.revision, self.live_workers)
         if enters:
             p.clock = self.clock
-        record_settings_change(shard, p, now, fresh=fresh, unstage=leaves)
+        record_settings_change(shard, p, now, fresh=fresh)
         if enters:
             shard.cut(p)
             shard.committed(self.model, p, now)
