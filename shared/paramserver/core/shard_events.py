@@ -351,6 +351,8 @@ class JournalLost(Struct, frozen=True):
 
     key: PartitionKey
     token: Token
+    restarted: bool = False
+    """Redis was restarted without it: a loss of its own, even while another one is being made good."""
 
 
 class StorageChanged(Struct, frozen=True):
