@@ -12,6 +12,7 @@ from paramserver.core.mean_operations import FlushOperation
 from paramserver.core.operation import Operation, Shard
 from paramserver.core.partition import Partition
 from paramserver.core.shard_io import HeldPart, PushDone, PushPart, PushReceived, Task, TaskResult, WorkerAnswered
+from paramserver.core.spec import ModelSpec
 from paramserver.core.update import single_task
 from paramserver.core.window import EarlierAnswer
 from paramserver.errors import PsError, as_problem, problem
@@ -46,9 +47,35 @@ class PushOperation(Operation):
             return ()
 
     def _start(self, shard: Shard, now: float) -> Sequence[Task]:
-        event = self.event
+        spec = self._check(shard)
+        rule, event = spec.consistency, self.event
+        if not rule.immediate or any([p.memory.remembers(event.push_id, event.key) for p in self.partitions]):
+            event = self._with_checksums(shard)
+        pairs = list(zip(self.partitions, event.parts, strict=True))
+        self._seen = [p.memory.check(event.push_id, event.key, part.crc or 0) for p, part in pairs]
+        self._fresh = [pair for pair, seen in zip(pairs, self._seen, strict=True) if seen is None]
+        state: PushState = "applied" if rule.immediate else "staged" if rule.mode == "sync" else "buffered"
+        if not self._fresh:
+            self._reply(shard, state, now)
+            return ()
+        for partition, part in self._fresh:
+            if partition.spec.consistency.lag == "reject":
+                _check_lag(partition, part.base)
+        scale = event.weight * admission.clip_factor(event, spec)
+        if rule.immediate:
+            return self._steps(scale)
+        self._check_holdable(shard, sync=rule.mode == "sync")
+        kept = [(p, _kept(p, part)) for p, part in self._fresh]
+        self._state_changed = True
+        for partition, part in kept:
+            self._hold(shard, partition, part, scale, now)
+        self._reply(shard, state, now)
+        return ()
+
+    def _check(self, shard: Shard) -> ModelSpec:
+        """Return the settings in force, or raise if the push cannot be accepted now, whatever it contains."""
+        event, spec = self.event, self.partitions[0].spec
         self.model.check(event.generation, event.timeline)
-        spec = self.partitions[0].spec
         mode = spec.consistency.mode
         for p in self.partitions:
             if p.spec is not spec and p.spec.consistency.mode != mode:
@@ -57,49 +84,35 @@ class PushOperation(Operation):
         if self.level:
             admission.check_level(self.level, self.partitions[0].level, mode)
             shard.durability.admit(self.level, sum([part.data.nbytes for part in event.parts]))
-        immediate = spec.consistency.immediate
-        if not immediate or any([p.memory.remembers(event.push_id, event.key) for p in self.partitions]):
-            event = self._with_checksums(shard)
-        pairs = list(zip(self.partitions, event.parts, strict=True))
-        self._seen = [p.memory.check(event.push_id, event.key, part.crc or 0) for p, part in pairs]
-        self._fresh = [pair for pair, seen in zip(pairs, self._seen, strict=True) if seen is None]
-        state: PushState = "applied" if immediate else "staged" if mode == "sync" else "buffered"
-        if not self._fresh:
-            self._reply(shard, state, now)
-            return ()
-        scale = event.weight * admission.clip_factor(event, spec)
-        for partition, part in self._fresh:
-            if partition.spec.consistency.lag == "reject":
-                _check_lag(partition, part.base)
-        if immediate:
-            self._numbers = [p.numbers(scale, part.base) for p, part in self._fresh]
-            return [
-                single_task(
-                    p.update_input(),
-                    part.data,
-                    part.dtype,
-                    part.ranges,
-                    factor,
-                    rate,
-                    reuse_direct=part.exclusive_buffer and p.spec.ack == "applied",  # else the journal still needs it
-                    needs_check=part.crc is None,
-                )
-                for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
-            ]
-        if mode == "sync":
-            if event.clock is None:
+        return spec
+
+    def _steps(self, scale: float) -> Sequence[Task]:
+        """The tasks that apply each fresh part by itself."""
+        self._numbers = [p.numbers(scale, part.base) for p, part in self._fresh]
+        return [
+            single_task(
+                p.update_input(),
+                part.data,
+                part.dtype,
+                part.ranges,
+                factor,
+                rate,
+                reuse_direct=part.exclusive_buffer and p.spec.ack == "applied",  # else the journal still needs it
+                needs_check=part.crc is None,
+            )
+            for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
+        ]
+
+    def _check_holdable(self, shard: Shard, *, sync: bool) -> None:
+        """Raise if the fresh parts cannot be staged or buffered."""
+        if sync:
+            if self.event.clock is None:
                 hint = "the iteration it belongs to, from 0"
                 raise problem("invalid_field", "clock: is required in mode sync", hint=hint)
-            _check_clock(event.clock, max([self.model.clock, *(p.clock for p in self.partitions)]))
+            _check_clock(self.event.clock, max([self.model.clock, *(p.clock for p in self.partitions)]))
         nbytes = sum(part.data.nbytes for _, part in self._fresh)
         if shard.held_bytes + nbytes > limits.STAGED_BYTES_MAX:
             raise problem("queue_full", f"{shard.held_bytes} bytes of gradients wait to be applied in this shard")
-        kept = [(p, _kept(p, part)) for p, part in self._fresh]
-        self._state_changed = True
-        for partition, part in kept:
-            self._hold(shard, partition, part, scale, now)
-        self._reply(shard, state, now)
-        return ()
 
     def _with_checksums(self, shard: Shard) -> PushReceived:
         """Return the push with every part's checksum known. Raises RequestError (`non_finite`) for NaN or infinity."""
