@@ -262,7 +262,7 @@ def combined(errors: Sequence[PsError], found: int = 0) -> PsError:
     if count > len(listed):
         parts.append({"code": code, "detail": f"and {least}{count - len(listed)} more"})
     detail = f"{least}{count} parts of the request are wrong: {errors[0].detail}; ..."
-    return problem(code, detail, errors=tuple(parts))
+    return problem(code, detail, hint=errors[0].hint, errors=tuple(parts))
 
 
 _STANDARD = {

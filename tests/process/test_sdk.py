@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import os
+import signal
+import sys
 import threading
 
 import numpy as np
@@ -86,6 +88,24 @@ def test_a_cancelled_join_leaves_no_member_behind(shared_cluster: Cluster, clien
     with gateway(shared_cluster.url) as g:
         g.hold_next = f"POST /models/{name}/workers"
         asyncio.run(cancelled(g))
+        assert [w["alive"] for w in model.workers()] == [False]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process sends itself SIGINT")
+def test_a_join_that_ctrl_c_ends_leaves_no_member_behind(shared_cluster: Cluster, client: ps.Client, name: str) -> None:
+    """A worker that is interrupted while it joins leaves the model, if the join was granted all the same."""
+    model = client.create_model(name, {"w": (4,)}, consistency=ps.Sync())
+
+    def ctrl_c(g: Gateway) -> None:
+        assert g.held.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+        g.release.set()
+
+    with gateway(shared_cluster.url) as g, ps.connect(g.url) as own:
+        g.hold_next = f"POST /models/{name}/workers"
+        threading.Thread(target=ctrl_c, args=(g,)).start()
+        with pytest.raises(KeyboardInterrupt), own.model(name).worker():
+            pass
         assert [w["alive"] for w in model.workers()] == [False]
 
 

@@ -203,7 +203,7 @@ def test_first_values_that_cannot_be_held_are_told_before_anything_is_sent(wrong
             None,
             r"not Adam \( lr: 1 \(ps.Adam\(...\) makes",
         ),
-        (type("LBFGS", (), {}), None, "optimizer: LBFGS is a class$"),
+        (type("LBFGS", (), {}), None, r"optimizer: LBFGS is a class \(ps.Adam"),
         (5, None, "optimizer: must be an object, not 5"),
         (None, ps.SSP, "consistency: SSP is a class"),
         (None, 3, "consistency: must be an object, not 3"),

@@ -13,7 +13,7 @@ from paramserver.client.arrays import Params
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.shared_arrays import KEPT_MAX, SharedArrays
-from paramserver.errors import ConflictError, RequestError
+from paramserver.errors import ConflictError, RequestError, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
@@ -285,3 +285,24 @@ def test_waiting_for_a_version_is_asked_for_in_short_pieces(shards: Shards, now:
         drive(transfer.pull(cluster, "m", Deadline.after(30, now), min_version=9, wait_s=5.0), patient, now)
 
     assert waits == pytest.approx([2.0, 2.0, 1.0], abs=0.05)
+
+
+@pytest.mark.parametrize("timeout", [0.2, 1.0, 30.0])
+def test_a_wait_beyond_the_timeout_ends_with_the_nodes_answer(
+    shards: Shards, now: Now, cluster: Cluster, timeout: float
+) -> None:
+    """A pull whose `wait_s` exceeds its timeout ends in time with `version_not_reached`, not as unanswered."""
+
+    def patient(request: Request) -> Outcome:
+        if request.path != "/pull" or request.to != A:
+            return shards(request)
+        assert request.body is not None
+        wait_s = decode_header(bytes(request.body), PullFrame)[0].wait_s
+        now.s += min(wait_s + 0.01, request.timeout_s)
+        return refusal("version_not_reached") if wait_s + 0.01 < request.timeout_s else problem("in_doubt", "silent")
+
+    began = now.s
+    with pytest.raises(ConflictError) as e:
+        drive(transfer.pull(cluster, "m", Deadline.after(timeout, now), min_version=9, wait_s=60.0), patient, now)
+    assert e.value.code == "version_not_reached"
+    assert now.s - began <= timeout

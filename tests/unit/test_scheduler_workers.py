@@ -57,6 +57,26 @@ def test_a_workers_state_is_known_after_a_restart() -> None:
     assert d.join("a")["state"] == {"epoch": 7}
 
 
+def test_a_worker_that_left_in_good_order_is_not_called_dead() -> None:
+    """A worker that left is listed as left, one whose lease ran out as dead, also by the next leader."""
+    d = Driver()
+    d.model()
+    a, _, b = d.join("a"), d.join("b"), d.join("c", rank=7)
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"], a["epoch"]))
+    d.wait(limits.LEASE_S - 1)
+    beat(d, b)
+    d.wait(2)
+    for _ in range(2):
+        assert {w["worker"]: w["state"] for w in d.core.read.workers("m", d.now)} == {
+            "m/a": "left",
+            "m/b": "dead",
+            "m/c": "active",
+        }
+        d.restart()
+    d.join("a")
+    assert d.core.read.worker("m", "m/a", d.now)["state"] == "active"
+
+
 def test_the_states_of_all_workers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that does not fit with all others is refused, also after a restart; a smaller one of its worker is kept.
 

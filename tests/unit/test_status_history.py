@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver import limits
+from paramserver.core import scheduler_io as io
 from paramserver.errors import PsError
-from paramserver_scheduler import status_broadcast
+from paramserver_scheduler import overview, status_broadcast
 from paramserver_scheduler.history import History
 from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Ring, Rings
 from paramserver_scheduler.schema import ClusterStatus, ModelStatus, NodeStatus, RunStatus, Status
 from paramserver_scheduler.status_broadcast import StatusBroadcast
+from paramserver_scheduler.telemetry import ClusterMetrics
+
+from .test_many_models import of_models
 
 NOW = 1_700_000_000
 
@@ -159,6 +164,28 @@ def test_a_model_at_work_has_series_however_many_are_idle() -> None:
     ((_, values),) = history.rings.read("model.pushes_per_s", {"model": "busy"}, grid)
     assert values == [None, None, 5.0]
     assert len(history.rings.read("model.version", {"model": "idle-0"}, grid)) == 1
+
+
+@pytest.mark.asyncio
+async def test_workers_that_are_gone_are_shown_and_not_counted() -> None:
+    """A worker that left is listed for a while, and not counted as live."""
+    d, service = of_models(1)
+    for name in ("a", "b"):
+        d.ask(partial(io.JoinWorker, model="m00", name=name))
+    d.ask(lambda n: io.LeaveWorker(n, "m00", "m00/b", None))
+
+    found = await overview.describe(service)
+
+    assert {w.worker: w.state for w in found.models[0].workers} == {"m00/a": "active", "m00/b": "left"}
+    service.history.record(found, d.now)
+    grid = Grid.of(found.cluster.now, found.cluster.now, 1, found.cluster.now)
+    for series in ("cluster.workers", "model.workers"):
+        ((_, values),) = service.history.rings.read(series, {}, grid)
+        assert values == [1.0]
+    metrics = ClusterMetrics()
+    metrics.status = found
+    (live,) = [m for m in metrics.collect() if m.name == "paramserver_model_workers"]
+    assert live.samples[0].value == 1
 
 
 def test_events_are_what_differs_from_the_second_before() -> None:

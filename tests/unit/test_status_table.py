@@ -40,6 +40,14 @@ def test_of_many_who_are_waited_for_only_some_are_named() -> None:
     assert "w8" not in text
 
 
+def test_workers_that_left_or_died_are_not_counted() -> None:
+    """The number of a model's workers is that of the live ones, however the others ended."""
+    states = {"active": True, "resting": True, "left": False, "dead": False}
+    workers = [{"state": state, "alive": alive} for state, alive in states.items()]
+    line = printed(models=[{**model(), "workers": workers}]).splitlines()[-1]
+    assert line.split()[-1] == "2"
+
+
 @pytest.mark.parametrize(("state", "alive", "shown"), [("left", False, "left"), ("idle", False, "dead")])
 def test_who_left_in_good_order_is_not_called_dead(state: str, alive: bool, shown: str) -> None:
     """A shard that was stopped is shown as left, one whose heartbeats stopped as dead."""

@@ -86,10 +86,11 @@ async def join(request: Request, m: str) -> Response:
 @role("reader")
 @takes_query(*PAGED)
 async def list_workers(request: Request, m: str) -> Response:
-    """List the workers of a model, the live ones by rank, then the dead.
+    """List the workers of a model, the live ones by rank, then the others.
 
-    Each comes with its clock, its heartbeat age and the state that is stored for it (`kept`).  A worker that a restore
-    has brought a state for, and that has not joined since, is `restored`.
+    Each comes with its clock, its heartbeat age and the state that is stored for it (`kept`).  One that said that it
+    leaves is `left`, one whose lease ran out `dead`, and one that a restore has brought a state for, and that has not
+    joined since, `restored`.
     """
     s = service(request)
     return page(request, s.read.workers(m, s.now, kept=True))

@@ -6,6 +6,7 @@ shards go to the URL the client was given, whose node forwards them.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -102,7 +103,8 @@ def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
         raise problem("malformed", detail, hint="several are one text, separated by commas")
     urls = tuple(u if "://" in u else f"http://{u}" for u in listed_urls(text))
     for u in urls:
-        if not u.startswith(("http://", "https://")) or any(c in u for c in " ?#") or len(u) < 10:
+        no_host = len(u) < 10 or re.fullmatch(r"https?://\d+", u)  # a port alone would be taken for an IPv4 address
+        if not u.startswith(("http://", "https://")) or any(c in u for c in " ?#") or no_host:
             raise problem("malformed", f"'{u}' is not a valid cluster URL", hint=f"for example {DEFAULT_URL}")
     if not urls:
         raise problem("malformed", f"'{text}' contains no URL", hint=f"for example {DEFAULT_URL}")

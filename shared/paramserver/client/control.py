@@ -173,6 +173,8 @@ def fetch(path: str, deadline: Deadline) -> Call[Any]:
 
 def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
     """Send a control request, retrying transient failures; return the JSON value of the answer."""
+    if not path.startswith("/"):
+        raise problem("malformed", f"'{path}' is not a path", hint=f"/{path}")
     return (yield from control(json_request(method, path, body), deadline))
 
 

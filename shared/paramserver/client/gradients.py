@@ -133,6 +133,11 @@ def prepare(
     """
     if dtype is not None and dtype not in ITEMSIZE:
         raise problem("invalid_dtype", f"dtype '{dtype}' cannot be sent", hint=f"one of {', '.join(ITEMSIZE)}")
+    if isinstance(grads, list | tuple) and any(np.ndim(g) for g in grads):
+        hint = f"push({{'{layout.spec.params[0].name}': array}})"
+        raise problem(
+            "invalid_field", "gradients are arrays by name, or one flat vector, not a list of arrays", hint=hint
+        )
     if isinstance(grads, np.ndarray) or not isinstance(grads, Mapping):
         return _flat(layout, grads, ranges, dtype)
     if not grads:

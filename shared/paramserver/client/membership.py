@@ -43,6 +43,9 @@ class Membership:
         rank: int | None,
         silence_s: float,
     ) -> None:
+        if name is not None and not isinstance(name, str):
+            detail = f"the name of a worker is text, not {name!r:.40}"
+            raise problem("invalid_field", detail, hint=f"rank={name!r:.40} sets its rank", where="name")
         self.cluster, self.model = cluster, model
         self.silence_s = silence_s
         """How long the cluster may leave a request unanswered before waiting for workers or tasks gives up."""

@@ -60,7 +60,7 @@ class Model:
             ranges: flat element ranges [start, stop) of some parameters, whose arrays are then 1-D.
             out: an earlier pull of the same selection, whose memory is reused.
             dtype: "float16", "bfloat16", "float32" or "float64"; None: the parameters' own.
-            min_version: the version every partition must have reached, within `wait_s` seconds.
+            min_version: the version every partition must have reached, within `wait_s` seconds and before the timeout.
             copy: False for read-only arrays shared by all threads of this client; if `min_version` is given and those
                 of an earlier pull are new enough, they are returned without a request.
 

@@ -17,6 +17,7 @@ from paramserver.errors import PsError, combined, problem
 from paramserver.types import AnyArray
 
 Init: TypeAlias = str | Mapping[str, Any]
+_INITS: Final = '"zeros" or {"kind": "constant", "value": 0.5}; an array goes in place of the shape'
 _CONSISTENCY_FIELDS: Final = {"mode", *(f.name for mode in Consistency.__subclasses__() for f in fields_of(mode))}
 
 
@@ -103,21 +104,23 @@ def patch_document(
 
 
 def _optimizer(value: Optimizer | Mapping[str, Any] | str) -> dict[str, Any]:
-    return {"name": value} if isinstance(value, str) else _document("optimizer", value)
+    return {"name": value} if isinstance(value, str) else _document("optimizer", value, 'ps.Adam(lr=1e-3) or "adam"')
 
 
 def _consistency(value: Consistency | Mapping[str, Any] | str) -> dict[str, Any]:
-    return {"mode": value} if isinstance(value, str) else _document("consistency", value)
+    return (
+        {"mode": value} if isinstance(value, str) else _document("consistency", value, 'ps.SSP(3), ps.Sync() or "sync"')
+    )
 
 
-def _document(where: str, value: Any) -> dict[str, Any]:
+def _document(where: str, value: Any, example: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     if not isinstance(value, type) and hasattr(value, "document"):
         return dict(value.document())
     kind = value if isinstance(value, type) else type(value)
     ours = [c.__name__ for base in (Optimizer, Consistency, Schedule) for c in base.__subclasses__()]
-    hint = f"ps.{kind.__name__}(...) makes one" if kind.__name__ in ours else ""  # torch has an Adam, too
+    hint = f"ps.{kind.__name__}(...) makes one" if kind.__name__ in ours else example  # torch has an Adam, too
     found = (
         f"{kind.__name__} is a class"
         if kind is value
@@ -128,6 +131,9 @@ def _document(where: str, value: Any) -> dict[str, Any]:
 
 def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[str, Any]:
     if isinstance(value, Mapping):
+        if "shape" not in value:
+            detail = f"params.{name}: an object without `shape` is no parameter"
+            raise problem("invalid_field", detail, hint=f"name those inside it: {{'{name}.w': array}}")
         return dict(value)
     p = value if isinstance(value, Param) else Param(value)
     out: dict[str, Any] = {}
@@ -135,7 +141,7 @@ def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[st
         out["shape"] = [int(n) for n in ((p.value,) if isinstance(p.value, int | np.integer) else p.value)]
         out["dtype"] = p.dtype or "float32"
         init = p.init if p.init is not None else "zeros"
-        out["init"] = {"kind": init} if isinstance(init, str) else _document(f"params.{name}.init", init)
+        out["init"] = {"kind": init} if isinstance(init, str) else _document(f"params.{name}.init", init, _INITS)
     else:
         if p.init is not None:
             raise problem("invalid_field", f"params.{name}: give either an array or init=, not both")

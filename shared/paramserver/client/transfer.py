@@ -31,6 +31,8 @@ from paramserver.errors import InDoubt, PsError, Unavailable, problem
 from paramserver.types import ITEMSIZE, LEVELS, AnyArray, DType
 from paramserver.wire.frame import PullReply, PushReply
 
+ANSWER_S: Final = 1.0
+"""Time of a call that no node is asked to wait in, so that its answer comes before the deadline; at most a fifth."""
 _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
 
 
@@ -61,9 +63,9 @@ def pull(
 ) -> Call[Params]:
     """Pull the current values of the selected elements.
 
-    Waits up to `wait_s` for `min_version` and, in sync, `min_clock`.  `view`: the values may be read-only memory of
-    shards on this machine.  Raises NotFoundError, ConflictError (`version_not_reached`), or Unavailable at the
-    deadline.
+    Waits up to `wait_s`, and not to the deadline, for `min_version` and, in sync, `min_clock`.  `view`: the values may
+    be read-only memory of shards on this machine.  Raises NotFoundError, ConflictError (`version_not_reached`), or
+    Unavailable at the deadline.
     """
     min_version, wait_s = whole_number("min_version", min_version), seconds(wait_s, "wait_s")
     model_map = yield from cluster.map_of(model, deadline)
@@ -77,13 +79,14 @@ def pull(
             return _lent(selection, values, known[1], out, view=view)
     flat = _memory(selection, terms.dtype, out)
     transfer = Transfer(cluster, model_map, selection, deadline, reads=True)
-    wait_until = deadline.clock() + wait_s
+    spare_s = min(ANSWER_S, deadline.left_s() / 5)  # kept for the answer, which would come after the deadline
+    wait_until = deadline.clock() + min(wait_s, deadline.left_s() - spare_s)
     arrivals, found = Arrivals(cluster.same_host, model_map.layout), None
     replies: list[PullReply] = []
     pending = list(selection.parts)
     while pending:
         groups = transfer.groups(pending)
-        left_s = max(0.0, min(wait_until - deadline.clock(), deadline.left_s(), POLL_S))
+        left_s = max(0.0, min(wait_until - deadline.clock(), POLL_S))
         sinks = [Incoming(selection, parts, flat, terms.dtype) for _, parts in groups]
         requests = [
             deadline.bound(pull_request(transfer.model_map, to, parts, terms, left_s, sink, cluster.same_host))
@@ -94,7 +97,7 @@ def pull(
             pending = yield from transfer.again(failed)
         except PsError as e:
             arrivals.release_unread(sinks, groups)
-            if e.code != "version_not_reached" or deadline.clock() >= wait_until or deadline.left_s() <= 0:
+            if e.code != "version_not_reached" or deadline.clock() >= wait_until:
                 arrivals.release_all()
                 raise
             yield Pause(0.01)

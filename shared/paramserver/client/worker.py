@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 from paramserver import limits
@@ -66,9 +67,16 @@ class Worker(WorkerView):
         if self._pid != -1:
             raise problem("conflict", "a worker can be opened only once", hint="model.worker() makes another")
         self._pid = os.getpid()
-        self._client.run(self._session.join(self._deadline(None)))
-        self._thread = threading.Thread(target=self._keep_alive, name=f"heartbeat {self.name}", daemon=True)
+        joined = Future[None]()
+        self._thread = threading.Thread(
+            target=self._take_part, args=(joined,), name=f"worker of {self.model}", daemon=True
+        )
         self._thread.start()
+        try:
+            joined.result()
+        except BaseException:  # also Ctrl-C: a member without heartbeats would hold the others up for a whole lease
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -78,8 +86,9 @@ class Worker(WorkerView):
             return  # it has already left
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
-        self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
+            self._thread.join(LEAVE_S)
+        if self._session.joined:
+            self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
 
     def pull(
         self,
@@ -270,7 +279,14 @@ class Worker(WorkerView):
     def _deadline(self, timeout: float | None) -> Deadline:
         return self._client.deadline(self._timeout if timeout is None else timeout)
 
-    def _keep_alive(self) -> None:
+    def _take_part(self, joined: Future[None]) -> None:
+        """Join, tell the outcome, and send heartbeats until the worker leaves; the work of its own thread."""
+        try:
+            self._client.run(self._session.join(self._deadline(None)))
+        except BaseException as e:
+            joined.set_exception(e)
+            return
+        joined.set_result(None)
         silent = False
         while not self._stop.wait(min(limits.HEARTBEAT_S, self._session.lease_s / 5)):
             try:

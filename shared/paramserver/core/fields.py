@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import inf, isfinite
 from operator import index
 from reprlib import Repr
+from types import MappingProxyType
 from typing import Any, Final
 
 from paramserver import limits
@@ -52,23 +53,25 @@ class Reader:
         found = near(name, names) if len(self.errors) < limits.HINTS_MAX else None
         return f"did you mean '{found}'?" if found else ""
 
-    def take(self, name: str, default: Any, ok: Callable[[Any], bool], want: str) -> Any:
+    def take(self, name: str, default: Any, ok: Callable[[Any], bool], want: str, hint: str = "") -> Any:
         self.known.append(name)
         if name not in self.data:
             return default
         value = self.data[name]
         if not ok(value):
-            self.fail(name, f"must be {want}, not {_SHORT.repr(value):.60}")
+            self.fail(name, f"must be {want}, not {_SHORT.repr(value):.60}", hint)
             return default
         return value
 
-    def number(self, name: str, default: float, low: float = float("-inf"), high: float = float("inf")) -> float:
+    def number(
+        self, name: str, default: float, low: float = float("-inf"), high: float = float("inf"), hint: str = ""
+    ) -> float:
         def ok(v: Any) -> bool:
             return isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < NUMBER_MAX and low <= v <= high
 
         least = f"above {-NUMBER_MAX:g}" if low == float("-inf") else f"of at least {low:g}"
         most = f"below {NUMBER_MAX:g}" if high == float("inf") else f"at most {high:g}"
-        return float(self.take(name, default, ok, f"a number {least} and {most}"))
+        return float(self.take(name, default, ok, f"a number {least} and {most}", hint))
 
     def integer(self, name: str, default: int, low: int = 0, high: int = INTEGER_MAX) -> int:
         return int(self.take(name, default, lambda v: is_integer(v, low, high), f"an integer from {low} to {high}"))
@@ -88,15 +91,20 @@ class Reader:
     def flag(self, name: str, default: bool) -> bool:
         return bool(self.take(name, default, lambda v: isinstance(v, bool), "true or false"))
 
-    def object(self, name: str) -> Mapping[str, Any]:
+    def object(self, name: str, hint: str = "") -> Mapping[str, Any]:
         """Return a field that is an object, for a reader of its own; empty by default."""
-        found: Mapping[str, Any] = self.take(name, {}, lambda v: isinstance(v, Mapping), "an object")
+        found: Mapping[str, Any] = self.take(name, {}, lambda v: isinstance(v, Mapping), "an object", hint)
         return found
 
-    def choice(self, name: str, default: str, options: tuple[str, ...]) -> str:
-        value = self.take(name, default, lambda v: isinstance(v, str), "a string")
+    def choice(
+        self, name: str, default: str, options: tuple[str, ...], elsewhere: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
+        """Return one of the options; `elsewhere` is what to write here for names that other libraries use."""
+        value = self.take(name, default, lambda v: isinstance(v, str), f"one of {', '.join(options)}")
         if value not in options:
-            self.fail(name, f"'{value:.60}' is not one of {', '.join(options)}", self.near(value, options))
+            meant = elsewhere.get(value.casefold())
+            hint = f"write {meant}" if meant else self.near(value, options)
+            self.fail(name, f"'{value:.60}' is not one of {', '.join(options)}", hint)
             return default
         return str(value)
 

@@ -8,6 +8,8 @@ from msgspec import Struct, field
 from paramserver.core.fields import Reader
 from paramserver.errors import PsError
 
+_SCHEDULE: Final = '{"kind": "cosine", "t_max": 1000}, in Python ps.Cosine(t_max=1000)'
+
 
 class ScheduleSpec(Struct, frozen=True):
     """The learning rate as a function of the number of updates (see `core.schedule`)."""
@@ -111,7 +113,7 @@ class OptimizerSpec(Struct, frozen=True):
                 values[key] = r.flag(key, default)
             else:
                 values[key] = r.number(key, default, 0.0, 1.0 if key in ("momentum", "alpha") else float("inf"))
-        values["schedule"] = ScheduleSpec.read(r.object("schedule"), f"{where}.schedule", errors)
+        values["schedule"] = ScheduleSpec.read(r.object("schedule", _SCHEDULE), f"{where}.schedule", errors)
         values["clip_value"] = r.optional_number("clip_value")
         values["clip_norm"] = r.optional_number("clip_norm")
         values["linear_scaling"] = r.flag("linear_scaling", False)

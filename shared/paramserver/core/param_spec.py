@@ -10,6 +10,24 @@ from paramserver.core.fields import Reader, check_param_name, is_integer, is_nam
 from paramserver.errors import PsError
 from paramserver.types import ITEMSIZE
 
+_KINDS_ELSEWHERE: Final = {
+    "ones": '{"kind": "constant", "value": 1}',
+    "random": '{"kind": "normal", "std": 0.02}',
+    "glorot_uniform": '"xavier_uniform"',
+    "glorot_normal": '"xavier_normal"',
+    "he_uniform": '"kaiming_uniform"',
+    "he_normal": '"kaiming_normal"',
+}
+_DTYPES_ELSEWHERE: Final = {
+    "fp16": '"float16"',
+    "half": '"float16"',
+    "bf16": '"bfloat16"',
+    "fp32": '"float32"',
+    "single": '"float32"',
+    "fp64": '"float64"',
+    "double": '"float64"',
+}
+
 
 class InitSpec(Struct, frozen=True):
     """How a parameter gets its initial values."""
@@ -44,7 +62,7 @@ class InitSpec(Struct, frozen=True):
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
         r = Reader(data, where, errors)
-        kind = r.choice("kind", "zeros", tuple(cls.KINDS))
+        kind = r.choice("kind", "zeros", tuple(cls.KINDS), _KINDS_ELSEWHERE)
         values: dict[str, Any] = {}
         for name in cls.KINDS[kind]:
             if name == "seed":
@@ -113,7 +131,7 @@ class ParamSpec(Struct, frozen=True):
         spec = cls(
             name,
             tuple(shape),
-            r.choice("dtype", "float32", tuple(ITEMSIZE)),
+            r.choice("dtype", "float32", tuple(ITEMSIZE), _DTYPES_ELSEWHERE),
             InitSpec.read(r.object("init"), f"{where}.init", errors),
             r.number("lr_scale", 1.0, 0.0),
             r.optional_number("weight_decay"),

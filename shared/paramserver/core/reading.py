@@ -198,8 +198,10 @@ def _worker(model: Model, w: Worker, now: float, kept: bool) -> dict[str, Any]:
     lease = _lease(w, now)
     if w.alive and (w.draining or w.resting):
         lease["state"] = "draining" if w.draining else "resting"
-    if not w.epoch:
+    elif not w.epoch:
         lease["state"] = "restored"
+    elif w.left:
+        lease["state"] = "left"
     return {
         "worker": w.name,
         **lease,

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from msgspec import Struct, field
 from msgspec.structs import fields
@@ -16,6 +16,13 @@ from paramserver.core.optimizer_spec import OptimizerSpec, kept_fields
 from paramserver.core.param_spec import ParamSpec
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import LEVELS
+
+_MODES_ELSEWHERE: Final = {
+    "synchronous": '"sync"',
+    "bsp": '"sync"',
+    "asynchronous": '"async"',
+    "asp": '"async"',
+}
 
 
 class ConsistencySpec(Struct, frozen=True):
@@ -54,13 +61,13 @@ class ConsistencySpec(Struct, frozen=True):
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
         r = Reader(data, where, errors)
-        mode = r.choice("mode", "async", tuple(cls.MODES))
+        mode = r.choice("mode", "async", tuple(cls.MODES), _MODES_ELSEWHERE)
         values: dict[str, Any] = {}
         own = cls.MODES[mode]
         if "staleness" in own:
             values["staleness"] = r.integer("staleness", 0)
         if "quorum" in own:
-            values["quorum"] = r.number("quorum", 1.0, 0.0, 1.0)
+            values["quorum"] = r.number("quorum", 1.0, 0.0, 1.0, "quorum_count is a number of workers")
             if values["quorum"] <= 0.0:
                 r.fail("quorum", "must be above 0")
             values["quorum_count"] = r.optional_integer("quorum_count")

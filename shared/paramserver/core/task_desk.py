@@ -59,7 +59,7 @@ class TaskDesk:
         wait_s = wait_seconds(e.wait_s)
         if e.dataset != EVALUATE and e.dataset not in model.datasets:
             found = near(e.dataset, model.datasets)
-            hint = f"did you mean '{found}'?" if found else "register it first"
+            hint = f"did you mean '{found}'?" if found else "register it first, in Python with model.add_tasks()"
             raise problem("unknown_task", f"model '{model.name}' has no dataset {e.dataset!r:.80}", hint=hint)
         worker = self.workers.renew_lease(model, e.worker, e.epoch, now)
         if len(model.task_waiters) >= limits.WAITERS_MAX:

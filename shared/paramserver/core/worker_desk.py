@@ -92,7 +92,7 @@ class WorkerDesk:
         """Remove the rank's present holder if its run is over: the next run may start before it has been told."""
         for worker in model.roster.live():
             if worker.rank == rank and worker.name != name and self.runs.worker_state(model, worker.name) == "stop":
-                self._remove(model, worker)
+                self._remove(model, worker, left=True)
                 break
 
     def _name(self, model: Model, name: Any, attempt: str | None) -> tuple[str, int]:
@@ -126,7 +126,7 @@ class WorkerDesk:
         if worker is None:
             raise problem("unknown_worker", f"worker {e.worker!r:.140} has not joined")
         if worker.alive and e.epoch in (None, worker.epoch):
-            self._remove(model, worker)
+            self._remove(model, worker, left=True)
         self.c.answer(e.request, None, 204)
 
     def drain(self, e: DrainWorker, now: float) -> None:
@@ -146,9 +146,10 @@ class WorkerDesk:
                 if worker.open_polls <= 0:
                     self._remove(model, worker)
 
-    def _remove(self, model: Model, worker: Worker) -> None:
+    def _remove(self, model: Model, worker: Worker, *, left: bool = False) -> None:
         """Remove this incarnation: barriers stop waiting for it, and its data ranges and evaluations are freed."""
         model.gate.open(model.roster)  # Before it goes, because it counts towards `min_workers`.
+        worker.left = left
         model.roster.mark_dead(worker)
         for name, dataset in model.datasets.items():
             if dataset.release(worker.name, worker.epoch):

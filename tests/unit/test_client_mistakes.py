@@ -1,0 +1,70 @@
+"""What a newcomer is likely to write, and what the client says to write instead."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+from paramserver.client.calls import Deadline
+from paramserver.client.cluster import Cluster, urls_of
+from paramserver.client.control import send
+from paramserver.client.gradients import prepare
+from paramserver.client.membership import Membership
+from paramserver.client.spec_builder import model_document
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+
+LAYOUT = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}}))
+
+
+def created(optimizer: Any = None, consistency: Any = None, **of_w: Any) -> None:
+    """Build the document of a model with one parameter of these settings."""
+    model_document("m", {"w": ps.Param(**{"value": (4,)} | of_w)}, optimizer, consistency, {})
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: created(init="ones"), r'write {"kind": "constant", "value": 1}\)$'),
+        (lambda: created(init="random"), r'write {"kind": "normal", "std": 0.02}\)$'),
+        (lambda: created(init="glorot_uniform"), r'write "xavier_uniform"\)$'),
+        (lambda: created(init="he_normal"), r'write "kaiming_normal"\)$'),
+        (
+            lambda: created(init=0.5),
+            r'"zeros" or {"kind": "constant", "value": 0.5}; an array goes in place of the shape',
+        ),
+        (lambda: created(init=np.ones(4)), "an array goes in place of the shape"),
+        (lambda: created(dtype="fp32"), r'write "float32"\)$'),
+        (lambda: created(dtype="bf16"), r'write "bfloat16"\)$'),
+        (lambda: created(dtype=np.float32), "dtype: must be one of float16, bfloat16, float32, float64, not <class"),
+        (lambda: created(consistency="synchronous"), r'write "sync"\)$'),
+        (lambda: created(consistency="asynchronous"), r'write "async"\)$'),
+        (lambda: created(consistency="BSP"), r'write "sync"\)$'),
+        (lambda: created(consistency=3), r"\(ps.SSP\(3\), ps.Sync\(\) or"),
+        (lambda: created(consistency=ps.Sync(2)), r"quorum: .*, not 2 \(quorum_count is a number of workers\)$"),
+        (lambda: created(optimizer=0.1), r"\(ps.Adam\(lr=1e-3\) or"),
+        (lambda: created(optimizer=ps.SGD(schedule=cast(Any, "cosine"))), r"schedule: .* ps.Cosine\(t_max=1000\)"),
+        (lambda: created(optimizer=ps.SGD(schedule=cast(Any, ps.Cosine))), r"schedule: .* ps.Cosine\(t_max=1000\)"),
+        (lambda: model_document("m", {"l": {"w": np.ones(4)}}, None, None, {}), r"params.l: .*{'l.w': array}\)$"),
+        (lambda: prepare(LAYOUT, cast(Any, [np.ones(4)])), r"arrays by name.*push\({'w': array}\)"),
+        (
+            lambda: Membership(Cluster(("http://a:1",)), "m", cast(Any, 1), None, 1.0),
+            r"text, not 1 \(rank=1 sets its rank",
+        ),
+        (lambda: next(send("GET", "models", None, Deadline.after(1))), "'models' is not a path .*/models"),
+        (lambda: urls_of("8700", {}), "http://127.0.0.1:8700"),
+    ],
+)
+def test_a_likely_mistake_is_told_with_what_to_write(call: Callable[[], Any], says: str) -> None:
+    """What a newcomer is likely to write instead of the right argument is refused with what to write."""
+    with pytest.raises(ps.RequestError, match=says):
+        call()
+
+
+def test_several_mistakes_are_told_with_the_hint_of_the_first() -> None:
+    """An error that lists several says what to write instead of the first one that it spells out."""
+    ones = ps.Param((4,), init="ones")
+    with pytest.raises(ps.RequestError, match=r'2 parts .* params.a.init.kind.*write {"kind": "constant", "value": 1}'):
+        model_document("m", {"a": ones, "b": ones}, None, None, {})
