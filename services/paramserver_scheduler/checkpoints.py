@@ -23,7 +23,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.tensor_file import TensorFile
 from paramserver.types import F32, AnyArray
-from paramserver.wire.state import SetFrame, SetPart, StateFrame
+from paramserver.wire.state import SetFrame, SetPart, StateFrame, taken_out
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -55,18 +55,19 @@ class CheckpointStore:
         model: str,
         name: str,
         document: Mapping[str, Any],
-        held: Sequence[tuple[StateFrame, PartitionState]],
+        held: list[tuple[StateFrame, PartitionState]],
     ) -> tuple[int, str]:
         """Write a checkpoint and return (bytes of its files, its path).
 
-        `document` is the one of the effect `WriteCheckpoint`.  An existing checkpoint of that name is replaced if it is
-        of the same creation of the model: then the scheduler was restarted before it had recorded that one.
+        `document` is the one of the effect `WriteCheckpoint`; `held` is empty afterwards.  An existing checkpoint of
+        that name is replaced if it is of the same creation of the model: then the scheduler was restarted before it had
+        recorded that one.
 
         Raises PsError, including ConflictError (`conflict`) if the name is `taken`, or OSError if writing fails.
         """
         spec = ModelSpec.parse(document["spec"])
-        params, slots, steps = gather(Layout(spec), [frame.fitting(state, spec.optimizer) for frame, state in held])
         numbers = [frame.version for frame, _ in held]
+        params, slots, steps = gather(Layout(spec), taken_out(held, spec.optimizer))
         workers = {w: d.get("state") for w, d in document["workers"].items()}
         meta = {k: v for k, v in document.items() if k != "spec"}
         meta["workers"] = {w: {k: v for k, v in d.items() if k != "state"} for w, d in document["workers"].items()}
@@ -215,10 +216,12 @@ def renamed(spec: ModelSpec, name: str, partitions: int | None) -> dict[str, Any
 def partition(held: checkpoint.Checkpoint, spec: ModelSpec) -> list[tuple[PartitionState, int]]:
     """Return a checkpoint as (state, lowest version) of each partition of a model with that spec.
 
-    Raises RequestError if its parameters do not match the spec.
+    Afterwards the checkpoint has no arrays.  Raises RequestError if its parameters do not match the spec.
     """
     layout = Layout(spec)
     states = scatter(layout, held.params, held.slots, held.steps, held.spec.optimizer)
+    held.params.clear()
+    held.slots.clear()
     return list(zip(states, versions(layout, Layout(held.spec), held.versions), strict=True))
 
 
