@@ -41,7 +41,10 @@ _NUMBERS: Final = itertools.count(1)
 
 
 def no_body_deadline(scope: Scope) -> None:
-    """Let the body of this request arrive without a deadline; only after its sender has been authorized."""
+    """Let the body of this request arrive without a deadline, and answer without reading the rest of it.
+
+    Only after its sender has been authorized.
+    """
     scope["state"][_NO_DEADLINE] = True
 
 

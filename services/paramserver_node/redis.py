@@ -1,11 +1,13 @@
 """Redis as every service uses it: with timeouts, without hidden retries, failing as `storage_unavailable`."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -28,6 +30,14 @@ FENCE_KEY: Final = "ps:fence"
 """Hash, also written by the leader: shard name -> highest epoch of it that must not serve any more."""
 AWAY: Final = (RedisConnectionError, RedisTimeoutError, OSError)
 """Errors of a Redis that cannot be reached; any other error is an answer from it."""
+
+_HAS_DRIVER_INFO: Final = "driver_info" in inspect.signature(AbstractConnection).parameters
+_NO_QUESTIONS: Final[dict[str, Any]] = {
+    "protocol": 2,
+    **({"driver_info": None} if _HAS_DRIVER_INFO else {"lib_name": None, "lib_version": None}),
+}
+"""A new connection asks nothing before its first command.  By default it asks three times, one after the other, which
+takes longer than the timeout of a command if Redis is distant: once lost, the connection was never made again."""
 
 FsyncWay: TypeAlias = Literal["waitaof", "always"]
 """What makes a write reach the disk before it counts: the command WAITAOF after it, or `appendfsync always`."""
@@ -53,6 +63,7 @@ def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:
         socket_connect_timeout=2.0 if timeout_s is None else min(timeout_s, 2.0),
         retry=Retry(NoBackoff(), 0),
         health_check_interval=0,
+        **_NO_QUESTIONS,
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 from msgspec.structs import replace
-from safetensors import SafetensorError, safe_open
 
 from paramserver import checkpoint
 from paramserver.core.assembly import gather, scatter, versions
@@ -22,8 +21,9 @@ from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
+from paramserver.tensor_file import TensorFile
 from paramserver.types import F32, AnyArray
-from paramserver.wire.state import SetFrame, SetPart, StateFrame
+from paramserver.wire.state import SetFrame, SetPart, StateFrame, taken_out
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -55,18 +55,19 @@ class CheckpointStore:
         model: str,
         name: str,
         document: Mapping[str, Any],
-        held: Sequence[tuple[StateFrame, PartitionState]],
+        held: list[tuple[StateFrame, PartitionState]],
     ) -> tuple[int, str]:
         """Write a checkpoint and return (bytes of its files, its path).
 
-        `document` is the one of the effect `WriteCheckpoint`.  An existing checkpoint of that name is replaced if it is
-        of the same creation of the model: then the scheduler was restarted before it had recorded that one.
+        `document` is the one of the effect `WriteCheckpoint`; `held` is empty afterwards.  An existing checkpoint of
+        that name is replaced if it is of the same creation of the model: then the scheduler was restarted before it had
+        recorded that one.
 
         Raises PsError, including ConflictError (`conflict`) if the name is `taken`, or OSError if writing fails.
         """
         spec = ModelSpec.parse(document["spec"])
-        params, slots, steps = gather(Layout(spec), [frame.fitting(state, spec.optimizer) for frame, state in held])
         numbers = [frame.version for frame, _ in held]
+        params, slots, steps = gather(Layout(spec), taken_out(held, spec.optimizer))
         workers = {w: d.get("state") for w, d in document["workers"].items()}
         meta = {k: v for k, v in document.items() if k != "spec"}
         meta["workers"] = {w: {k: v for k, v in d.items() if k != "state"} for w, d in document["workers"].items()}
@@ -145,27 +146,35 @@ class CheckpointStore:
         has another shape, or holds NaN or infinity.
         """
         values: dict[str, F32] = {}
+        by_file: dict[str, list[str]] = {}
         for name, file in files.items():
-            path = self._state_dir / check_name(file)
-            want = layout.by_name[name].shape
+            by_file.setdefault(file, []).append(name)
+        for file, names in by_file.items():
+            name = names[0]
             try:
-                with safe_open(path, framework="np") as f:
-                    if name not in f.keys():
-                        raise problem("unknown_parameter", f"file '{file}' has no tensor '{name}'", name=name)
-                    shape = tuple(f.get_slice(name).get_shape())
-                    if shape != want:
-                        raise problem("invalid_shape", f"'{name}' is {shape} in file '{file}', the spec says {want}")
-                    values[name] = np.asarray(f.get_tensor(name), np.float32).reshape(-1)
-            except (OSError, SafetensorError, TypeError, ValueError, AttributeError) as e:
-                # TypeError and AttributeError: a dtype that NumPy does not have.
+                with TensorFile(self._state_dir / check_name(file)) as f:
+                    for name in names:
+                        values[name] = _initial(f, file, name, layout.by_name[name].shape)
+            except (OSError, ValueError) as e:
                 raise problem(
                     "invalid_field",
                     f"params.{name}.init.path: '{file}' cannot be read: {e!s:.200}",
                     hint="a safetensors file directly below the scheduler's state directory",
                 ) from e
-            if not np.isfinite(values[name]).all():
-                raise problem("non_finite", f"'{name}' in file '{file}' holds NaN or infinity")
         return values
+
+
+def _initial(held: TensorFile, file: str, name: str, want: tuple[int, ...]) -> F32:
+    """Read one parameter's initial values, flat; raises like `read_parameters`, ValueError and OSError."""
+    if name not in held.shapes:
+        raise problem("unknown_parameter", f"file '{file}' has no tensor '{name}'", name=name)
+    shape = held.shapes[name]
+    if shape != want:
+        raise problem("invalid_shape", f"'{name}' is {shape} in file '{file}', the spec says {want}")
+    values = np.asarray(held.read(name), np.float32).reshape(-1)
+    if not np.isfinite(values).all():
+        raise problem("non_finite", f"'{name}' in file '{file}' holds NaN or infinity")
+    return values
 
 
 def taken(name: str) -> PsError:
@@ -207,10 +216,12 @@ def renamed(spec: ModelSpec, name: str, partitions: int | None) -> dict[str, Any
 def partition(held: checkpoint.Checkpoint, spec: ModelSpec) -> list[tuple[PartitionState, int]]:
     """Return a checkpoint as (state, lowest version) of each partition of a model with that spec.
 
-    Raises RequestError if its parameters do not match the spec.
+    Afterwards the checkpoint has no arrays.  Raises RequestError if its parameters do not match the spec.
     """
     layout = Layout(spec)
     states = scatter(layout, held.params, held.slots, held.steps, held.spec.optimizer)
+    held.params.clear()
+    held.slots.clear()
     return list(zip(states, versions(layout, Layout(held.spec), held.versions), strict=True))
 
 

@@ -14,6 +14,7 @@ from paramserver.client.addresses import SCHEDULERS
 from paramserver.errors import problem
 from paramserver_node import problems
 from paramserver_node.forward import FORWARDED_TO_LEADER, Forwarder, changes_something, in_doubt
+from paramserver_node.middleware import no_body_deadline
 from paramserver_node.race import race
 from paramserver_scheduler.lease import Lease
 
@@ -42,6 +43,7 @@ class LeaderProxy:
         elif await self._is_leader():
             await self._app(scope, receive, self._naming_all_schedulers(send))
         elif ENDLESS_BODY.fullmatch(scope["path"]):
+            no_body_deadline(scope)  # also answers at once, without waiting for the rest of the body
             error = problem("no_leader", "this scheduler is not the leader; send this request to the leader directly")
             await problems.response(Request(scope), error)(scope, receive, self._naming_all_schedulers(send))
         else:

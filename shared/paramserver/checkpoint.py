@@ -26,11 +26,12 @@ from typing import Any, Final
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from paramserver import limits
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
+from paramserver.tensor_file import TensorFile
 from paramserver.types import F32, AnyArray
 
 FORMAT: Final = 1
@@ -194,8 +195,8 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
             if _describe(folder / name) != manifest["files"][name]:
                 raise problem("corrupt_state", f"'{folder / name}' does not match its checksum")
         spec = ModelSpec.parse(manifest["spec"])
-        held = load_file(folder / PARAMS)
-        state = load_file(folder / OPTIMIZER)
+        held = _load(folder / PARAMS)
+        state = _load(folder / OPTIMIZER)
         params: dict[str, F32] = {}
         slots: dict[str, list[F32]] = {}
         for p in spec.params:
@@ -210,7 +211,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
         known = {"format", "model", "spec", "version", "versions", "steps", "slots", "files"}
         meta = {k: v for k, v in manifest.items() if k not in known}
         return Checkpoint(spec, params, slots, dict(manifest["steps"]), versions, states, meta)
-    except (KeyError, TypeError, ValueError, OSError, SafetensorError) as e:
+    except (KeyError, TypeError, ValueError, OSError) as e:
         raise problem("corrupt_state", f"the checkpoint at '{folder}' is damaged: {e!r:.200}") from e
     except PsError as e:
         if e.code == "corrupt_state":
@@ -226,6 +227,11 @@ def _version(value: Any) -> int:
 
 def _key(name: str) -> str:
     return f"{name}~" if name.rstrip("~") == _RESERVED else name
+
+
+def _load(file: Path) -> dict[str, AnyArray]:
+    with TensorFile(file) as tensors:
+        return {name: tensors.read(name) for name in tensors.shapes}
 
 
 def _save(tensors: dict[str, AnyArray], file: Path, metadata: dict[str, str]) -> None:

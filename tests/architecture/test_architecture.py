@@ -23,7 +23,8 @@ LAYERS: dict[str, set[str]] = {
     "kernels": BASE | {"core", "kernels"},
     "codecs": BASE | {"core", "kernels", "codecs"},
     "wire": BASE | {"core", "kernels", "codecs", "wire"},
-    "checkpoint": BASE | {"core", "wire"},
+    "tensor_file": BASE,
+    "checkpoint": BASE | {"core", "wire", "tensor_file"},
     "client": BASE | {"core", "codecs", "wire", "checkpoint", "client"},
     "torch": BASE | {"core", "codecs", "wire", "client", "torch"},
 }

@@ -5,9 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from starlette.types import Message
 
 from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.types import ModelKey, PushId
+from paramserver_node.forward import Forwarder
+from paramserver_node.redis import connect
+from paramserver_scheduler.app import make_app, served
+from paramserver_scheduler.lease import Lease
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.link import SchedulerLink
 
@@ -74,3 +79,24 @@ async def test_reports_follow_the_scheduler_in_use() -> None:
         await link.aclose()
 
     assert still.came == before
+
+
+@pytest.mark.asyncio
+async def test_a_standby_refuses_reports_without_waiting_for_their_end() -> None:
+    """A scheduler that does not lead answers 503 before it has read anything, so that the shard turns to the leader."""
+    answers: list[Message] = []
+
+    async def receive() -> Message:
+        raise AssertionError("a body that does not end is waited for")
+
+    async def send(message: Message) -> None:
+        answers.append(message)
+
+    redis = connect("redis://127.0.0.1:1/0")  # never asked
+    forwarder = Forwarder(NO_CREDENTIALS)
+    lease = Lease(redis, name="s1", place="here", url="http://127.0.0.1:1")
+    scope = {"type": "http", "method": "POST", "path": "/internal/shards/shard-0/clocks", "query_string": b"epoch=1"}
+    headers = [(b"transfer-encoding", b"chunked")]
+    await served(make_app(), lease, forwarder)({**scope, "headers": headers, "http_version": "1.1"}, receive, send)
+    await forwarder.aclose()
+    assert answers[0]["status"] == 503

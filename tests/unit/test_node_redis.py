@@ -1,5 +1,6 @@
 """A Redis that is down, silent or refusing becomes one error, `storage_unavailable`; and ports for test servers."""
 
+import asyncio
 import socket
 
 import pytest
@@ -27,6 +28,24 @@ async def test_a_redis_that_does_not_answer_is_storage_unavailable(listening: bo
 
     assert caught.value.code == "storage_unavailable"
     assert caught.value.retry_after_s is not None
+
+
+@pytest.mark.asyncio
+async def test_a_new_connection_to_redis_begins_with_the_command_itself() -> None:
+    """A new connection sends the caller's command first: each question before it would cost a distant Redis' delay."""
+    said = bytearray()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        said.extend(await reader.read(1 << 16))
+        writer.close()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+        with pytest.raises(Unavailable), node_redis.unavailable_if_away():
+            await client.get("key")
+        await client.aclose()
+
+    assert said.split() == [b"*2", b"$3", b"GET", b"$3", b"key"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import struct
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,27 @@ async def test_a_checkpoint_in_sync_whose_partitions_are_not_of_its_clock_is_a_c
     else:
         assert code(d, asked) == told
         assert not list((tmp_path / "checkpoints").glob("m/*"))
+
+
+def test_a_checkpoint_is_in_memory_once_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partitions that were read for a checkpoint are freed as they are put together, before anything is written."""
+    d = Driver()
+    d.model(partitions=1)
+    d.send(lambda n: io.RequestCheckpoint(n, "m"))
+    (effect,) = (e for e in d.work if isinstance(e, io.WriteCheckpoint))
+    parts = held(0)
+    values = [weakref.ref(state.values) for _, state in parts]
+    alive: list[bool] = []
+
+    def write(*args: Any, **more: Any) -> dict[str, Any]:
+        alive.extend(v() is not None for v in values)
+        return {"files": {}}
+
+    monkeypatch.setattr(checkpoint, "write", write)
+
+    CheckpointStore(tmp_path).write("m", "c", effect.document, parts)
+
+    assert alive == [False]
 
 
 @pytest.mark.asyncio

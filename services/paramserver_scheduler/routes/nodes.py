@@ -89,9 +89,9 @@ async def clocks(request: Request, name: str) -> Response:
     of shards that the push went to.  Once all of them have sent it, it counts as the worker's own report of that clock.
     The answer comes only when this scheduler stops or refuses a line.
     """
+    no_body_deadline(request.scope)
     epoch = _needed_epoch(request)
     runtime = service(request).runtime
-    no_body_deadline(request.scope)
 
     async def take() -> None:
         rest = b""

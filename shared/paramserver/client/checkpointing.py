@@ -16,7 +16,7 @@ from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
 from paramserver.limits import MIB
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
-from paramserver.wire.state import StateFrame, restore_frame
+from paramserver.wire.state import StateFrame, restore_frame, taken_out
 
 if TYPE_CHECKING:
     from paramserver.checkpoint import Checkpoint
@@ -48,15 +48,15 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
             raise problem("unavailable", "the partitions could not be read at one clock in time", hint=hint)
         yield Pause(0.1)
     workers = yield from listed(model_path(model, "workers"), deadline)
-    optimizer = model_map.spec.optimizer
-    params, slots, steps = gather(model_map.layout, [frame.fitting(state, optimizer) for frame, state in states])
+    numbers = [frame.version for frame, _ in states]
+    params, slots, steps = gather(model_map.layout, taken_out(states, model_map.spec.optimizer))
     return checkpoint.write(
         os.fspath(path),
         model_map.spec.document(),
         params,
         slots,
         steps,
-        [frame.version for frame, _ in states],
+        numbers,
         {str(w["worker"]): w["kept"] for w in workers if w.get("kept") is not None},
         {"clock": max(clocks), "timeline": model_map.timeline},
         overwrite=overwrite,

@@ -3,7 +3,7 @@
 The number of partitions may differ between writing and restoring, because both divide the same flat vector.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from paramserver.types import F32
 
 
 def gather(
-    layout: Layout, states: Sequence[PartitionState]
+    layout: Layout, states: Iterable[PartitionState]
 ) -> tuple[dict[str, F32], dict[str, list[F32]], dict[str, int]]:
     """Return the values, optimizer state and step counts of a model's parameters by name.
 
@@ -25,11 +25,11 @@ def gather(
     pushes to ranges of it), the highest is taken.  Raises ConflictError (`conflict`) if the partitions keep different
     numbers of optimizer arrays.
     """
-    kept = max((len(s.slots) for s in states), default=0)
-    vectors = [np.empty(layout.size, np.float32) for _ in range(1 + kept)]
+    vectors: list[F32] = []
     steps = {p.name: 0 for p in layout.spec.params}
     for (lo, hi), segments, state in zip(layout.partitions(), layout.segments, states, strict=True):
-        if len(state.slots) != kept:
+        vectors = vectors or [np.empty(layout.size, np.float32) for _ in range(1 + len(state.slots))]
+        if len(state.slots) != len(vectors) - 1:
             raise problem("conflict", "the optimizer is being changed; try again")
         for vector, part in zip(vectors, (state.values, *state.slots), strict=True):
             vector[lo:hi] = part

@@ -5,7 +5,7 @@
 the part's dtype, then each slot of the whole partition, float32.  Headers are framed as in `wire.frame`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -58,6 +58,17 @@ class StateFrame(Header, frozen=True, tag_field="kind", tag="state", omit_defaul
             raise problem("malformed", f"the body has {len(body)} bytes, not {self.body_bytes()}")
         arrays = np.frombuffer(body, np.float32).reshape(1 + self.slots, self.size)
         return PartitionState(arrays[0], tuple(arrays[1:]), self.steps)
+
+
+def taken_out(held: list[tuple[StateFrame, PartitionState]], optimizer: OptimizerSpec) -> Iterator[PartitionState]:
+    """Yield each state as `StateFrame.fitting` gives it, in order, and leave the list empty.
+
+    So a whole model is in memory only once while the partitions are put together.
+    """
+    held.reverse()
+    while held:
+        frame, state = held.pop()
+        yield frame.fitting(state, optimizer)
 
 
 class SetPart(msgspec.Struct, frozen=True):
