@@ -73,16 +73,16 @@ const TONES = {
   loading: "warn", resting: "info", idle: "info", stopped: "info", standby: "info", left: "info",
 };
 
-/** good, warn, info or bad: how that state is coloured. */
+/** good, warn, info or bad: how that state is colored. */
 export const tone = state => TONES[state] ?? "bad";
 
-/** A state in a coloured frame. */
+/** A state in a colored frame. */
 export const pill = state => el(`span.pill.${tone(state)}`, {}, state);
 
 /** A bar filled to that fraction. */
 export const bar = (fraction, kind = "") => el(`span.bar${kind && "." + kind}`, {}, el("i", {width: 100 * fraction}));
 
-/** A table; a heading that begins with ">" is of numbers.  On a phone each row is a block of labelled lines. */
+/** A table; a heading that begins with ">" is of numbers.  On a phone each row is a block of labeled lines. */
 export function table(heads, rows) {
   const names = heads.map(h => h.replace(/^>/, ""));
   const right = i => heads[i].startsWith(">") ? "r" : null;

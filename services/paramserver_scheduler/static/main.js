@@ -5,7 +5,7 @@ import {el, show, tone} from "./dom.js";
 import {follow} from "./feed.js";
 import {clock, duration, short} from "./format.js";
 import {ModelPanel} from "./model.js";
-import {NodePanel, shardColours} from "./nodes.js";
+import {NodePanel, shardColors} from "./nodes.js";
 import {RunForm, RunTable} from "./runs.js";
 import {SettingsForm} from "./settings.js";
 import {drawProblems, drawTiles} from "./tiles.js";
@@ -42,11 +42,11 @@ function reload() {
 
 function draw() {
   if (status === null) return;
-  const {cluster, models, runs, events} = status, colours = shardColours(status.nodes);
+  const {cluster, models, runs, events} = status, colors = shardColors(status.nodes);
   drawState(lost ? "no answer" : cluster.state);
   drawFacts(cluster);
   drawProblems(cluster.problems);
-  nodes.draw(status, spanS, colours);
+  nodes.draw(status, spanS, colors);
   drawTiles(status, nodes.series);
   const shown = models.find(m => m.name === chosen) ?? busiest(models, runs);
   drawTabs(models, shown);
@@ -58,7 +58,7 @@ function draw() {
   if (shown === undefined) {
     model.clear();
     show($("model-head"), noModel());
-  } else model.draw(shown, runs, cluster.now, spanS, colours);
+  } else model.draw(shown, runs, cluster.now, spanS, colors);
   runTable.draw(runs);
   show($("events"), eventRows(events));
 }
