@@ -74,7 +74,7 @@ def table(found: dict[str, Any]) -> RenderableType:
             last = "  ".join(f"{s['name']} {s['last']:.4g}" for s in m["series"] if s["last"] is not None)
             lag = "-" if m["lag"] is None else f"{m['lag']:.1f}"
             numbers = (str(m["version"]), str(m["clock"]), f"{m['pushes_per_s']:.1f}", lag)
-            workers = sum(w["state"] != "dead" for w in m["workers"])
+            workers = sum(w["alive"] for w in m["workers"])
             state = f"{m['state']}, {len(m['moving'])} moving" if m["moving"] else m["state"]
             models.add_row(m["name"], m["mode"], state, *numbers, str(workers), last)
         parts += [Text(), models]

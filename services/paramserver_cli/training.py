@@ -96,7 +96,7 @@ class Training:
                 float(w["heartbeat_age_s"]),
             )
             for w in model["workers"]
-            if w["state"] != "dead"
+            if w["alive"]
         )
         losses = [w.loss for w in workers if w.loss is not None]
         newest = {s["name"]: s["last"] for s in model["series"]}

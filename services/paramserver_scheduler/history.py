@@ -145,7 +145,7 @@ class History:
         """Add a status to the time series, and an event for each difference from the previous status."""
         unix_s = status.cluster.now
         alive = sum(n.alive for n in status.nodes if n.role == "shard")
-        workers = sum(w.state != "dead" for m in status.models for w in m.workers)
+        workers = sum(w.alive for m in status.models for w in m.workers)
         for name, value in (
             ("cluster.shards", alive),
             ("cluster.workers", workers),
@@ -170,9 +170,9 @@ class History:
         self._record(MODEL_METRICS, model, labels, unix_s)
         if model.served == model.partitions:
             self.rings.add("model.durable_behind", labels, unix_s, max(0, model.version - model.durable_version))
-        self.rings.add("model.workers", labels, unix_s, sum(w.state != "dead" for w in model.workers))
+        self.rings.add("model.workers", labels, unix_s, sum(w.alive for w in model.workers))
         for worker in model.workers:
-            if worker.state != "dead":
+            if worker.alive:
                 own: Labels = (*labels, ("worker", worker.worker))
                 self.rings.add("worker.lag", own, unix_s, worker.lag)
                 self.rings.add("worker.clock", own, unix_s, worker.clock)
@@ -242,4 +242,4 @@ class History:
 def _is_quiet(model: ModelStatus) -> bool:
     """Whether a model has no live workers and has had no requests or updates for some seconds."""
     moved = model.pushes_per_s or model.pulls_per_s or model.updates_per_s or model.push_p50_s or model.pull_p50_s
-    return not moved and all(w.state == "dead" for w in model.workers)
+    return not moved and not any(w.alive for w in model.workers)

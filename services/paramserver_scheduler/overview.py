@@ -126,7 +126,7 @@ def _model(
     reports = [_model_metrics(x["metrics"], name) for x in shards if x["alive"]]
     lags_seen = _lags(reports)
     workers = [_worker(w, lags_seen) for w in line["workers"] if w["alive"] or w["heartbeat_age_s"] < FORGOTTEN_S]
-    lags = [w.lag for w in workers if w.lag is not None and w.state != "dead"]
+    lags = [w.lag for w in workers if w.lag is not None and w.alive]
     owners = sorted({p["shard"] for p in partitions} - {None})
     place = {shard: i for i, shard in enumerate(owners)}
     return ModelStatus(

@@ -52,7 +52,8 @@ class WorkerStatus(BaseModel):
     epoch: int
     rank: int
     clock: int
-    state: str = Field(examples=["active", "draining", "dead"])
+    state: str = Field(examples=["active", "draining", "resting", "left", "dead"])
+    alive: bool
     heartbeat_age_s: float
     lag: float | None = Field(
         default=None, description="versions applied between its pulls and its pushes, as the shards see it; mean"

@@ -72,7 +72,7 @@ def _models(models: list[ModelStatus]) -> Iterator[Metric]:
 
 
 def _live(model: ModelStatus) -> int:
-    return sum(w.state != "dead" for w in model.workers)
+    return sum(w.alive for w in model.workers)
 
 
 def _one(name: str, text: str, value: float) -> Metric:

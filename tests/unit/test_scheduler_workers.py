@@ -278,3 +278,19 @@ def test_a_worker_that_left_cannot_be_asked_to_finish() -> None:
         d.ask(lambda n: io.DrainWorker(n, "m", a["worker"]))
     with pytest.raises(NotFoundError, match=r"'m/b' has not joined"):
         d.ask(lambda n: io.DrainWorker(n, "m", "m/b"))
+
+
+def test_a_worker_that_left_is_not_called_dead() -> None:
+    """A worker that leaves is shown as left, also under the next leader; one whose lease expires is shown as dead."""
+    d = Driver()
+    d.model()
+    gone, lost = d.join("a"), d.join("b")
+    d.ask(lambda n: io.LeaveWorker(n, "m", gone["worker"]))
+    d.wait(limits.LEASE_S + 1.0)
+    wanted = {gone["worker"]: "left", lost["worker"]: "dead"}
+
+    assert {w["worker"]: w["state"] for w in d.core.read.workers("m", d.now)} == wanted
+    d.restart()
+    assert {w["worker"]: w["state"] for w in d.core.read.workers("m", d.now)} == wanted
+    assert d.join("a")["epoch"] == 2
+    assert d.core.read.worker("m", "m/a", d.now)["state"] == "active"

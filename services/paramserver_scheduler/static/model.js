@@ -76,7 +76,7 @@ export class ModelPanel {
   #values(model) {
     const values = {"model.durable_behind": behind(model)};
     for (const name of OWN) values["model." + name] = model[name];
-    for (const w of model.workers) if (w.state !== "dead") values[line("worker.lag", w.worker)] = w.lag;
+    for (const w of model.workers) if (w.alive) values[line("worker.lag", w.worker)] = w.lag;
     for (const name of this.#reported) {
       if (!(name in model.latest)) continue;  // no finite value yet
       const [at, value] = model.latest[name];
@@ -182,7 +182,7 @@ function workers(model) {
   const top = Math.max(1, ...model.workers.map(w => w.clock));
   const sorted = [...model.workers].sort((a, b) => byName(a.worker, b.worker));
   return table(["worker", "state", ">clock", "", ">lag", ">loss", ">heartbeat"], sorted.map(w => ({
-    kind: w.state === "dead" ? "gone" : null,
+    kind: w.alive ? null : "gone",
     cells: [
       w.worker,
       [pill(w.state), model.waiting_for.includes(w.worker) && el("span.pill.warn", {title: "other workers wait for it"}, "waited for")],

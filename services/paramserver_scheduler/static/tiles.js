@@ -11,7 +11,7 @@ const most = values => values.reduce((high, v) => v !== null && (high === null |
 export function drawTiles({nodes, models, cluster}, series) {
   const shards = nodes.filter(n => n.role === "shard" && n.state !== "left"), alive = shards.filter(n => n.alive);
   const troubled = shards.filter(n => ["dead", "silent", "draining"].includes(stateOf(n)));
-  const known = models.flatMap(m => m.workers), workers = known.filter(w => w.state !== "dead");
+  const known = models.flatMap(m => m.workers), workers = known.filter(w => w.alive);
   const gone = known.length > 0 ? `${fixed(known.length)} no longer heard of` : "none has joined";
   const waited = new Set(models.flatMap(m => m.waiting_for));
   const traffic = models.reduce((sum, m) => sum + m.in_bytes_per_s + m.out_bytes_per_s, 0);

@@ -121,6 +121,7 @@ class Cluster:
                 "lease_s": worker.lease_s,
                 "state": worker.state,
                 "draining": worker.draining,
+                "left": worker.left,
             },
         )
 

@@ -120,6 +120,8 @@ class Worker(Holder):
     resting: bool = False
     """It asked for data and there is none for now, so barriers do not wait for it."""
     draining: bool = False
+    left: bool = False
+    """Whether it left, rather than lost its lease."""
     open_polls: int = 0
     """Its open long polls; while there are any, it is alive."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -198,6 +198,8 @@ def _worker(model: Model, w: Worker, now: float, kept: bool) -> dict[str, Any]:
     lease = _lease(w, now)
     if w.alive and (w.draining or w.resting):
         lease["state"] = "draining" if w.draining else "resting"
+    if w.left:
+        lease["state"] = "left"
     if not w.epoch:
         lease["state"] = "restored"
     return {

@@ -96,6 +96,7 @@ def _worker(name: str, model: Model, doc: Mapping[str, Any], late: Sequence[Any]
         name, doc["epoch"], now, doc["alive"], doc["rank"], done, pending, granted=granted,
         # So that a plain client that has not been told of a rollback yet will be.
         timeline=doc["timeline"], lease_s=doc["lease_s"], draining=doc.get("draining", False),
+        left=doc.get("left", False),
     )  # fmt: skip
     worker.keep(doc["state"])
     return worker

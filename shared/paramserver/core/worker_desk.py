@@ -92,6 +92,7 @@ class WorkerDesk:
         """Remove the rank's present holder if its run is over: the next run may start before it has been told."""
         for worker in model.roster.live():
             if worker.rank == rank and worker.name != name and self.runs.worker_state(model, worker.name) == "stop":
+                worker.left = True
                 self._remove(model, worker)
                 break
 
@@ -126,6 +127,7 @@ class WorkerDesk:
         if worker is None:
             raise problem("unknown_worker", f"worker {e.worker!r:.140} has not joined")
         if worker.alive and e.epoch in (None, worker.epoch):
+            worker.left = True
             self._remove(model, worker)
         self.c.answer(e.request, None, 204)
 
