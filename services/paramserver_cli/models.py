@@ -99,7 +99,7 @@ def set_(
 
     psctl set demo mode=ssp staleness=2
 
-    psctl set demo optimizer=adam betas=[0.9,0.95]
+    psctl set demo optimizer=adam 'betas=[0.9,0.95]'
     """
     changed = connect(url).request("PATCH", f"/models/{model}", merge_patch(settings))
     if as_json:
