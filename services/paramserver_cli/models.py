@@ -89,7 +89,7 @@ def create_from(client: ps.Client, model: str, spec: dict[str, Any], *, exist_ok
 
 def set_(
     model: Annotated[str, typer.Argument(help="The model's name.")],
-    settings: Annotated[list[str], typer.Argument(help="NAME=VALUE ...", metavar="NAME=VALUE...")],
+    settings: Annotated[list[str], typer.Argument(help="Settings, such as lr=0.05.", metavar="NAME=VALUE...")],
     as_json: Json = False,
     url: Url = None,
 ) -> None:

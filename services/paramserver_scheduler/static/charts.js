@@ -13,6 +13,9 @@ const POWERS = Array.from({length: 46}, (_, i) => 2 ** i);
 /** The n-th color of lines, shards and partitions. */
 export const color = n => style(`--c${((n % 10) + 10) % 10}`);
 
+/** The color of what is no shard. */
+export const plainColor = () => style("--text");
+
 const probe = document.createElement("span");
 
 /** What a color of the style sheet is in the present theme; a canvas takes no CSS variables. */

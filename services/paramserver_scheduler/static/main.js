@@ -90,7 +90,9 @@ function drawTabs(models, shown) {
     const options = named.map(m => el("option", {value: m.name, selected: m === shown}, m.name));
     return show($("models"), el("select", {"aria-label": "model"}, options), el("span.dim", {}, `${named.length} models`));
   }
-  show($("models"), named.map(m => el("button", {type: "button", "aria-pressed": String(m === shown), "data-model": m.name},
+  show($("models"), named.map(m => el("button", {
+    type: "button", "aria-pressed": String(m === shown), "data-model": m.name, "data-key": m.name,
+  },
     el(`i.dot.${tone(m.state)}`), m.name, m.updates_per_s > 0 && el("span.dim.num", {}, ` ${short(m.updates_per_s)}/s`))));
 }
 
@@ -103,7 +105,7 @@ function noModel() {
 
 function eventRows(events) {
   if (events.length === 0) return el("p.dim", {}, "No events yet.");
-  return el("ul.events", {}, events.slice(0, EVENTS).map(e => el("li", {},
+  return el("ul.events", {}, events.slice(0, EVENTS).map(e => el("li", {"data-key": `${e.at} ${e.text}`},
     el("span.dim.num", {}, clock(e.at)), el(`i.dot.${e.level}`), el("span", {}, e.text))));
 }
 

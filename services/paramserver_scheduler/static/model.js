@@ -3,6 +3,7 @@
 import {Chart, color} from "./charts.js";
 import {bar, el, pill, show, table} from "./dom.js";
 import {NOT_FINITE, age, byName, bytes, clock, duration, fixed, others, percent, seconds, short, unit} from "./format.js";
+import {look} from "./nodes.js";
 import {ended} from "./runs.js";
 import {Series, line} from "./series.js";
 
@@ -182,7 +183,7 @@ function workers(model) {
   const top = Math.max(1, ...model.workers.map(w => w.clock));
   const sorted = [...model.workers].sort((a, b) => byName(a.worker, b.worker));
   return table(["worker", "state", ">clock", "", ">lag", ">loss", ">heartbeat"], sorted.map(w => ({
-    kind: w.alive ? null : "gone",
+    key: w.worker, kind: w.alive ? null : "gone",
     cells: [
       w.worker,
       [pill(w.state), model.waiting_for.includes(w.worker) && el("span.pill.warn", {title: "other workers wait for it"}, "waited for")],
@@ -199,11 +200,11 @@ function partitions(model, colors) {
     if (owner >= 0) counts[owner]++;
     const kind = owner < 0 ? ".orphan" : moving.has(i) ? ".moving" : loading.has(i) ? ".loading" : "";
     const says = owner < 0 ? "no owner" : model.shards[owner] + (kind && `, ${kind.slice(1)}`);
-    return el("i.cell" + kind, {title: `partition ${i}: ${says}`, vars: owner < 0 ? {} : {"--c": color(colors(model.shards[owner]))}});
+    return el("i.cell" + kind, {title: `partition ${i}: ${says}`, vars: owner < 0 ? {} : look(colors(model.shards[owner]))});
   });
   const missing = model.owners.filter(o => o < 0).length;
   const places = model.shards.map((s, i) => [s, i]).sort(([a], [b]) => byName(a, b));
-  const legend = places.map(([s, i]) => el("span", {vars: {"--c": color(colors(s))}}, el("i"), `${s} `, el("b", {}, String(counts[i]))));
+  const legend = places.map(([s, i]) => el("span", {vars: look(colors(s))}, el("i"), `${s} `, el("b", {}, String(counts[i]))));
   return [
     el("div.legend", {}, legend, missing > 0 && el("span.bad", {}, `no owner ${missing}`),
       loading.size > 0 && el("span.warn", {}, `loading ${loading.size}`), moving.size > 0 && el("span.info", {}, `moving ${moving.size}`)),

@@ -1,6 +1,6 @@
 // Every process that is part of the cluster, with what it takes of its machine, and what it did lately.
 
-import {Chart, color} from "./charts.js";
+import {Chart, color, plainColor} from "./charts.js";
 import {bar, el, pill, show, table} from "./dom.js";
 import {age, byName, bytes, others, short, unit} from "./format.js";
 import {Series, line} from "./series.js";
@@ -62,16 +62,20 @@ export class NodePanel {
 }
 
 const sum = (items, of) => items.reduce((total, item) => total + of(item), 0);
-const nodeColor = (n, colors) => n.role === "shard" ? color(colors(n.name)) : color(8);
+const nodeColor = (n, colors) => n.role === "shard" ? color(colors(n.name)) : plainColor();
+
+/** CSS variables of the n-th shard's mark: one of ten colors, striped for the next ten. `null`: of what is no shard. */
+export const look = nth => nth === null ? {"--c": plainColor()}
+  : {"--c": color(nth), ...(nth >= 10 && {"--stripes": `var(--stripes-${Math.floor(nth / 10) % 4})`})};
 
 function rows(nodes, colors) {
   const most = Math.max(1, ...nodes.map(n => n.cpu_cores ?? 0));
   const busiest = Math.max(1, ...nodes.map(n => n.rss_bytes ?? 0));
   const heads = ["node", "role", "state", ">heartbeat", ">load", "", ">memory", "", ">in", ">out", ">partitions", ">parameters", "address"];
   return table(heads, nodes.map(n => ({
-    kind: n.alive ? null : "gone",
+    key: n.name, kind: n.alive ? null : "gone",
     cells: [
-      el("span.node", {vars: n.role === "pool" ? {} : {"--c": nodeColor(n, colors)}}, n.role !== "pool" && el("i"), n.name),
+      el("span.node", {vars: n.role === "pool" ? {} : look(n.role === "shard" ? colors(n.name) : null)}, n.role !== "pool" && el("i"), n.name),
       n.role === "pool" ? "worker" : n.role, pill(stateOf(n)), age(n.heartbeat_age_s),
       n.cpu_cores === null ? "" : short(n.cpu_cores), n.cpu_cores === null ? "" : bar(n.cpu_cores / most),
       n.rss_bytes === null ? "" : bytes(n.rss_bytes),
