@@ -10,9 +10,13 @@ from rich.table import Table
 from paramserver.errors import NotFoundError, problem
 from paramserver_cli.config import Json, Url, connect
 from paramserver_cli.display import console
+from paramserver_cli.exits import Group
 
 app = typer.Typer(
-    no_args_is_help=True, help="Save, restore and list checkpoints.", epilog="psctl checkpoint save demo ./ckpt"
+    cls=Group,
+    no_args_is_help=True,
+    help="Save, restore and list checkpoints.",
+    epilog="psctl checkpoint save demo ./ckpt",
 )
 ModelName = Annotated[str, typer.Argument(help="The model's name.")]
 

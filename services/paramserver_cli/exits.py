@@ -1,6 +1,7 @@
 """Exit codes of psctl, and the errors that lead to them."""
 
 import errno
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, Final
@@ -52,7 +53,18 @@ def code_of(error: PsError) -> int:
     return FAILED
 
 
-class Psctl(TyperGroup):
+class Group(TyperGroup):
+    """Commands whose help fills the terminal: lines of a paragraph are joined, except those of an indented block."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command, or None."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and command.help:
+            command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help)
+        return command
+
+
+class Psctl(Group):
     """The outermost command: turns errors into a line on standard error and an exit code instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:

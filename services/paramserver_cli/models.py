@@ -89,7 +89,7 @@ def create_from(client: ps.Client, model: str, spec: dict[str, Any], *, exist_ok
 
 def set_(
     model: Annotated[str, typer.Argument(help="The model's name.")],
-    settings: Annotated[list[str], typer.Argument(help="NAME=VALUE ...", metavar="NAME=VALUE...")],
+    settings: Annotated[list[str], typer.Argument(help="Settings, such as lr=0.05.", metavar="NAME=VALUE...")],
     as_json: Json = False,
     url: Url = None,
 ) -> None:
@@ -99,7 +99,7 @@ def set_(
 
     psctl set demo mode=ssp staleness=2
 
-    psctl set demo optimizer=adam betas=[0.9,0.95]
+    psctl set demo optimizer=adam 'betas=[0.9,0.95]'
     """
     changed = connect(url).request("PATCH", f"/models/{model}", merge_patch(settings))
     if as_json:

@@ -11,9 +11,13 @@ from paramserver.errors import problem
 from paramserver_cli import series
 from paramserver_cli.config import Json, Url, connect
 from paramserver_cli.display import console, last_line
+from paramserver_cli.exits import Group
 
 app = typer.Typer(
-    no_args_is_help=True, help="List, show, pause, resume and stop runs; train in series.", epilog="psctl run list"
+    cls=Group,
+    no_args_is_help=True,
+    help="List, show, pause, resume and stop runs; train in series.",
+    epilog="psctl run list",
 )
 Run = Annotated[str, typer.Argument(help="The run's id, such as run-1.")]
 

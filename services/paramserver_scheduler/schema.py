@@ -52,7 +52,7 @@ class WorkerStatus(BaseModel):
     epoch: int
     rank: int
     clock: int
-    state: str = Field(examples=["active", "draining", "left", "dead"])
+    state: str = Field(examples=["active", "draining", "resting", "left", "dead"])
     alive: bool
     heartbeat_age_s: float
     lag: float | None = Field(

@@ -16,7 +16,7 @@ BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 BUCKETS_VERSIONS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 PUSHES: Final = Counter("paramserver_pushes_total", "Pushes accepted", ["model", "state"])
-DUPLICATES: Final = Counter("paramserver_push_duplicates_total", "Pushes recognised as repeated", ["model"])
+DUPLICATES: Final = Counter("paramserver_push_duplicates_total", "Pushes recognized as repeated", ["model"])
 PULLS: Final = Counter("paramserver_pulls_total", "Pulls answered", ["model"])
 RECEIVED: Final = Counter("paramserver_received_bytes_total", "Bytes of gradients received", ["model"])
 SENT: Final = Counter("paramserver_sent_bytes_total", "Bytes of values sent", ["model"])

@@ -118,7 +118,7 @@ class Check:
             return max((s["last"] or 0.0 for s in self.live()["series"] if s["name"] == "accuracy"), default=0.0)
 
         until(lambda: accuracy() >= 0.9, "an accuracy of 90 %", 150.0)
-        self.note("until 90 % of the test images are recognised", f"{time.monotonic() - self.up_s:.0f} s after `up`")
+        self.note("until 90 % of the test images are recognized", f"{time.monotonic() - self.up_s:.0f} s after `up`")
 
     def shares_memory(self) -> None:
         """Workers see the sockets of both shards in shared memory, and a shard has mapped memory there."""

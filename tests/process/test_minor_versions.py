@@ -20,7 +20,7 @@ from .cluster import Cluster
 
 pytestmark = pytest.mark.process
 
-NEWS = {"from_the_future": {"colour": "blue", "parts": [[1, None]], "more": 7.5}}
+NEWS = {"from_the_future": {"color": "blue", "parts": [[1, None]], "more": 7.5}}
 """Unknown members, as a later version may add them to any map."""
 
 

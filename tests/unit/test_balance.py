@@ -91,7 +91,7 @@ def test_what_cannot_move_stays() -> None:
     assert plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1")], 4) == []
 
 
-def test_load_is_levelled_by_an_exchange_when_bytes_are_level() -> None:
+def test_load_is_leveled_by_an_exchange_when_bytes_are_level() -> None:
     """With equal bytes, two busy partitions on one shard are separated by an exchange, and no further move follows."""
     loads = [50.0 * MIB, 50.0 * MIB, 0.0, 0.0]
     partitions = [PartitionLoad(("m", i), f"s{i // 2}", MIB, loads[i]) for i in range(4)]

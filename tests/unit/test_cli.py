@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -53,20 +53,6 @@ def test_a_wrong_setting_is_a_usage_error(word: str, says: str) -> None:
     """A word with an unknown name, or not of the form name=value, is a usage error that says so."""
     with pytest.raises(typer.BadParameter, match=says):
         merge_patch([word])
-
-
-def _commands(command: Any, path: str = "psctl") -> Iterator[tuple[str, Any]]:
-    inner = getattr(command, "commands", {})
-    if not inner:
-        yield path, command
-    for name, one in inner.items():
-        yield from _commands(one, f"{path} {name}")
-
-
-@pytest.mark.parametrize(("path", "command"), list(_commands(typer.main.get_command(app))))
-def test_help_shows_how_a_command_is_typed(path: str, command: Any) -> None:
-    """The help of each command has an example of it on a line of its own."""
-    assert [line for line in f"{command.help}\n{command.epilog}".splitlines() if line.strip().startswith(path)]
 
 
 def test_a_setting_within_a_value_is_a_usage_error() -> None:

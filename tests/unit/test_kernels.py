@@ -122,7 +122,7 @@ def test_each_segment_steps_by_its_own_numbers(o: OptimizerSpec) -> None:
 
 
 @every_optimizer
-def test_neighbouring_segments_with_the_same_numbers_step_as_one(o: OptimizerSpec) -> None:
+def test_neighboring_segments_with_the_same_numbers_step_as_one(o: OptimizerSpec) -> None:
     """Adjacent segments with the same numbers give the same result as one, wherever parameters begin."""
     w, g, slots = vector(0), vector(1), state(o)
     cuts = [0, 1, 2, 900, 4000, SIZE]
@@ -273,7 +273,7 @@ def test_what_counts_of_float64_is_what_it_is_in_float32() -> None:
         assert not kernels.all_finite(np.array([bad]), "float64")
 
 
-def test_centred_rmsprop_stays_finite_when_rounding_makes_its_variance_negative() -> None:
+def test_centered_rmsprop_stays_finite_when_rounding_makes_its_variance_negative() -> None:
     """Centered RMSprop stays finite under a constant gradient, whose variance of about zero may round below zero."""
     o = OptimizerSpec("rmsprop", centered=True, alpha=0.9)
     g = np.abs(vector(0)) + F(0.1)

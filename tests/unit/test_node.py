@@ -233,7 +233,7 @@ async def test_readiness_says_what_is_missing() -> None:
 
 
 @pytest.mark.asyncio
-async def test_metrics_are_labelled_by_route_not_by_path() -> None:
+async def test_metrics_are_labeled_by_route_not_by_path() -> None:
     """Metrics are labeled by route, so that paths made up by clients do not become labels."""
     app = served(True)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as client:

@@ -15,6 +15,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 PRESENT = [p for p in PAGES if p.name != "CHANGELOG.md" and p.parent.name != "decisions"]
 """Pages of what there is now; the others also tell what there was."""
+SOURCES = [f for d in ("deploy", "k8s", "services", "shared", "tests") for f in sorted((ROOT / d).rglob("*.*"))]
+TEXTS = [*PAGES, *(f for f in SOURCES if f.suffix in (".py", ".js", ".css", ".html", ".yaml", ".yml"))]
+BRITISH = re.compile(
+    r"(?:behav|col|fav|flav|harb|hon|neighb)our|(?:anal|paral)yse|misspelt"
+    r"|(?:initial|normal|optim|organ|random|recogn|serial|synchron|summar|util)is(?:e|ing|ation)"
+    r"|^(?:grey|centred?|metres?|licence|defence|artefact|catalogue)$|(?:label|level|model|travel)l(?:ed|ing)$"
+)
+WORD = re.compile("[a-z]+")
 CODE = re.compile(r"^```.*?^```|^    .*?$", re.M | re.S)
 
 
@@ -86,3 +94,11 @@ def test_files_modules_and_targets_exist(page: Path) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     for target in re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.M):
         assert target in targets, target
+
+
+def test_spelling_is_american() -> None:
+    """Pages, sources and comments have American spelling, apart from the wrong keys that a test sends on purpose."""
+    words = {named(f): set(WORD.findall(f.read_text().lower())) for f in TEXTS if f != Path(__file__)}
+    british = set(filter(BRITISH.search, set().union(*words.values())))
+    wrong = {(f, w) for f, found in words.items() for w in found & british}
+    assert wrong <= {(f"tests/{f}", "optimiser") for f in ("contract/test_scheduler_routes.py", "unit/test_spec.py")}

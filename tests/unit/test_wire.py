@@ -90,7 +90,7 @@ def test_the_example_of_the_protocol_page_is_a_real_frame() -> None:
 
 def test_unknown_header_keys_are_ignored() -> None:
     """Unknown header keys, as a newer client may send them, are ignored."""
-    assert read(spelled_out(PUSH) | {"colour": "blue"}, frame.PushFrame) == PUSH
+    assert read(spelled_out(PUSH) | {"color": "blue"}, frame.PushFrame) == PUSH
 
 
 def test_a_newer_frame_format_is_refused_by_name() -> None:

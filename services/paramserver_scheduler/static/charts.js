@@ -10,12 +10,15 @@ const TIMES_S = [1, 2, 5, 10, 15, 30].flatMap(n => [n, 60 * n]).concat([3600, 72
 const GAP_S = 8;
 const POWERS = Array.from({length: 46}, (_, i) => 2 ** i);
 
-/** The n-th colour of lines, shards and partitions. */
-export const colour = n => style(`--c${((n % 10) + 10) % 10}`);
+/** The n-th color of lines, shards and partitions. */
+export const color = n => style(`--c${((n % 10) + 10) % 10}`);
+
+/** The color of what is no shard. */
+export const plainColor = () => style("--text");
 
 const probe = document.createElement("span");
 
-/** What a colour of the style sheet is in the present theme; a canvas takes no CSS variables. */
+/** What a color of the style sheet is in the present theme; a canvas takes no CSS variables. */
 function style(name) {
   if (!probe.isConnected) document.head.append(probe);
   probe.style.color = `var(${name})`;
@@ -46,13 +49,13 @@ export class Chart {
     this.#watch.observe(this.canvas);
   }
 
-  /** Draw these lines ({label, colour, values, dash}) from and to Unix seconds; `warning` replaces the newest value, `more` ends the legend. */
+  /** Draw these lines ({label, color, values, dash}) from and to Unix seconds; `warning` replaces the newest value, `more` ends the legend. */
   draw(times, lines, from, to, {warning = "", more = ""} = {}) {
     this.#warning = warning;
     this.#more = more;
     this.#span = [from, Math.max(to, from + 5)];
     this.#lines = lines;
-    const kind = JSON.stringify(lines.map(l => [l.label, l.colour, l.dash])) + style("--line");
+    const kind = JSON.stringify(lines.map(l => [l.label, l.color, l.dash])) + style("--line");
     if (this.#plot === null || kind !== this.#drawn) this.#build(times, kind);
     else this.#plot.setData([times, ...lines.map(l => l.values)]);
     this.canvas.classList.toggle("empty", !lines.some(l => l.values.some(v => v !== null)));
@@ -86,9 +89,9 @@ export class Chart {
           ...(of.startsWith("B") ? {incrs: POWERS} : {})},
       ],
       series: [{}, ...this.#lines.map(l => ({
-        label: l.label, stroke: l.colour, width: 1.6, dash: l.dash, spanGaps: !gaps, gaps: long,
-        points: {show: (u, i) => single(u.data[i], gaps), size: 4, fill: l.colour},
-        fill: this.#lines.length === 1 ? l.colour.replace("rgb(", "rgba(").replace(")", ", 0.12)") : undefined,
+        label: l.label, stroke: l.color, width: 1.6, dash: l.dash, spanGaps: !gaps, gaps: long,
+        points: {show: (u, i) => single(u.data[i], gaps), size: 4, fill: l.color},
+        fill: this.#lines.length === 1 ? l.color.replace("rgb(", "rgba(").replace(")", ", 0.12)") : undefined,
       }))],
       hooks: {setCursor: [() => this.#tell()]},
     };
@@ -102,7 +105,7 @@ export class Chart {
     const one = this.#lines.length === 1 && !this.#lines[0].label;
     const warns = this.#warning && at === null;
     show(this.value, warns ? el("span.bad", {}, this.#warning) : one && said(this.#lines[0]));
-    show(this.legend, !one && this.#lines.map(l => el("span", {vars: {"--c": l.colour}}, el("i"), l.label + " ", el("b", {}, said(l)))),
+    show(this.legend, !one && this.#lines.map(l => el("span", {vars: {"--c": l.color}}, el("i"), l.label + " ", el("b", {}, said(l)))),
       this.#more && el("span", {}, this.#more));
   }
 

@@ -24,7 +24,7 @@ function add(e, children) {
   }
 }
 
-/** Makes the children of `host` equal to `children`. */
+/** Makes the children of `host` equal to `children`.  Of a list that grows and shrinks each child has a `data-key`. */
 export function show(host, ...children) {
   const next = document.createElement("div");
   add(next, children);
@@ -32,10 +32,13 @@ export function show(host, ...children) {
 }
 
 function morph(from, to) {
+  const wanted = [...to.childNodes], keys = new Set(wanted.map(keyOf)), known = new Set([...from.childNodes].map(keyOf));
   let old = from.firstChild;
-  for (const want of [...to.childNodes]) {
-    if (old === null) {
-      from.append(want);
+  for (const want of wanted) {
+    // What is gone is removed and what is new is inserted, so that a focused button stays that of its own row.
+    while (old !== null && !keys.has(keyOf(old))) old = removed(old);
+    if (old === null || !known.has(keyOf(want))) {
+      from.insertBefore(want, old);
       continue;
     }
     const following = old.nextSibling;
@@ -48,11 +51,16 @@ function morph(from, to) {
     }
     old = following;
   }
-  while (old !== null) {
-    const following = old.nextSibling;
-    old.remove();
-    old = following;
-  }
+  while (old !== null) old = removed(old);
+}
+
+/** Text, and elements without a key, are told apart by their place alone. */
+const keyOf = node => node.dataset?.key ?? "";
+
+function removed(node) {
+  const following = node.nextSibling;
+  node.remove();
+  return following;
 }
 
 /** What the user has unfolded stays so. */
@@ -73,21 +81,21 @@ const TONES = {
   loading: "warn", resting: "info", idle: "info", stopped: "info", standby: "info", left: "info",
 };
 
-/** good, warn, info or bad: how that state is coloured. */
+/** good, warn, info or bad: how that state is colored. */
 export const tone = state => TONES[state] ?? "bad";
 
-/** A state in a coloured frame. */
+/** A state in a colored frame. */
 export const pill = state => el(`span.pill.${tone(state)}`, {}, state);
 
 /** A bar filled to that fraction. */
 export const bar = (fraction, kind = "") => el(`span.bar${kind && "." + kind}`, {}, el("i", {width: 100 * fraction}));
 
-/** A table; a heading that begins with ">" is of numbers.  On a phone each row is a block of labelled lines. */
+/** A table of rows {key, cells, kind}; a heading that begins with ">" is of numbers.  On a phone a row is a block of lines. */
 export function table(heads, rows) {
   const names = heads.map(h => h.replace(/^>/, ""));
   const right = i => heads[i].startsWith(">") ? "r" : null;
   const cells = row => row.cells.map((c, i) => el("td", {class: right(i), "data-label": names[i]}, c));
   return el("table", {},
     el("thead", {}, el("tr", {}, names.map((n, i) => el("th", {class: right(i), scope: "col"}, n)))),
-    el("tbody", {}, rows.map(row => el("tr", {class: row.kind ?? null}, cells(row)))));
+    el("tbody", {}, rows.map(row => el("tr", {"data-key": row.key, class: row.kind ?? null}, cells(row)))));
 }

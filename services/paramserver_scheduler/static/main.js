@@ -5,7 +5,7 @@ import {el, show, tone} from "./dom.js";
 import {follow} from "./feed.js";
 import {clock, duration, short} from "./format.js";
 import {ModelPanel} from "./model.js";
-import {NodePanel, shardColours} from "./nodes.js";
+import {NodePanel, shardColors} from "./nodes.js";
 import {RunForm, RunTable} from "./runs.js";
 import {SettingsForm} from "./settings.js";
 import {drawProblems, drawTiles} from "./tiles.js";
@@ -42,11 +42,11 @@ function reload() {
 
 function draw() {
   if (status === null) return;
-  const {cluster, models, runs, events} = status, colours = shardColours(status.nodes);
+  const {cluster, models, runs, events} = status, colors = shardColors(status.nodes);
   drawState(lost ? "no answer" : cluster.state);
   drawFacts(cluster);
   drawProblems(cluster.problems);
-  nodes.draw(status, spanS, colours);
+  nodes.draw(status, spanS, colors);
   drawTiles(status, nodes.series);
   const shown = models.find(m => m.name === chosen) ?? busiest(models, runs);
   drawTabs(models, shown);
@@ -58,7 +58,7 @@ function draw() {
   if (shown === undefined) {
     model.clear();
     show($("model-head"), noModel());
-  } else model.draw(shown, runs, cluster.now, spanS, colours);
+  } else model.draw(shown, runs, cluster.now, spanS, colors);
   runTable.draw(runs);
   show($("events"), eventRows(events));
 }
@@ -90,7 +90,9 @@ function drawTabs(models, shown) {
     const options = named.map(m => el("option", {value: m.name, selected: m === shown}, m.name));
     return show($("models"), el("select", {"aria-label": "model"}, options), el("span.dim", {}, `${named.length} models`));
   }
-  show($("models"), named.map(m => el("button", {type: "button", "aria-pressed": String(m === shown), "data-model": m.name},
+  show($("models"), named.map(m => el("button", {
+    type: "button", "aria-pressed": String(m === shown), "data-model": m.name, "data-key": m.name,
+  },
     el(`i.dot.${tone(m.state)}`), m.name, m.updates_per_s > 0 && el("span.dim.num", {}, ` ${short(m.updates_per_s)}/s`))));
 }
 
@@ -103,7 +105,7 @@ function noModel() {
 
 function eventRows(events) {
   if (events.length === 0) return el("p.dim", {}, "No events yet.");
-  return el("ul.events", {}, events.slice(0, EVENTS).map(e => el("li", {},
+  return el("ul.events", {}, events.slice(0, EVENTS).map(e => el("li", {"data-key": `${e.at} ${e.text}`},
     el("span.dim.num", {}, clock(e.at)), el(`i.dot.${e.level}`), el("span", {}, e.text))));
 }
 

@@ -1,8 +1,9 @@
 // One model: how far it is, its charts, its workers, and which shard owns which partition.
 
-import {Chart, colour} from "./charts.js";
+import {Chart, color} from "./charts.js";
 import {bar, el, pill, show, table} from "./dom.js";
 import {NOT_FINITE, age, byName, bytes, clock, duration, fixed, others, percent, seconds, short, unit} from "./format.js";
+import {look} from "./nodes.js";
 import {ended} from "./runs.js";
 import {Series, line} from "./series.js";
 
@@ -55,13 +56,13 @@ export class ModelPanel {
   }
 
   /** Show this second. */
-  draw(model, runs, nowS, spanS, colours) {
+  draw(model, runs, nowS, spanS, colors) {
     const names = reportedNames(model);
     if (this.#model !== model.name || names.join() !== this.#reported.join()) this.choose(model, spanS, nowS);
     this.#series.add(nowS, spanS, this.#values(model));
     show(document.getElementById("model-head"), head(model, runs));
     show(document.getElementById("workers"), workers(model));
-    show(document.getElementById("partitions"), partitions(model, colours));
+    show(document.getElementById("partitions"), partitions(model, colors));
     this.#drawCharts(model, nowS, spanS);
   }
 
@@ -94,7 +95,7 @@ export class ModelPanel {
         this.#charts.set(id, chart);
         this.#host.append(chart.host);
       }
-      const drawn = lines.map((l, i) => ({...l, colour: colour(l.nth ?? i), values: this.#series.of(l.of)}));
+      const drawn = lines.map((l, i) => ({...l, color: color(l.nth ?? i), values: this.#series.of(l.of)}));
       const warning = id in model.not_finite ? `${NOT_FINITE} since ${clock(model.not_finite[id][0])}` : "";
       this.#charts.get(id).draw(this.#series.times, drawn, from, nowS, {warning, more});
     }
@@ -182,7 +183,7 @@ function workers(model) {
   const top = Math.max(1, ...model.workers.map(w => w.clock));
   const sorted = [...model.workers].sort((a, b) => byName(a.worker, b.worker));
   return table(["worker", "state", ">clock", "", ">lag", ">loss", ">heartbeat"], sorted.map(w => ({
-    kind: w.alive ? null : "gone",
+    key: w.worker, kind: w.alive ? null : "gone",
     cells: [
       w.worker,
       [pill(w.state), model.waiting_for.includes(w.worker) && el("span.pill.warn", {title: "other workers wait for it"}, "waited for")],
@@ -192,18 +193,18 @@ function workers(model) {
   })));
 }
 
-function partitions(model, colours) {
+function partitions(model, colors) {
   const loading = new Set(model.loading), moving = new Set(model.moving);
   const counts = model.shards.map(() => 0);
   const cells = model.owners.map((owner, i) => {
     if (owner >= 0) counts[owner]++;
     const kind = owner < 0 ? ".orphan" : moving.has(i) ? ".moving" : loading.has(i) ? ".loading" : "";
     const says = owner < 0 ? "no owner" : model.shards[owner] + (kind && `, ${kind.slice(1)}`);
-    return el("i.cell" + kind, {title: `partition ${i}: ${says}`, vars: owner < 0 ? {} : {"--c": colour(colours(model.shards[owner]))}});
+    return el("i.cell" + kind, {title: `partition ${i}: ${says}`, vars: owner < 0 ? {} : look(colors(model.shards[owner]))});
   });
   const missing = model.owners.filter(o => o < 0).length;
   const places = model.shards.map((s, i) => [s, i]).sort(([a], [b]) => byName(a, b));
-  const legend = places.map(([s, i]) => el("span", {vars: {"--c": colour(colours(s))}}, el("i"), `${s} `, el("b", {}, String(counts[i]))));
+  const legend = places.map(([s, i]) => el("span", {vars: look(colors(s))}, el("i"), `${s} `, el("b", {}, String(counts[i]))));
   return [
     el("div.legend", {}, legend, missing > 0 && el("span.bad", {}, `no owner ${missing}`),
       loading.size > 0 && el("span.warn", {}, `loading ${loading.size}`), moving.size > 0 && el("span.info", {}, `moving ${moving.size}`)),

@@ -1,6 +1,6 @@
 // Every process that is part of the cluster, with what it takes of its machine, and what it did lately.
 
-import {Chart, colour} from "./charts.js";
+import {Chart, color, plainColor} from "./charts.js";
 import {bar, el, pill, show, table} from "./dom.js";
 import {age, byName, bytes, others, short, unit} from "./format.js";
 import {Series, line} from "./series.js";
@@ -11,8 +11,8 @@ const METRICS = ["cpu_cores", "rss_bytes", "in_bytes_per_s", "out_bytes_per_s"];
 const TOTALS = ["updates_per_s", "bytes_per_s"];
 const rate = unit("B/s");
 
-/** Which colour a shard has: its place among all shards. */
-export function shardColours(nodes) {
+/** Which color a shard has: its place among all shards. */
+export function shardColors(nodes) {
   const names = nodes.filter(n => n.role === "shard").map(n => n.name).sort(byName);
   return name => Math.max(0, names.indexOf(name));
 }
@@ -40,7 +40,7 @@ export class NodePanel {
   reload(spanS, nowS) { return this.series.load(spanS, nowS).catch(() => {}); }
 
   /** Show this second. */
-  draw({nodes: found, models, cluster}, spanS, colours) {
+  draw({nodes: found, models, cluster}, spanS, colors) {
     const inRole = (a, b) => a.role === "scheduler" ? 0 : byName(a.name, b.name);  // of schedulers the leader is first
     const nodes = [...found].sort((a, b) => ROLES.indexOf(a.role) - ROLES.indexOf(b.role) || inRole(a, b));
     const values = {
@@ -50,28 +50,32 @@ export class NodePanel {
     const drawn = nodes.filter(n => n.role !== "pool");
     for (const n of drawn) for (const m of METRICS) if (n.alive) values[line("node." + m, n.name)] = n[m];
     this.series.add(cluster.now, spanS, values);
-    show(document.getElementById("nodes"), rows(nodes, colours));
+    show(document.getElementById("nodes"), rows(nodes, colors));
     const from = Math.max(cluster.now - spanS, this.series.slot(cluster.now - cluster.uptime_s));
     for (const [metric, chart] of this.#charts) {
       const all = drawn.filter(n => n.role === "shard" || !metric.endsWith("_per_s")), names = all.slice(0, DRAWN_MAX);
       chart.draw(this.series.times, names.map(n => ({
-        label: n.name, colour: nodeColour(n, colours), values: this.series.of(line("node." + metric, n.name)),
+        label: n.name, color: nodeColor(n, colors), values: this.series.of(line("node." + metric, n.name)),
       })), from, cluster.now, {more: others(all.length - names.length)});
     }
   }
 }
 
 const sum = (items, of) => items.reduce((total, item) => total + of(item), 0);
-const nodeColour = (n, colours) => n.role === "shard" ? colour(colours(n.name)) : colour(8);
+const nodeColor = (n, colors) => n.role === "shard" ? color(colors(n.name)) : plainColor();
 
-function rows(nodes, colours) {
+/** CSS variables of the n-th shard's mark: one of ten colors, striped for the next ten. `null`: of what is no shard. */
+export const look = nth => nth === null ? {"--c": plainColor()}
+  : {"--c": color(nth), ...(nth >= 10 && {"--stripes": `var(--stripes-${Math.floor(nth / 10) % 4})`})};
+
+function rows(nodes, colors) {
   const most = Math.max(1, ...nodes.map(n => n.cpu_cores ?? 0));
   const busiest = Math.max(1, ...nodes.map(n => n.rss_bytes ?? 0));
   const heads = ["node", "role", "state", ">heartbeat", ">load", "", ">memory", "", ">in", ">out", ">partitions", ">parameters", "address"];
   return table(heads, nodes.map(n => ({
-    kind: n.alive ? null : "gone",
+    key: n.name, kind: n.alive ? null : "gone",
     cells: [
-      el("span.node", {vars: n.role === "pool" ? {} : {"--c": nodeColour(n, colours)}}, n.role !== "pool" && el("i"), n.name),
+      el("span.node", {vars: n.role === "pool" ? {} : look(n.role === "shard" ? colors(n.name) : null)}, n.role !== "pool" && el("i"), n.name),
       n.role === "pool" ? "worker" : n.role, pill(stateOf(n)), age(n.heartbeat_age_s),
       n.cpu_cores === null ? "" : short(n.cpu_cores), n.cpu_cores === null ? "" : bar(n.cpu_cores / most),
       n.rss_bytes === null ? "" : bytes(n.rss_bytes),

@@ -32,7 +32,7 @@ export class RunTable {
   /** Show this second. */
   draw(runs) {
     if (runs.length === 0) return show(this.#host, el("p.dim", {}, "No run yet."));
-    show(this.#host, table(["run", "model", "state", "", ">ran", ">workers", ""], runs.map(r => ({cells: [
+    show(this.#host, table(["run", "model", "state", "", ">ran", ">workers", ""], runs.map(r => ({key: r.id, cells: [
       r.name || r.id, r.model, pill(r.state),
       r.progress === null ? "" : [bar(r.progress), " ", el("span.num.dim", {}, percent(r.progress))],
       duration(r.ran_s), `${fixed(r.placed)} of ${r.workers}`,

@@ -11,11 +11,11 @@ const MODES = {
   buffered: [["count", "pushes in a mean"], ["interval_ms", "at most every … ms"]],
 };
 
-/** A labelled input of numbers; empty stands for the server's default. */
+/** A labeled input of numbers; empty stands for the server's default. */
 export const number = (name, label, value, attributes = {}) =>
   el("label", {}, label, el("input", {name, type: "number", step: "any", value, placeholder: "default", ...attributes}));
 
-/** A labelled list to choose from. */
+/** A labeled list to choose from. */
 export const choice = (name, label, options, chosen) =>
   el("label", {}, label, el("select", {name}, options.map(o => el("option", {value: o, selected: o === chosen}, o))));
 

@@ -1,6 +1,6 @@
 // The cluster in six numbers, and what is wrong in words.
 
-import {colour, spark} from "./charts.js";
+import {color, spark} from "./charts.js";
 import {el, show} from "./dom.js";
 import {bytes, fixed, seconds, short} from "./format.js";
 import {stateOf} from "./nodes.js";
@@ -24,9 +24,9 @@ export function drawTiles({nodes, models, cluster}, series) {
       troubled.map(n => `${n.name} ${stateOf(n)}`).join(", ") || (alive.length ? "all responding" : "none has joined")),
     tile("Workers", fixed(workers.length), workers.length ? "good" : "",
       waited.size ? `waiting for ${[...waited].map(w => w.split("/").at(-1)).join(", ")}` : workers.length ? "none is waiting" : gone),
-    tile("Versions per second", short(updates), "", null, spark(series.of("cluster.updates_per_s").slice(-120), colour(0))),
+    tile("Versions per second", short(updates), "", null, spark(series.of("cluster.updates_per_s").slice(-120), color(0))),
     tile("Slowest push, p99", seconds(slow), "", half === null ? "no pushes now" : `median ${seconds(half)}`),
-    tile("Traffic", `${bytes(traffic)}/s`, "", null, spark(series.of("cluster.bytes_per_s").slice(-120), colour(2))),
+    tile("Traffic", `${bytes(traffic)}/s`, "", null, spark(series.of("cluster.bytes_per_s").slice(-120), color(2))),
     tile("Redis", cluster.redis === "ok" ? "up" : "away", cluster.redis === "ok" ? "good" : "bad",
       models.length ? `${fixed(behind)} versions to store` : ""));
 }

@@ -148,7 +148,7 @@ class RunDesk:
             run.from_clock = model.gate.clock
         clocks = model.gate.clock - run.from_clock
         if run.stop.clocks is not None and clocks >= run.stop.clocks:
-            self.end(run, "finished", f"the limit of clocks was reached ({clocks})", now)
+            self.end(run, "finished", f"the limit of {run.stop.clocks} clocks was reached", now)
         elif run.stop.minutes is not None and run.ran_s >= 60.0 * run.stop.minutes:
             self.end(run, "finished", f"the limit of {run.stop.minutes:g} minutes was reached", now)
         elif run.state == "running" and now - run.saved_s >= SAVE_TIME_S:

@@ -1,0 +1,229 @@
+"""What can be changed from the status page, in a real browser: settings, runs, and the lines for a terminal."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+from paramserver.examples import digits
+from paramserver_node import tokens
+
+from .browser import MARKS, PHONE, browser, fits
+from .processes import eventually, nodes
+
+pytestmark = MARKS
+
+
+def test_an_empty_page_leads_to_a_training_and_a_failed_run_shows_its_traceback(tmp_path: Path) -> None:
+    """The line for a first model and the proposed run train together; a failed run's traceback is unfolded."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        page = seen.page
+        cluster.start("worker-0", "paramserver_worker", "--name", "worker-0", "--url", cluster.url)
+        page.goto(cluster.url)
+        line = page.locator("#model-head pre").inner_text()
+        cluster.post("/models", json.loads(line.partition("--json ")[2].strip("'")), status=201)
+        page.wait_for_selector("#model-head .name")
+        page.click("#new-run summary")
+        page.fill("#new-run [name=clocks]", "20")
+        page.press("#new-run [name=clocks]", "Enter")
+        page.wait_for_selector("#runs .pill:has-text('finished')", timeout=60_000)
+        page.wait_for_selector("#new-run .good")
+        assert page.evaluate("document.activeElement.name") == "clocks"
+
+        page.fill("#new-run [name=clocks]", "")
+        page.fill("#new-run [name=args]", '{"nonsense": 1}')
+        page.press("#new-run [name=args]", "Enter")
+        page.wait_for_selector("#new-run .good:has-text('run-2')")
+        page.wait_for_selector("#runs .pill:has-text('failed')", timeout=60_000)
+        page.click("#runs .reason summary")
+        second = seen.text("#live")
+        eventually(lambda: seen.text("#live") != second, what="the next second")
+        assert "Traceback" in seen.text("#runs .reason pre")
+        assert seen.errors == []
+
+
+def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
+    """The page changes a model's settings, starts a run on a new model like it, and pauses, resumes and stops it."""
+    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
+        page = seen.page
+        page.on("dialog", lambda dialog: dialog.accept())
+        with ps.connect(cluster.url) as client:
+            client.create_model("digits", digits.spec(), optimizer=ps.SGD(lr=0.1))
+        page.goto(cluster.url)
+
+        page.click("#settings summary")
+        page.fill("#settings [name='optimizer.lr']", "0.05")
+        page.select_option("#settings [name='consistency.mode']", "sync")
+        page.fill("#settings [name='consistency.quorum']", "7")
+        page.click("#settings button")
+        page.wait_for_selector("#settings .bad:has-text('quorum')")
+        assert cluster.get("/models/digits")["revision"] == 0
+        page.fill("#settings [name='consistency.quorum']", "0.75")
+        fits(seen)
+        page.click("#settings button")
+        page.wait_for_selector("#settings .good:has-text('revision 1')")
+        spec = cluster.get("/models/digits")["spec"]
+        assert spec["optimizer"]["lr"] == 0.05
+        assert (spec["consistency"]["mode"], spec["consistency"]["quorum"]) == ("sync", 0.75)
+
+        page.click("#new-run summary")
+        page.fill("#new-run [name=fresh]", "digits-2")
+        page.fill("#new-run [name=args]", "{oops")
+        page.click("#new-run button")
+        page.wait_for_selector("#new-run .bad:has-text('JSON')")
+        assert [m["name"] for m in cluster.get("/models")["items"]] == ["digits"]
+        page.fill("#new-run [name=args]", '{"batch_size": 16}')
+        page.fill("#new-run [name=workers]", "2")
+        page.fill("#new-run [name=minutes]", "7")
+        page.fill("#new-run [name='optimizer.lr']", "0.2")
+        page.select_option("#new-run [name='consistency.mode']", "ssp")
+        page.fill("#new-run [name='consistency.staleness']", "3")
+        fits(seen)
+        page.click("#new-run button")
+        page.wait_for_selector("#new-run .good:has-text('run-1 is waiting')")
+        new, run = cluster.get("/models/digits-2")["spec"], cluster.get("/runs/run-1")
+        assert new["params"] == spec["params"]
+        assert (new["optimizer"]["lr"], new["consistency"]["mode"], new["consistency"]["staleness"]) == (0.2, "ssp", 3)
+        assert cluster.get("/models/digits")["spec"] == spec
+        page.wait_for_selector("#runs button")
+        assert page.is_visible("#settings [name='optimizer.lr']")  # not replaced by the newer model's
+        wanted = {"model": "digits-2", "workers": 2, "stop": {"minutes": 7}, "args": {"batch_size": 16}}
+        assert {key: run[key] for key in wanted} == wanted
+
+        for button, state in (("Pause", "paused"), ("Resume", "waiting"), ("Stop", "stopped")):
+            page.click(f"#runs button:has-text('{button}')")
+            page.wait_for_selector(f"#runs-said:has-text('run-1 is {state}')")
+            assert cluster.get("/runs/run-1")["state"] == state
+        eventually(lambda: page.locator("#runs button").count() == 0, what="the end of the run on the page")
+        fits(seen)
+        assert [e for e in seen.errors if "422" not in e] == []
+
+
+def test_a_focus_stays_with_its_run_and_its_model(tmp_path: Path) -> None:
+    """By keyboard alone a run is paused, although another run and another model have come before it meanwhile."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        page = seen.page
+        for model in ("first", "second"):
+            cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
+        cluster.post("/runs", {"model": "first", "entry": "a.b:c", "workers": 1}, status=201)
+        page.goto(cluster.url)
+        page.focus("#runs button:has-text('Pause')")
+        cluster.post("/runs", {"model": "second", "entry": "a.b:c", "workers": 1}, status=201)
+        page.wait_for_selector("#runs tbody tr:nth-child(2)")
+        assert page.evaluate("document.activeElement.dataset.run") == "run-1"
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#runs-said:has-text('run-1 is paused')")
+        eventually(lambda: page.evaluate("document.activeElement.textContent") == "Resume", what="the focus' staying")
+        assert [cluster.get(f"/runs/{run}")["state"] for run in ("run-1", "run-2")] == ["paused", "waiting"]
+
+        page.focus('#models [data-model="first"]')
+        cluster.post("/models", {"name": "third", "params": {"w": {"shape": [8]}}}, status=201)
+        page.wait_for_selector('#models [data-model="third"]')
+        page.keyboard.press("Space")
+        eventually(lambda: seen.text("#model-head .name") == "first", what="the chosen model")
+        assert seen.errors == []
+
+
+def test_the_buttons_of_a_run_are_whole_at_every_width(tmp_path: Path) -> None:
+    """Beside a model's long name and a reason for waiting, a run's buttons are in view and one line high."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        name = "a-model-with-a-rather-long-name-" + "7" * 32
+        cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+        cluster.post("/runs", {"model": name, "entry": "a.b:c", "workers": 1}, status=201)
+        seen.page.goto(cluster.url)
+        seen.page.wait_for_selector("#runs .reason:has-text('no worker')")
+        for width in (1440, 1120, 800, 375):
+            seen.page.set_viewport_size({"width": width, "height": 812})
+            card = seen.page.locator("#runs").bounding_box()
+            for button in ("Pause", "Stop"):
+                box = seen.page.locator(f"#runs button:has-text('{button}')").bounding_box()
+                assert card["x"] <= box["x"]
+                assert box["x"] + box["width"] <= card["x"] + card["width"], (width, button)
+                assert box["height"] < 30, (width, button)
+            fits(seen)
+
+
+def test_what_the_page_leaves_to_a_terminal_works_as_shown(tmp_path: Path) -> None:
+    """A model with uploaded values is copied by the commands that the form shows, and deleted by the page's line."""
+    with nodes(tmp_path, shards=2) as cluster, browser(viewport=PHONE) as seen:
+        page = seen.page
+
+        def typed(lines: str) -> None:
+            """Run these lines in a shell that finds psctl, as copied from the page."""
+            env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+            subprocess.run(
+                ["bash", "-ec", lines], cwd=tmp_path, env=env, check=True, stdin=subprocess.DEVNULL, timeout=100
+            )
+
+        with ps.connect(cluster.url) as client:
+            client.create_model("own", {"w": np.ones(8, np.float32)})
+        page.goto(cluster.url)
+        page.click("#new-run summary")
+        page.wait_for_selector("#new-run .note:has-text('a client uploaded the initial values of w')")
+        assert page.locator("#new-run [name=fresh]").count() == 0
+        fits(seen)
+        typed(page.locator("#new-run .note pre").inner_text())
+        assert cluster.get("/models/own-2")["state"] == "ready"
+
+        page.click("#shard-commands summary")
+        assert page.locator("#shard-commands code", has_text=f"psctl scale shards 3 --url {cluster.url}").is_visible()
+        page.goto(f"{cluster.url}#own")
+        page.click("#model-commands summary")
+        typed(page.locator("#model-commands dd", has_text="DELETE").inner_text())
+        eventually(lambda: "own-2" in seen.text("#model-head"), what="the other model")
+        cluster.get("/models/own", status=404)
+        fits(seen)
+        assert seen.errors == []
+
+
+def test_a_change_from_the_page_needs_a_token_that_permits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cluster with a secret the page asks for a token before its first change, again if its role is too low."""
+    key = tokens.new_key()
+    made = {role: tokens.make(tokens.keys_of(key)[0], role) for role in ("reader", "admin")}
+    (tmp_path / "secret").write_text(key)
+    monkeypatch.setenv("PARAMSERVER_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("PARAMSERVER_TOKEN", made["admin"])
+    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
+        page = seen.page
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        page.goto(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}")
+        page.fill("input[name=token]", made["reader"])
+        page.click("button")
+        page.click("#settings summary")
+        page.fill("#settings [name='optimizer.lr']", "0.5")
+        page.click("#settings button")
+        page.click("#token button[value=cancel]")
+        page.wait_for_selector("#settings .bad:has-text('requires a token')")
+
+        page.click("#settings button")
+        page.fill("#token input", made["reader"])
+        page.click("#token button[value=ok]")
+        page.wait_for_selector("#token-reason:has-text('yours has')")
+        fits(seen)
+        assert cluster.get("/models/m")["revision"] == 0
+        page.fill("#token input", made["admin"])
+        page.press("#token input", "Enter")
+        page.wait_for_selector("#settings .good:has-text('revision 1')")
+        page.fill("#settings [name='optimizer.lr']", "0.25")
+        page.click("#settings button")
+        page.wait_for_selector("#settings .good:has-text('revision 2')")
+        assert cluster.get("/models/m")["spec"]["optimizer"]["lr"] == 0.25
+        assert not page.is_visible("#token")
+
+
+def test_a_form_that_cannot_be_filled_says_why(tmp_path: Path) -> None:
+    """A form whose request for the present settings fails shows the node's own words and hint, not only the status."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.goto(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}")
+        seen.page.wait_for_selector("#model-head .name")
+        cluster.kill("scheduler")
+        seen.page.click("#settings summary")
+        seen.page.wait_for_selector("#settings .bad", timeout=60_000)
+        told = cluster.http.get(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/models/m").json()
+        assert seen.text("#settings output") == "; ".join(told[part] for part in ("detail", "hint") if part in told)
