@@ -380,7 +380,7 @@ class Runtime:
         for (key, token, lsn), in_redis in zip(known, found, strict=True):
             if in_redis < lsn:
                 log.error("partition %s: Redis restarted without its latest data; storing it again", key)
-                self.feed(JournalLost(key, token))
+                self.feed(JournalLost(key, token, restarted=True))
 
     async def _ask_worker(self, effect: AskWorker) -> None:
         self.feed(await self.peers.ask_worker(effect))

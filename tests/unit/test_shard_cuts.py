@@ -317,6 +317,27 @@ def test_a_cut_that_redis_lost_is_stored_again_before_what_came_after_it(lost: i
     assert driver.store.cuts[key, 1].clock == 1
 
 
+def test_a_cut_that_redis_loses_again_before_the_whole_state_is_stored_is_stored_again() -> None:
+    """If Redis loses the cut that was just stored again, that one goes first once more; a repeated report changes nothing."""
+    driver = ShardDriver()
+    driver.serve(synced(), workers=ROSTER)
+    driver.commit(0, cut=True)
+    driver.advance(10.0)
+    driver.eager = False
+    driver.commit(1)
+    (p,) = driver.core.models["m"].partitions.values()
+
+    driver.send(JournalLost(p.key, p.token, restarted=True))
+    driver.complete()
+    driver.store = InMemoryStore()
+    driver.send(JournalLost(p.key, p.token, restarted=True))
+    driver.send(JournalLost(p.key, p.token))
+    driver.settle()
+
+    assert [c.clock for c in driver.store.kept[p.key]] == [2, 1]
+    assert driver.store.cuts[p.key, 1].clock == 1
+
+
 def test_a_cut_that_redis_lost_is_tried_until_it_is_stored() -> None:
     """A cut that Redis lost is retried until it is stored, and no failure lets the whole state go first."""
     driver = ShardDriver()

@@ -103,11 +103,9 @@ class Snapshots(RuleBasedStateMachine):
 
     @rule(name=models)
     def lose(self, name: str) -> None:
-        """Notice that Redis has lost a partition; once again only after it is stored."""
+        """Notice that Redis was restarted without a partition, perhaps while it is being stored again."""
         p = self.partition(name)
-        if p.mark.rebase is not None:
-            return
-        self.driver.send(JournalLost(p.key, p.token))
+        self.driver.send(JournalLost(p.key, p.token, restarted=True))
         self.stored.pop(p.key, None)
         self.void += [w for w in self.writing if w.capture.key == p.key]
         if p.by_cuts and p.cut is not None and not p.held:

@@ -378,7 +378,7 @@ class ShardCore:
 
     def _journal_lost(self, event: JournalLost, now: float) -> None:
         _, p = self.find(event.key, event.token)
-        if p is not None and p.mark.rebase is None:
+        if p is not None and (event.restarted or p.mark.rebase is None):
             if p.by_cuts and p.cut is not None:
                 self.plan.store_cut(p, p.cut)
             self.durability.rebase(p)

@@ -351,6 +351,8 @@ class JournalLost(Struct, frozen=True):
 
     key: PartitionKey
     token: Token
+    restarted: bool = False
+    """Redis was restarted without it: never a repetition, but a loss of its own, perhaps during the repair of another."""
 
 
 class StorageChanged(Struct, frozen=True):

@@ -148,8 +148,8 @@ class SnapshotPlan:
         Only the oldest and the newest of its pending cuts are kept, so that one completes however fast they come.
         """
         partition.cut = capture
-        waiting = self._cuts.setdefault(capture.key, [])
-        waiting[1:] = [StoreSnapshot(capture, True, fsync=partition.level == LEVELS["fsynced"])]
+        oldest = [s for s in self._cuts.get(capture.key, ())[:1] if s.capture is not capture]
+        self._cuts[capture.key] = [*oldest, StoreSnapshot(capture, True, fsync=partition.level == LEVELS["fsynced"])]
 
     def next(self, now: float) -> StoreSnapshot | None:
         """Return a snapshot to write now, if one is due and its lane is free; call until it returns None."""
