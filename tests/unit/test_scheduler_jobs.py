@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import struct
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,25 @@ async def test_a_lack_of_file_descriptors_is_not_blamed_on_the_disk(tmp_path: Pa
         d.result(asked)
     assert (told.value.code, told.value.retryable) == ("unavailable", True)
     assert "disk" not in told.value.detail
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on open files")
+def test_a_checkpoint_that_cannot_be_opened_now_is_not_another_models(tmp_path: Path) -> None:
+    """Without a free file descriptor nobody is told that a checkpoint is missing, damaged or of an earlier model."""
+    import resource
+
+    store, spec = CheckpointStore(tmp_path), ModelSpec.parse(SPEC).document()
+    checkpoint.write(store.path("m", "c"), spec, {"w": np.zeros(64)}, meta={"creation": "1-2.0"})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        for ask in (store.taken, store.read, store.remove, lambda m, n, c: store.file(m, n, checkpoint.PARAMS, c)):
+            with pytest.raises(OSError, match="Too many open files"):
+                ask("m", "c", "1-2.0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not store.taken("m", "c", "1-2.0")
 
 
 def tensor_file(dtype: str, item_bytes: int) -> bytes:
