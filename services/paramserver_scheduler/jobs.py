@@ -183,7 +183,7 @@ class Jobs:
             error = problem_of(e)
             log.warning("checkpoint.failed model=%s name=%s %s", effect.model, effect.name, error)
             what = f"checkpoint {effect.name} of {effect.model.name}: {error}"
-            self._history.add(monotonic(), "checkpoint_failed", what)
+            self._history.add(monotonic(), "checkpoint_failed", what, "bad")
             self._runtime.send(io.CheckpointFailed(effect.model, effect.name, error))
         else:
             log.info("checkpoint.written model=%s name=%s bytes=%d", effect.model, effect.name, size)

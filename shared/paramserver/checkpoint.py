@@ -217,6 +217,8 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
         known = {"format", "model", "spec", "version", "versions", "steps", "slots", "files", "sha256"}
         meta = {k: v for k, v in manifest.items() if k not in known}
         return Checkpoint(spec, params, slots, steps, versions, states, meta)
+    except FileNotFoundError as e:
+        raise problem("corrupt_state", f"'{e.filename}' is missing") from e
     except _DAMAGE as e:
         raise problem("corrupt_state", f"the checkpoint at '{folder}' is damaged: {e!r:.200}") from e
     except PsError as e:
@@ -229,7 +231,6 @@ _DAMAGE: Final = (
     KeyError,
     TypeError,
     ValueError,
-    FileNotFoundError,
     NotADirectoryError,
     IsADirectoryError,
     SafetensorError,

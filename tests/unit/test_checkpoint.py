@@ -100,6 +100,16 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
     assert caught.value.code == "corrupt_state"
 
 
+@pytest.mark.parametrize("name", [checkpoint.PARAMS, checkpoint.OPTIMIZER, checkpoint.WORKERS])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    """A checkpoint that lacks one of its files is `corrupt_state`, by the file's name."""
+    _write(tmp_path / "ckpt")
+    (tmp_path / "ckpt" / name).unlink()
+
+    with pytest.raises(CorruptState, match=rf"{name}' is missing"):
+        checkpoint.read(tmp_path / "ckpt")
+
+
 @pytest.mark.parametrize("version", [-1, 1 << 60, 1.5, "3", None, True])
 def test_a_version_that_cannot_be_is_corrupt(tmp_path: Path, version: Any) -> None:
     """A version that is negative, too large or not an integer is `corrupt_state`."""
