@@ -20,7 +20,7 @@ from paramserver.core.fields import check_model_name
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import PsError, problem
+from paramserver.errors import CorruptState, NotFoundError, PsError, problem
 from paramserver.tensor_file import TensorFile
 from paramserver.types import F32, AnyArray
 from paramserver.wire.state import SetFrame, SetPart, StateFrame, taken_out
@@ -100,7 +100,8 @@ class CheckpointStore:
     def find(self, model: str, name: str) -> Path:
         """Return the folder of the checkpoint with that name, or of the `latest` or `best` one.
 
-        Raises NotFoundError (`unknown_checkpoint`) if there is none.
+        Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState if for `latest` or `best` a manifest
+        cannot be read that may be its.
         """
         if name not in ALIASES:
             return self._called(model, name)
@@ -108,8 +109,11 @@ class CheckpointStore:
         for path in (self._root / check_model_name(model)).glob("[!.]*"):
             try:
                 manifests.append((path, checkpoint.read_manifest(path)))
-            except PsError:
+            except NotFoundError:  # a folder of something else
                 continue
+            except CorruptState as e:
+                what = f"{e.detail}; so which one is {name} is not known"
+                raise problem(e.code, what, hint="restore one by its name, or move the damaged one away") from e
         if name == "best":
             manifests = [(p, m) for p, m in manifests if isinstance(m.get("metric"), dict)]
         if not manifests:

@@ -102,7 +102,7 @@ class Jobs:
         try:
             return await self._run_restore(source, name, target, partitions)
         except Exception as e:
-            return _problem_of(e)
+            return problem_of(e)
         finally:
             self._restoring.remove(target)
 
@@ -136,7 +136,7 @@ class Jobs:
             await self._shards.restore(key, states, self._owner(key), self._timeline(key))
             done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version, workers))
         except Exception as e:
-            error = _problem_of(e)
+            error = problem_of(e)
             if model is not None:
                 # The model stands still until the core hears that the restore has ended.  It may have heard of the
                 # beginning even if that was answered 503, and it may not have heard of the end.
@@ -180,10 +180,10 @@ class Jobs:
                 self._store.write, effect.model.name, effect.name, effect.document, held
             )
         except Exception as e:
-            error = _problem_of(e)
+            error = problem_of(e)
             log.warning("checkpoint.failed model=%s name=%s %s", effect.model, effect.name, error)
             what = f"checkpoint {effect.name} of {effect.model.name}: {error}"
-            self._history.add(monotonic(), "checkpoint_failed", what)
+            self._history.add(monotonic(), "checkpoint_failed", what, "bad")
             self._runtime.send(io.CheckpointFailed(effect.model, effect.name, error))
         else:
             log.info("checkpoint.written model=%s name=%s bytes=%d", effect.model, effect.name, size)
@@ -210,7 +210,7 @@ class Jobs:
                 frames = {i: frames[i] for i in frames.keys() & set(effect.partitions)}
             await self._shards.assign(frames, self._owner(effect.model))
         except Exception as e:
-            error = _problem_of(e)
+            error = problem_of(e)
             log.warning("files.failed model=%s %s", effect.model, error)
             self._runtime.send(io.FilesLoaded(effect.model, error=error))
         else:
@@ -267,7 +267,7 @@ def _check_clocks(document: Mapping[str, Any], clocks: Sequence[int]) -> None:
         )
 
 
-def _problem_of(error: Exception) -> PsError:
+def problem_of(error: Exception) -> PsError:
     """Return the error to report for a job that failed.
 
     A job decides nothing, so its failure leaves nothing inconsistent: a bug ends the job, not the scheduler.

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder:
 
-    manifest.json           format version, spec, versions, step counts, sha256 of every other file
+    manifest.json           format version, spec, versions, step counts, sha256 of every other file and of all this
     model.safetensors       every parameter under the user's name, in its shape and dtype
     optimizer.safetensors   optimizer state as `SLOT:NAME`, float32 values of float16 parameters as `master:NAME`
     workers.json            each worker's own state
@@ -19,7 +19,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -148,6 +149,7 @@ def write(
             "slots": {p.name: len(slots.get(p.name, ())) for p in spec.params},
             "files": {name: _describe(part / name) for name in (PARAMS, OPTIMIZER, WORKERS)},
         }
+        manifest["sha256"] = _digest(manifest)
         with open(part / MANIFEST, "w", encoding="utf-8") as f:
             json.dump(manifest, f, indent=1)
         for name in (PARAMS, OPTIMIZER, WORKERS, MANIFEST):
@@ -165,19 +167,23 @@ def write(
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the manifest of a checkpoint, without its arrays.
 
-    Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState if it cannot be read or has another
-    format.
+    Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState (`corrupt_state`) if it is damaged or has
+    another format, OSError with a file name if the OS refuses to read it.
     """
     file = Path(path) / MANIFEST
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        with _naming(file):
+            data = file.read_bytes()
+        manifest = json.loads(data.decode("utf-8"))
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise ValueError(f"format {manifest.get('format') if isinstance(manifest, dict) else None!r}")
+        if manifest.get("sha256", digest := _digest(manifest)) != digest:  # older manifests have no checksum
+            raise ValueError("it does not match its checksum")
     except (FileNotFoundError, NotADirectoryError):
         raise problem(
             "unknown_checkpoint", f"no checkpoint at '{Path(path)}'", hint=f"it holds no {MANIFEST}"
         ) from None
-    except (ValueError, OSError) as e:
+    except (ValueError, IsADirectoryError) as e:
         raise problem("corrupt_state", f"'{file}' cannot be read as a manifest of format {FORMAT}: {e}") from e
     return manifest
 
@@ -186,7 +192,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint and verify every file against its checksum.
 
     Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState (`corrupt_state`) naming the file that
-    does not match.
+    does not match, OSError with a file name if the OS refuses to read one that is there.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -206,12 +212,15 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
                 np.asarray(state[f"{i}:{p.name}"], dtype=np.float32).reshape(p.shape)
                 for i in range(manifest["slots"][p.name])
             ]
-        versions = [_version(v) for v in manifest["versions"]]
+        versions = [_count(v) for v in manifest["versions"]]
+        steps = {p.name: _count(manifest["steps"][p.name]) for p in spec.params}
         states = dict(json.loads((folder / WORKERS).read_text(encoding="utf-8")))
-        known = {"format", "model", "spec", "version", "versions", "steps", "slots", "files"}
+        known = {"format", "model", "spec", "version", "versions", "steps", "slots", "files", "sha256"}
         meta = {k: v for k, v in manifest.items() if k not in known}
-        return Checkpoint(spec, params, slots, dict(manifest["steps"]), versions, states, meta)
-    except (KeyError, TypeError, ValueError, OSError) as e:
+        return Checkpoint(spec, params, slots, steps, versions, states, meta)
+    except FileNotFoundError as e:
+        raise problem("corrupt_state", f"'{e.filename}' is missing") from e
+    except _DAMAGE as e:
         raise problem("corrupt_state", f"the checkpoint at '{folder}' is damaged: {e!r:.200}") from e
     except PsError as e:
         if e.code == "corrupt_state":
@@ -219,9 +228,20 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
         raise problem("corrupt_state", f"the checkpoint at '{folder}' has a spec that cannot be read: {e}") from e
 
 
-def _version(value: Any) -> int:
+_DAMAGE: Final = (
+    KeyError,
+    TypeError,
+    ValueError,
+    NotADirectoryError,
+    IsADirectoryError,
+    SafetensorError,
+)
+"""What reading damaged files raises.  Other OSErrors, such as a lack of permission, say nothing about the files."""
+
+
+def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= limits.VERSION_MAX:
-        raise ValueError(f"version {value!r:.40}")
+        raise ValueError(f"version or step count {value!r:.40}")
     return value
 
 
@@ -248,8 +268,23 @@ def _contiguous(value: AnyArray, dtype: Any) -> AnyArray:
     return np.array(value, dtype=dtype, order="C", copy=None)
 
 
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest's members, all but the checksum itself, in their order."""
+    return hashlib.sha256(json.dumps({k: v for k, v in manifest.items() if k != "sha256"}).encode()).hexdigest()
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Give an OSError about this file its name, which a failed read lacks."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or str(file)
+        raise
+
+
 def _describe(file: Path) -> dict[str, Any]:
-    with open(file, "rb") as f:
+    with _naming(file), open(file, "rb") as f:
         digest = hashlib.file_digest(f, "sha256").hexdigest()
         return {"bytes": f.tell(), "sha256": digest}
 

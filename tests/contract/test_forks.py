@@ -15,7 +15,7 @@ import paramserver as ps
 from paramserver.client.model import Model
 
 from .machine import ON_LINUX, SIZE, made
-from .processes import Nodes, nodes
+from .processes import Nodes, eventually, nodes
 
 pytestmark = [*ON_LINUX, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 
@@ -155,6 +155,38 @@ def test_a_worker_on_asyncio_belongs_to_the_process_that_opened_it(cluster: Node
                 assert (await worker.push(np.ones(SIZE, np.float32))).state == "applied"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [None, SystemExit()])
+def test_a_stream_goes_on_in_the_process_that_began_it(
+    cluster: Nodes, model: Model, error: BaseException | None
+) -> None:
+    """A child forked while a streamed push is sent can neither add to it nor end it, and leaves its block at once."""
+    shards = [cluster.processes[name] for name in cluster.shard_ports]
+    with model.worker() as worker:
+        push = worker.stream()
+        push.__enter__()
+
+        def leave() -> bool:
+            with pytest.raises(ps.ConflictError, match="belongs to the process that opened it"):
+                push.put("b", np.ones((2, SIZE // 3), np.float32))
+            push.__exit__(None if error is None else type(error), error, None)
+            return push.result.state == "dropped"
+
+        for shard in shards:
+            shard.send_signal(signal.SIGSTOP)
+        try:
+            push.put("a", np.full(SIZE // 3, -1.0, np.float32))
+            eventually(lambda: push._reading._users, what="the sending of a part")
+            child = ended(forked(leave))
+        finally:
+            for shard in shards:
+                shard.send_signal(signal.SIGCONT)
+        push.put("b", np.full((2, SIZE // 3), -1.0, np.float32))
+        push.__exit__(None, None, None)
+        assert child == 0
+        assert push.result.state == "applied"
+        assert (worker.pull().flat == 1.0).all()
 
 
 def test_a_client_that_a_forked_child_closes_is_closed_there_alone(model: Model) -> None:

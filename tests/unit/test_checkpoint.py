@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from paramserver import checkpoint
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import PsError
+from paramserver.errors import CorruptState, PsError
 
 
 def _spec() -> dict[str, Any]:
@@ -43,6 +43,13 @@ def _write(path: Path, **more: Any) -> tuple[dict[str, Any], dict[str, Any], dic
     slots = {n: [v * 2, v * v] for n, v in params.items()}
     checkpoint.write(path, spec, params, slots, {"half": 7}, [3, 4], {"run-1/w0": {"epoch": 2}}, {"clock": 9}, **more)
     return spec, params, slots
+
+
+def _without_checksum(manifest: Path) -> dict[str, Any]:
+    """A manifest's members without its checksum, to be changed and written again."""
+    held: dict[str, Any] = json.loads(manifest.read_text())
+    held.pop("sha256", None)
+    return held
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -93,16 +100,91 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
     assert caught.value.code == "corrupt_state"
 
 
+@pytest.mark.parametrize("name", [checkpoint.PARAMS, checkpoint.OPTIMIZER, checkpoint.WORKERS])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    """A checkpoint that lacks one of its files is `corrupt_state`, by the file's name."""
+    _write(tmp_path / "ckpt")
+    (tmp_path / "ckpt" / name).unlink()
+
+    with pytest.raises(CorruptState, match=rf"{name}' is missing"):
+        checkpoint.read(tmp_path / "ckpt")
+
+
 @pytest.mark.parametrize("version", [-1, 1 << 60, 1.5, "3", None, True])
 def test_a_version_that_cannot_be_is_corrupt(tmp_path: Path, version: Any) -> None:
     """A version that is negative, too large or not an integer is `corrupt_state`."""
     _write(tmp_path / "ckpt")
     file = tmp_path / "ckpt" / checkpoint.MANIFEST
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"versions": [version]}))
+    file.write_text(json.dumps(_without_checksum(file) | {"versions": [version]}))
 
     with pytest.raises(PsError, match="version") as caught:
         checkpoint.read(tmp_path / "ckpt")
     assert caught.value.code == "corrupt_state"
+
+
+@pytest.mark.parametrize("steps", [{}, {"half": 7}, *({"half": v} for v in (-1, 1 << 60, 1.5, "3", None, True, [7]))])
+def test_step_counts_that_cannot_be_are_corrupt(tmp_path: Path, steps: dict[str, Any]) -> None:
+    """Step counts that are missing, negative, too large or not integers are `corrupt_state`."""
+    _write(tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / checkpoint.MANIFEST
+    manifest = _without_checksum(file)
+    counts = steps if steps in ({}, {"half": 7}) else manifest["steps"] | steps
+    file.write_text(json.dumps(manifest | {"steps": counts}))
+
+    with pytest.raises(PsError, match="damaged") as caught:
+        checkpoint.read(tmp_path / "ckpt")
+    assert caught.value.code == "corrupt_state"
+
+
+def test_no_flipped_bit_of_a_manifest_is_taken_for_true(tmp_path: Path) -> None:
+    """With any bit of its manifest flipped, a checkpoint is `corrupt_state` or gives spec, steps and all as written.
+
+    The digits of a learning rate, a version or a step count would otherwise be others, and nobody told.
+    """
+    _write(tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / checkpoint.MANIFEST
+    wrote = file.read_bytes()
+
+    def held() -> str:
+        got = checkpoint.read(tmp_path / "ckpt")
+        return repr((got.spec.document(), got.steps, got.versions, {n: len(s) for n, s in got.slots.items()}))
+
+    true = held()
+    for at in range(len(wrote)):
+        flipped = bytearray(wrote)
+        flipped[at] ^= 1 << at % 5
+        file.write_bytes(flipped)
+        try:
+            got = held()
+        except CorruptState:
+            continue
+        assert got == true, f"byte {at} of the manifest flipped: {bytes(flipped[max(0, at - 20) : at + 20])!r}"
+
+
+def test_a_manifest_without_a_checksum_is_read(tmp_path: Path) -> None:
+    """A checkpoint whose manifest is from before manifests had a checksum is read."""
+    _write(tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / checkpoint.MANIFEST
+    file.write_text(json.dumps(_without_checksum(file)))
+
+    assert checkpoint.read(tmp_path / "ckpt").versions == [3, 4]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on open files")
+def test_a_read_that_the_os_refuses_is_not_damage(tmp_path: Path) -> None:
+    """A checkpoint that the OS does not let be opened now is an OSError with a file name, not `corrupt_state`."""
+    import resource
+
+    _write(tmp_path / "ckpt")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for read in (checkpoint.read_manifest, checkpoint.read):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files") as e:
+                read(tmp_path / "ckpt")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert Path(e.value.filename) == tmp_path / "ckpt" / checkpoint.MANIFEST
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 2}', '{"format": 1}', '{"format": 1, "files": {}}'])

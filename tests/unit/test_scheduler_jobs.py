@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import struct
+import sys
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -20,10 +21,11 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import ConflictError, PsError, problem
+from paramserver.errors import ConflictError, CorruptState, PsError, problem
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.state import SetFrame, StateFrame
 from paramserver_scheduler.checkpoints import CheckpointStore, assignments
+from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.runtime import Answer
 from paramserver_scheduler.shards import ShardClient
@@ -33,15 +35,17 @@ from .scheduling import SPEC, Driver, code
 FROM_FILE: dict[str, Any] = {"w": {"shape": [64], "init": {"kind": "file", "path": "first.safetensors"}}}
 
 
-async def performed(d: Driver, state_dir: Path, shards: Any) -> None:
-    """Run all jobs that the core has requested to their end, and report the results to it."""
+async def performed(d: Driver, state_dir: Path, shards: Any) -> History:
+    """Run all jobs that the core has requested to their end, and report the results to it; return the events."""
     runtime: Any = SimpleNamespace(core=d.core, send=d.do)
     unused: Any = Mock()
+    history = History(0.0)
     async with asyncio.TaskGroup() as group:
-        jobs = Jobs(runtime, CheckpointStore(state_dir), unused, shards, unused, unused, group, "s")
+        jobs = Jobs(runtime, CheckpointStore(state_dir), unused, shards, unused, history, group, "s")
         for effect in d.work:
             jobs.start(effect)
         d.work.clear()
+    return history
 
 
 @pytest.mark.asyncio
@@ -122,11 +126,12 @@ async def test_a_disk_that_refuses_a_checkpoint_is_not_asked_again(tmp_path: Pat
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "m").touch()
 
-    await performed(d, tmp_path, Mock(states=AsyncMock(return_value=held(0))))
+    history = await performed(d, tmp_path, Mock(states=AsyncMock(return_value=held(0))))
 
     with pytest.raises(ConflictError, match=r"File exists: .*/checkpoints/m'") as told:
         d.result(asked)
     assert (told.value.code, told.value.retryable) == ("disk_refuses", False)
+    assert [(e.kind, e.level) for e in history.events] == [("checkpoint_failed", "bad")]
 
 
 @pytest.mark.asyncio
@@ -143,6 +148,25 @@ async def test_a_lack_of_file_descriptors_is_not_blamed_on_the_disk(tmp_path: Pa
         d.result(asked)
     assert (told.value.code, told.value.retryable) == ("unavailable", True)
     assert "disk" not in told.value.detail
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on open files")
+def test_a_checkpoint_that_cannot_be_opened_now_is_not_another_models(tmp_path: Path) -> None:
+    """Without a free file descriptor nobody is told that a checkpoint is missing, damaged or of an earlier model."""
+    import resource
+
+    store, spec = CheckpointStore(tmp_path), ModelSpec.parse(SPEC).document()
+    checkpoint.write(store.path("m", "c"), spec, {"w": np.zeros(64)}, meta={"creation": "1-2.0"})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        for ask in (store.taken, store.read, store.remove, lambda m, n, c: store.file(m, n, checkpoint.PARAMS, c)):
+            with pytest.raises(OSError, match="Too many open files"):
+                ask("m", "c", "1-2.0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not store.taken("m", "c", "1-2.0")
 
 
 def tensor_file(dtype: str, item_bytes: int) -> bytes:
@@ -306,6 +330,25 @@ def test_a_folder_that_is_called_latest_is_not_the_newest_for_that(tmp_path: Pat
 
     assert store.read("m", "latest").versions == [2]
     assert store.read("m", "latest", "1-5.0").versions == [1]
+
+
+def test_an_older_checkpoint_is_not_restored_as_the_newest(tmp_path: Path) -> None:
+    """While a manifest cannot be read, which checkpoint is `latest` or `best` is not guessed; names find the others."""
+    store = CheckpointStore(tmp_path)
+    own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
+    for version, name in enumerate(("older", "newer")):
+        metric = {"name": "accuracy", "value": version}
+        store.write("m", name, own | {"created_s": float(version), "metric": metric}, held(version))
+    (store.path("m", "empty")).mkdir()
+    assert [store.read("m", which).versions for which in ("latest", "best")] == [[1], [1]]
+
+    manifest = store.path("m", "newer") / checkpoint.MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:100])
+
+    for which in ("latest", "best"):
+        with pytest.raises(CorruptState, match=rf"newer/{checkpoint.MANIFEST}.* which one is {which}"):
+            store.read("m", which)
+    assert store.read("m", "older").versions == [0]
 
 
 def test_a_name_that_another_creation_has_is_not_used() -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request, Response
@@ -17,10 +18,12 @@ from paramserver_node.conditions import Conditions
 from paramserver_node.roles import role
 from paramserver_scheduler.checkpoints import CheckpointStore, check_name
 from paramserver_scheduler.exchange import response_doc, service
+from paramserver_scheduler.jobs import problem_of
 from paramserver_scheduler.remote_checkpoints import FILES, file_path, of_creation
 
 router = APIRouter(tags=["checkpoints"])
 
+T = TypeVar("T")
 _RANGE: Final = re.compile(r"([0-9]*)-([0-9]*)")
 
 
@@ -124,7 +127,7 @@ async def remove_own(request: Request, m: str, name: str, creation: str | None =
 
     With `?creation=` only a checkpoint of that creation of the model is deleted.
     """
-    await asyncio.to_thread(_store(request).remove, m, name, creation)
+    await _on_disk(_store(request).remove, m, name, creation)
     return Response(status_code=204)
 
 
@@ -135,7 +138,15 @@ def _store(request: Request) -> CheckpointStore:
 async def _local_file(request: Request, m: str, name: str, file: str, creation: str | None) -> Path | None:
     if file not in FILES:
         return None
-    return await asyncio.to_thread(_store(request).file, m, name, file, creation)
+    return await _on_disk(_store(request).file, m, name, file, creation)
+
+
+async def _on_disk(work: Callable[..., T], *args: Any) -> T:
+    """Do this in a thread; an OSError becomes the error that says what the disk refused."""
+    try:
+        return await asyncio.to_thread(work, *args)
+    except OSError as e:
+        raise problem_of(e) from e
 
 
 def _file_response(path: Path) -> Response:

@@ -35,8 +35,11 @@ def local(
         state_dir: folder for the cluster's files; None: a temporary one that is removed at the end.
         timeout: timeout of the client's calls, in seconds.
 
+    Only the process that started the cluster stops it, not a forked child that leaves the block.
+
     Raises Unavailable if the cluster does not come up, with the last lines of its output.
     """
+    owner = os.getpid()
     folder = os.fspath(state_dir) if state_dir is not None else tempfile.mkdtemp(prefix="paramserver-")
     try:
         options = ["--shards", str(shards), "--workers", str(workers), "--state-dir", folder]
@@ -49,9 +52,10 @@ def local(
             finally:
                 client.close()
         finally:
-            _psctl(["down", "--state-dir", folder], STOP_S)
+            if os.getpid() == owner:  # a forked child that leaves the block must not end its parent's cluster
+                _psctl(["down", "--state-dir", folder], STOP_S)
     finally:
-        if state_dir is None:
+        if state_dir is None and os.getpid() == owner:
             shutil.rmtree(folder, ignore_errors=True)
 
 

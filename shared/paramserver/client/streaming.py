@@ -8,6 +8,7 @@ its part exactly once, however many requests there are.
 
 import asyncio
 import heapq
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -19,6 +20,7 @@ from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
 from paramserver.client.retry import NOT_AGAIN
 from paramserver.client.session import Session
+from paramserver.client.worker_view import of_another_process
 from paramserver.core.layout import Layout
 from paramserver.errors import InDoubt, Unavailable, combined, problem
 
@@ -178,6 +180,7 @@ class PushStream:
         self._reading = Interruptible()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._send, name="push stream", daemon=True)
+        self._pid = os.getpid()
         self.result = DROPPED
         """The result of the push, set when the block has ended."""
 
@@ -193,13 +196,17 @@ class PushStream:
     def put(self, name: str, grad: Any) -> None:
         """Add the whole gradient of one parameter; may be called from any thread.
 
-        Raises NotFoundError (`unknown_parameter`), or RequestError if it was put before.  Errors of the push itself are
-        raised when the block ends.
+        Raises NotFoundError (`unknown_parameter`), RequestError if it was put before, ConflictError in a forked child.
+        Errors of the push itself are raised when the block ends.
         """
+        if self._pid != os.getpid():
+            raise of_another_process()
         self._stream.put(name, grad)
         self._more.put(None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._pid != os.getpid():
+            return  # a forked child has no thread that sends, and must not cut its parent's off
         try:
             if kind is None:
                 self._stream.over = True
