@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.examples import digits
 from paramserver_node import tokens
 
-from .processes import Nodes, eventually, nodes
+from .processes import Nodes, nodes
 
 sync_api = pytest.importorskip(
     "playwright.sync_api",
