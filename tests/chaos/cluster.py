@@ -3,16 +3,16 @@
 import json
 import signal
 import subprocess
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import redis
+from tests.waiting import eventually
 
 import paramserver as ps
 
@@ -21,22 +21,6 @@ from .history import History, Recorder, read
 from .keeper import Plan, words
 from .load import Job
 from .proxy import Way
-
-T = TypeVar("T")
-
-
-def eventually(probe: Callable[[], T], *, within_s: float = 30.0, what: str = "") -> T:
-    """Return the first true value of `probe`; fail with its last value or error if there is none in time."""
-    deadline, pause, last = time.monotonic() + within_s, threading.Event(), ""
-    while time.monotonic() < deadline:
-        try:
-            if value := probe():
-                return value
-            last = repr(value)
-        except (httpx.HTTPError, ps.PsError, KeyError) as e:  # the target may be down for now; shown if it stays so
-            last = repr(e)
-        pause.wait(0.05)
-    raise AssertionError(f"{what or probe} did not happen within {within_s} s; last: {last}")
 
 
 class ChaosCluster:

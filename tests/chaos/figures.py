@@ -25,13 +25,14 @@ from typing import Any
 import msgpack
 import numpy as np
 from benchmarks.tables import write
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.core.window import PushMemory
 from paramserver.limits import MIB
 from paramserver.types import PushId
 
-from .cluster import ChaosCluster, chaos_cluster, eventually
+from .cluster import ChaosCluster, chaos_cluster
 from .keeper import Plan
 from .load import ROOT
 

@@ -7,11 +7,12 @@ load continue.  Each crash starts from the state that the previous one left behi
 from collections.abc import Iterator
 
 import pytest
+from tests.waiting import eventually
 
 from paramserver_node.crash import POINTS, VARIABLE
 
 from .busy import KINDS, Busy
-from .cluster import ChaosCluster, chaos_cluster, eventually
+from .cluster import ChaosCluster, chaos_cluster
 from .keeper import Plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(280)]

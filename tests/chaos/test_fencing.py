@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tests.waiting import eventually
 
 from .busy import JOURNALED, Busy
-from .cluster import eventually
 from .keeper import Plan
 from .proxy import Way
 

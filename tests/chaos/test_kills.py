@@ -8,10 +8,10 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from tests.waiting import eventually
 
 from .busy import KINDS, Busy
 from .checkers import stale
-from .cluster import eventually
 from .keeper import Plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]

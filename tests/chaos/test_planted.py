@@ -5,12 +5,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 
 from . import load
 from .checkers import Verdict, judge
-from .cluster import ChaosCluster, chaos_cluster, eventually
+from .cluster import ChaosCluster, chaos_cluster
 from .history import AFTER_ALL
 from .keeper import Plan
 from .load import Job

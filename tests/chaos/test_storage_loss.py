@@ -1,7 +1,6 @@
 """Redis is emptied, Redis loses its newest writes, and everything except a checkpoint is lost."""
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from tests.waiting import eventually
 
 import paramserver as ps
 
 from .busy import JOURNALED, Busy
-from .cluster import chaos_cluster, eventually
+from .cluster import chaos_cluster
 from .keeper import Plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(200)]
@@ -34,24 +34,25 @@ def test_an_emptied_redis_is_seeded_from_memory(start: Start) -> None:
             assert connection.exists("ps:term")
     run.look()
     run.assert_kept(shards_died=False, acknowledged=1)
-    eventually(lambda: seeded(run), what="snapshots of every partition")
+    until_stored(run, {})
     c.kill("shard-0")
     c.until_healthy()
     run.finish()
     run.assert_kept(shards_died=True)
 
 
-def seeded(run: Busy) -> bool:
-    """Whether Redis has a snapshot of every partition of every model."""
+def manifests(run: Busy) -> dict[str, bytes | None]:
+    """Return what Redis has as the list of snapshots of each partition of each model."""
     with redis.Redis(port=run.cluster.redis_port) as connection:
-        wanted = 0
-        for kind in run.kinds:
-            model = run.cluster.get(f"/models/{kind.name}")
-            for p in model["partitions"]:
-                wanted += 1
-                if not connection.exists(f"{{{kind.name}.{model['generation']}/{p['index']}}}:manifest"):
-                    return False
-        return wanted > 0
+        models = [(k.name, run.cluster.get(f"/models/{k.name}")) for k in run.kinds]
+        keys = [f"{{{name}.{m['generation']}/{p['index']}}}:manifest" for name, m in models for p in m["partitions"]]
+        return dict(zip(keys, connection.mget(keys), strict=True))
+
+
+def until_stored(run: Busy, before: dict[str, bytes | None]) -> None:
+    """Wait until every partition has a snapshot that it had not `before`."""
+    what = "a new snapshot of every partition"
+    eventually(lambda: all(m and m != before.get(key) for key, m in manifests(run).items()), what=what)
 
 
 def test_a_redis_that_comes_back_without_its_last_writes(start: Start) -> None:
@@ -70,8 +71,7 @@ def test_a_redis_that_comes_back_without_its_last_writes(start: Start) -> None:
     run.look()
     run.assert_kept(shards_died=False, acknowledged=1)
 
-    eventually(lambda: seeded(run), what="snapshots of every partition")
-    time.sleep(6.0)  # one snapshot interval, after which the lost writes are stored again
+    until_stored(run, manifests(run))  # and with that, what was lost
     c.kill("shard-0")
     c.until_healthy()
     run.finish()

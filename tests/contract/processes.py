@@ -5,36 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
+from tests.waiting import eventually
 
 from paramserver.client.credentials import Credentials
 from paramserver_node import redis_server
-
-T = TypeVar("T")
-
-
-def eventually(probe: Callable[[], T], *, within_s: float = 20.0, what: str = "") -> T:
-    """Return the first true value of `probe`; fail with its last value or error after `within_s`."""
-    deadline = time.monotonic() + within_s
-    pause, last = threading.Event(), None
-    while time.monotonic() < deadline:
-        try:
-            value = probe()
-        except (httpx.HTTPError, AssertionError) as e:
-            last = repr(e)
-        else:
-            if value:
-                return value
-            last = repr(value)
-        pause.wait(0.05)
-    raise AssertionError(f"{what or probe} did not happen within {within_s} s; last: {last}")
 
 
 class Nodes:
@@ -81,11 +61,11 @@ class Nodes:
         eventually(started, within_s=120.0, what="the scheduler's start")
         assert process.poll() is None, f"{name} has ended with {process.returncode}"
 
-    def start_shard(self, name: str) -> None:
+    def start_shard(self, name: str, module: str = "paramserver_shard") -> None:
         """Start the shard of that name, on the same port each time."""
         port, urls = str(self.shard_ports[name]), ",".join(self.urls)
         own = ("--name", name, "--port", port, "--scheduler", urls, "--redis", self.redis_url)
-        self.start(name, "paramserver_shard", *own)
+        self.start(name, module, *own)
 
     def kill(self, name: str) -> None:
         """Kill a process with SIGKILL and wait until it has ended."""

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.errors import AuthError
@@ -19,7 +20,7 @@ from paramserver_scheduler.app import make_app as scheduler_app
 from paramserver_shard.app import make_app as shard_app
 from paramserver_shard.main import assemble
 
-from .processes import Nodes, eventually, nodes, unique
+from .processes import Nodes, nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

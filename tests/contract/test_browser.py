@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.examples import digits
 from paramserver_node import tokens
 
 from .browser import MARKS, PHONE, Browser, browser, fits
-from .processes import Nodes, eventually, nodes
+from .processes import Nodes, nodes
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "status-page.png"
 pytestmark = MARKS

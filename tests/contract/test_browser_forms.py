@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.examples import digits
 from paramserver_node import tokens
 
 from .browser import MARKS, PHONE, browser, fits
-from .processes import eventually, nodes
+from .processes import nodes
 
 pytestmark = MARKS
 

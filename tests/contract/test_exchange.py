@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.types import F32
 
-from .processes import Nodes, eventually, nodes, unique
+from .processes import Nodes, nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

@@ -10,27 +10,21 @@ from operator import attrgetter
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.client.model import Model
 
 from .machine import ON_LINUX, SIZE, made
-from .processes import Nodes, eventually, nodes
+from .processes import Nodes
 
 pytestmark = [*ON_LINUX, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler and two shards with shared memory."""
-    with nodes(tmp_path_factory.mktemp("forks"), shards=2) as running:
-        yield running
-
-
 @pytest.fixture
-def model(cluster: Nodes) -> Iterator[Model]:
+def model(rest_cluster: Nodes) -> Iterator[Model]:
     """A model with a learning rate of 1 and a client of its own."""
-    with ps.connect(cluster.url) as client:
+    with ps.connect(rest_cluster.url) as client:
         yield made(client)
 
 
@@ -136,11 +130,11 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(model: Model, lock
     assert ended(child) == 0
 
 
-def test_a_worker_on_asyncio_belongs_to_the_process_that_opened_it(cluster: Nodes, model: Model) -> None:
+def test_a_worker_on_asyncio_belongs_to_the_process_that_opened_it(rest_cluster: Nodes, model: Model) -> None:
     """A forked child can neither push as its parent's asyncio worker nor make it leave."""
 
     async def main() -> None:
-        async with ps.AsyncClient(cluster.url) as client:
+        async with ps.AsyncClient(rest_cluster.url) as client:
             worker = client.model(model.name).worker()
 
             def child() -> bool:
@@ -202,14 +196,14 @@ def test_a_client_that_a_forked_child_closes_is_closed_there_alone(model: Model)
     assert model.info()["name"] == model.name
 
 
-def test_a_process_with_a_client_ends_without_a_word(cluster: Nodes) -> None:
+def test_a_process_with_a_client_ends_without_a_word(rest_cluster: Nodes) -> None:
     """A process that exits with an open client prints nothing.
 
     At exit a module is cleared before the client that it keeps alive.
     """
     program = f"""
 import paramserver as ps
-client = ps.connect({cluster.url!r})
+client = ps.connect({rest_cluster.url!r})
 def late(): return client  # with it the client lives for as long as its module
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.client import same_host, windows
@@ -18,16 +19,9 @@ from paramserver.client.model import Model
 from paramserver.core.selection import Part
 
 from .machine import ON_LINUX, SIZE, lose_sockets, made, requests_of
-from .processes import Nodes, eventually, nodes
+from .processes import Nodes, nodes
 
 pytestmark = ON_LINUX
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler and two shards with shared memory."""
-    with nodes(tmp_path_factory.mktemp("gradients"), shards=2) as running:
-        yield running
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from types import FrameType
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 
 from .machine import lose_sockets
-from .processes import eventually, nodes
+from .processes import nodes
 
 pytestmark = [
     pytest.mark.process,

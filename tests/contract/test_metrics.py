@@ -12,10 +12,11 @@ import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from tests.waiting import eventually
 
 from paramserver_scheduler.history import UNITS
 
-from .processes import Nodes, eventually, unique
+from .processes import Nodes, unique
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")

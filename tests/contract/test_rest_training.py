@@ -5,10 +5,11 @@ import json
 from typing import Any
 
 import pytest
+from tests.waiting import eventually
 
 from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
 
-from .processes import Nodes, eventually, unique
+from .processes import Nodes, unique
 from .rest import Face
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]

@@ -7,8 +7,9 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
-from .processes import Nodes, eventually, unique
+from .processes import Nodes, unique
 from .rest import Face, tensor
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.client import same_host, transfer
@@ -21,16 +22,9 @@ from paramserver.client.model import Model
 from paramserver.types import PushId
 
 from .machine import ON_LINUX, SIZE, lose_sockets, made, requests_of
-from .processes import Nodes, eventually, nodes
+from .processes import Nodes, nodes
 
 pytestmark = ON_LINUX
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler and two shards with shared memory."""
-    with nodes(tmp_path_factory.mktemp("same-host"), shards=2) as running:
-        yield running
 
 
 @pytest.fixture

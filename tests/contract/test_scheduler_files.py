@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from redis import Redis
 from safetensors.numpy import save_file
+from tests.waiting import eventually
 
-from .processes import eventually, nodes
+from .processes import nodes
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

@@ -10,10 +10,11 @@ import httpx
 import pytest
 from redis import Redis
 from safetensors.numpy import load
+from tests.waiting import eventually
 
 from paramserver_node import redis_server, tokens
 
-from .processes import Nodes, eventually, leader, signal_to, summing_model
+from .processes import Nodes, leader, signal_to, summing_model
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

@@ -12,11 +12,12 @@ import httpx
 import numpy as np
 import pytest
 from redis import Redis
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver_node import redis_server
 
-from .processes import Nodes, eventually, leader, nodes, process_name, signal_to, summing_model
+from .processes import Nodes, leader, nodes, process_name, signal_to, summing_model
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
+from tests.waiting import eventually
 
-from .processes import Nodes, eventually, nodes, unique
+from .processes import Nodes, nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

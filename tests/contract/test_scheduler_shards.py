@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tests.waiting import eventually
 
 from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.core.shard_io import AskWorker
@@ -11,7 +12,7 @@ from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink
 from paramserver_shard.membership import Membership
 
-from .processes import Nodes, eventually, unique
+from .processes import Nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

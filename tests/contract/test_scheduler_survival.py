@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from redis import Redis
 from safetensors.numpy import load_file, save_file
+from tests.waiting import eventually
 
 from paramserver import checkpoint
 from paramserver_node import redis_server
 
-from .processes import Nodes, eventually, unique
+from .processes import Nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 

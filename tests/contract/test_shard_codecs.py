@@ -1,6 +1,6 @@
 """Encoded pushes at a shard: applied, staged, forwarded, repeated, and refused if they contradict their header."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import asdict
+from tests.waiting import eventually
 
 from paramserver.codecs import Codec, decode_partition, encode_partition
 from paramserver.codecs.stage import pack
@@ -18,17 +19,10 @@ from paramserver.core.spec import ModelSpec
 from paramserver.types import AnyArray, PushId
 from paramserver.wire.frame import MEDIA_TYPE, Header, PushFrame, PushPart, PushReply, decode_header, encode_header
 
-from .processes import Nodes, eventually, nodes, unique
+from .processes import Nodes, nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 PARTITIONS = 4
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards that no test stops or kills."""
-    with nodes(tmp_path_factory.mktemp("codecs"), shards=2) as running:
-        yield running
 
 
 def ident(push_id: PushId | None) -> dict[str, Any]:
@@ -87,9 +81,9 @@ class Model:
 
 
 @pytest.fixture
-def model(cluster: Nodes) -> Model:
+def model(rest_cluster: Nodes) -> Model:
     """A new model for each test."""
-    return Model(cluster)
+    return Model(rest_cluster)
 
 
 def refused(answer: httpx.Response, status: int, code: str) -> str:
@@ -137,9 +131,9 @@ def test_a_repeat_is_known_by_its_encoded_bytes(model: Model) -> None:
     assert np.array_equal(model.values(), decoded)
 
 
-def test_a_commit_takes_encoded_and_plain_contributions(cluster: Nodes) -> None:
+def test_a_commit_takes_encoded_and_plain_contributions(rest_cluster: Nodes) -> None:
     """A commit applies the exact mean of an int8, a top-k and a plain ranged push."""
-    model = Model(cluster, consistency={"mode": "sync"})
+    model = Model(rest_cluster, consistency={"mode": "sync"})
     workers = f"{model.url}/models/{model.name}/workers"
     joined = [model.http.post(workers, json={"lease_s": 600}).json() for _ in range(3)]
     ids = [PushId(j["worker"], j["epoch"], 1) for j in joined]

@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 import redis as redis_client
+from tests.waiting import eventually
 
-from .processes import Nodes, eventually, nodes, unique
+from .processes import Nodes, nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

@@ -5,10 +5,11 @@ from pathlib import Path
 import httpx
 import pytest
 import redis
+from tests.waiting import eventually
 
 from paramserver_node import redis_server
 
-from .processes import Nodes, eventually, nodes
+from .processes import Nodes, nodes
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.waiting import eventually
 
 from paramserver.codecs.stage import pack
 from paramserver.errors import Unavailable
@@ -17,7 +18,7 @@ from paramserver.limits import CLIENT_REQUESTS_MAX, MIB
 from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
 from paramserver_shard.inflight import MEMORY_SHARE, InFlight
 
-from .processes import Nodes, eventually, nodes, unique
+from .processes import Nodes, nodes, unique
 
 FLOODER = "127.0.0.2"
 """Another address of this machine, which makes the flooder another client."""

@@ -6,10 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.waiting import eventually
 
 from paramserver_scheduler.history import UNITS
 
-from .processes import Nodes, eventually, unique
+from .processes import Nodes, unique
 
 pytestmark = pytest.mark.process
 

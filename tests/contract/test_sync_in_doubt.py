@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 
-from .processes import Nodes, eventually, unique
+from .processes import Nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

@@ -5,35 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-T = TypeVar("T")
 PSCTL = [sys.executable, "-P", "-m", "paramserver_cli"]
-
-
-def eventually(probe: Callable[[], T], *, within_s: float = 30.0, what: str = "") -> T:
-    """Poll `probe` and return its first true value; fail with its last value or error after `within_s`."""
-    deadline = time.monotonic() + within_s
-    last: Any = None
-    pause = threading.Event()
-    while time.monotonic() < deadline:
-        try:
-            value = probe()
-        except Exception as e:  # what is probed may not be up yet; the last error is shown on a timeout
-            last = e
-        else:
-            if value:
-                return value
-            last = value
-        pause.wait(0.05)
-    raise AssertionError(f"{what or probe} did not happen within {within_s} s; last: {last!r}")
 
 
 class Cluster:

@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.numpy import load_file
+from tests.waiting import eventually
 
 from paramserver.examples import digits
 
-from .cluster import PSCTL, eventually
+from .cluster import PSCTL
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(420)]
 MARK = "PARAMSERVER_TEST_MARK"

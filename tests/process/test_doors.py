@@ -8,12 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.errors import AuthError
 from paramserver_node import redis_server
 
-from .cluster import PSCTL, Cluster, cluster, eventually
+from .cluster import PSCTL, Cluster, cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.waiting import eventually
 
 from paramserver.wire import http2 as wire
 from paramserver_node.http2 import FRAME_BYTES
 from paramserver_node.stream import UNREAD_BYTES_MAX
 
-from .cluster import eventually
 from .test_servers import Node, node
 
 pytestmark = pytest.mark.process

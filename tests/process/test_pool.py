@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 
-from .cluster import Cluster, eventually
+from .cluster import Cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

@@ -11,12 +11,13 @@ import numpy as np
 import psutil
 import pytest
 import redis
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver_cli import doctor
 from paramserver_node import redis_server
 
-from .cluster import PSCTL, Cluster, eventually
+from .cluster import PSCTL, Cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver_cli import moves
 from paramserver_cli.launch import Failed
 
-from .cluster import PSCTL, Cluster, cluster, eventually
+from .cluster import PSCTL, Cluster, cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

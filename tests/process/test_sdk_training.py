@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 
-from .cluster import Cluster, eventually, ones
+from .cluster import Cluster, ones
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

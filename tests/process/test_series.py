@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver_cli.series import numbers
 
-from .cluster import PSCTL, Cluster, cluster, eventually
+from .cluster import PSCTL, Cluster, cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 

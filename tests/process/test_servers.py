@@ -12,10 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 from pyreqwest.client import SyncClientBuilder
+from tests.waiting import eventually
 
 from paramserver.errors import from_document
-
-from .cluster import eventually
 
 pytestmark = pytest.mark.process
 

@@ -4,10 +4,11 @@ import asyncio
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 
-from .cluster import Cluster, eventually
+from .cluster import Cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

@@ -17,13 +17,14 @@ import httpx
 import psutil
 import pytest
 from redis import Redis
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.launch import plan_changed
 from paramserver_node import redis_server
 
-from .cluster import PSCTL, Cluster, cluster, eventually
+from .cluster import PSCTL, Cluster, cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 

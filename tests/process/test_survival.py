@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 
-from .cluster import Cluster, eventually
+from .cluster import Cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180), pytest.mark.slow]
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from pyreqwest.client import SyncClientBuilder
 from tests.unit.scripted_server import Blocking, Peer, Server
+from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.client.calls import Request, Response
@@ -27,7 +28,7 @@ from paramserver.errors import Unreachable
 from paramserver.wire import http2 as wire
 from paramserver_cli.cluster_file import Plan, StateDir
 
-from .cluster import PSCTL, Cluster, cluster, eventually
+from .cluster import PSCTL, Cluster, cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 
-from .cluster import Cluster, eventually
+from .cluster import Cluster
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip("needs torch: pip install torch==2.13.0", allow_module_level=True)

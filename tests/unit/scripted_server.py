@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import pytest
 
+from paramserver.client import http2
 from paramserver.client.calls import Request, Response
 from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.client.direct import AsyncDirectTransport, DirectTransport
@@ -79,6 +80,32 @@ class OnLoop:
         """Close all connections, and the event loop."""
         self.runner.run(self.transport.close())
         self.runner.close()
+
+
+class Pings:
+    """A client that pings waits until its server has shown a sign of life, so that neither need be quick.
+
+    The client's `SILENCE_S` may then be short: a server that gets no CPU time for a while is not taken for dead.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._pinging, self._shown = threading.Semaphore(0), threading.Semaphore(0)
+        ping = http2.Client.ping
+
+        def pinging(client: http2.Client) -> None:
+            ping(client)
+            self._pinging.release()
+            assert self._shown.acquire(timeout=20.0)
+
+        monkeypatch.setattr(http2.Client, "ping", pinging)
+        monkeypatch.setattr(http2, "SILENCE_S", 0.02)
+
+    def answer(self, peer: Peer, data: bytes = wire.frame(wire.PING, wire.ACK, 0, bytes(8))) -> None:
+        """Wait for the client's next PING, send `data`, and read the PING itself."""
+        assert self._pinging.acquire(timeout=20.0)
+        peer.send(data)
+        self._shown.release()
+        peer.until(wire.PING)
 
 
 Kind: TypeAlias = type[Blocking] | type[OnLoop]

@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 import pytest
-from tests.unit.scripted_server import OK, Blocking, Kept, Kind, Peer, Server, both_clients
+from tests.unit.scripted_server import OK, Blocking, Kept, Kind, Peer, Pings, Server, both_clients
 
 from paramserver.client import http2
 from paramserver.client.calls import Request, Response
@@ -81,10 +81,12 @@ def test_a_frame_inside_a_header_block_ends_the_connection(kind: Kind) -> None:
 
     def interleaving(peer: Peer) -> None:
         stream = peer.until(wire.HEADERS)
-        peer.send(wire.frame(wire.HEADERS, 0, stream, b"\x88"))
-        peer.send(wire.frame(wire.DATA, 0, stream, b"lost"))
-        peer.send(wire.frame(wire.CONTINUATION, wire.END_HEADERS, stream, b""))
-        peer.send(wire.frame(wire.DATA, wire.END_STREAM, stream, b"kept"))
+        peer.send(
+            wire.frame(wire.HEADERS, 0, stream, b"\x88")
+            + wire.frame(wire.DATA, 0, stream, b"lost")
+            + wire.frame(wire.CONTINUATION, wire.END_HEADERS, stream, b"")
+            + wire.frame(wire.DATA, wire.END_STREAM, stream, b"kept")
+        )
         with suppress(ConnectionResetError):
             while peer.socket.recv(100):
                 pass
@@ -98,14 +100,13 @@ def test_a_frame_inside_a_header_block_ends_the_connection(kind: Kind) -> None:
 @both_clients
 def test_a_silent_server_that_lives_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent server that acknowledges every PING is waited for."""
-    monkeypatch.setattr(http2, "SILENCE_S", 0.05)
+    pings = Pings(monkeypatch)
 
     def script(peer: Peer) -> None:
         stream = peer.until(wire.HEADERS)
         for _ in range(3):
-            peer.until(wire.PING)
-            peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)))
-        peer.send(peer.answer(stream, b"late"))
+            pings.answer(peer)
+        pings.answer(peer, peer.answer(stream, b"late"))
 
     with Server(kind, script) as server:
         answer = server.ask()
@@ -116,17 +117,14 @@ def test_a_silent_server_that_lives_is_waited_for(kind: Kind, monkeypatch: pytes
 @both_clients
 def test_a_slow_server_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece of a slow response counts as a sign of life, even in the middle of a large frame."""
-    monkeypatch.setattr(http2, "SILENCE_S", 0.1)
-    body = bytes(range(250)) * 4000
+    pings, body = Pings(monkeypatch), bytes(range(250)) * 400
 
     def script(peer: Peer) -> None:
         stream = peer.until(wire.HEADERS)
         head = wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK)
         peer.send(wire.settings({}) + head + wire.head(len(body), wire.DATA, wire.END_STREAM, stream))
-        for at in range(0, len(body), 200_000):
-            peer.send(body[at : at + 200_000])
-            if at + 200_000 < len(body):
-                peer.until(wire.PING)
+        for at in range(0, len(body), 20_000):
+            pings.answer(peer, body[at : at + 20_000])
 
     with Server(kind, script) as server:
         kept = Kept(1 << 20)
@@ -159,7 +157,7 @@ def test_a_silent_server_that_is_dead_is_given_up(kind: Kind, monkeypatch: pytes
 
 def test_a_server_that_was_slow_to_read_is_pinged_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """If sending to a server once timed out, its later silence is still answered with a PING before it is given up."""
-    monkeypatch.setattr(http2, "SILENCE_S", 0.05)
+    pings = Pings(monkeypatch)
 
     class Stalling(socket.socket):
         """A socket whose first send times out."""
@@ -174,8 +172,7 @@ def test_a_server_that_was_slow_to_read_is_pinged_like_any(monkeypatch: pytest.M
 
     def script(peer: Peer) -> None:
         stream = peer.until(wire.HEADERS)
-        peer.until(wire.PING)
-        peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)) + peer.answer(stream, b"late"))
+        pings.answer(peer, wire.frame(wire.PING, wire.ACK, 0, bytes(8)) + peer.answer(stream, b"late"))
 
     with Server(Blocking, script) as server, closing(Stalling()) as connected:
         connected.connect(server.listener.getsockname())
@@ -237,6 +234,7 @@ def test_a_client_that_is_dropped_leaves_no_socket_open() -> None:
         with pytest.raises(AssertionError, match="hung up"):
             peer.until(wire.HEADERS)
 
+    gc.collect()  # what earlier tests have left
     with Server(Blocking, serve) as server:
         assert isinstance(server.transport.send(Request("GET", "/"), server.url), Response)
         server.transport.itself = server.transport  # type: ignore[union-attr]
