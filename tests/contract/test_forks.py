@@ -152,12 +152,10 @@ def test_a_worker_on_asyncio_belongs_to_the_process_that_opened_it(rest_cluster:
 
 
 @pytest.mark.parametrize("error", [None, SystemExit()])
-def test_a_stream_goes_on_in_the_process_that_began_it(
-    cluster: Nodes, model: Model, error: BaseException | None
-) -> None:
+def test_a_stream_goes_on_in_the_process_that_began_it(cluster: Nodes, error: BaseException | None) -> None:
     """A child forked while a streamed push is sent can neither add to it nor end it, and leaves its block at once."""
     shards = [cluster.processes[name] for name in cluster.shard_ports]
-    with model.worker() as worker:
+    with ps.connect(cluster.url) as client, made(client).worker() as worker:
         push = worker.stream()
         push.__enter__()
 
