@@ -224,8 +224,6 @@ def partition(held: checkpoint.Checkpoint, spec: ModelSpec) -> list[tuple[Partit
     """
     layout = Layout(spec)
     states = scatter(layout, held.params, held.slots, held.steps, held.spec.optimizer)
-    held.params.clear()
-    held.slots.clear()
     return list(zip(states, versions(layout, Layout(held.spec), held.versions), strict=True))
 
 

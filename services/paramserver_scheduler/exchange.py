@@ -155,15 +155,22 @@ def page(
     limit = number_of(request, "limit", PAGE_MAX, 1, PAGE_MAX)
     start = number_of(request, "after", 0)
     shown: list[Mapping[str, Any]] = []
+    texts: list[bytes] = []
     size = 0
     for item in items[start : start + limit]:
         line = document(item)
-        size += len(negotiate.json_text(line))
+        text = negotiate.json_text(line)
+        size += len(text)
         if shown and size > limits.PAGE_BYTES_MAX:
             break
         shown.append(line)
+        texts.append(text)
     end = start + len(shown)
-    return respond(request, {"items": shown, "next": str(end) if end < len(items) else None})
+    following = str(end) if end < len(items) else None
+    if negotiate.accepted(request) != negotiate.JSON:
+        return respond(request, {"items": shown, "next": following})
+    whole = b'{"items":[%b],"next":%b}' % (b",".join(texts), negotiate.json_text(following))
+    return Response(whole, media_type=negotiate.JSON)
 
 
 def number_of(request: Request, name: str, default: D, low: int = 0, high: int = INTEGER_MAX) -> int | D:

@@ -4,6 +4,7 @@ Documents are level-triggered: a reader that is too slow is cut off and gets the
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -17,20 +18,41 @@ BACKLOG_MAX: Final = 4096
 PING_S: Final = 1.0
 
 
+class Published:
+    """A document that is published; the feeds of all shards send the same bytes of it."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.document = document
+        self._line = b""
+
+    @property
+    def line(self) -> bytes:
+        """The document as one line of JSON, encoded when first asked for."""
+        if not self._line:
+            document = self.document
+            if document["type"] == "gone":
+                document = {**document, "name": document["model"]}  # the key that `model` documents use
+            self._line = json.dumps(document, separators=(",", ":")).encode() + b"\n"
+        return self._line
+
+
+PING: Final = Published({"type": "ping"})
+
+
 class Feed:
     """The documents for one reader, in order and without gaps."""
 
     def __init__(self, first: list[Mapping[str, Any]]) -> None:
-        self._first = first
+        self._first = [Published(document) for document in first]
         self.public = False
         """Whether it is a client's, not a shard's."""
-        self._queue: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue(BACKLOG_MAX)
+        self._queue: asyncio.Queue[Published | None] = asyncio.Queue(BACKLOG_MAX)
         self.open = True
 
-    def put(self, document: Mapping[str, Any]) -> None:
+    def put(self, published: Published) -> None:
         """Queue a document; a full queue ends the feed."""
         try:
-            self._queue.put_nowait(document)
+            self._queue.put_nowait(published)
         except asyncio.QueueFull:
             self.open = False
 
@@ -42,14 +64,23 @@ class Feed:
 
     async def documents(self) -> AsyncIterator[Mapping[str, Any]]:
         """Yield the initial documents, then the published ones, and a `ping` after each second of silence."""
-        for document in self._first:
-            yield document
+        async for published in self._all():
+            yield published.document
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Yield the same as lines of JSON."""
+        async for published in self._all():
+            yield published.line
+
+    async def _all(self) -> AsyncIterator[Published]:
+        for first in self._first:
+            yield first
         while self.open or not self._queue.empty():
             try:
                 async with asyncio.timeout(PING_S):
                     published = await self._queue.get()
             except TimeoutError:
-                published = {"type": "ping"}
+                published = PING
             if published is None:
                 return
             yield published
@@ -68,8 +99,9 @@ class Hub:
     def publish(self, document: Mapping[str, Any]) -> None:
         """Pass the document to every open feed, and wake the long polls."""
         self._note(document)
+        published = Published(document)
         for feed in self._feeds:
-            feed.put(document)
+            feed.put(published)
         self._feeds = {f for f in self._feeds if f.open}
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,5 +1,7 @@
 """Conversion between partitions and named arrays, for any partitioning."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,8 +36,12 @@ def test_other_partition_counts_hold_the_same(shapes: list[list[int]], data: st.
     slots = {n: [v + 1, v + 2] for n, v in params.items()}
     steps = {n: i + 1 for i, n in enumerate(params)}
 
-    once = gather(first, scatter(first, params, slots, steps, first.spec.optimizer))
-    twice = gather(second, scatter(second, *once, first.spec.optimizer))
+    def through(layout: Layout, params: dict[str, Any], slots: dict[str, list[Any]], steps: dict[str, int]) -> Any:
+        own = dict(params), {n: list(arrays) for n, arrays in slots.items()}  # `scatter` empties them
+        return gather(layout, scatter(layout, *own, steps, first.spec.optimizer))
+
+    once = through(first, params, slots, steps)
+    twice = through(second, *once)
 
     for got in (once, twice):
         assert got[2] == steps
@@ -58,6 +64,17 @@ def test_a_schedule_goes_on_where_it_was() -> None:
     assert versions(sync, two, [3, 5]) == [4, 4]
     assert versions(sync, two, [0, 0]) == [0, 0]
     assert versions(two, two, []) == [0, 0]
+
+
+@pytest.mark.parametrize("source", ["momentum", "adam"])
+def test_named_arrays_are_given_up_as_they_are_copied(source: str) -> None:
+    """No named array is left once the partitions are made, so that a restored model is in memory once."""
+    params = {"p0": np.ones(4, np.float32)}
+    slots = {"p0": [np.ones(4, np.float32)]}
+
+    scatter(_layout([[4]], 2), params, slots, {"p0": 9}, OptimizerSpec(source))
+
+    assert (params, slots) == ({}, {})
 
 
 @pytest.mark.parametrize(("source", "arrays"), [("momentum", 1), ("adam", 1), ("ftrl", 2)])

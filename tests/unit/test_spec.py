@@ -216,3 +216,14 @@ def test_unknown_codes_keep_their_class() -> None:
     assert from_document({"status": 418, "code": "teapot"}).code == "malformed"
     assert from_document({"status": 503, "code": "new"}).retryable
     assert isinstance(from_document({"status": 500}), PsError)
+
+
+def test_a_patch_that_names_no_parameter_reads_none_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch of other settings keeps the parameters as they are, which may be 4,096, and reads none of them."""
+    spec = ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4], "lr_scale": 0.5}, "b": {"shape": []}}})
+    monkeypatch.setattr("paramserver.core.spec.ParamSpec", None)
+
+    patched = spec.patched({"evaluate_every": 5, "optimizer": {"name": "adam"}})
+
+    assert patched.params == spec.params
+    assert (patched.evaluate_every, patched.optimizer.name) == (5, "adam")

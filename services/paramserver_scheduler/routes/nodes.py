@@ -1,6 +1,5 @@
 """/internal: what shards report to the scheduler, and the feed from which they learn of every change."""
 
-import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeAlias
@@ -199,10 +198,8 @@ async def feed(request: Request) -> StreamingResponse:
 
     async def lines() -> AsyncIterator[bytes]:
         try:
-            async for document in opened.documents():
-                if document["type"] == "gone":
-                    document = {**document, "name": document["model"]}  # the key that `model` documents use
-                yield json.dumps(document, separators=(",", ":")).encode() + b"\n"
+            async for line in opened.lines():
+                yield line
         finally:
             runtime.hub.unsubscribe(opened)
 

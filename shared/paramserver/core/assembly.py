@@ -3,7 +3,7 @@
 The number of partitions may differ between writing and restoring, because both divide the same flat vector.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -43,12 +43,15 @@ def gather(
 
 def scatter(
     layout: Layout,
-    params: Mapping[str, F32],
-    slots: Mapping[str, Sequence[F32]],
+    params: dict[str, F32],
+    slots: dict[str, list[F32]],
     steps: Mapping[str, int],
     source: OptimizerSpec,
 ) -> list[PartitionState]:
     """Return the partitions of a layout, by index, filled from these named arrays.
+
+    `params` and `slots` are empty afterwards: each array is given up once it is copied, so that a model is in memory
+    only once.
 
     Optimizer state and step counts are kept if the optimizer that they are of, `source`, has the same arrays as the
     layout's, and every parameter has them; otherwise both start afresh.  Raises RequestError if names or shapes differ
@@ -67,9 +70,12 @@ def scatter(
     wanted = slot_count(optimizer)
     same = slot_names(source) == slot_names(optimizer)
     keep = same and all(len(slots.get(n, ())) == wanted for n in layout.offsets)
-    vectors = [_flat(layout, params)]
+    if not keep:
+        slots.clear()
+    vectors = [_flat(layout, params.pop)]
     if keep:
-        vectors += [_flat(layout, {n: slots[n][i] for n in layout.offsets}) for i in range(wanted)]
+        vectors += [_flat(layout, lambda name: slots[name].pop(0)) for _ in range(wanted)]
+    slots.clear()
     out: list[PartitionState] = []
     for (lo, hi), segments in zip(layout.partitions(), layout.segments, strict=True):
         counts = tuple(int(steps.get(layout.spec.params[s.param].name, 0)) if keep else 0 for s in segments)
@@ -98,8 +104,8 @@ def _view(layout: Layout, vector: F32, name: str) -> F32:
     return vector[lo:hi].reshape(layout.by_name[name].shape)
 
 
-def _flat(layout: Layout, arrays: Mapping[str, F32]) -> F32:
+def _flat(layout: Layout, take: Callable[[str], F32]) -> F32:
     vector = np.empty(layout.size, np.float32)
     for name, (lo, hi) in layout.offsets.items():
-        vector[lo:hi] = arrays[name].reshape(-1)
+        vector[lo:hi] = take(name).reshape(-1)
     return vector

@@ -147,8 +147,10 @@ class ModelSpec(Struct, frozen=True):
         return {p.name: p.init.path for p in self.params if p.init.kind == "file"}
 
     @classmethod
-    def parse(cls, data: Any) -> Self:
+    def parse(cls, data: Any, params: tuple[ParamSpec, ...] = ()) -> Self:
         """Return the spec that a JSON object describes, with defaults filled in.
+
+        `params`, if given, are its parameters, read before: reading thousands takes a tenth of a second.
 
         Raises RequestError (`invalid_field`) naming each wrong field.
         """
@@ -167,7 +169,7 @@ class ModelSpec(Struct, frozen=True):
         if len(raw) > limits.PARAMS_PER_MODEL_MAX:
             r.fail("params", f"holds {len(raw)} parameters; at most {limits.PARAMS_PER_MODEL_MAX} are allowed")
             raw = {}
-        params = tuple(ParamSpec.read(str(n), d, errors) for n, d in raw.items())
+        params = params or tuple(ParamSpec.read(str(n), d, errors) for n, d in raw.items())
         size = sum(p.size for p in params)
         if size > limits.MODEL_ELEMENTS_MAX:
             r.fail("params", f"hold {size} elements; at most {limits.MODEL_ELEMENTS_MAX} are allowed")
@@ -241,8 +243,8 @@ class ModelSpec(Struct, frozen=True):
             if isinstance(new, Mapping) and new.get(tag, base[part][tag]) != base[part][tag]:
                 base[part] = {k: base[part][k] for k in kept(str(new[tag])) if k in base[part]}
         merged = merge_patch(base, patch)
-        new_spec = type(self).parse(merged)
-        if [(p.name, p.shape, p.dtype, p.init) for p in new_spec.params] != [
+        new_spec = type(self).parse(merged, () if "params" in patch else self.params)
+        if new_spec.params is not self.params and [(p.name, p.shape, p.dtype, p.init) for p in new_spec.params] != [
             (p.name, p.shape, p.dtype, p.init) for p in self.params
         ]:
             raise problem("invalid_field", "params: names, shapes, dtypes and init cannot be changed")
