@@ -11,8 +11,8 @@ WANT := $(PYTHON) $(EXTRAS) $(CURDIR)
 ifneq ($(HAVE),$(WANT))
 .PHONY: $(STAMP)
 endif
-# Another Python, or a folder moved or copied (its scripts point elsewhere): from scratch (a link to another folder's is removed, not
-# followed). Else only pip runs again.
+# Another Python, or a folder moved or copied (its scripts point elsewhere): from scratch. Else only pip runs again. A .venv that is a link is
+# replaced: to clear it would empty another folder's environment.
 ifneq ($(word 1,$(HAVE)) $(wordlist 3,99,$(HAVE)),$(PYTHON) $(CURDIR))
 NEW := yes
 endif

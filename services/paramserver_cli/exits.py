@@ -24,6 +24,8 @@ HINTS: Final[Mapping[str, str]] = {
         "--as names another; --exist-ok sets it to the checkpoint's values"
     ),
     "choose another path, or allow overwriting": "choose another folder, or --overwrite replaces it",
+    "GET /runs lists them": "psctl run list shows them",
+    "GET /shards lists them": "psctl status shows them",
     "stop it first": "psctl run stop ends it; psctl run list shows the runs",
     "POST /models creates one": "psctl models lists them, psctl create makes one",
     "choose another name, PATCH the model, or delete it first": "choose another name; psctl set changes the model",

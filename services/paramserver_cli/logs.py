@@ -26,10 +26,10 @@ def logs(
     """
     folder = state_dir(state)
     found = {p.stem: p for p in sorted(folder.logs.glob("*.log"))}
-    if node is not None and node not in found:
-        raise Failed(f"there is no log of '{node}' in {folder.logs}; there are: {', '.join(found) or 'none'}")
     if not found:
         raise Failed(f"there are no logs in {folder.logs}; --state-dir names another cluster's folder")
+    if node is not None and node not in found:
+        raise Failed(f"there is no log of '{node}' in {folder.logs}; there are: {', '.join(found)}")
     chosen = found if node is None else {node: found[node]}
     width = max(map(len, chosen)) if node is None else 0
     files: dict[str, IO[str]] = {}

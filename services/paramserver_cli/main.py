@@ -1,7 +1,10 @@
 """The command `psctl`."""
 
+from typing import Annotated
+
 import typer
 
+import paramserver
 from paramserver_cli import (
     checkpoints,
     config,
@@ -29,6 +32,22 @@ app = typer.Typer(
     "locally: invalid setting or name, or it already exists), 130 interrupted.",
     epilog="Start here: psctl demo",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(paramserver.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
+
 START, LOCAL, CLUSTER = "Start here", "Clusters on this machine", "Any cluster"
 app.command(rich_help_panel=START)(demo.demo)
 app.command(rich_help_panel=START)(new.new)

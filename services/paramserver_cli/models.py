@@ -68,7 +68,8 @@ def create(
 
     psctl create demo -f spec.yaml
     """
-    made = create_from(connect(url), model, read_spec(file), exist_ok=exist_ok).info()
+    spec = read_spec(file)
+    made = create_from(connect(url), model, spec, exist_ok=exist_ok).info()
     if as_json:
         typer.echo(json.dumps(made))
     else:

@@ -56,6 +56,8 @@ def drain(
     if wait:
         until_empty(client, [shard], timeout)
         typer.echo(f"{shard} is empty and can be stopped; to undo: psctl drain {shard} --undo")
+    else:
+        typer.echo(f"{shard} is being emptied; psctl status shows how many partitions it still has")
 
 
 def scale(

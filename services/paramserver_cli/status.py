@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paramserver.errors import Unavailable
@@ -58,7 +58,7 @@ def table(found: dict[str, Any]) -> RenderableType:
     cluster = found["cluster"]
     head = Text(f"cluster {cluster['state']}, redis {cluster['redis']}, up {cluster['uptime_s']:.0f} s")
     parts: list[RenderableType] = [head, *(Text(f"! {p}", style="red") for p in cluster["problems"])]
-    nodes = Table("node", "state", "heartbeat", "partitions", "MiB", "address", box=None)
+    nodes = Table(_name("node"), "state", "heartbeat", "partitions", "MiB", "address", box=None)
     for n in found["nodes"]:
         # A node that left in good order sends no heartbeats, either, but is no problem.
         state = n["state"] if n["alive"] or n["state"] == "left" else "dead"
@@ -69,7 +69,9 @@ def table(found: dict[str, Any]) -> RenderableType:
         nodes.add_row(n["name"], state, f"{n['heartbeat_age_s']:.1f} s", str(n["partitions"]), size, address)
     parts += [Text(), nodes]
     if found["models"]:
-        models = Table("model", "mode", "state", "version", "clock", "pushes/s", "lag", "workers", "last", box=None)
+        models = Table(
+            _name("model"), "mode", "state", "version", "clock", "pushes/s", "lag", "workers", "last", box=None
+        )
         for m in found["models"]:
             last = "  ".join(f"{s['name']} {s['last']:.4g}" for s in m["series"] if s["last"] is not None)
             lag = "-" if m["lag"] is None else f"{m['lag']:.1f}"
@@ -80,11 +82,16 @@ def table(found: dict[str, Any]) -> RenderableType:
         parts += [Text(), models]
         parts += [_waiting_line(m) for m in found["models"] if m["waiting_for"]]
     if found["runs"]:
-        runs = Table("run", "model", "state", "workers", "", box=None)
+        runs = Table(_name("run"), "model", "state", "workers", "", box=None)
         for r in found["runs"]:
             runs.add_row(r["id"], r["model"], r["state"], f"{r['placed']} of {r['workers']}", last_line(r["reason"]))
         parts += [Text(), runs]
     return Group(*parts)
+
+
+def _name(title: str) -> Column:
+    """Return a column whose texts are whole also in a narrow terminal."""
+    return Column(title, no_wrap=True)
 
 
 def _waiting_line(model: dict[str, Any]) -> Text:

@@ -74,7 +74,9 @@ def train(
     try:
         with launch.cluster(state, plan):
             run = client.create_run(model, entry, args=args, workers=workers, stop=stop, **options)
-            typer.echo(f"{run['id']} trains model {model} with {workers} workers; status page {client.url}")
+            typer.echo(
+                f"{run['id']} trains model {model} with {workers} worker{'s' * (workers > 1)}; status page {client.url}"
+            )
             try:
                 training = Training(client, model, model)
                 _report(_follow(client, run["id"], training, state), training)

@@ -133,6 +133,28 @@ def test_a_link_leads_to_its_model(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
+def test_one_of_a_hundred_models_is_chosen_from_a_list(tmp_path: Path) -> None:
+    """Many models are a list; what is chosen there by keyboard stays shown each second, until that model is gone."""
+    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE, color_scheme="dark") as seen:
+        page, name = seen.page, seen.page.locator("#model-head .name")
+        for i in range(100):
+            cluster.post("/models", {"name": f"model-{i}", "params": {"w": {"shape": [2]}}}, status=201)
+        page.goto(cluster.url)
+        page.wait_for_selector("#models:has-text('100 models')")
+        page.focus("#models select")
+        page.keyboard.type("model-37")
+        eventually(lambda: name.inner_text() == "model-37", what="the chosen model")
+        second = seen.text("#live")
+        eventually(lambda: seen.text("#live") != second, what="the next second")
+        assert name.inner_text() == page.locator("#models select").input_value() == "model-37"
+        assert page.evaluate("document.activeElement.tagName") == "SELECT"
+        fits(seen)
+        cluster.call("DELETE", "/models/model-37")
+        eventually(lambda: name.inner_text() != "model-37", what="another model")
+        assert seen.text("#models span") == "99 models"
+        assert seen.errors == []
+
+
 def test_long_names_and_a_young_model_are_seen(tmp_path: Path) -> None:
     """On a phone a metric's long name fits, and in the longest range the only value that was reported is drawn."""
     names = {"m" * 64: 1.0, "loss": 1e8, "neg": -3.0}

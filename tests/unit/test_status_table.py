@@ -13,10 +13,12 @@ NODE = {"role": "shard", "heartbeat_age_s": 1.0, "bytes": 0, "addresses": ["http
 MODEL = {"mode": "sync", "state": "ready", "version": 3, "clock": 3, "pushes_per_s": 0.0, "lag": None}
 
 
-def printed(*, nodes: list[dict[str, Any]] | None = None, models: list[dict[str, Any]] | None = None) -> str:
-    """Return the table of a cluster with these nodes and models, 300 columns wide to avoid line breaks."""
+def printed(
+    *, nodes: list[dict[str, Any]] | None = None, models: list[dict[str, Any]] | None = None, width: int = 300
+) -> str:
+    """Return the table of a cluster with these nodes and models, by default too wide for line breaks."""
     found = {"cluster": CLUSTER, "nodes": nodes or [], "models": models or [], "runs": []}
-    out = Console(width=300, file=io.StringIO())
+    out = Console(width=width, file=io.StringIO())
     out.print(table(found))
     return str(out.file.getvalue())  # type: ignore[attr-defined]  # the StringIO above
 
@@ -57,3 +59,10 @@ def test_who_left_in_good_order_is_not_called_dead(state: str, alive: bool, show
         if "n " in x and "1.0 s" in x
     ]
     assert line.split()[1] == shown
+
+
+def test_names_are_whole_in_a_narrow_terminal() -> None:
+    """In 40 columns the names of nodes and models are whole; what does not fit is cut elsewhere."""
+    nodes = [{**NODE, "name": f"shard-{i}", "state": "active", "alive": True} for i in (10, 11)]
+    text = printed(nodes=nodes, models=[model() | {"name": "digits-torch-12"}], width=40)
+    assert all(name in text for name in ("shard-10", "shard-11", "digits-torch-12"))
