@@ -225,7 +225,7 @@ class ModelDesk:
         model = self.c.model(e.model)
         if e.token is not None and e.token != model.upload_token:
             raise problem("upload_in_progress", f"another client is uploading the values of model '{model.name}'")
-        if not any(p.name == e.name for p in model.spec.params):
+        if e.name not in model.layout.by_name:
             raise problem("unknown_parameter", f"model '{model.name}' has no parameter {e.name!r:.80}")
         if model.missing:
             lacking = [i for i in model.lost if any(p.name == e.name for p in model.params_in(i))]
@@ -238,7 +238,7 @@ class ModelDesk:
                 )
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
             self._filled(model, {e.name})
-        self.c.answer(e.request, {"missing": sorted(model.missing - {RESTORED})})
+        self.c.answer(e.request, None, 204)  # not what is still missing: with thousands, a long list each time
 
     def _filled(self, model: Model, names: set[str]) -> None:
         if not names & model.missing:

@@ -45,7 +45,7 @@ class DeleteModel(Struct, frozen=True):
 
 
 class ParameterUploaded(Struct, frozen=True):
-    """POST /internal/models/{m}/uploaded: all owners have the parameter's values. Answer 200 {"missing":[...]}."""
+    """POST /internal/models/{m}/uploaded: all owners have the parameter's values. Answer 204."""
 
     request: int
     model: str
