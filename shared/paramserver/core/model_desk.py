@@ -60,7 +60,7 @@ class ModelDesk:
         model = Model(spec, spec.document(), self.c.generations, now, now + self.c.wall_offset_s)
         model.owners = [Owner() for _ in range(spec.partitions)]
         model.checkpoints.last_s = now
-        model.restored = e.restore
+        model.restored, model.creator = e.restore, e.nonce
         model.missing = {RESTORED} if e.restore else {*spec.uploads, *spec.files}
         token = None
         if spec.uploads and not e.restore:
@@ -121,7 +121,7 @@ class ModelDesk:
             if not mine:
                 self.c.save_model(model)
                 self.c.model_changed(model)
-        self._park(model, e.request, 200, token, now)
+        self._park(model, e.request, 201 if e.nonce == model.creator else 200, token, now)
 
     def _park(self, model: Model, request: int, status: int, token: str | None, now: float) -> None:
         deadline = now + limits.CLIENT_TIMEOUT_S
