@@ -22,6 +22,7 @@ class Driver:
         self.tokens: dict[str, int] = {}
         self.fences: dict[str, int] = {}
         self.replies: dict[int, Any] = {}
+        self.statuses: dict[int, int] = {}
         self.published: list[Any] = []
         self.work: list[io.Effect] = []
         """Effects that the driver does not perform, as a service would: checkpoints, files, deletions."""
@@ -73,7 +74,7 @@ class Driver:
             self.published.append(effect.document)
         elif isinstance(effect, io.Reply):
             assert self.open.pop(effect.request, None) is not None, "every request is answered once"
-            self.replies[effect.request] = effect.outcome
+            self.replies[effect.request], self.statuses[effect.request] = effect.outcome, effect.status
         else:
             self.work.append(effect)
 

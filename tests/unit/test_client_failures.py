@@ -333,23 +333,23 @@ def test_every_attempt_of_a_create_has_the_same_upload_token_and_no_other_call(n
     assert len(tokens() | tokens()) == 2
 
 
-def test_a_model_that_is_served_late_is_its_creators(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """A creator that is told to ask again, as its new model is not served yet, is not told then that it exists."""
+@pytest.mark.parametrize("before", [refusal("loading", created=True), problem("in_doubt", "the answer was lost")])
+@pytest.mark.parametrize("status", [201, 200])
+def test_a_creator_that_asks_again_takes_only_its_own_model(
+    shards: Shards, now: Now, cluster: Cluster, before: Outcome, status: int
+) -> None:
+    """After an answer that was lost or came too early, 201 says that the model is the caller's, 200 that it is not."""
+    answers = [before, Response(status, {}, json.dumps(shards.document()).encode())]
 
-    def create(**told: Any) -> None:
-        answers: list[Outcome] = [
-            refusal("loading", **told),
-            Response(200, {}, json.dumps(shards.document()).encode()),
-        ]
+    def answer(request: Request) -> Outcome:
+        return answers.pop(0) if request.path == "/models" else shards(request)
 
-        def answer(request: Request) -> Outcome:
-            return answers.pop(0) if request.path == "/models" else shards(request)
-
-        drive(asked_for("create", cluster, Deadline.after(60.0, now)), answer, now)
-
-    create(created=True)
-    with pytest.raises(ConflictError, match="exists already"):
-        create()
+    create = asked_for("create", cluster, Deadline.after(60.0, now))
+    if status == 201:
+        drive(create, answer, now)
+    else:
+        with pytest.raises(ConflictError, match="exists already"):
+            drive(create, answer, now)
 
 
 @pytest.mark.parametrize(("call", "code"), [("fetch", "unavailable"), ("send", "in_doubt")])

@@ -113,10 +113,11 @@ async def create_model(request: Request) -> Response:
 
     If the model exists with the same spec, the answer is 200; with another spec it is 409 `model_exists`. If parameters
     of a new model have `init.kind: upload`, the answer has an `upload_token` for their values; the header
-    `X-Upload-Token` chooses it, and a repeated request that has it is told the token again. 503 `loading` if no shard
-    serves the model within 30 s; `created` says whether this request has made it. 409 `not_enough_memory`,
-    with `needed_bytes` and `free_bytes`, if all shards together could not hold the model. 422 `not_built` for
-    `ack: fsynced` if Redis cannot confirm that a write is on its disk.
+    `X-Upload-Token` chooses it, and a repeated request that has it is told the token again. The request that made the
+    model gets 201 also when it is repeated with this header. 503 `loading` if no shard serves the model within 30 s;
+    `created` says whether this request has made it. 409 `not_enough_memory`, with `needed_bytes` and `free_bytes`, if
+    all shards together could not hold the model. 422 `not_built` for `ack: fsynced` if Redis cannot confirm that a
+    write is on its disk.
     """
     nonce = _upload_token(request)
     spec = await read_json(request)

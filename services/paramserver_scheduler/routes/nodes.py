@@ -144,15 +144,13 @@ async def leave_shard(request: Request, name: str) -> Response:
 
 @router.post(
     "/models/{m}/uploaded",
-    responses=response_doc(200, "Noted", {"missing": []}),
+    status_code=204,
+    responses=response_doc(204, "Noted"),
     openapi_extra=request_body(bodies.Uploaded, {"name": "w"}),
 )
 @role("node")
 async def uploaded(request: Request, m: str) -> Response:
-    """Report that all owners which lacked the initial values of a parameter now have them.
-
-    `missing` in the answer lists the parameters that still lack values.
-    """
+    """Report that all owners which lacked the initial values of a parameter now have them."""
     b = await read(request, bodies.Uploaded)
     return await reply(request, lambda n: io.ParameterUploaded(n, m, b.name, b.token, b.given))
 

@@ -46,8 +46,8 @@ def create_model(
     without `exist_ok`.
     """
     backoff = Backoff(deadline)
-    request, maybe_mine = json_request("POST", "/models", body), False
-    # One token for all attempts: if an answer is lost, the next attempt is told that the upload is still ours.
+    request = json_request("POST", "/models", body)
+    # One token for all attempts: if an answer is lost, the next attempt is told that model and upload are ours (201).
     request = replace(request, headers={**request.headers, "x-upload-token": token_urlsafe(24)})
     while True:
         (outcome,) = yield [deadline.bound(request)]
@@ -55,11 +55,10 @@ def create_model(
         if isinstance(result, PsError):
             if not is_temporary(result):
                 raise result
-            maybe_mine = maybe_mine or isinstance(result, InDoubt) or bool(result.members.get("created"))
             yield backoff.pause(result)
             continue
         doc = json_of(result)
-        if result.status == 200 and not exist_ok and not maybe_mine:
+        if result.status == 200 and not exist_ok:
             raise problem("model_exists", f"model '{body['name']}' exists already", hint="pass exist_ok=True to use it")
         token = doc.get("upload_token")
         if token is not None:
@@ -69,7 +68,6 @@ def create_model(
             cluster.forget(str(body["name"]))
             return (yield from cluster.store_document(doc, deadline))
         # Another client is uploading.  If it gives up, the token goes to the next client that asks.
-        maybe_mine = True
         if deadline.left_s() <= 0.2:
             raise problem("initializing", f"the first values of model '{body['name']}' are still being uploaded")
         yield Pause(0.2)

@@ -10,7 +10,7 @@ from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.client.tasks import Task
 from paramserver.core.series import in_json
-from paramserver.errors import PsError
+from paramserver.errors import PsError, problem
 
 log = logging.getLogger("paramserver")
 
@@ -24,7 +24,8 @@ class TaskRequests:
     def lease(self, dataset: str, deadline: Deadline, wait: bool = True) -> Call[Task | None]:
         """Lease the next range of a dataset; None when the dataset is finished, or the worker is asked to finish.
 
-        Without `wait`, also None if no range is free now.
+        Without `wait`, also None if no range is free now.  Raises ConflictError (`conflict`) if the caller would wait
+        for a range that it is working on itself, in a loop around this one.
         """
         s = self._session
         while s.status not in ("draining", "stop"):
@@ -41,6 +42,9 @@ class TaskRequests:
                 return task
             if doc is not None and (doc.get("finished") or not wait):
                 return None
+            if doc is not None and s.holding.nested(dataset):
+                detail = f"a loop over '{dataset}' inside another one of this worker would wait for the other's range"
+                raise problem("conflict", detail, hint="leave the outer loop first, or use one thread for each")
         return None
 
     def _lease(self, dataset: str, deadline: Deadline, wait: bool) -> Call[Any]:

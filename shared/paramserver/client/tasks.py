@@ -1,5 +1,6 @@
 """Tasks that the cluster hands out, and those that a worker is working on."""
 
+import asyncio
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,14 @@ class Task:
         )
 
 
+def _caller() -> object:
+    """Return what tells the asyncio task or thread that runs this from all others."""
+    try:
+        return asyncio.current_task() or threading.get_ident()
+    except RuntimeError:  # no event loop runs in this thread
+        return threading.get_ident()
+
+
 class Holding:
     """The tasks that one worker is working on.  Safe between its threads.
 
@@ -50,7 +59,8 @@ class Holding:
     """
 
     def __init__(self) -> None:
-        self._tasks: dict[str, Task] = {}
+        self._tasks: dict[str, tuple[Task, object]] = {}
+        """By id, each with who works on it (see `_caller`)."""
         self._asking: set[str] = set()
         self._lock = threading.Lock()
         self.evaluation_failed = False
@@ -66,17 +76,23 @@ class Holding:
     def ids(self, dataset: str) -> list[str]:
         """Ids of the tasks of that dataset that are being worked on."""
         with self._lock:
-            return [t.id for t in self._tasks.values() if t.dataset == dataset]
+            return [t.id for t, _ in self._tasks.values() if t.dataset == dataset]
 
     def take(self, dataset: str, doc: Mapping[str, Any]) -> Task | None:
         """Record and return the task in an answer, if any."""
         task = Task.from_document(doc["task"]) if doc.get("task") else None
         with self._lock:
             if task is not None:
-                self._tasks[task.id] = task
+                self._tasks[task.id] = task, _caller()
             if dataset == EVALUATE:
                 self.evaluation_failed = False
         return task
+
+    def nested(self, dataset: str) -> bool:
+        """Whether the caller itself is working on a task of that dataset, in a loop around the present one."""
+        caller = _caller()
+        with self._lock:
+            return any(t.dataset == dataset and who == caller for t, who in self._tasks.values())
 
     def end(self, dataset: str) -> None:
         """Allow the next request for this dataset."""
@@ -92,5 +108,5 @@ class Holding:
         """Remove a task that is no longer worked on, done or not; an unfinished evaluation counts as failed."""
         with self._lock:
             left = self._tasks.pop(task.id, None)
-            if left is not None and left.dataset == EVALUATE:
+            if left is not None and task.dataset == EVALUATE:
                 self.evaluation_failed = True

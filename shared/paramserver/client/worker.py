@@ -237,8 +237,8 @@ class Worker(WorkerView):
 
         Ends when the dataset is finished or the worker is asked to finish.  Ranges that a worker leaves undone go to
         others, so a range may be worked on twice, but none is lost.  If the loop is left (`break`, an exception), its
-        range is free again once this worker requests the next one.  Do not iterate over a dataset inside a loop over
-        the same one: at its end the inner loop waits for the range of the outer one.
+        range is free again once this worker requests the next one.  A loop inside another one over the same dataset
+        raises ConflictError (`conflict`) once it would wait for the range of the outer one.
         """
         while (task := self._run(self._tasks.lease(dataset, self._deadline(None)))) is not None:
             try:

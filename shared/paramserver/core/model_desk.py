@@ -60,7 +60,7 @@ class ModelDesk:
         model = Model(spec, spec.document(), self.c.generations, now, now + self.c.wall_offset_s)
         model.owners = [Owner() for _ in range(spec.partitions)]
         model.checkpoints.last_s = now
-        model.restored = e.restore
+        model.restored, model.creator = e.restore, e.nonce
         model.missing = {RESTORED} if e.restore else {*spec.uploads, *spec.files}
         token = None
         if spec.uploads and not e.restore:
@@ -121,7 +121,7 @@ class ModelDesk:
             if not mine:
                 self.c.save_model(model)
                 self.c.model_changed(model)
-        self._park(model, e.request, 200, token, now)
+        self._park(model, e.request, 201 if e.nonce == model.creator else 200, token, now)
 
     def _park(self, model: Model, request: int, status: int, token: str | None, now: float) -> None:
         deadline = now + limits.CLIENT_TIMEOUT_S
@@ -225,7 +225,7 @@ class ModelDesk:
         model = self.c.model(e.model)
         if e.token is not None and e.token != model.upload_token:
             raise problem("upload_in_progress", f"another client is uploading the values of model '{model.name}'")
-        if not any(p.name == e.name for p in model.spec.params):
+        if e.name not in model.layout.by_name:
             raise problem("unknown_parameter", f"model '{model.name}' has no parameter {e.name!r:.80}")
         if model.missing:
             lacking = [i for i in model.lost if any(p.name == e.name for p in model.params_in(i))]
@@ -238,7 +238,7 @@ class ModelDesk:
                 )
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
             self._filled(model, {e.name})
-        self.c.answer(e.request, {"missing": sorted(model.missing - {RESTORED})})
+        self.c.answer(e.request, None, 204)  # not what is still missing: with thousands, a long list each time
 
     def _filled(self, model: Model, names: set[str]) -> None:
         if not names & model.missing:

@@ -10,9 +10,11 @@ from paramserver.types import ModelKey
 
 
 class CreateModel(Struct, frozen=True):
-    """POST /models. Answer 201 (new) or 200 (same spec) with the model document once every partition is served.
+    """POST /models. Answer 201 (new, or made by a request of this `nonce`) or 200 (same spec) with the model document.
 
-    With `init.kind: upload` the document contains `upload_token` (always with 201; with 200 only if no other token than
+    The answer comes once every partition is served.
+
+    With `init.kind: upload` the document contains `upload_token` (always if new; else only if no other token than
     `nonce` is valid). With `restore=True` (a checkpoint under a new name) the model stays `initializing` until
     `RestoreFinished`, and an existing name is 409 `model_exists` even with the same spec. A model too large for the
     memory of all shards together is 409 `not_enough_memory` with `needed_bytes` and `free_bytes`, unless a shard's
@@ -45,7 +47,7 @@ class DeleteModel(Struct, frozen=True):
 
 
 class ParameterUploaded(Struct, frozen=True):
-    """POST /internal/models/{m}/uploaded: all owners have the parameter's values. Answer 200 {"missing":[...]}."""
+    """POST /internal/models/{m}/uploaded: all owners have the parameter's values. Answer 204."""
 
     request: int
     model: str

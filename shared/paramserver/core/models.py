@@ -68,6 +68,8 @@ class Model:
     """When to read its files again after an error."""
     files_error: str | None = None
     """Why the files of a once complete model could not be read again; None: no read has failed."""
+    creator: str = ""
+    """What the request that created it said of itself (`CreateModel.nonce`); its repetition is answered alike."""
     upload_token: str | None = None
     upload_until_s: float = 0.0
     cuts: Cuts = field(default_factory=Cuts)
@@ -272,6 +274,7 @@ class Model:
             "spec": self.spec.document(),
             "missing": sorted(self.missing),
             "lost": sorted(self.lost),
+            "creator": self.creator,
             "upload_token": self.upload_token,
             "restoring": self.restoring,
             "restored": self.restored,
@@ -309,6 +312,7 @@ class Model:
         m = cls(ModelSpec.parse(doc["spec"]), doc["created"], doc["generation"], now, doc["created_s"])
         m.revision = doc["revision"]
         m.missing, m.lost = set(doc["missing"]), set(doc.get("lost", ()))
+        m.creator = doc.get("creator", "")
         m.upload_token, m.upload_until_s = doc["upload_token"], now + limits.UPLOAD_TOKEN_S
         m.restoring, m.restored, m.worker_count = doc["restoring"], doc["restored"], doc["worker_count"]
         m.roster.floor = doc["epoch_floor"]

@@ -108,7 +108,7 @@ def matched(layout: Layout, names: Names) -> list[str]:
     many patterns.
     """
     wanted = [names] if isinstance(names, str) else list(dict.fromkeys(names))
-    found = {name for name in wanted if name in layout.by_name}
+    found = dict.fromkeys([name for name in wanted if name in layout.by_name])
     others = [name for name in wanted if name not in found]
     patterns = [name for name in others if set(name) & set("*?[")]
     bound = limits.PATTERN_TESTS_MAX // max(1, len(layout.by_name))
@@ -118,12 +118,12 @@ def matched(layout: Layout, names: Names) -> list[str]:
     stray = set(others)
     for pattern in patterns:
         hits = fnmatch.filter(layout.by_name, pattern)
-        found.update(hits)
+        found.update(dict.fromkeys(hits))
         if hits:
             stray.discard(pattern)
     if stray:
         raise combined(layout.spec.unknown([name for name in others if name in stray]))
-    return [n for n in layout.by_name if n in found]
+    return sorted(found, key=layout.offsets.__getitem__)
 
 
 def select(layout: Layout, names: Names | None = None, ranges: Ranges | None = None) -> Selection:
@@ -144,13 +144,14 @@ _WHOLE: Final[WeakKeyDictionary[Layout, Selection]] = WeakKeyDictionary()
 
 
 def _selected(layout: Layout, names: Names | None, ranges: Ranges) -> Selection:
-    chosen = set(matched(layout, list(ranges)))  # raises for unknown names
-    ranged = {n: _checked(layout, n, ranges[n]) for n in layout.by_name if n in ranges}
+    at = layout.offsets.__getitem__  # order by it, not by the model's parameters, of which there may be thousands
+    chosen = dict.fromkeys(matched(layout, list(ranges)))  # raises for unknown names
+    ranged = {n: _checked(layout, n, ranges[n]) for n in chosen if n in ranges}
     if names is not None:
-        chosen |= set(matched(layout, names))
+        chosen |= dict.fromkeys(matched(layout, names))
     elif not ranges:
-        chosen = set(layout.by_name)
-    params = tuple(p for p in layout.spec.params if p.name in chosen)
+        chosen = dict.fromkeys(layout.by_name)
+    params = tuple([layout.by_name[n] for n in sorted(chosen, key=at)])
     flat: list[Range] = []
     owner: list[tuple[int, int]] = []  # for each flat range: (index into params, offset within its share)
     offsets = [0]

@@ -1,0 +1,57 @@
+"""Loops over the ranges of a dataset by one worker: nested ones are refused, those of threads and tasks are not."""
+
+import asyncio
+
+import pytest
+
+from paramserver.client.task_requests import TaskRequests
+from paramserver.errors import ConflictError
+
+from .session_node import Node, deadline, ok, opened
+from .sharding import drive
+
+LEASE = "/models/m/tasks/lease"
+NOTHING_FREE = ok({"task": None, "finished": False})
+RANGE = {
+    "id": "train:0:2", "kind": "range", "dataset": "train", "uri": None, "pass": 0, "index": 2, "start": 20, "stop": 30,
+}  # fmt: skip
+
+
+def test_a_loop_inside_another_over_the_same_dataset_is_refused_once_it_would_wait_for_it() -> None:
+    """A nested loop ends with an error when only the range of the loop around it is left, for which it would wait."""
+    node = Node()
+    session = opened(node)
+    lease = TaskRequests(session).lease
+    node.script[LEASE] = [ok({"task": RANGE}), ok({"task": {**RANGE, "id": "train:0:3"}}), NOTHING_FREE]
+    outer, inner = (drive(lease("train", deadline()), node) for _ in range(2))
+    assert outer is not None
+    assert inner is not None
+    session.holding.done(inner)
+
+    with pytest.raises(ConflictError, match="loop over 'train' inside another"):
+        drive(lease("train", deadline()), node)
+
+    session.holding.put_down(outer)
+    node.script[LEASE] = [NOTHING_FREE, ok({"task": None, "finished": True})]
+    assert drive(lease("train", deadline()), node) is None
+
+
+@pytest.mark.parametrize("another", ["thread", "task"])
+def test_threads_and_tasks_of_one_worker_wait_for_each_others_ranges(another: str) -> None:
+    """Loops over one dataset in several threads or asyncio tasks are no nested loops: one waits for another's range."""
+    node = Node()
+    lease = TaskRequests(opened(node)).lease
+    node.script[LEASE] = [ok({"task": RANGE}), NOTHING_FREE, ok({"task": None, "finished": True})]
+
+    async def both() -> None:
+        assert drive(lease("train", deadline()), node) is not None
+        if another == "thread":
+            await asyncio.to_thread(drive, lease("train", deadline()), node)
+        else:
+            await asyncio.create_task(one())
+
+    async def one() -> None:
+        assert drive(lease("train", deadline()), node) is None
+
+    asyncio.run(both())
+    assert not node.script[LEASE]
