@@ -79,8 +79,7 @@ def test_a_model_that_goes_from_mode_to_mode_loses_and_doubles_no_push(first: in
 
 MODE_CHANGES_FOUND = {
     26: "workers were told to work on the clock of the commit that begins a phase, which lists nothing",
-    311: "a partition that had not heard of the end of a phase without commits went straight to the next one",
-    315: "the same with a shard that was paused",
+    315: "a partition that had not heard of the end of a phase without commits went straight to the next one",
 }
 """Seeds with which a change of mode once lost a push, and why."""
 

@@ -84,8 +84,8 @@ class Simulation:
     """Pushes sent, by partition; one whose sender was fenced may be applied without an answer."""
     observed: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """(worker, partition, incarnation) -> version last pulled, which must never decrease."""
-    ended: set[tuple[int, int]] = field(default_factory=set)
-    """(worker, seq) of the pushes whose iteration has ended, so that they count whatever happens to their sender."""
+    ended: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(worker, seq) -> (timeline, clock) of the pushes whose iteration has ended: they count, unless they were late."""
     timeline: int = 0
     """The model's final timeline, in runs with an operator."""
 
@@ -245,8 +245,8 @@ class Simulation:
             assert self.change == MODES or p.state.values.min() == p.state.values.max()
             if self.changed:
                 self._check_changed(p)
-                lost = [w for w in self.ended if self.change == MODES and not p.state.values[element_of(*w)]]
-                assert not (lost and self.lossless), f"partition {p.partition} lacks (worker, push) {lost}"
+                lost = [] if self.change != MODES or not self.lossless else self._lost(p)
+                assert not lost, f"partition {p.partition} lacks (worker, push) {lost}"
                 if self.operator.restored == self.timeline and self.lossless:
                     sums = self.ledger.sums(self.timeline)
                     assert value == ASSIGNED + sums, f"partition {p.partition}: {value} after {sums} commits"
@@ -259,6 +259,19 @@ class Simulation:
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
         self.world.run(self.patience_s * 3, lambda: not self._cut_pending)
         assert not self._cut_pending, "a pending cut will never be stored, and blocks all later cuts"
+
+    def _lost(self, part: sio.PulledPart) -> list[tuple[int, int]]:
+        """Return the pushes whose iteration has ended but that are not in the partition's values.
+
+        Those that the commit of their clock leaves out are late, as are those of a worker that has just joined.
+        """
+
+        def late(worker: int, timeline: int, clock: int) -> bool:
+            listed = self.ledger.commits.get((1, timeline, clock), ())  # empty: it begins a phase, and nobody is late
+            return bool(listed) and not any(c[0] == f"{MODEL}/w{worker}" and c[3] == clock for c in listed)
+
+        missing = [w for w in self.ended if not part.state.values[element_of(*w)]]
+        return [w for w in missing if not late(w[0], *self.ended[w])]
 
     @property
     def _cut_pending(self) -> bool:

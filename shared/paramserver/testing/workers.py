@@ -153,7 +153,7 @@ class SimWorker(SimClient):
                 if self.sim.change == "modes":  # else it perhaps loses its lease, which is to be seen, too
                     beating.clock, beating.timeline, beating.since = clock, timeline, since
                 continue
-            self.sim.ended.add((self.index, self.seq))
+            self.sim.ended[self.index, self.seq] = (timeline, clock)
             before, clock = clock, max(clock + 1, int(outcome["clock"])) if sync else clock + 1
             since = since if clock == before + 1 else clock
             beating.clock, beating.timeline, beating.since = clock, timeline, since
