@@ -67,6 +67,29 @@ def test_what_was_found_once_stays_found(found: tuple[int, str, str, str]) -> No
     run(Simulation(*found, change="none", clocks=10))
 
 
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(s, marks=[] if s < 4 * TOGETHER else [pytest.mark.slow]) for s in range(0, 40 * TOGETHER, TOGETHER)],
+)
+def test_a_model_that_goes_from_mode_to_mode_loses_and_doubles_no_push(first: int) -> None:
+    """A push whose iteration has ended is in the values once, whatever mode the model was in, entered or left."""
+    for seed in range(first, first + TOGETHER):
+        run(Simulation(seed, change="modes"))
+
+
+MODE_CHANGES_FOUND = {
+    26: "workers were told to work on the clock of the commit that begins a phase, which lists nothing",
+    315: "a partition that had not heard of the end of a phase without commits went straight to the next one",
+}
+"""Seeds with which a change of mode once lost a push, and why."""
+
+
+@pytest.mark.parametrize("seed", MODE_CHANGES_FOUND)
+def test_what_a_change_of_mode_once_lost_is_there(seed: int) -> None:
+    """Each run in which a change of mode once lost a push passes."""
+    run(Simulation(seed, change="modes"))
+
+
 UNFINISHED = {
     (1, "crashes", "none"): "the owner of a partition died before it had stored it, and the next one was beyond the "
     "clock by the journal",

@@ -403,3 +403,26 @@ def test_a_journaled_model_whose_values_are_asked_for_again_goes_on_beyond_the_c
     document = d.document()
     assert (document["state"], document["timeline"]) == ("initializing", 1)
     assert document["began"] == document["clock"] == 4
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_sync_is_not_entered_again_while_a_partition_has_yet_to_leave_it(restarts: bool) -> None:
+    """A phase without a commit is also left by every partition before the next begins.
+
+    What workers have staged for its clock 0 is applied then; a partition that went straight to the next would drop it.
+    """
+    d = Driver()
+    d.model(consistency=SYNC, partitions=2)
+    d.clock(d.join("a"), 0)
+    for changed in ({"mode": "async"}, {"mode": "ssp", "staleness": 1}):
+        d.ask(lambda n, rule=changed: io.PatchModel(n, "m", {"consistency": rule}))  # type: ignore[misc]
+    d.beat("s0")
+    if restarts:
+        d.restart()
+    again = {"consistency": SYNC}
+    with pytest.raises(PsError, match="still leaving the previous synchronous phase") as refused:
+        d.ask(lambda n: io.PatchModel(n, "m", again))
+    assert (refused.value.code, refused.value.retryable) == ("loading", True)
+    d.beats()
+    d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}))
+    assert d.ask(lambda n: io.PatchModel(n, "m", again))["spec"]["consistency"]["mode"] == "sync"

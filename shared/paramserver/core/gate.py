@@ -65,6 +65,8 @@ class Gate:
     """sync: the open clock, which is the next commit's `t`; else the highest clock the slowest worker ever had."""
     opened: bool = False
     """Whether `min_workers` workers have been live at once."""
+    opening: bool = False
+    """sync: whether the open clock's commit is the one that begins the phase, which lists nothing."""
     members: set[tuple[str, int]] = field(default_factory=set)
     """sync: (worker, epoch) of the open clock's roster."""
 
@@ -103,7 +105,9 @@ class Gate:
     def join_clock(self, roster: Roster) -> int:
         """The clock at which a worker that joins now begins."""
         counted = roster.barrier_members()
-        if self.sync or not self.opened or not counted:
+        if self.sync:
+            return self._first_clock
+        if not self.opened or not counted:
             return self.clock
         return min(w.done for w in counted)
 
@@ -165,7 +169,12 @@ class Gate:
 
     def next_clock(self, worker: Worker) -> int:
         """The clock that this worker is to work on next."""
-        return max(worker.done, self.clock) if self.sync else worker.done
+        return max(worker.done, self._first_clock) if self.sync else worker.done
+
+    @property
+    def _first_clock(self) -> int:
+        """sync: the first clock whose commit is not decided and may list contributions."""
+        return self.clock + self.opening
 
     def _roster(self, roster: Roster) -> list[Worker]:
         """sync: the live workers of the open clock's roster.
@@ -203,9 +212,16 @@ class Gate:
         return self._commit(tuple(listed), roster, timeline, revision, cut)
 
     def empty_commit(self, roster: Roster, timeline: int, revision: int) -> Commit:
-        """sync: make a commit that lists nothing, for the sake of its cut; all workers continue after it."""
+        """sync: make the commit that begins a phase and lists nothing; all workers continue after it.
+
+        Those that have heard of the phase may have finished their first clock after it already.
+        """
         commit = self._commit((), roster, timeline, revision, True)
-        self.reset(roster, self.clock)
+        self.opening = False
+        self.members.clear()
+        for w in roster:
+            w.done, w.granted = max(w.done, self.clock), max(w.granted, self.clock)
+            w.pending = [c for c in w.pending if c >= self.clock]
         return commit
 
     def _commit(

@@ -166,7 +166,8 @@ class ModelDesk:
             model.revision += 1
             if was_sync and spec.consistency.mode != "sync":
                 model.cuts.leave_sync()
-                model.awaits_opening_commit = False
+                model.gate.opening = False
+                model.left_sync = model.revision
             model.gate.change(spec.consistency)
             self.c.save_model(model)
             self.c.save_clock(model)

@@ -73,8 +73,8 @@ class Model:
     upload_token: str | None = None
     upload_until_s: float = 0.0
     cuts: Cuts = field(default_factory=Cuts)
-    awaits_opening_commit: bool = False
-    """sync: the phase has yet to begin with an empty commit on all partitions."""
+    left_sync: int = 0
+    """Revision that ended the last sync phase; 0: none."""
     last_commit_s: float = float("-inf")
     restoring: bool = False
     """A restore is in progress, so no commits are made."""
@@ -142,17 +142,18 @@ class Model:
 
     @property
     def ending_sync(self) -> bool:
-        """Whether a partition may still have to apply commits of a sync phase that has ended.
+        """Whether a partition may still have to apply commits, or what it has staged, of a sync phase that has ended.
 
-        It applies them before it adopts the settings that end the phase; the next phase would begin without them.
+        It does so before it adopts the settings that end the phase; the next phase would begin without them.
         """
-        return not self.gate.sync and bool(self.commits) and any(o.revision != self.revision for o in self.owners)
+        left = self.left_sync
+        return not self.gate.sync and left > 0 and any(o.revision is None or o.revision < left for o in self.owners)
 
     @property
     def movable(self) -> bool:
         """Whether its partitions may move now: nothing is in progress that only their present owners can finish."""
         cutting = self.cuts.pending is not None
-        busy = self.restoring or self.awaits_opening_commit or cutting or self.checkpoints.writing
+        busy = self.restoring or self.gate.opening or cutting or self.checkpoints.writing
         return self.ready and self.served and not busy
 
     @property
@@ -171,7 +172,7 @@ class Model:
         Otherwise the commits since the last cut would be lost with a shard, however long ago they were made.
         """
         wanted = self.cuts.wanted_now or now - self.last_commit_s >= limits.SNAPSHOT_INTERVAL_S
-        if not wanted or self.durable or self.awaits_opening_commit or self.gate.clock <= (self.cuts.newest or 0):
+        if not wanted or self.durable or self.gate.opening or self.gate.clock <= (self.cuts.newest or 0):
             return False
         return self.may_cut
 
@@ -278,6 +279,7 @@ class Model:
             "upload_token": self.upload_token,
             "restoring": self.restoring,
             "restored": self.restored,
+            "left_sync": self.left_sync,
             "worker_count": self.worker_count,
             "epoch_floor": self.roster.floor,
             "created_s": self.unix_s,
@@ -298,7 +300,7 @@ class Model:
             "pending_cut": self.cuts.pending,
             "switched": self.cuts.lacks_first,
             "cut_wanted": self.cuts.wanted,
-            "opening": self.awaits_opening_commit,
+            "opening": self.gate.opening,
             "late": self.gate.late(self.roster),
             "evaluated": self.evaluated,
             "evaluations": [[e.clock, *(e.leased or ())] for e in self.evaluations],
@@ -315,7 +317,7 @@ class Model:
         m.creator = doc.get("creator", "")
         m.upload_token, m.upload_until_s = doc["upload_token"], now + limits.UPLOAD_TOKEN_S
         m.restoring, m.restored, m.worker_count = doc["restoring"], doc["restored"], doc["worker_count"]
-        m.roster.floor = doc["epoch_floor"]
+        m.roster.floor, m.left_sync = doc["epoch_floor"], doc.get("left_sync", 0)
         m.source = place["source"]
         m.owners = [Owner.of(row) for row in place["owners"]]
         m.gate.clock, m.gate.opened, m.timeline = clock["clock"], clock["opened"], clock["timeline"]
@@ -327,7 +329,7 @@ class Model:
             lacks_first=clock["switched"],
             moved=True,  # Owners may have changed since.
         )
-        m.awaits_opening_commit = clock.get("opening", m.cuts.lacks_first and m.cuts.wanted)
+        m.gate.opening = clock.get("opening", m.cuts.lacks_first and m.cuts.wanted)
         m.evaluated = clock["evaluated"]
         m.evaluations = [Evaluation(c, (who[0], who[1]) if who else None) for c, *who in clock["evaluations"]]
         m.checkpoints.number, m.checkpoints.last_clock = clock["checkpoint_number"], clock["checkpoint_clock"]
@@ -359,6 +361,7 @@ class Model:
             "timeline": self.timeline,
             "clock": self.gate.clock,
             "began": self.began,
+            "opening": self.gate.opening,
             "spec": self.spec.document(),
             "live_workers": len(live),
             "state": "ready" if self.ready else "initializing",

@@ -62,6 +62,8 @@ class ServedModel:
     """sync: the newest commit after which workers must report their clock themselves (`needs_report`); -1: none."""
     began: int = 0
     """sync: the clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
+    opening: bool = False
+    """sync: whether the commit of the clock `began` lists nothing, so that no push can be for that clock."""
     cut_asked: int | None = None
     """sync: the clock of the pending cut, which each partition stores when it reaches that clock; None: none."""
     resync_at: float = 0.0
@@ -100,12 +102,13 @@ class ServedModel:
         if timeline is not None and timeline != self.timeline:
             if timeline > self.timeline:
                 raise problem("loading", f"this shard does not know timeline {timeline} yet")
+            clock = self.clock + (self.opening and self.clock == self.began)
             raise problem(
                 "rolled_back",
-                f"the model went back to clock {self.clock}",
+                f"the model went back to clock {clock}",
                 hint="discard pushes in doubt, continue at this clock and timeline, and pull",
                 timeline=self.timeline,
-                clock=self.clock,
+                clock=clock,
             )
 
     def owned(self, index: int, map_epoch: int) -> Partition:

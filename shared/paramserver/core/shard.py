@@ -184,7 +184,7 @@ class ShardCore:
         model.clock = max(model.clock, view.clock)
         model.set_roster(view.workers, view.live_workers)
         model.set_spec(view.spec, view.revision)
-        model.cut_asked, model.began = view.cut_asked, view.began
+        model.cut_asked, model.began, model.opening = view.cut_asked, view.began, view.opening
         begins, model.ready = view.ready and not model.ready, view.ready
         if not model.ready:
             for p in model.partitions.values():

@@ -161,7 +161,7 @@ class ShardDesk:
             self._new_timeline(model, {"cut": model.cuts.newest}, model.cuts.newest)
         elif model.ready and model.cuts.lacks_first:
             self._new_timeline(model, "snapshot", model.next_phase_clock)
-            model.cuts.wanted = model.awaits_opening_commit = True
+            model.cuts.wanted = model.gate.opening = True
         else:
             self._begin_anew(model)
         self.c.place_changed(model)
@@ -263,7 +263,7 @@ class ShardDesk:
         first = model.commits[0][1].t if model.commits else model.gate.clock
         clock = row.version if row.durable_clock is None else row.durable_clock
         reached = max(clock, model.began) if clock or row.durable_version else row.version
-        if model.gate.sync and model.durable and model.ready and not model.awaits_opening_commit and reached < first:
+        if model.gate.sync and model.durable and model.ready and not model.gate.opening and reached < first:
             begin_sync(self.c, model)
 
     def _lost(self, shard: str, rows: Sequence[LostRow]) -> None:

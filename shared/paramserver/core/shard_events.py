@@ -100,6 +100,8 @@ class ModelView(Struct, frozen=True):
     """sync: the clock of the pending cut; None if there is none."""
     began: int = 0
     """sync: the clock at which this timeline began."""
+    opening: bool = False
+    """sync: whether the timeline's first commit is still to come, and will list nothing."""
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any], shard: str, spec: ModelSpec, layout: Layout) -> Self:
@@ -125,6 +127,7 @@ class ModelView(Struct, frozen=True):
             {i: _source(o["source"]) for i, o in options.items() if o.get("source") is not None},
             None if doc.get("cut_asked") is None else int(doc["cut_asked"]),
             int(doc["began"]),
+            bool(doc.get("opening")),
         )
 
 

@@ -20,5 +20,5 @@ def begin_sync(cluster: Cluster, model: Model, clock: int | None = None) -> None
     the clock is beyond all earlier ones, so each partition can tell that its own clock is of an older timeline.
     """
     model.cuts.none_left()
-    model.awaits_opening_commit = True
+    model.gate.opening = True
     restart(cluster, model, model.next_phase_clock if clock is None else clock)

@@ -307,11 +307,10 @@ class WorkerDesk:
         for _ in range(COMMITS_PER_EVENT):
             if model.durable and len(model.commits) >= COMMITS_KEPT:
                 break  # Some partition has not stored the oldest one, and would lack it after a failure.
-            if model.awaits_opening_commit:
+            if gate.opening:
                 # Partitions apply nothing of this phase before this commit, so all of them must be served and in place.
                 if not model.may_cut:
                     break
-                model.awaits_opening_commit = False
                 commit = gate.empty_commit(model.roster, model.timeline, model.revision)
             else:
                 due = not model.durable and now - model.cuts.began_s >= limits.SNAPSHOT_INTERVAL_S

@@ -1,4 +1,4 @@
-"""A simulated operator, who changes a synchronous model during training: restores, assignments, mode changes."""
+"""A simulated operator, who changes a model during training: restores, assignments, mode changes."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -22,10 +22,12 @@ ASSIGNED: Final = 7.0
 LATER: Final = 40
 """Versions between the checkpoints of successive restores; the first has version 0, of a model never trained."""
 ROUNDS: Final = 3
+MODE_CHANGES: Final = 6
 MODES: Final[tuple[dict[str, Any], ...]] = (
     {"mode": "async"},
     {"mode": "buffered", "count": 2, "interval_ms": 300},
 )
+ANY_MODE: Final = (*MODES, {"mode": "ssp", "staleness": 2, "min_workers": 3}, {"mode": "sync", "min_workers": 3})
 
 
 class SimOperator(SimClient):
@@ -39,11 +41,14 @@ class SimOperator(SimClient):
         self.over = False
 
     def work(self) -> Script:
-        """Make the changes; afterwards the model is in sync mode again."""
+        """Make the changes; afterwards the model is in sync mode again, after `modes` in async."""
         kinds: dict[str, Callable[[int], Script]] = {"restores": self._restore, "puts": self._put, "flips": self._flip}
-        for turn in range(ROUNDS):
-            yield self.sim.world.rng.uniform(0.5, 2.0)
-            yield from kinds[self.sim.change](turn)
+        if self.sim.change == "modes":
+            yield from self._change_modes()
+        else:
+            for turn in range(ROUNDS):
+                yield self.sim.world.rng.uniform(0.5, 2.0)
+                yield from kinds[self.sim.change](turn)
         self.over = True
 
     def _restore(self, turn: int) -> Script:
@@ -74,6 +79,14 @@ class SimOperator(SimClient):
             change = {"consistency": rule}
             yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
             yield self.sim.world.rng.uniform(0.0, 1.5)
+
+    def _change_modes(self) -> Script:
+        """Change to any mode, any number of workers' clocks apart; end in `async`, in which nothing waits."""
+        rng = self.sim.world.rng
+        for left in reversed(range(MODE_CHANGES)):
+            yield rng.uniform(0.0, 2.5)
+            change = {"consistency": rng.choice(ANY_MODE) if left else MODES[0]}
+            yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
 
     def _insist(self, make: Callable[[int], io.Event]) -> Script:
         """Send a request until it is answered, and return the answer; None if a restore had already begun."""

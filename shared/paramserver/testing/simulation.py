@@ -6,7 +6,7 @@ Two schedulers, three shards, three workers, one Redis.  Every worker pushes one
 model whose optimizer adds them up, so the values count what was applied: in sync, each commit adds exactly one;
 otherwise each push adds one, and none may be counted twice.  In some of the synchronous runs, an operator restores the
 model, assigns values or changes its mode during training.  Mode, level, faults and operator are derived from the seed
-unless given.
+unless given.  With `--change modes`, each push adds to an element of its own, and the operator changes to any mode.
 """
 
 import argparse
@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+import numpy as np
 
 from paramserver.core import scheduler_io as io
 from paramserver.core import shard_io as sio
@@ -25,7 +27,7 @@ from paramserver.testing.operators import ASSIGNED, SimOperator
 from paramserver.testing.schedulers import Ledger, SimScheduler
 from paramserver.testing.shards import SimShard
 from paramserver.testing.storage import SimRedis
-from paramserver.testing.workers import SimClient, SimWorker
+from paramserver.testing.workers import SimClient, SimWorker, element_of
 from paramserver.testing.world import Faults, Script, World
 from paramserver.types import ModelKey, PartitionKey, PushId
 
@@ -47,7 +49,11 @@ KINDS: Final[dict[str, Faults]] = {
 }
 """Fault mixes, named by what goes wrong most."""
 CHANGES: Final = ("none", "restores", "puts", "flips")
-"""What an operator does to a synchronous model."""
+"""What an operator does to a synchronous model, chosen by the seed."""
+MODES: Final = "modes"
+"""A change that is made only if it is asked for: the model goes from any mode to any other, again and again."""
+_SHARES: Final = np.array([0.0, *(1 / n for n in range(1, 25))], np.float32)
+"""What one push can add to its element: nothing yet, or its share in the mean of so many."""
 
 
 @dataclass
@@ -78,6 +84,8 @@ class Simulation:
     """Pushes sent, by partition; one whose sender was fenced may be applied without an answer."""
     observed: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """(worker, partition, incarnation) -> version last pulled, which must never decrease."""
+    ended: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(worker, seq) -> (timeline, clock) of the pushes whose iteration has ended: they count, unless they were late."""
     timeline: int = 0
     """The model's final timeline, in runs with an operator."""
 
@@ -86,6 +94,10 @@ class Simulation:
         self.level = self.level or LEVELS[self.seed // 4 % 2]
         self.kind = self.kind or list(KINDS)[self.seed // 8 % len(KINDS)]
         chosen = CHANGES[(self.seed // 8 + self.seed // 48) % len(CHANGES)]
+        first = self.mode
+        if self.change == MODES:
+            # Workers end each iteration as they do in sync, which is right in every mode.
+            first, self.mode = sorted(CONSISTENCY)[self.seed % 4], "sync"
         self.change = (self.change or chosen) if self.mode == "sync" else "none"
         self.world = World(self.seed, self.faults or KINDS[self.kind])
         self.redis = SimRedis()
@@ -99,9 +111,9 @@ class Simulation:
         self.spec = ModelSpec.parse(
             {
                 "name": MODEL,
-                "params": {"w": {"shape": [20]}, "b": {"shape": [4]}},
+                "params": {"w": {"shape": [4 * 160 if self.change == MODES else 20]}, "b": {"shape": [4]}},
                 "optimizer": {"name": "sum"},
-                "consistency": CONSISTENCY[self.mode] | ({"quorum": 0.6, "late": self.late} if self.late else {}),
+                "consistency": CONSISTENCY[first] | ({"quorum": 0.6, "late": self.late} if self.late else {}),
                 "partitions": 4,
                 "ack": self.level,
                 "checkpoint": {"every_minutes": 0, "every_clocks": self.checkpoints},
@@ -200,7 +212,8 @@ class Simulation:
         """Check what one worker has just pulled."""
         for p in parts:
             values = p.state.values
-            assert values.min() == values.max(), f"a torn read of partition {p.partition}: {values}"
+            if self.change != MODES:
+                assert values.min() == values.max(), f"a torn read of partition {p.partition}: {values}"
             key = (worker, p.partition, p.incarnation)
             assert p.version >= self.observed.get(key, 0), f"the version of {key} went back"
             self.observed[key] = p.version
@@ -214,6 +227,10 @@ class Simulation:
 
     def _check_changed(self, part: sio.PulledPart) -> None:
         """Check a value of a changed model: each commit, flush or push adds one to whatever was there."""
+        if self.change == MODES:
+            off = np.abs(part.state.values[:, None] - _SHARES).min(axis=1)
+            assert off.max() < 1e-5, f"partition {part.partition}: element {off.argmax()} is no share of one push"
+            return
         value, sent = float(part.state.values[0]), len(self.sent[part.partition])
         most = sent if self.change == "flips" else ASSIGNED + sent
         # Outside sync, each partition recovers from a shard's death by itself, and a commit decided earlier applies the
@@ -225,9 +242,11 @@ class Simulation:
     def _check_end(self) -> None:
         for p in self._final():
             value = float(p.state.values[0])
-            assert p.state.values.min() == p.state.values.max()
+            assert self.change == MODES or p.state.values.min() == p.state.values.max()
             if self.changed:
                 self._check_changed(p)
+                lost = [] if self.change != MODES or not self.lossless else self._lost(p)
+                assert not lost, f"partition {p.partition} lacks (worker, push) {lost}"
                 if self.operator.restored == self.timeline and self.lossless:
                     sums = self.ledger.sums(self.timeline)
                     assert value == ASSIGNED + sums, f"partition {p.partition}: {value} after {sums} commits"
@@ -240,6 +259,19 @@ class Simulation:
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
         self.world.run(self.patience_s * 3, lambda: not self._cut_pending)
         assert not self._cut_pending, "a pending cut will never be stored, and blocks all later cuts"
+
+    def _lost(self, part: sio.PulledPart) -> list[tuple[int, int]]:
+        """Return the pushes whose iteration has ended but that are not in the partition's values.
+
+        Those that the commit of their clock leaves out are late, as are those of a worker that has just joined.
+        """
+
+        def late(worker: int, timeline: int, clock: int) -> bool:
+            listed = self.ledger.commits.get((1, timeline, clock), ())  # empty: it begins a phase, and nobody is late
+            return bool(listed) and not any(c[0] == f"{MODEL}/w{worker}" and c[3] == clock for c in listed)
+
+        missing = [w for w in self.ended if not part.state.values[element_of(*w)]]
+        return [w for w in missing if not late(w[0], *self.ended[w])]
 
     @property
     def _cut_pending(self) -> bool:
@@ -299,7 +331,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=sorted(CONSISTENCY), default="", help=override)
     parser.add_argument("--level", choices=LEVELS, default="", help=override)
     parser.add_argument("--kind", choices=list(KINDS), default="", help=override)
-    parser.add_argument("--change", choices=CHANGES, default="", help=override)
+    parser.add_argument("--change", choices=(*CHANGES, MODES), default="", help=override)
     parser.add_argument("--checkpoints", type=int, default=0, help="clocks between checkpoints; 0: none")
     parser.add_argument("--late", choices=["fold", "drop"], default="", help=late)
     parser.add_argument("--deaths", action="store_true", help="workers die, too")

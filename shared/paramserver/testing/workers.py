@@ -11,14 +11,21 @@ from paramserver.core.layout import Layout
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import push_part
 from paramserver.testing.world import Script
-from paramserver.types import PushId
+from paramserver.types import F32, PushId
 
 if TYPE_CHECKING:
     from paramserver.testing.simulation import Simulation
 
 
+SEQS_MAX: Final = 40
+"""Bound on the pushes of one worker where each has an element of its own."""
 DIES: Final = 0.02
 """Probability that a worker dies before a request."""
+
+
+def element_of(worker: int, seq: int) -> int:
+    """Return the index, in each partition, of the element that this push alone adds to."""
+    return worker * SEQS_MAX + seq
 
 
 class SimClient:
@@ -128,7 +135,7 @@ class SimWorker(SimClient):
         sync = self.sim.mode == "sync"
         clock, timeline = int(me["clock"]), int(me["timeline"])
         since = clock
-        while clock < self.sim.clocks:
+        while clock < self.sim.clocks and (self.sim.change != "modes" or self.seq < SEQS_MAX - 1):
             self.seq += 1
             ends = sync and self.sim.world.chance(0.7)
             pushes: list[tuple[str, sio.PushReceived]] | None = [] if ends else None
@@ -143,12 +150,25 @@ class SimWorker(SimClient):
                     return False
                 clock, timeline = int(outcome.members["clock"]), int(outcome.members["timeline"])
                 since = clock
+                if self.sim.change == "modes":  # else it perhaps loses its lease, which is to be seen, too
+                    beating.clock, beating.timeline, beating.since = clock, timeline, since
                 continue
+            self.sim.ended[self.index, self.seq] = (timeline, clock)
             before, clock = clock, max(clock + 1, int(outcome["clock"])) if sync else clock + 1
             since = since if clock == before + 1 else clock
             beating.clock, beating.timeline, beating.since = clock, timeline, since
             self.sim.observe(self.index, (yield from self.pull(clock if sync else 0)))
+            if self.sim.change == "modes":
+                yield self.sim.world.rng.uniform(0.0, 0.6)
         return True
+
+    def _gradient(self, seq: int, size: int) -> F32:
+        """Ones; with `modes`, a one in the element that only this push has, for means hide how many there were."""
+        if self.sim.change != "modes":
+            return np.ones(size, np.float32)
+        gradient = np.zeros(size, np.float32)
+        gradient[element_of(self.index, seq)] = 1.0
+        return gradient
 
     def _push(
         self, push_id: PushId, clock: int, timeline: int, ends: list[tuple[str, sio.PushReceived]] | None = None
@@ -165,7 +185,7 @@ class SimWorker(SimClient):
             first = first and sum(map(len, owners.values())) == self.sim.spec.partitions
             for shard, indices in owners.items():
                 sizes = {i: self.layout.partition_size(i) for i in indices}
-                parts = tuple(push_part(i, np.ones(n, np.float32), n) for i, n in sizes.items())
+                parts = tuple(push_part(i, self._gradient(push_id.seq, n), n) for i, n in sizes.items())
                 for i in indices:
                     self.sim.sent.setdefault(i, set()).add(push_id)
                 push = sio.PushReceived(0, self.sim.spec.name, parts, None, timeline, push_id, clock=clock)
