@@ -46,8 +46,7 @@ def test_the_death_of_a_shard_costs_by_the_partitions_of_all_models(monkeypatch:
 
 def test_moves_are_not_planned_with_each_event_while_a_model_cannot_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a model that is not served keeps its partitions from moving, ticks plan for them, other events do not."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     worker = d.join("a")
     d.send(lambda n: io.CreateModel(n, SPEC | {"name": "slow"}, "secret"))
     plans = 0
@@ -67,8 +66,7 @@ def test_moves_are_not_planned_with_each_event_while_a_model_cannot_move(monkeyp
 
 def of_models(count: int) -> tuple[Driver, Service]:
     """Return a scheduler's driver with that many models on one shard, and what its routes use of it."""
-    d = Driver()
-    d.shard("s0")
+    d = Driver("s0")
     for spec in [SPEC | {"name": f"m{i:02}"} for i in range(count)]:
         d.send(partial(io.CreateModel, spec=spec, nonce="secret"))
     d.beats()

@@ -16,7 +16,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, InDoubt, NotFoundError, PsError, RequestError, Unreachable, problem
 from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
-from .session_node import GRAD, Node, deadline, no, opened
+from .session_node import GRAD, Node, deadline, joined, no, opened
 from .sharding import Now, drive
 
 
@@ -298,8 +298,7 @@ def test_a_push_of_which_a_piece_was_applied_is_not_reported_as_dropped() -> Non
 
 def test_a_push_that_a_rollback_drops_leaves_no_number_in_doubt() -> None:
     """A push dropped by a rollback leaves no number in doubt, which would block all pushes after 63 more."""
-    node = Node("async")
-    session = opened(node)
+    node, session = joined("async")
     node.script["/push"] = [no("rolled_back", timeline=1, clock=0)]
 
     assert filled(PushStream(lambda call, _=None: drive(call, node), deadline, session), GRAD["w"]).state == "dropped"
