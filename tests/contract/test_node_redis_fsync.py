@@ -9,7 +9,7 @@ from paramserver.errors import RequestError, Unavailable
 from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio]
+pytestmark = pytest.mark.process
 
 NO_WAITAOF = ("--rename-command", "WAITAOF", "without-it")
 """Options that hide WAITAOF, as on servers before Redis 7.2."""

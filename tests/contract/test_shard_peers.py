@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 from tests.chaos.proxy import Link
 from tests.refusals import refused_with
 
@@ -21,7 +20,7 @@ from paramserver_shard.peers import PeerClient
 
 from .processes import Nodes, nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 SIZE = MIB // 2
 """Number of elements in 2 MiB."""
@@ -34,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         yield running
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def link(cluster: Nodes) -> AsyncIterator[Link]:
     """A proxy in front of the shard that can delay and cut connections."""
     link = Link("shard", cluster.shard_ports["shard-0"])

@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-
 from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.types import ModelKey, PushId
 from paramserver_shard.clocks import ClockReports
@@ -45,7 +43,6 @@ class Scheduler:
             server.close()
 
 
-@pytest.mark.asyncio
 async def test_reports_follow_the_scheduler_in_use() -> None:
     """After a switch to another scheduler only that one gets the clock reports.
 

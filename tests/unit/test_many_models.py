@@ -75,7 +75,6 @@ def of_models(count: int) -> tuple[Driver, Service]:
     return d, cast(Service, SimpleNamespace(now=d.now, url="", started_s=0.0, **used))
 
 
-@pytest.mark.asyncio
 async def test_a_status_of_many_models_lets_requests_be_answered_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two models a status lets others run, and a model that they delete is left out of it."""
     monkeypatch.setattr(overview, "SLICE_S", 0.0)
@@ -90,7 +89,6 @@ async def test_a_status_of_many_models_lets_requests_be_answered_meanwhile(monke
     assert [m.name for m in status.models] == [f"m{i:02}" for i in range(19)]
 
 
-@pytest.mark.asyncio
 async def test_a_status_writes_no_models_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The status of each second writes out none of the models' specs, which may have thousands of parameters."""
     _, service = of_models(2)

@@ -10,7 +10,6 @@ from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("listening", [False, True])
 async def test_a_redis_that_does_not_answer_is_storage_unavailable(listening: bool) -> None:
     """A Redis that is down, or never answers, becomes `storage_unavailable` with a time after which to retry."""

@@ -44,7 +44,6 @@ async def performed(d: Driver, state_dir: Path, shards: Any) -> None:
         d.work.clear()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("work", ["checkpoint", "files"])
 async def test_a_bug_in_a_job_ends_the_job_alone(tmp_path: Path, work: str) -> None:
     """A bug in a job fails the waiting request with `internal`, and the scheduler's task group goes on."""
@@ -64,7 +63,6 @@ async def test_a_bug_in_a_job_ends_the_job_alone(tmp_path: Path, work: str) -> N
         d.result(asked)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("clocks", "told"), [((2, 2), None), ((2, 1), "conflict"), ((1, 1), "conflict")])
 async def test_a_checkpoint_in_sync_whose_partitions_are_not_of_its_clock_is_a_conflict(
     tmp_path: Path, clocks: tuple[int, int], told: str | None
@@ -90,7 +88,6 @@ async def test_a_checkpoint_in_sync_whose_partitions_are_not_of_its_clock_is_a_c
         assert not list((tmp_path / "checkpoints").glob("m/*"))
 
 
-@pytest.mark.asyncio
 async def test_a_disk_that_refuses_a_checkpoint_is_not_asked_again(tmp_path: Path) -> None:
     """A disk error fails a checkpoint with `disk_refuses` and its text; not retryable, because it would occur again."""
     d = Driver.with_model(partitions=1)
@@ -105,7 +102,6 @@ async def test_a_disk_that_refuses_a_checkpoint_is_not_asked_again(tmp_path: Pat
     assert (told.value.code, told.value.retryable) == ("disk_refuses", False)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
 async def test_a_lack_of_file_descriptors_is_not_blamed_on_the_disk(tmp_path: Path, number: int) -> None:
     """A lack of file descriptors, which passes, is reported as such and as retryable, not as an error of the disk."""
@@ -136,7 +132,6 @@ def test_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path, dtype: str, item_by
         CheckpointStore(tmp_path).read_parameters(layout, {"w": "first.safetensors"})
 
 
-@pytest.mark.asyncio
 async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +149,6 @@ async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
     await shards.aclose()
 
 
-@pytest.mark.asyncio
 async def test_what_a_restore_sets_is_sent_again_on_the_timeline_that_a_death_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -176,7 +170,6 @@ async def test_what_a_restore_sets_is_sent_again_on_the_timeline_that_a_death_be
     assert (named.count(1), named.count(2)) == (1, 2)
 
 
-@pytest.mark.asyncio
 async def test_of_a_file_that_is_read_again_only_what_was_lost_is_set(tmp_path: Path) -> None:
     """When a file is read again after a loss, only lost partitions are set; the others keep their trained values."""
     (tmp_path / "first.safetensors").write_bytes(tensor_file("F32", 4))
@@ -199,7 +192,6 @@ async def test_of_a_file_that_is_read_again_only_what_was_lost_is_set(tmp_path: 
     assert d.core.read.model("m")["state"] == "ready"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("holder", ["s", "another"])
 async def test_a_checkpoint_of_another_creation_is_not_restored_for_this_ones(tmp_path: Path, holder: str) -> None:
     """A folder here that an earlier model of that name left is not restored, whichever scheduler has the checkpoint."""
@@ -308,7 +300,6 @@ def saved(state_dir: Path) -> Driver:
     return d
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("taken_in", [True, False])
 @pytest.mark.parametrize("kind", [io.StartRestore, io.RestoreFinished])
 async def test_a_restore_that_redis_cuts_short_is_over(tmp_path: Path, kind: type, taken_in: bool) -> None:
@@ -324,7 +315,6 @@ async def test_a_restore_that_redis_cuts_short_is_over(tmp_path: Path, kind: typ
     assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
 
 
-@pytest.mark.asyncio
 async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
     """A second restore is refused while the first is in progress, and the first goes on and succeeds."""
     d = saved(tmp_path)
@@ -348,7 +338,6 @@ async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
         assert (await first).status == 200
 
 
-@pytest.mark.asyncio
 async def test_keys_of_a_model_that_is_gone_are_deleted_once_redis_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deleted model's keys are deleted in two passes, each retried while Redis is away, before that is reported."""
     monkeypatch.setattr("paramserver_scheduler.jobs.SETTLE_S", 0.0)

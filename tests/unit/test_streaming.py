@@ -105,7 +105,6 @@ def test_what_is_put_at_the_end_of_a_block_is_sent() -> None:
     assert [[p.partition for p in frame.parts] for frame in node.pushes] == [[0]]
 
 
-@pytest.mark.asyncio
 async def test_what_is_put_without_giving_the_event_loop_its_turn_is_sent() -> None:
     """The gradients of a block that awaits nothing are sent at its end."""
     node = Node("async")
@@ -137,7 +136,6 @@ def test_who_is_interrupted_at_the_end_of_a_block_can_push_on() -> None:
         drive(session.push(GRAD, Deadline.after(30.0, now)), node, now)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("own", [ZeroDivisionError, asyncio.CancelledError])
 async def test_what_a_block_raises_itself_is_what_it_ends_with(own: type[BaseException]) -> None:
     """On asyncio a block ends with the error or cancellation raised in it, not with the outcome of its pieces."""
@@ -157,7 +155,6 @@ async def test_what_a_block_raises_itself_is_what_it_ends_with(own: type[BaseExc
         await fail()
 
 
-@pytest.mark.asyncio
 async def test_who_is_cancelled_waits_for_no_shard() -> None:
     """A cancelled block ends at once: it gives up the piece in flight and waits for no shard."""
     node, silent = Node("async"), asyncio.Event()
