@@ -133,12 +133,7 @@ def test_a_busy_shard_is_waited_for_as_long_as_it_says(shards: Shards, now: Now,
     """A push refused with 503 is sent again, but not before the retry time in the answer."""
     started = now.s
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
-    shards.wrong_once(
-        "/push",
-        refusal(
-            "loading",
-        ),
-    )
+    shards.wrong_once("/push", refusal("loading"))
 
     drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
 
@@ -328,10 +323,7 @@ def test_a_model_that_is_served_late_is_its_creators(shards: Shards, now: Now, c
     """A creator that is told to ask again, as its new model is not served yet, is not told then that it exists."""
 
     def create(**told: Any) -> None:
-        answers: list[Outcome] = [
-            refusal("loading", **told),
-            Response(200, {}, json.dumps(shards.document()).encode()),
-        ]
+        answers: list[Outcome] = [refusal("loading", **told), Response(200, {}, json.dumps(shards.document()).encode())]
 
         def answer(request: Request) -> Outcome:
             return answers.pop(0) if request.path == "/models" else shards(request)
