@@ -6,8 +6,6 @@ import pytest
 
 from .proxy import Link
 
-pytestmark = pytest.mark.asyncio
-
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while line := await reader.readline():

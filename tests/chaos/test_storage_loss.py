@@ -85,19 +85,29 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("keeper", ["client", "cluster"])
-@pytest.mark.parametrize("mode", [ps.Async(), ps.Sync()], ids=["async", "sync"])
-def test_a_checkpoint_is_restored_where_nothing_else_is_left(tmp_path: Path, mode: Any, keeper: str) -> None:
+MODELS = [
+    (f"{mode}-{schedule}-{keeper}", mode, schedule, keeper)
+    for mode in ("async", "sync")
+    for schedule in SCHEDULES
+    for keeper in ("client", "cluster")
+]
+"""Name, mode, schedule and keeper of the checkpoint of each model that is restored."""
+
+
+def test_a_checkpoint_is_restored_where_nothing_else_is_left(tmp_path: Path) -> None:
     """After the loss of all nodes and volumes, training continues from a checkpoint with bit-identical values, also in
-    the middle of warm-ups and schedules."""
+    the middle of warm-ups and schedules, whether the client or the cluster wrote it."""
     rng = np.random.default_rng(3)
     gradients = [{"w": rng.normal(size=(40, 25)).astype(np.float32)} for _ in range(8)]
     before, after = {}, {}
     with chaos_cluster(tmp_path / "one", Plan(shards=2)) as first:
-        for name, schedule in SCHEDULES.items():
-            optimizer = ps.Adam(lr=0.1, schedule=schedule)
+        for name, mode, schedule, keeper in MODELS:
             model = first.client.create_model(
-                name, {"w": (40, 25)}, optimizer=optimizer, consistency=mode, partitions=4
+                name,
+                {"w": (40, 25)},
+                optimizer=ps.Adam(lr=0.1, schedule=SCHEDULES[schedule]),
+                consistency=ps.Sync() if mode == "sync" else ps.Async(),
+                partitions=4,
             )
             before[name] = train(model, gradients[:4])
             if keeper == "client":
@@ -108,7 +118,7 @@ def test_a_checkpoint_is_restored_where_nothing_else_is_left(tmp_path: Path, mod
     shutil.rmtree(tmp_path / "one")
 
     with chaos_cluster(tmp_path / "two", Plan(shards=3)) as second:
-        for name in SCHEDULES:
+        for name, _, _, keeper in MODELS:
             if keeper == "client":
                 restored = second.client.restore(tmp_path / "saved" / name, partitions=5)
             else:
@@ -117,8 +127,8 @@ def test_a_checkpoint_is_restored_where_nothing_else_is_left(tmp_path: Path, mod
                 body = {"checkpoint": "saved", "partitions": 5}
                 assert second.http.post(f"{second.urls[0]}/models/{name}/restore", json=body, timeout=30).is_success
                 restored = second.client.model(name)
-            np.testing.assert_array_equal(restored.pull()["w"], before[name])
-            np.testing.assert_array_equal(train(restored, gradients[4:]), after[name])
+            np.testing.assert_array_equal(restored.pull()["w"], before[name], name)
+            np.testing.assert_array_equal(train(restored, gradients[4:]), after[name], name)
 
 
 def train(model: ps.Model, gradients: list[Any]) -> Any:

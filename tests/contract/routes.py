@@ -7,13 +7,7 @@ import numpy as np
 
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.wire.frame import (
-    MEDIA_TYPE,
-    PullFrame,
-    PushFrame,
-    PushPart,
-    encode_header,
-)
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, PushPart, encode_header
 
 from .processes import Nodes, unique
 

@@ -44,6 +44,14 @@ def either(request: pytest.FixtureRequest, alone: ps.Client, client: ps.Client) 
     return alone if request.param == "one shard" else client
 
 
+def with_arrays(client: ps.Client) -> tuple[Model, ps.GradientArrays]:
+    """Return a model and gradient arrays of it, all -1."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+    return model, grads
+
+
 def shared(grads: ps.GradientArrays, access: str = "rw-s") -> float:
     """The fraction of the arrays that is mapped from shards' memory with that access."""
     start, size = grads.flat.ctypes.data, grads.flat.nbytes
@@ -76,9 +84,7 @@ def test_from_the_second_push_on_gradients_lie_where_shards_read_them(either: ps
 
 def test_a_gradient_of_the_wrong_kind_is_copied(client: ps.Client) -> None:
     """Gradients pushed as float16, with a codec or as ranges are copied and leave the arrays private."""
-    model = made(client)
-    grads = model.gradients()
-    grads.flat[:] = -1.0
+    model, grads = with_arrays(client)
     model.push(grads, dtype="float16")
     model.push(grads, codec="bf16")
     model.push({"a": grads["a"][:5]}, ranges={"a": [(0, 5)]})
@@ -185,9 +191,7 @@ def test_a_client_goes_on_when_a_model_begins_to_clip(either: ps.Client, cluster
 
 def test_a_slot_taken_back_is_replaced(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that its shard has taken back is replaced, whether the client or the shard notices first."""
-    model = made(client)
-    grads = model.gradients()
-    grads.flat[:] = -1.0
+    model, grads = with_arrays(client)
     model.push(grads)
     for found in grads.place._mapped.values():
         found.slot.file = "b0"
@@ -204,9 +208,7 @@ def test_a_push_interrupted_while_it_is_written_changes_nothing(
     client: ps.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A push interrupted while it is written to its slot leaves the arrays private and unchanged."""
-    model = made(client)
-    grads = model.gradients()
-    grads.flat[:] = -1.0
+    model, grads = with_arrays(client)
 
     def half(self: Gradient, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
         body[: len(body) // 2] = bytes(len(body) // 2)
@@ -236,9 +238,7 @@ def push_interrupted(model: Model, grads: ps.GradientArrays, monkeypatch: pytest
 
 def test_an_interrupted_push_leaves_its_slots(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A push interrupted while it is sent makes the arrays private, because a shard may still read the slots."""
-    model = made(client)
-    grads = model.gradients()
-    grads.flat[:] = -1.0
+    model, grads = with_arrays(client)
     model.push(grads)
     assert shared(grads) == 1.0
     push_interrupted(model, grads, monkeypatch)
@@ -252,9 +252,7 @@ def test_a_push_interrupted_while_it_asks_for_a_slot_is_over(
     client: ps.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A push interrupted while it asks for a slot leaves the other shard's slot in place for the next push."""
-    model = made(client)
-    grads = model.gradients()
-    grads.flat[:] = -1.0
+    model, grads = with_arrays(client)
     model.push(grads)
     lying, stale = grads.place._mapped.values()
     stale.slot.used_at -= same_host._FRESH_S
@@ -269,9 +267,7 @@ def test_a_push_interrupted_while_it_asks_for_a_slot_is_over(
 @pytest.mark.parametrize("clients", [1, 2])
 def test_pushes_of_the_same_arrays_at_once_are_exact(cluster: Nodes, client: ps.Client, clients: int) -> None:
     """Concurrent pushes of the same arrays, by one or two clients, are exact and do not change the arrays."""
-    model = made(client)
-    grads = model.gradients()
-    grads.flat[:] = -1.0
+    model, grads = with_arrays(client)
 
     def push(mine: Model) -> None:
         for _ in range(100):
@@ -329,9 +325,7 @@ def test_arrays_that_cannot_leave_a_slot_do_not_change_what_is_in_it(
     client: ps.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arrays that cannot leave a slot with a staged gradient are read-only until memory can be mapped again."""
-    model = made(client)
-    grads = model.gradients()
-    grads.flat[:] = -1.0
+    model, grads = with_arrays(client)
     model.push(grads)
     model.set(consistency=ps.Sync(min_workers=1))
     with model.worker() as worker:
@@ -366,9 +360,7 @@ def test_a_closed_client_leaves_the_arrays_to_their_owner(cluster: Nodes, client
 
 def test_a_forked_child_cannot_touch_its_parents_gradients(client: ps.Client) -> None:
     """In a forked child gradient arrays are private and zero, and writing to them does not affect the parent's."""
-    model = made(client)
-    grads = model.gradients()
-    grads.flat[:] = -1.0
+    model, grads = with_arrays(client)
     model.push(grads)
     child = os.fork()
     if not child:
@@ -397,9 +389,7 @@ def test_arrays_for_each_step_write_into_the_same_slots(client: ps.Client, monke
 
 def test_a_view_keeps_the_slots_of_its_arrays(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a view of gradient arrays exists, no other push uses their slots; a forked child sees zeros in it."""
-    model = made(client)
-    grads = model.gradients()
-    grads.flat[:] = -1.0
+    model, grads = with_arrays(client)
     model.push(grads)
     view = grads["b"][1, 1:]
     del grads

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+from tests.refusals import refused_with
 
 from paramserver.errors import RequestError, Unavailable
 from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio]
+pytestmark = pytest.mark.process
 
 NO_WAITAOF = ("--rename-command", "WAITAOF", "without-it")
 """Options that hide WAITAOF, as on servers before Redis 7.2."""
@@ -34,9 +35,8 @@ async def test_the_way_to_the_disk(tmp_path: Path, more: tuple[str, ...], want: 
             if want is not None:
                 assert await node_redis.fsync_way(redis) == want
             else:
-                with pytest.raises(RequestError, match="appendonly yes") as caught:
+                with refused_with("not_built", RequestError, match="appendonly yes"):
                     await node_redis.fsync_way(redis)
-                assert caught.value.code == "not_built"
         finally:
             await redis.aclose()
 

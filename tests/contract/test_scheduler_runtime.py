@@ -63,7 +63,6 @@ def join(runtime: Runtime, name: str) -> Any:
     return runtime.ask(lambda n: io.JoinShard(n, name, ["http://127.0.0.1:1"]))
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_seen_before_it_is_stored(redis_url: str) -> None:
     """The epoch of each published map is already in Redis."""
     seen: list[tuple[Mapping[str, Any], Any]] = []
@@ -77,7 +76,6 @@ async def test_nothing_is_seen_before_it_is_stored(redis_url: str) -> None:
     assert all(stored >= published for published, stored in maps)
 
 
-@pytest.mark.asyncio
 async def test_decisions_share_a_write(redis_url: str) -> None:
     """Two hundred concurrent joins are all answered with at most ten writes to Redis."""
     with Redis.from_url(redis_url) as plain:
@@ -91,7 +89,6 @@ async def test_decisions_share_a_write(redis_url: str) -> None:
     assert 1 <= writes <= 10
 
 
-@pytest.mark.asyncio
 async def test_a_feed_misses_nothing(redis_url: str) -> None:
     """A feed starts with the complete state and continues with every document published after it."""
     async with running(redis_url, []) as runtime:
@@ -110,7 +107,6 @@ async def test_a_feed_misses_nothing(redis_url: str) -> None:
     assert epochs == list(range(epochs[0], epochs[0] + 21))
 
 
-@pytest.mark.asyncio
 async def test_who_hangs_up_is_forgotten(redis_url: str) -> None:
     """A request that waits for a model ends with an error when its client disconnects."""
     async with running(redis_url, []) as runtime:
@@ -127,7 +123,6 @@ async def test_who_hangs_up_is_forgotten(redis_url: str) -> None:
             await asking
 
 
-@pytest.mark.asyncio
 async def test_closing_answers_who_waits_for_redis_too(redis_url: str) -> None:
     """Closing answers requests that wait for Redis, even if Redis comes back at the same moment."""
     async with running(redis_url, []) as runtime:
@@ -141,7 +136,6 @@ async def test_closing_answers_who_waits_for_redis_too(redis_url: str) -> None:
                 await asking
 
 
-@pytest.mark.asyncio
 async def test_closing_answers_everyone(redis_url: str) -> None:
     """When the runtime is closed, waiting and new requests are refused, and feeds end."""
     async with running(redis_url, []) as runtime:
@@ -164,7 +158,6 @@ def create(runtime: Runtime, name: str) -> Any:
     return runtime.ask(lambda n: io.CreateModel(n, {"name": name, "params": {"w": {"shape": [1]}}}, "x"))
 
 
-@pytest.mark.asyncio
 async def test_a_bug_that_has_changed_nothing_is_its_request_alone(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +173,6 @@ async def test_a_bug_that_has_changed_nothing_is_its_request_alone(
         assert (await join(runtime, "t")).status == 201
 
 
-@pytest.mark.asyncio
 async def test_a_bug_that_leaves_something_half_decided_ends_the_scheduler(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +210,6 @@ def held() -> int:
     return sum(type(o) in (State, io.Reply) for o in gc.get_objects())  # isinstance would ask lazy objects
 
 
-@pytest.mark.asyncio
 async def test_what_waits_for_redis_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While Redis is away, repeated worker states do not accumulate; the last one is stored afterwards."""
     monkeypatch.setattr(runtime_module, "STORE_WAIT_S", 0.02)

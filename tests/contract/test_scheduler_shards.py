@@ -67,7 +67,6 @@ def test_what_cannot_be_is_refused(cluster: Nodes) -> None:
     assert lines(cluster)["shard-0"]["state"] == "active"
 
 
-@pytest.mark.asyncio
 async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
     """A shard that asks the scheduler about a worker learns its epoch, its rank and whether it is live."""
     name = made(cluster)

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-import pytest_asyncio
 from fastapi import FastAPI
 
 from paramserver_node import roles
@@ -13,10 +12,8 @@ from paramserver_node.settings import ShardSettings
 from paramserver_shard.app import make_app
 from paramserver_shard.main import assemble
 
-pytestmark = pytest.mark.asyncio
 
-
-@pytest_asyncio.fixture
+@pytest.fixture
 async def app() -> AsyncIterator[FastAPI]:
     """The app of a real shard whose scheduler and Redis are not running."""
     async with asyncio.TaskGroup() as group:

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 
 from paramserver.client.direct import SCHEME, path_of
-from paramserver.wire.frame import (
-    MEDIA_TYPE,
-    PullFrame,
-    PullReply,
-    PushFrame,
-    PushPart,
-    decode_header,
-    encode_header,
-)
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushPart, decode_header, encode_header
 
 from .processes import Nodes
 from .routes import MSGPACK, Model, problem, unchanged

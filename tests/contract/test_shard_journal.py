@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-import pytest_asyncio
 from redis.asyncio import Redis
 from tests.chaos.proxy import Link
 
@@ -25,7 +24,7 @@ from paramserver_shard.journal import Batch, Journal, Verdict
 from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.scripts import Script, ScriptRunner
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
 KEY = PartitionKey(ModelKey("m", 3), 7)
 OTHER = PartitionKey(ModelKey("m", 3), 8)
@@ -35,7 +34,7 @@ Stream = list[tuple[bytes, dict[bytes, bytes]]]
 """A journal as Redis returns it: (entry id, fields)."""
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
     """A Redis that contains only the owner tokens of the partitions."""
     client = node_redis.connect(redis_url, timeout_s=None)
@@ -247,7 +246,7 @@ class Shard:
                 await asyncio.sleep(0.01)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def shard(redis: Redis) -> AsyncIterator[Shard]:
     """A running journal writer."""
     shard = Shard(redis)

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 from redis.asyncio import Redis
 from tests.golden.stored import generate
@@ -51,14 +50,14 @@ from paramserver_shard.snapshots import from_stored, to_stored
 from paramserver_shard.store import SaveResult, SnapshotStore
 from paramserver_shard.stored import pack_manifest
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "stored"
 TOKEN = make_token(1, 5)
 SIZE = 40
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
     """An empty Redis."""
     client = node_redis.connect(redis_url)

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-import pytest_asyncio
 from redis.asyncio import Redis
 
 from paramserver.errors import CorruptState
@@ -17,13 +16,13 @@ from paramserver_shard.buffers import BufferPool
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.store import SaveResult, SnapshotStore, Stored
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio]
+pytestmark = pytest.mark.process
 
 KEY = PartitionKey(ModelKey("m", 3), 7)
 TOKEN = (1 << 32) | 5
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
     """A Redis that contains only the partition's owner token."""
     client = node_redis.connect(redis_url)

@@ -86,10 +86,7 @@ def test_three_lines_of_numpy_read_a_parameter(shared_cluster: Cluster) -> None:
         wanted = client.create_model("own", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}).pull()["w"]
     program = block("numpy").replace("http://127.0.0.1:8700", shared_cluster.url).replace("/demo/", "/own/")
     done = subprocess.run(
-        [sys.executable, "-P", "-c", f"{program}\nprint(w.tolist())"],
-        capture_output=True,
-        text=True,
-        timeout=100,
+        [sys.executable, "-P", "-c", f"{program}\nprint(w.tolist())"], capture_output=True, text=True, timeout=100
     )
 
     assert done.returncode == 0, done.stderr

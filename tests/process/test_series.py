@@ -40,10 +40,7 @@ def test_only_names_with_a_number_belong_to_a_series() -> None:
     """Only models called NAME-N, with N written without leading zeros, belong to a series."""
     assert numbers(
         "digits", ["digits-10", "digits-9", "digits-x", "my-digits-3", "digits-010", "digits", "digits-1-2"]
-    ) == [
-        9,
-        10,
-    ]
+    ) == [9, 10]
 
 
 def test_a_series_goes_on_over_deaths_and_keeps_the_newest_models(tmp_path: Path) -> None:

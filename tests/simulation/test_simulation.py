@@ -21,8 +21,7 @@ def run(simulation: Simulation) -> str:
 
 
 @pytest.mark.parametrize(
-    "first",
-    [pytest.param(s, marks=[] if s < 8 * TOGETHER else [pytest.mark.slow]) for s in range(0, SEEDS, TOGETHER)],
+    "first", [pytest.param(s, marks=[] if s < 8 * TOGETHER else [pytest.mark.slow]) for s in range(0, SEEDS, TOGETHER)]
 )
 def test_a_cluster_under_faults_keeps_its_promises(first: int) -> None:
     """Crashes after any effect, cuts, pauses, moves and an absent or emptied Redis lose and double nothing promised."""

@@ -91,3 +91,8 @@ def frames_of(stream: int, body: bytes, frame_bytes: int, *, ends: bool = True) 
         flags = wire.END_STREAM if ends and at + frame_bytes >= len(body) else 0
         sent.append(wire.frame(wire.DATA, flags, stream, body[at : at + frame_bytes]))
     return b"".join(sent)
+
+
+async def tell(theirs: socket.socket, data: bytes) -> None:
+    """Send these bytes as the client."""
+    await asyncio.get_running_loop().sock_sendall(theirs, data)

@@ -31,6 +31,13 @@ def spec(partitions: int = 1, ack: str = "applied", **fields: Any) -> ModelSpec:
     )
 
 
+def serving(model: ModelSpec, **owned: Any) -> ShardDriver:
+    """Return a shard that serves this model; see `ShardDriver.serve`."""
+    driver = ShardDriver()
+    driver.serve(model, **owned)
+    return driver
+
+
 def ones(value: float = 1.0) -> F32:
     """Return a gradient for one partition, all elements equal to `value`."""
     return np.full(4, value, np.float32)

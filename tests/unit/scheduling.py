@@ -14,9 +14,9 @@ EIGHT = {"partitions": 8}
 
 
 class Driver:
-    """A scheduler with a dict as its Redis, on a clock that `wait` advances."""
+    """A scheduler with a dict as its Redis and these shards, on a clock that `wait` advances."""
 
-    def __init__(self) -> None:
+    def __init__(self, *shards: str) -> None:
         self.now, self.term = 100.0, 1
         self.hash: dict[str, str] = {}
         self.tokens: dict[str, int] = {}
@@ -35,6 +35,15 @@ class Driver:
         self.assigned = 0
         """How far assignments have raised the versions above the clock, in sync."""
         self.core = SchedulerCore.restore({}, self.now, self.term, 1e9)
+        for name in shards:
+            self.shard(name)
+
+    @classmethod
+    def with_model(cls, **spec: Any) -> "Driver":
+        """Return a scheduler whose model is served; see `model`."""
+        driver = cls()
+        driver.model(**spec)
+        return driver
 
     def send(self, make: Callable[[int], io.Event], perform: int | None = None) -> int:
         """Send a request and return its number; with `perform`, the process dies after that many effects."""
@@ -197,8 +206,7 @@ class Driver:
 
 def beyond_its_cut(after_s: float = 0.1) -> tuple[Driver, Any]:
     """Return a driver whose sync model reached clock 2 `after_s` after its cut at clock 1, and the model's worker."""
-    d = Driver()
-    d.model(consistency={"mode": "sync"})
+    d = Driver.with_model(consistency={"mode": "sync"})
     a = d.join("a")
     d.clock(a, 1)
     d.beats()

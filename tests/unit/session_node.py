@@ -116,3 +116,9 @@ def opened(node: Node) -> Session:
     session = Session(Cluster(("http://given:1",)), "m", None, None, 30.0)
     drive(session.join(deadline()), node)
     return session
+
+
+def joined(mode: str = "sync") -> tuple[Node, Session]:
+    """Return a node and the session of a worker that has joined there."""
+    node = Node(mode)
+    return node, opened(node)

@@ -12,15 +12,7 @@ from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
 from paramserver.types import PushId, PushState
-from paramserver.wire.frame import (
-    MEDIA_TYPE,
-    PullFrame,
-    PullReply,
-    PushFrame,
-    PushReply,
-    decode_header,
-    encode_header,
-)
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
 from paramserver.wire.tensor import from_f32, to_f32
 
 T = TypeVar("T")

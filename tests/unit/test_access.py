@@ -58,7 +58,6 @@ async def ask(path: str, token: str = "", method: str = "GET", **headers: str) -
         return await client.request(method, path, headers=headers)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_each_role_may_do_what_those_below_it_may(method: str) -> None:
     """A route admits its own role and higher ones, answers 403 to lower ones, and 401 without a token.
@@ -75,7 +74,6 @@ async def test_each_role_may_do_what_those_below_it_may(method: str) -> None:
                 assert answer.json()["role"] == ("open" if need == "open" else have)
 
 
-@pytest.mark.asyncio
 async def test_a_route_that_nobody_classified_is_not_open() -> None:
     """A route without a role mark refuses even a node; unknown paths, OpenAPI and wrong methods require any token."""
     assert [(await ask("/forgotten", t)).status_code for t in ("", tokens.make(KEY, "node"))] == [401, 403]
@@ -84,7 +82,6 @@ async def test_a_route_that_nobody_classified_is_not_open() -> None:
         assert (await ask(path, tokens.make(KEY, "reader"), method)).status_code == status
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "authorization",
     [
@@ -162,7 +159,6 @@ def test_tokens_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyP
     assert 0 < len(access._known) <= limits.TOKENS_KNOWN_MAX
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("other", ['prefs={"a": 1}', "seen", "a b=c", "path=/", "a@b=1", 'q="x'])
 async def test_cookies_of_others_do_not_hide_the_nodes_own(other: str) -> None:
     """The node's cookie is found before and after those of other programs under its host name, whatever they hold."""
@@ -172,7 +168,6 @@ async def test_cookies_of_others_do_not_hide_the_nodes_own(other: str) -> None:
         assert (await ask("/reader", cookie=cookies)).status_code == 200
 
 
-@pytest.mark.asyncio
 async def test_a_cookie_reads_and_does_nothing_else() -> None:
     """A cookie grants only GET on a reader's routes, even with an admin's token; an invalid one grants nothing."""
     access = Access([KEY], secure=True)
@@ -213,7 +208,6 @@ def test_a_cookie_outlives_neither_its_days_nor_its_token(days: int, lasts_s: in
     assert entered(page, "bob") is None
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("by", ["authorization", "cookie"])
 async def test_a_stream_of_events_ends_with_its_token(
     by: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -244,7 +238,6 @@ async def test_a_stream_of_events_ends_with_its_token(
     assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
-@pytest.mark.asyncio
 async def test_only_a_node_speaks_for_others() -> None:
     """A node's request has the role that it states for its client; a role stated by anyone else is ignored."""
     node, reader = tokens.make(KEY, "node"), tokens.make(KEY, "reader")
@@ -273,7 +266,6 @@ def test_only_loopback_is_open(caplog: pytest.LogCaptureFixture) -> None:
     assert "whoever reaches this node may read, change and delete" in caplog.text
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("host", "origin", "status"),
     [

@@ -38,7 +38,6 @@ def test_blocks_are_checked_like_the_whole(coding: Coding, size_bytes: int) -> N
         assert checked(bad, coding, ranges)[1] == slice_crc(coding, ranges, bad)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fields", [{"map_epoch": 7}, {"forwarded": True}])
 async def test_a_push_that_came_before_its_partition_has_a_checksum(fields: dict[str, Any]) -> None:
     """A push that is forwarded or names a map epoch gets a CRC even if another shard owns its partition on arrival."""
@@ -65,7 +64,6 @@ BUFFERED = ModelSpec.parse(
 KNOWN = KnownModel(ModelKey("m", 1), Layout(BUFFERED), 0, "ready", (("here", 1),) * 20, None, None)
 
 
-@pytest.mark.asyncio
 async def test_a_held_part_keeps_only_its_own_bytes_in_memory() -> None:
     """Once a part of one element is all that is held of a push, the memory of the large part beside it is free."""
     frame = PushFrame("m", [PushPart(0, None, None), *(PushPart(i, None, [(0, 1)]) for i in range(1, 20))])
@@ -85,7 +83,6 @@ async def test_a_held_part_keeps_only_its_own_bytes_in_memory() -> None:
     assert held.data.tolist() == [1.0]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("slot_elements", "shares"), [(40_000, True), (1_000_000, False)])
 async def test_a_held_part_keeps_no_slot_that_is_much_larger(slot_elements: int, shares: bool) -> None:
     """A held gradient stays in the slot that it came in, unless that is so much larger that a copy keeps less."""
@@ -98,7 +95,6 @@ async def test_a_held_part_keeps_no_slot_that_is_much_larger(slot_elements: int,
     assert held.data.tobytes() == slot[: 4 * 40_000].tobytes()
 
 
-@pytest.mark.asyncio
 async def test_a_held_part_of_a_push_by_name_keeps_only_its_own_bytes_in_memory() -> None:
     """Of a push by name, each part that may be held has memory of its own."""
     pushed: list[Any] = []

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.refusals import refused_with
 
 from paramserver.client import transfer
 from paramserver.client.calls import Deadline, Outcome, Request
@@ -105,9 +106,8 @@ def test_a_refusal_before_anything_was_taken_is_one(shards: Shards, now: Now, cl
     """
     for shard in (A, B):
         refused_by(shards, shard, "too_stale")
-    with pytest.raises(ConflictError) as caught:
+    with refused_with("too_stale", ConflictError):
         drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
-    assert caught.value.code == "too_stale"
     shards.trouble.clear()
     shards.spec = ModelSpec.parse(shards.spec.document() | {"consistency": {"mode": "sync"}})
     cluster.forget("m")
@@ -152,9 +152,8 @@ def test_a_base_of_a_model_that_was_created_anew_is_refused(shards: Shards, now:
     shards.generation = 8
     cluster.forget("m")
 
-    with pytest.raises(ConflictError) as caught:
+    with refused_with("model_replaced", ConflictError):
         drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(base=p)), shards, now)
-    assert caught.value.code == "model_replaced"
     assert not shards.pushes
 
 
@@ -298,10 +297,8 @@ def test_values_that_are_not_finite_on_the_way_are_refused(
     bad = grads()
     bad["w"][9, 4] = value
 
-    with pytest.raises(RequestError, match=f"'w' {why}") as e:
+    with refused_with("non_finite", RequestError, match=f"'w' {why}"):
         drive(transfer.push(cluster, "m", Deadline.after(30, now), bad, terms(), dtype=dtype), shards, now)
-
-    assert e.value.code == "non_finite"
     assert shards.pushes == []
 
 
@@ -315,10 +312,8 @@ def test_what_one_shard_alone_refuses_is_named(now: Now, cluster: Cluster, value
     bad["w"][9, 4] = value
     shards.wrong_once("/push", refusal("non_finite"))
 
-    with pytest.raises(RequestError, match="'w' holds NaN or infinity") as e:
+    with refused_with("non_finite", RequestError, match="'w' holds NaN or infinity"):
         drive(transfer.push(cluster, "m", Deadline.after(30, now), bad, terms()), shards, now)
-
-    assert e.value.code == "non_finite"
     assert [path for _, path in shards.log if path == "/push"] == ["/push"]
 
 

@@ -5,14 +5,13 @@ import pytest
 
 from paramserver.errors import ConflictError, NotFoundError
 
-from .session_node import BEAT, Node, deadline, no, ok, opened
+from .session_node import BEAT, deadline, joined, no, ok
 from .sharding import drive
 
 
 def test_state_is_sent_when_it_has_changed() -> None:
     """A worker's `state` is sent with the first heartbeat after a change, and not again."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     session.reports.state["seen"] = np.int64(7)
 
     for _ in range(2):
@@ -28,8 +27,7 @@ def test_a_refused_state_does_not_cost_the_lease(caplog: pytest.LogCaptureFixtur
 
     The metrics are kept, and the state is not sent again.
     """
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     session.reports.state["seen"] = [0] * 3
     session.reports.note(0, {"loss": 0.5})
     node.script[BEAT] = [no("invalid_field", where="state")]
@@ -48,8 +46,7 @@ def test_a_state_that_would_come_back_changed_is_not_sent(caplog: pytest.LogCapt
 
     JSON parsers turn them into floats, from which a random generator cannot be restored.
     """
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     session.reports.state["random"] = np.random.default_rng(0).bit_generator.state
 
     for _ in range(2):
@@ -61,8 +58,7 @@ def test_a_state_that_would_come_back_changed_is_not_sent(caplog: pytest.LogCapt
 
 def test_a_refusal_that_names_no_part_leaves_one_out_after_the_other() -> None:
     """A heartbeat refused as malformed is sent again without the state, then also without the metrics."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     session.reports.state["seen"] = 7
     session.reports.note(0, {"loss": 0.5})
     node.script[BEAT] = [no("malformed"), no("malformed")]
@@ -75,8 +71,7 @@ def test_a_refusal_that_names_no_part_leaves_one_out_after_the_other() -> None:
 
 def test_a_heartbeat_of_a_model_that_is_gone_is_not_repeated() -> None:
     """A heartbeat refused with unknown_model is not retried without its state, which the next heartbeat sends again."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     session.reports.state["seen"] = 7
     node.script[BEAT] = [no("unknown_model")]
 
@@ -89,8 +84,7 @@ def test_a_heartbeat_of_a_model_that_is_gone_is_not_repeated() -> None:
 
 def test_metrics_that_nobody_has_heard_go_with_the_next_heartbeat() -> None:
     """Metrics that a heartbeat could not deliver are sent with the next one."""
-    node = Node("async")
-    session = opened(node)
+    node, session = joined("async")
     for clock in range(3):
         session.reports.note(clock, {"loss": float(clock)})
     node.script["/models/m/metrics"] = [ok({"accepted": 1}), no("conflict")]
@@ -117,8 +111,7 @@ def test_a_state_with_a_tensor_is_left_out_with_a_word(caplog: pytest.LogCapture
 
     A state that another thread is just changing is left out without a warning.
     """
-    node = Node("async")
-    session = opened(node)
+    node, session = joined("async")
     session.reports.state["best"] = Tensor()
 
     drive(session.beat(deadline()), node)
@@ -131,8 +124,7 @@ def test_a_state_with_a_tensor_is_left_out_with_a_word(caplog: pytest.LogCapture
 
 def test_a_loss_that_is_no_number_is_sent_as_null() -> None:
     """NaN and infinity are sent as null, in a report and with the heartbeat."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     session.reports.note(0, {"loss": float("nan"), "accuracy": 0.5})
 
     drive(session.beat(deadline()), node)

@@ -12,7 +12,7 @@ from paramserver.client.numbers import PushNumbers
 from paramserver.client.task_requests import TaskRequests
 from paramserver.errors import FencedError, Unavailable, problem
 
-from .session_node import BEAT, GRAD, Node, deadline, no, ok, opened
+from .session_node import BEAT, GRAD, Node, deadline, joined, no, ok, opened
 from .sharding import drive
 
 
@@ -21,8 +21,7 @@ def test_what_a_cancelled_heartbeat_had_to_say_is_said_by_the_next_one() -> None
 
     An asyncio worker that leaves cancels the heartbeat in flight.
     """
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     session.reports.note(7, {"loss": 0.25})
     beating = session.beat(deadline())
     next(beating)
@@ -33,8 +32,7 @@ def test_what_a_cancelled_heartbeat_had_to_say_is_said_by_the_next_one() -> None
 
 def test_a_gradient_is_dropped_that_a_rollback_overtakes_while_a_number_is_waited_for() -> None:
     """A push is dropped, not sent under the new timeline, if a rollback happens while it waits for a push id."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     drive(session.pull(deadline()), node)
     taken = [drive(session.numbers.take(deadline()), node) for _ in range(limits.WINDOW)]
     pushing = session.push(GRAD, deadline())
@@ -53,8 +51,7 @@ def test_a_gradient_is_dropped_that_a_rollback_overtakes_while_a_number_is_waite
 
 def test_a_gradient_of_a_model_that_was_created_anew_is_dropped() -> None:
     """A gradient of a model that was since created again is dropped; one of values pulled afterwards is applied."""
-    node = Node("async")
-    session = opened(node)
+    node, session = joined("async")
     drive(session.pull(deadline()), node)
     node.generation = 2
     drive(session.refresh_mode(deadline()), node)
@@ -67,8 +64,7 @@ def test_a_gradient_of_a_model_that_was_created_anew_is_dropped() -> None:
 
 def test_a_worker_of_a_model_that_was_created_anew_joins_it() -> None:
     """A worker unknown to a model that was created again drops its gradient and joins the new model."""
-    node = Node("async")
-    session = opened(node)
+    node, session = joined("async")
     node.script["/push"] = [no("reserved_worker")]
 
     assert drive(session.push(GRAD, deadline()), node).state == "dropped"
@@ -78,8 +74,7 @@ def test_a_worker_of_a_model_that_was_created_anew_joins_it() -> None:
 
 def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:
     """A step's push names clock t and its report t + 1, and the next pull waits for the commit of that clock."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
 
     for _ in range(2):
         drive(session.pull(deadline()), node)
@@ -94,8 +89,7 @@ def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:
 
 def test_async_steps_never_ask_the_scheduler() -> None:
     """In async mode steps send only pushes; the heartbeat sends the clock, and at most 4 requests with metrics."""
-    node = Node("async")
-    session = opened(node)
+    node, session = joined("async")
     node.sent.clear()
 
     for i in range(9):
@@ -109,8 +103,7 @@ def test_async_steps_never_ask_the_scheduler() -> None:
 
 def test_a_rollback_drops_the_gradient_and_resets_the_clock() -> None:
     """After 409 rolled_back the push is dropped, no clock is reported, and the next push is of the new timeline."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     drive(session.pull(deadline()), node)
     drive(Iterations(session).step(GRAD, {}, deadline(), None), node)
     drive(session.pull(deadline()), node)
@@ -130,8 +123,7 @@ def test_a_rollback_drops_the_gradient_and_resets_the_clock() -> None:
 
 def test_a_gradient_of_values_from_before_a_rollback_is_not_sent() -> None:
     """A gradient of values from before a rollback is not sent if a heartbeat has reported the rollback."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     drive(session.pull(deadline()), node)
     node.timeline = 2
     node.script[BEAT] = [no("rolled_back", timeline=2, clock=0)]
@@ -145,8 +137,7 @@ def test_a_gradient_of_values_from_before_a_rollback_is_not_sent() -> None:
 
 def test_a_pull_that_follows_a_rollback_is_of_the_same_names_and_ranges() -> None:
     """A pull repeated because of a rollback has the same names and ranges, even if they were given as iterators."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     node.script["/pull"] = [no("rolled_back", timeline=1, clock=0)] * 2
     node.timeline = 1
     ranges: Any = {"w": iter([(0, 4)])}
@@ -156,8 +147,7 @@ def test_a_pull_that_follows_a_rollback_is_of_the_same_names_and_ranges() -> Non
 
 def test_a_rollback_at_the_clock_goes_back_to_the_clock_told() -> None:
     """A clock report answered with rolled_back returns the clock that the rollback went back to."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     for _ in range(3):
         drive(Iterations(session).step(GRAD, {}, deadline(), None), node)
     node.script["/models/m/clock"] = [no("rolled_back", timeline=1, clock=1)]
@@ -169,8 +159,7 @@ def test_a_rollback_at_the_clock_goes_back_to_the_clock_told() -> None:
 @pytest.mark.parametrize("code", ["fenced", "unknown_worker"])
 def test_a_lost_lease_is_taken_anew(code: str) -> None:
     """A worker whose lease has expired joins again under its id, above its old epoch, and restarts its seq at 1."""
-    node = Node("async")
-    session = opened(node)
+    node, session = joined("async")
     drive(session.push(GRAD, deadline()), node)
     node.script["/push"] = [no(code)]
 
@@ -201,8 +190,7 @@ def test_a_join_is_sent_again_as_it_was() -> None:
 
 def test_a_rank_that_was_taken_meanwhile_is_let_go() -> None:
     """A worker that joins again gives up its rank if another worker has taken it meanwhile."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     node.script[BEAT] = [no("fenced")]
     node.script["/models/m/workers"] = [no("conflict")]
 
@@ -216,8 +204,7 @@ def test_a_rank_that_was_taken_meanwhile_is_let_go() -> None:
 
 def test_waiting_has_an_end_only_when_asked_for() -> None:
     """A clock that times out raises an error that names the awaited workers, and can be reported again."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     node.script["/models/m/clock"] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})]
 
     with pytest.raises(Unavailable, match="m/w7"):
@@ -229,8 +216,7 @@ def test_waiting_has_an_end_only_when_asked_for() -> None:
 
 def test_stop_ends_waiting_and_tasks() -> None:
     """A worker that is asked to stop ends its wait for the clock and leases no more tasks."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     node.script["/models/m/clock"] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "stop"})]
 
     drive(Iterations(session).advance(deadline(), None), node)
@@ -241,8 +227,7 @@ def test_stop_ends_waiting_and_tasks() -> None:
 
 def test_tasks_are_waited_for_and_done() -> None:
     """A lease request is repeated until a task is free, and the finished task is reported with the worker's epoch."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     task = {
         "id": "train:0:2",
         "kind": "range",
@@ -283,8 +268,7 @@ def test_a_lease_says_what_is_still_worked_on() -> None:
 
     The scheduler may free the unlisted ones.
     """
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     tasks = [TASK | {"id": f"train:0:{i}"} for i in range(3)]
     node.script[LEASE] = [*(given(t) for t in tasks), given(None), given(None)]
     node.script["/models/m/tasks/train%3A0%3A0/done"] = [ok({"done": True})]
@@ -306,8 +290,7 @@ def test_a_task_that_was_given_in_an_answer_that_is_lost_is_not_held() -> None:
 
     The scheduler then gives out the same task.
     """
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     node.script[LEASE] = [problem("in_doubt", "the connection broke"), given(TASK)]
 
     assert drive(TaskRequests(session).lease("train", deadline()), node) is not None
@@ -320,8 +303,7 @@ def test_one_task_of_a_dataset_is_asked_for_at_a_time() -> None:
 
     Otherwise one thread's `holding` would lack the task that another is just being given.
     """
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     asking, other = TaskRequests(session).lease("train", deadline()), TaskRequests(session).lease("train", deadline())
     (request,) = cast(list[Request], next(asking))
 
@@ -336,8 +318,7 @@ def test_one_task_of_a_dataset_is_asked_for_at_a_time() -> None:
 
 def test_a_request_for_a_task_that_is_given_up_lets_the_next_one_be_made() -> None:
     """A lease request that is aborted, as by Ctrl-C or a cancelled task, does not block the next one."""
-    node = Node()
-    session = opened(node)
+    node, session = joined()
     asking = TaskRequests(session).lease("train", deadline())
     next(asking)
 
@@ -397,8 +378,7 @@ def test_a_worker_whose_name_another_has_taken_gives_way() -> None:
 
     Otherwise the two would fence each other forever.
     """
-    node = Node("async")
-    session = opened(node)
+    node, session = joined("async")
     node.script["/push"] = [no("fenced", epoch=2)]
 
     with pytest.raises(FencedError, match="another worker"):
@@ -428,8 +408,7 @@ def test_a_worker_takes_the_epoch_of_a_join_that_was_given_up_for_its_own(end: s
 
     The scheduler may have granted the epoch all the same; no other worker has it.
     """
-    node = Node("async")
-    session = opened(node)
+    node, session = joined("async")
     node.script[BEAT] = [no("fenced")]
     if end == "cancelled":
         beating = session.beat(deadline())

@@ -223,12 +223,7 @@ def test_an_interrupted_push_keeps_the_slots_that_nobody_reads(
 
 @pytest.mark.parametrize(
     ("state", "released", "kept"),
-    [
-        ("applied", False, ["a", "b"]),
-        ("staged", False, []),
-        ("buffered", False, []),
-        ("staged", True, ["a", "b"]),
-    ],
+    [("applied", False, ["a", "b"]), ("staged", False, []), ("buffered", False, []), ("staged", True, ["a", "b"])],
 )
 def test_a_pushpull_gives_a_slot_back_that_its_gradient_has_left(
     lenders: Lenders, now: Now, cluster: Cluster, state: str, released: bool, kept: list[str]

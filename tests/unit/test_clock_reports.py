@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
 from starlette.types import Message
 
 from paramserver.client.credentials import NO_CREDENTIALS
@@ -50,7 +49,6 @@ class Scheduler:
             server.close()
 
 
-@pytest.mark.asyncio
 async def test_reports_follow_the_scheduler_in_use() -> None:
     """After a switch to another scheduler only that one gets the clock reports.
 
@@ -81,7 +79,6 @@ async def test_reports_follow_the_scheduler_in_use() -> None:
     assert still.came == before
 
 
-@pytest.mark.asyncio
 async def test_a_standby_refuses_reports_without_waiting_for_their_end() -> None:
     """A scheduler that does not lead answers 503 before it has read anything, so that the shard turns to the leader."""
     answers: list[Message] = []

@@ -41,7 +41,6 @@ class Peers:
         return PushReply("applied", False, 1, 0, 2, 0, parts), None
 
 
-@pytest.mark.asyncio
 async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() -> None:
     """Parts refused after this shard has computed them reach the next owner with their gradient unchanged."""
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "partitions": 1}))
@@ -75,7 +74,6 @@ class Failing:
         raise self.errors[url.removeprefix("http://").removesuffix("/push")]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("errors", "code", "partitions"),
     [

@@ -123,7 +123,6 @@ async def serving(app: ASGIApp = echo, **settings: Any) -> AsyncIterator[tuple[C
             await asyncio.sleep(0)
 
 
-@pytest.mark.asyncio
 async def test_who_begins_with_tls_is_refused_at_once() -> None:
     """A client that starts with TLS is refused at once in plain HTTP; the SDK's hint names the http:// URL."""
     async with serving() as (client, _):
@@ -137,7 +136,6 @@ async def test_who_begins_with_tls_is_refused_at_once() -> None:
         assert problem_of(await client.to_the_end())["code"] == "malformed"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("asked_before", [False, True])
 async def test_a_head_that_is_too_long_is_refused(asked_before: bool) -> None:
     """A request head above the limit is answered with 431, whether it is the first of its connection or a later one."""
@@ -151,7 +149,6 @@ async def test_a_head_that_is_too_long_is_refused(asked_before: bool) -> None:
         assert problem_of(told)["code"] == "headers_too_large"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("line", [b"GET /" + LONG[3:] + b" HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n" + LONG + b"\r\n"])
 async def test_a_head_that_is_too_long_is_refused_even_if_it_comes_at_once(line: bytes) -> None:
     """A complete head above the limit is answered with 431, be it one long request line or one long header."""
@@ -162,7 +159,6 @@ async def test_a_head_that_is_too_long_is_refused_even_if_it_comes_at_once(line:
         assert told["hint"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "rest", [b"}", b"FOO / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\n" + LONG], ids=["body", "head", "long"]
 )
@@ -177,7 +173,6 @@ async def test_a_refusal_is_not_taken_for_the_answer_to_the_request_before_it(re
     assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200 ") == answer.count(b"hello") == times
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("chunk", [b"0\r\n" + LONG, b"1;" + LONG[3:]], ids=["trailers", "extension"])
 async def test_a_chunked_body_has_no_more_than_that_beside_its_bytes(chunk: bytes) -> None:
     """Trailers or a chunk extension of a body in progress are answered with 431 if they exceed the header limit."""
@@ -189,7 +184,6 @@ async def test_a_chunked_body_has_no_more_than_that_beside_its_bytes(chunk: byte
         assert (await client.to_the_end()).startswith(b"HTTP/1.1 431 ")
 
 
-@pytest.mark.asyncio
 async def test_a_large_body_in_small_chunks_is_a_body() -> None:
     """Chunk extensions do not add up: a body whose extensions together exceed the header limit is served."""
     async with serving() as (client, _):
@@ -200,7 +194,6 @@ async def test_a_large_body_in_small_chunks_is_a_body() -> None:
         assert (await client.until(b"a" * 100)).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("begun", [b"GET / HT", b"\r\n"])
 async def test_a_second_head_that_does_not_come_is_not_waited_for(
     begun: bytes, monkeypatch: pytest.MonkeyPatch
@@ -214,7 +207,6 @@ async def test_a_second_head_that_does_not_come_is_not_waited_for(
         assert await client.to_the_end() == b""
 
 
-@pytest.mark.asyncio
 async def test_half_a_head_behind_a_request_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """If an incomplete head follows a request, the connection is closed HEAD_S after the response."""
     monkeypatch.setattr(http1, "HEAD_S", 0.05)
@@ -223,7 +215,6 @@ async def test_half_a_head_behind_a_request_is_not_waited_for(monkeypatch: pytes
         assert (await client.to_the_end()).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.asyncio
 async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """HEAD_S limits only the arrival of a head: once it is complete, the response may take longer."""
     monkeypatch.setattr(http1, "HEAD_S", 0.05)
@@ -242,7 +233,6 @@ async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest
             assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("ask", [b"connection: close\r\n", b""], ids=["closed", "failed"])
 async def test_an_answer_that_nobody_reads_is_not_kept(ask: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a closing connection, what the client has not read by the read deadline is dropped, whatever closed it."""
@@ -256,7 +246,6 @@ async def test_an_answer_that_nobody_reads_is_not_kept(ask: bytes, monkeypatch: 
         assert len(await client.to_the_end()) < LARGE_BYTES
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("again", [GET, b""], ids=["asked again", "resting"])
 async def test_the_next_answer_does_not_wait_for_ever_for_one_before_it(
     again: bytes, monkeypatch: pytest.MonkeyPatch
@@ -274,7 +263,6 @@ async def test_the_next_answer_does_not_wait_for_ever_for_one_before_it(
         assert len(await client.to_the_end()) < LARGE_BYTES
 
 
-@pytest.mark.asyncio
 async def test_a_kept_connection_whose_answers_are_read_is_kept() -> None:
     """Once a response has been read, its read deadline is cancelled and cannot end an idle or busy connection."""
     async with serving(kept) as (client, state):
@@ -287,7 +275,6 @@ async def test_a_kept_connection_whose_answers_are_read_is_kept() -> None:
             assert connection._read_deadline._timer is None
 
 
-@pytest.mark.asyncio
 async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A response read at the required pace arrives completely, however long after the server has written all of it."""
     monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.5)
@@ -302,7 +289,6 @@ async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch
             await turn.wait()
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_has_ended_is_let_go() -> None:
     """A connection that has ended is freed, without reference cycles that keep it alive."""
     gc.disable()
@@ -318,7 +304,6 @@ async def test_a_connection_that_has_ended_is_let_go() -> None:
         gc.enable()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "body", [b"content-length: 5\r\n\r\nhello", b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"]
 )
@@ -334,7 +319,6 @@ async def test_an_offer_of_another_protocol_is_ignored(body: bytes, cut: int) ->
             assert (await client.until(b"hello", 2)).count(b"HTTP/1.1 200 ") == 2
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("cut", [1 << 16, 1])
 @pytest.mark.parametrize("connection", [b"close, Upgrade", b"Upgrade, close"])
 async def test_an_offer_with_the_last_request_is_ignored(connection: bytes, cut: int) -> None:
@@ -349,7 +333,6 @@ async def test_an_offer_with_the_last_request_is_ignored(connection: bytes, cut:
     assert answer.endswith(b"hello")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "asked",
     [
@@ -377,7 +360,6 @@ async def test_what_is_no_http_is_told_in_a_problem_document(asked: bytes) -> No
     assert (json.loads(body)["code"], answer.count(b"HTTP/1.1 ")) == ("malformed", 1)
 
 
-@pytest.mark.asyncio
 async def test_chunks_are_taken_in_any_case() -> None:
     """The transfer coding `chunked` is recognized in any case."""
     async with serving() as (client, _):
@@ -385,7 +367,6 @@ async def test_chunks_are_taken_in_any_case() -> None:
         assert (await client.until(b"hello")).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.asyncio
 async def test_many_offers_at_once_are_ignored() -> None:
     """Hundreds of pipelined requests that offer `Upgrade` are all served."""
     asked = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
@@ -394,7 +375,6 @@ async def test_many_offers_at_once_are_ignored() -> None:
         assert (await client.until(b"\r\n\r\n", 900)).count(b"HTTP/1.1 200 ") == 900
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "begun",
     [wire.PREFACE, HELLO, HELLO + wire.frame(wire.HEADERS, 0, 1, ASKED[:2])],
@@ -408,7 +388,6 @@ async def test_http2_that_asks_for_nothing_is_not_kept(begun: bytes, monkeypatch
         await client.to_the_end()
 
 
-@pytest.mark.asyncio
 async def test_http2_that_has_asked_may_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """An HTTP/2 connection may be idle between requests for longer than HEAD_S."""
     monkeypatch.setattr(protocol_detector, "HEAD_S", 0.05)
@@ -423,7 +402,6 @@ async def test_http2_that_has_asked_may_rest(monkeypatch: pytest.MonkeyPatch) ->
             await rested.wait()
 
 
-@pytest.mark.asyncio
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the options have other names elsewhere")
 async def test_a_client_that_has_vanished_is_noticed() -> None:
     """TCP keep-alive is enabled: after a minute of silence the kernel probes whether the client is still there."""
@@ -436,7 +414,6 @@ async def test_a_client_that_has_vanished_is_noticed() -> None:
         assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
-@pytest.mark.asyncio
 async def test_who_asks_before_sending_a_body_is_refused_before_sending_it() -> None:
     """A refused request with `Expect: 100-continue` gets the refusal in place of the 100, and its connection ends."""
 
@@ -459,7 +436,6 @@ async def test_who_asks_before_sending_a_body_is_refused_before_sending_it() -> 
         await client.until(b"HTTP/1.1 200 OK")
 
 
-@pytest.mark.asyncio
 async def test_an_http_1_0_client_gets_no_chunks() -> None:
     """A response of unknown length to HTTP/1.0 is its plain bytes, up to the end of the connection (RFC 9112, 6.1)."""
 

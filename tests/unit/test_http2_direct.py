@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
-from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected, frames_of
+from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected, frames_of, tell
 
 from paramserver.wire import http2 as wire
 from paramserver_node.http2 import CONNECTION_WINDOW_BYTES, DIRECT_BYTES_MIN, READ_BYTES, Connection
@@ -45,7 +45,6 @@ async def asked(theirs: socket.socket, connection: Connection, stream: int) -> N
         await asyncio.sleep(0)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("frame_bytes", [DIRECT_BYTES_MIN - 1, 50_000, 1 << 20])
 @pytest.mark.parametrize("piece_bytes", [1_000, 30_000, BODY_BYTES])
 @pytest.mark.parametrize("threads", WAYS)
@@ -71,44 +70,40 @@ async def test_a_body_is_put_where_it_belongs(frame_bytes: int, piece_bytes: int
             await asyncio.sleep(0)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("threads", WAYS)
 async def test_other_frames_may_come_in_the_middle_of_a_body(threads: bool) -> None:
     """A PING and the frames of another body may come in the middle of a body; both bodies arrive intact."""
     body, sinks = bytes(range(251)) * (BODY_BYTES // 251) + bytes(BODY_BYTES % 251), [Into(), Into()]
     async with connected(into(sinks), threads=threads) as (theirs, connection):
-        loop, frame_bytes = asyncio.get_running_loop(), 500_000
+        frame_bytes = 500_000
         await asked(theirs, connection, 1)
-        await loop.sock_sendall(theirs, frames_of(1, body, frame_bytes)[: 2 * (frame_bytes + wire.HEAD_BYTES)])
-        await loop.sock_sendall(theirs, wire.frame(wire.PING, 0, 0, b"how now?"))
+        await tell(theirs, frames_of(1, body, frame_bytes)[: 2 * (frame_bytes + wire.HEAD_BYTES)])
+        await tell(theirs, wire.frame(wire.PING, 0, 0, b"how now?"))
         await asked(theirs, connection, 3)
-        await loop.sock_sendall(theirs, frames_of(3, body[::-1], frame_bytes))
-        await loop.sock_sendall(theirs, frames_of(1, body, frame_bytes)[2 * (frame_bytes + wire.HEAD_BYTES) :])
+        await tell(theirs, frames_of(3, body[::-1], frame_bytes))
+        await tell(theirs, frames_of(1, body, frame_bytes)[2 * (frame_bytes + wire.HEAD_BYTES) :])
         assert await answered(theirs, 2) == [wire.encoded([(b":status", b"200")])] * 2
         assert [s.memory for s in sinks] == [body, body[::-1]]
         assert connection._receive_window + connection._used == CONNECTION_WINDOW_BYTES
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("threads", WAYS)
 async def test_a_body_that_nobody_wants_any_more_holds_up_nothing(threads: bool) -> None:
     """After a body that its app refuses or its client cancels halfway, the next request on the connection is served."""
     body, last = bytes(BODY_BYTES), Into()
     async with connected(into([Into(refuses_at=READ_BYTES), Into(), last]), threads=threads) as (theirs, connection):
-        loop = asyncio.get_running_loop()
         await asked(theirs, connection, 1)
-        await loop.sock_sendall(theirs, frames_of(1, body, 1 << 20))
+        await tell(theirs, frames_of(1, body, 1 << 20))
         await asked(theirs, connection, 3)
-        await loop.sock_sendall(theirs, frames_of(3, body, 1 << 20)[: -(1 << 20) - wire.HEAD_BYTES])
-        await loop.sock_sendall(theirs, wire.u32_frame(3, wire.RST_STREAM, 8))
+        await tell(theirs, frames_of(3, body, 1 << 20)[: -(1 << 20) - wire.HEAD_BYTES])
+        await tell(theirs, wire.u32_frame(3, wire.RST_STREAM, 8))
         await asked(theirs, connection, 5)
-        await loop.sock_sendall(theirs, frames_of(5, body, 1 << 20))
+        await tell(theirs, frames_of(5, body, 1 << 20))
         assert [wire.encoded([(b":status", s)]) for s in (b"400", b"200")] == await answered(theirs, 2)
         assert last.at == BODY_BYTES
         assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
-@pytest.mark.asyncio
 async def test_what_follows_the_end_of_a_body_is_not_taken_for_it() -> None:
     """DATA after END_STREAM closes the connection and is not added to the body, even before the app sees the end."""
     sink = Into()
@@ -122,7 +117,6 @@ async def test_what_follows_the_end_of_a_body_is_not_taken_for_it() -> None:
         assert sink.at == 50_000
 
 
-@pytest.mark.asyncio
 async def test_short_answers_to_several_go_together_and_none_is_lost_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
-from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected, frames_of
+from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected, frames_of, tell
 
 from paramserver.errors import PsError
 from paramserver.wire import http2 as wire
@@ -82,7 +82,6 @@ async def ends_of(theirs: socket.socket, number: int) -> list[tuple[int, int]]:
 
 
 @READS
-@pytest.mark.asyncio
 @pytest.mark.parametrize("threads", WAYS)
 @pytest.mark.parametrize(
     ("said", "size"), [(BODY_BYTES - 7, BODY_BYTES), (BODY_BYTES + 7, BODY_BYTES), (7, 100), (107, 100), (7, 0), (0, 7)]
@@ -101,13 +100,12 @@ async def test_a_body_that_is_not_as_long_as_its_head_says_is_never_whole(
         sending = loop.create_task(send(theirs, begun + frames_of(1, bytes(size), 1 << 14)))
         assert await ends_of(theirs, 1) == [(1, wire.PROTOCOL_ERROR)]
         await sending
-        await loop.sock_sendall(theirs, head(3, 3, b"/true") + frames_of(3, b"abc", 2))
+        await tell(theirs, head(3, 3, b"/true") + frames_of(3, b"abc", 2))
         assert await ends_of(theirs, 3) == [(3, 0)]
         assert applied == ["/true"]
         assert connection._receive_window + connection._used == CONNECTION_WINDOW_BYTES
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [96, 100, 104])
 async def test_a_frame_whose_body_has_another_length_is_refused_once_it_is_here(size: int) -> None:
     """A frame without content-length is refused at its end if its body is not of the length that its header gives.
@@ -146,22 +144,19 @@ async def send(theirs: socket.socket, data: bytes) -> None:
 
 
 @READS
-@pytest.mark.asyncio
 async def test_a_body_has_not_ended_before_its_last_frame(read: Read) -> None:
     """A body ends only with its last frame: one byte after all that were announced still resets its stream."""
     applied: list[str] = []
     async with connected(applying(read, applied)) as (theirs, _):
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(theirs, head(1, 5, b"/lie") + wire.frame(wire.DATA, 0, 1, b"hello"))
-        await loop.sock_sendall(theirs, head(3, 0, b"/true", wire.END_STREAM))
+        await tell(theirs, head(1, 5, b"/lie") + wire.frame(wire.DATA, 0, 1, b"hello"))
+        await tell(theirs, head(3, 0, b"/true", wire.END_STREAM))
         assert await ends_of(theirs, 3) == [(3, 0)]  # so the app has read all of the first that has arrived
-        await loop.sock_sendall(theirs, wire.frame(wire.DATA, wire.END_STREAM, 1, b"!"))
+        await tell(theirs, wire.frame(wire.DATA, wire.END_STREAM, 1, b"!"))
         assert await ends_of(theirs, 1) == [(1, wire.PROTOCOL_ERROR)]
         assert applied == ["/true"]
 
 
 @READS
-@pytest.mark.asyncio
 async def test_trailers_end_a_body_too(read: Read) -> None:
     """A body that trailers end before its announced length resets its stream."""
     applied: list[str] = []
@@ -173,7 +168,6 @@ async def test_trailers_end_a_body_too(read: Read) -> None:
 
 
 @READS
-@pytest.mark.asyncio
 async def test_what_still_comes_of_a_refused_body_is_dropped(read: Read) -> None:
     """Data that still arrives for a refused body is dropped: it completes nothing, and its window is returned.
 
@@ -188,7 +182,6 @@ async def test_what_still_comes_of_a_refused_body_is_dropped(read: Read) -> None
         assert connection._receive_window + connection._used == CONNECTION_WINDOW_BYTES
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("frames", "name"),
     [

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
-from tests.unit.http2_connection import ASKED, Into, connected, frames_of
+from tests.unit.http2_connection import ASKED, Into, connected, frames_of, tell
 
 from paramserver.wire import http2 as wire
 from paramserver_node import frame_abuse, stream
@@ -40,7 +40,6 @@ async def code_of(theirs: socket.socket) -> int:
     return int.from_bytes((await heard(theirs, wire.GOAWAY))[1][4:8])
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "useless",
     [
@@ -53,10 +52,9 @@ async def code_of(theirs: socket.socket) -> int:
 async def test_who_sends_only_frames_of_no_use_is_cut_off(useless: bytes) -> None:
     """A client that sends more than COUNT_MAX frames without use is disconnected with ENHANCE_YOUR_CALM."""
     async with connected(nothing) as (theirs, _):
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         await heard(theirs, wire.HEADERS, 1)
-        sending = asyncio.ensure_future(loop.sock_sendall(theirs, useless * (frame_abuse.COUNT_MAX + 10)))
+        sending = asyncio.ensure_future(tell(theirs, useless * (frame_abuse.COUNT_MAX + 10)))
         assert await code_of(theirs) == wire.ENHANCE_YOUR_CALM
         await asyncio.gather(sending, return_exceptions=True)
 
@@ -71,41 +69,35 @@ def test_who_was_calm_for_long_may_not_send_more_of_them_at_once() -> None:
         counted.count()
 
 
-@pytest.mark.asyncio
 async def test_windows_that_the_client_widens_as_it_reads_are_no_folly() -> None:
     """WINDOW_UPDATE frames of a client that reads its responses are not counted as abuse, however many there are."""
     async with connected(nothing) as (theirs, connection):
-        loop = asyncio.get_running_loop()
         count = 2 * frame_abuse.COUNT_MAX
-        await loop.sock_sendall(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 4096) * count)
-        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        await tell(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 4096) * count)
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         await heard(theirs, wire.HEADERS, 1)
         assert connection.send_window == wire.WINDOW_BYTES + 4096 * count
 
 
-@pytest.mark.asyncio
 async def test_the_reserved_bit_of_a_window_update_is_ignored() -> None:
     """A WINDOW_UPDATE with the reserved bit set widens the window by its other 31 bits (RFC 9113, 6.9)."""
     async with connected(nothing) as (theirs, connection):
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 31 | 4096))
-        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        await tell(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 31 | 4096))
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         await heard(theirs, wire.HEADERS, 1)
         assert connection.send_window == wire.WINDOW_BYTES + 4096
 
 
-@pytest.mark.asyncio
 async def test_a_client_may_widen_both_windows_after_each_short_answer() -> None:
     """Widening both windows after each short response, as simple clients do, is not counted as abuse."""
     async with connected(nothing) as (theirs, _):
-        loop, wider = asyncio.get_running_loop(), b""
+        wider = b""
         for n in range(1, 2 * frame_abuse.COUNT_MAX, 2):
-            await loop.sock_sendall(theirs, wider + wire.frame(wire.HEADERS, ENDS, n, ASKED))
+            await tell(theirs, wider + wire.frame(wire.HEADERS, ENDS, n, ASKED))
             await heard(theirs, wire.HEADERS, n)
             wider = wire.u32_frame(0, wire.WINDOW_UPDATE, 9) + wire.u32_frame(n, wire.WINDOW_UPDATE, 9)
 
 
-@pytest.mark.asyncio
 async def test_bodies_that_wait_unread_leave_the_others_their_window() -> None:
     """A body that is read arrives completely while unread bodies hold most of the connection's window."""
     waiting = CONNECTION_WINDOW_BYTES // UNREAD_BYTES_MAX - 1
@@ -127,14 +119,14 @@ async def test_bodies_that_wait_unread_leave_the_others_their_window() -> None:
         loop = asyncio.get_running_loop()
         for i in range(waiting):
             n = 2 * i + 1
-            await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, n, ASKED))
-            await loop.sock_sendall(theirs, frames_of(n, bytes(UNREAD_BYTES_MAX), 64 << 10, ends=False))
-        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, number, taken))
+            await tell(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, n, ASKED))
+            await tell(theirs, frames_of(n, bytes(UNREAD_BYTES_MAX), 64 << 10, ends=False))
+        await tell(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, number, taken))
         sent, allowed = 0, {0: UNREAD_BYTES_MAX, number: UNREAD_BYTES_MAX}
         scanner = wire.Scanner(1 << 20, 1 << 20)
         while not took.is_set():
             if n := min(size - sent, *allowed.values(), 64 << 10):
-                await loop.sock_sendall(theirs, wire.frame(wire.DATA, 0, number, bytes(n)))
+                await tell(theirs, wire.frame(wire.DATA, 0, number, bytes(n)))
                 sent, allowed = sent + n, {k: v - n for k, v in allowed.items()}
                 continue
             if sent == size:
@@ -147,7 +139,6 @@ async def test_bodies_that_wait_unread_leave_the_others_their_window() -> None:
                     allowed[of] += by
 
 
-@pytest.mark.asyncio
 async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client whose body is arriving is sent PINGs: over a slow path even replies to its own would come late.
 
@@ -159,14 +150,12 @@ async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.Monke
         await scope["extensions"][BODY].into(Into())
 
     async with connected(app) as (theirs, _):
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(theirs, OPENED)
+        await tell(theirs, OPENED)
         for _ in range(3):
-            await loop.sock_sendall(theirs, frames_of(1, bytes(100), 100, ends=False))
+            await tell(theirs, frames_of(1, bytes(100), 100, ends=False))
             assert await heard(theirs, wire.PING) == (0, bytes(8))
 
 
-@pytest.mark.asyncio
 async def test_one_word_is_enough_for_all_bodies_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client with many bodies in progress is sent a single PING, as many at once would look like abuse."""
     monkeypatch.setattr(stream, "PING_AFTER_S", 60.0)
@@ -178,14 +167,14 @@ async def test_one_word_is_enough_for_all_bodies_of_a_client(monkeypatch: pytest
     async with connected(app) as (theirs, connection):
         loop = asyncio.get_running_loop()
         for n in numbers:
-            await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, n, ASKED))
+            await tell(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, n, ASKED))
         while len(connection._streams) < len(numbers) or any(s._sink is None for s in connection._streams.values()):
             await asyncio.sleep(0)
         for s in connection._streams.values():
             s._began_s = connection.last_body_frame_s = loop.time() - stream.PING_AFTER_S
         for n in numbers:
-            await loop.sock_sendall(theirs, wire.frame(wire.DATA, 0, n, b"a"))
-        await loop.sock_sendall(theirs, wire.frame(wire.PING, 0, 0, b"the last"))
+            await tell(theirs, wire.frame(wire.DATA, 0, n, b"a"))
+        await tell(theirs, wire.frame(wire.PING, 0, 0, b"the last"))
         scanner, pings = wire.Scanner(1 << 20, 1 << 20), list[bytes]()
         while b"the last" not in pings:
             data = await loop.sock_recv(theirs, 1 << 16)
@@ -193,7 +182,6 @@ async def test_one_word_is_enough_for_all_bodies_of_a_client(monkeypatch: pytest
         assert pings == [bytes(8), b"the last"]
 
 
-@pytest.mark.asyncio
 async def test_an_answer_ends_though_its_window_was_made_smaller_than_what_is_out() -> None:
     """A response whose window has become negative ends with an empty frame; the connection's window is unchanged."""
     smaller = asyncio.Event()
@@ -205,18 +193,16 @@ async def test_an_answer_ends_though_its_window_was_made_smaller_than_what_is_ou
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async with connected(app) as (theirs, connection):
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         await heard(theirs, wire.DATA, 1)
         before = connection.send_window
-        await loop.sock_sendall(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: 1000}))
+        await tell(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: 1000}))
         await heard(theirs, wire.SETTINGS)
         smaller.set()
         assert await heard(theirs, wire.DATA, 1) == (wire.END_STREAM, b"")
         assert connection.send_window == before
 
 
-@pytest.mark.asyncio
 async def test_settings_that_make_a_window_too_large_are_refused() -> None:
     """Settings that push a stream's window above the maximum are a FLOW_CONTROL_ERROR (RFC 9113, 6.9.2)."""
 
@@ -224,13 +210,11 @@ async def test_settings_that_make_a_window_too_large_are_refused() -> None:
         await receive()
 
     async with connected(silent) as (theirs, _):
-        loop = asyncio.get_running_loop()
         widened = wire.u32_frame(1, wire.WINDOW_UPDATE, wire.WINDOW_MAX - wire.WINDOW_BYTES)
-        await loop.sock_sendall(theirs, OPENED + widened + wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 20}))
+        await tell(theirs, OPENED + widened + wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 20}))
         assert await code_of(theirs) == wire.FLOW_CONTROL_ERROR
 
 
-@pytest.mark.asyncio
 async def test_a_waiting_body_takes_no_more_memory_for_coming_in_small_frames() -> None:
     """A body of one byte per frame that nobody reads yet takes little more memory than its bytes, and arrives whole."""
     wanted, size, arrived = asyncio.Event(), 50_000, bytearray()
@@ -243,10 +227,10 @@ async def test_a_waiting_body_takes_no_more_memory_for_coming_in_small_frames() 
 
     body = bytes(range(250)) * (size // 250)
     async with connected(app) as (theirs, connection):
-        loop, sent = asyncio.get_running_loop(), OPENED + frames_of(1, body, 1)
+        sent = OPENED + frames_of(1, body, 1)
         tracemalloc.start()
         try:
-            await loop.sock_sendall(theirs, sent)
+            await tell(theirs, sent)
             while connection._receive_window > CONNECTION_WINDOW_BYTES - size:
                 await asyncio.sleep(0)
             held, _ = tracemalloc.get_traced_memory()

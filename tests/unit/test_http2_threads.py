@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from starlette.types import Receive, Scope, Send
-from tests.unit.http2_connection import ASKED, BODY_BYTES, LINUX, Into, connected, frames_of
+from tests.unit.http2_connection import ASKED, BODY_BYTES, LINUX, Into, connected, frames_of, tell
 
 from paramserver.kernels import sockets
 from paramserver.wire import http2 as wire
@@ -92,7 +92,6 @@ async def answering(window: int = wire.WINDOW_MAX) -> AsyncIterator[tuple[Client
         yield client, connection
 
 
-@pytest.mark.asyncio
 async def test_an_answer_arrives_whole_and_small_ones_beside_it() -> None:
     """Two large and two small responses on one connection all arrive intact."""
     async with connected(app, threads=True) as (theirs, connection):
@@ -104,7 +103,6 @@ async def test_an_answer_arrives_whole_and_small_ones_beside_it() -> None:
         assert connection.send_window == wire.WINDOW_BYTES + (1 << 30) - 2 * len(ANSWER) - 10
 
 
-@pytest.mark.asyncio
 async def test_the_event_loop_ends_what_a_slow_client_left() -> None:
     """The event loop finishes what a thread stopped writing to a slow client; no byte is lost or sent twice."""
     async with answering() as (client, connection):
@@ -114,7 +112,6 @@ async def test_the_event_loop_ends_what_a_slow_client_left() -> None:
         assert client.bodies == {1: ANSWER, 3: b"small"}
 
 
-@pytest.mark.asyncio
 async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
     """Neither a thread nor the event loop sends more of a response than the client's window allows."""
     async with answering(window=3_000_000) as (client, connection):
@@ -126,7 +123,6 @@ async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
         assert client.bodies == {1: ANSWER}
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_gives_up_or_hangs_up_is_written_to_no_more() -> None:
     """A response stops when the client resets its stream, and a writing thread stops when the client disconnects."""
     async with answering() as (client, connection):
@@ -143,7 +139,6 @@ async def test_a_client_that_gives_up_or_hangs_up_is_written_to_no_more() -> Non
     assert connection._lent._socket.fileno() == -1
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -161,7 +156,6 @@ async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_i
         await app(scope, receive, send)
 
     monkeypatch.setattr(sockets, "receive", transfers)
-    loop = asyncio.get_running_loop()
     async with connected(answers_or_takes, threads=True) as (theirs, connection):
         client = Client(theirs)
         await client.greet()
@@ -169,18 +163,17 @@ async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_i
         await until(connection, writes=True)
         first, rest = body[: 1 << 18], body[1 << 18 :]
         begun = wire.frame(wire.HEADERS, wire.END_HEADERS, 3, TAKEN) + frames_of(3, first, 1 << 18, ends=False)
-        await loop.sock_sendall(theirs, begun)
+        await tell(theirs, begun)
         while not sinks:
             await asyncio.sleep(0)
         await client.read([1])
-        await loop.sock_sendall(theirs, frames_of(3, rest, 1 << 20))
+        await tell(theirs, frames_of(3, rest, 1 << 20))
         await client.read([3])
     assert transfers.called
     assert client.bodies == {1: ANSWER, 3: b"small"}
     assert sinks[0].memory == body
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("direction", ["send", "receive"])
 async def test_a_transfer_that_fails_ends_its_connection(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer thread that raises closes its connection at once, as its progress is unknown."""
@@ -200,7 +193,7 @@ async def test_a_transfer_that_fails_ends_its_connection(direction: str, monkeyp
         await client.greet()
         sent = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED) + frames_of(1, body, 1 << 20)
         with suppress(ConnectionError):
-            await loop.sock_sendall(theirs, sent)
+            await tell(theirs, sent)
             while await loop.sock_recv(theirs, 1 << 16):
                 pass
         assert connection.transport.is_closing()
@@ -216,7 +209,6 @@ def test_why_a_socket_cannot_be_lent_is_logged_as_the_system_says_it(caplog: pyt
     assert [r.getMessage() for r in caplog.records] == ["http2.no_thread reason=[Errno 9] Bad file descriptor"]
 
 
-@pytest.mark.asyncio
 async def test_threads_move_bodies_while_several_connections_ask_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are used only for a while after requests have alternated between connections, never for a single one."""
     loop, threads = asyncio.get_running_loop(), TransferThreads()
@@ -241,7 +233,6 @@ async def test_threads_move_bodies_while_several_connections_ask_in_turn(monkeyp
     assert taken == [False, False, True, True, True, False]
 
 
-@pytest.mark.asyncio
 async def test_who_asks_over_a_unix_socket_is_one_of_several(tmp_path: Path) -> None:
     """A request over a Unix socket is noted as one of several connections, though no thread moves its bodies.
 
@@ -256,7 +247,7 @@ async def test_who_asks_over_a_unix_socket_is_one_of_several(tmp_path: Path) -> 
         while not (tmp_path / "socket").exists():
             await asyncio.sleep(0)
         await loop.sock_connect(theirs, str(tmp_path / "socket"))
-        await loop.sock_sendall(theirs, wire.PREFACE)
+        await tell(theirs, wire.PREFACE)
         client = Client(theirs)
         await client.greet()
         await client.ask((1, SMALL))

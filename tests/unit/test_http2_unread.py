@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
+from tests.unit.http2_connection import tell
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
@@ -48,10 +49,10 @@ async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() ->
     made: dict[str, Any] = {}
     transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), made), sock=ours)
     with theirs:
-        await loop.sock_sendall(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}))
-        await loop.sock_sendall(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 30))
+        await tell(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}))
+        await tell(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 30))
         for i in range(1, 2 * 600, 2):
-            await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, i, ASKED))
+            await tell(theirs, wire.frame(wire.HEADERS, ENDS, i, ASKED))
         while connection._newest < 2 * 600 - 1:
             await asyncio.sleep(0)
         assert STREAMS_MAX <= len(begun) < 600
@@ -80,7 +81,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
     transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
     with theirs:
         widened = wire.settings({wire.INITIAL_WINDOW_SIZE: size}) + wire.u32_frame(0, wire.WINDOW_UPDATE, size)
-        await loop.sock_sendall(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        await tell(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         while not connection._newest or connection._running:
             await asyncio.sleep(0)
         assert transport.get_write_buffer_size()
@@ -122,10 +123,10 @@ async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monke
         widened = wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}) + wire.u32_frame(
             0, wire.WINDOW_UPDATE, 1 << 30
         )
-        await loop.sock_sendall(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, long))
+        await tell(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, long))
         while connection.writable:
             await asyncio.sleep(0)
-        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 3, ASKED))
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 3, ASKED))
         while len(connection._streams) < 2:
             await asyncio.sleep(0)
         scanner, ended = wire.Scanner(1 << 20, 1 << 20), set[int]()

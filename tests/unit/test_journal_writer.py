@@ -6,14 +6,10 @@ from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
-
 from paramserver.core.journal import JournalEntry
 from paramserver.types import ModelKey, PartitionKey
 from paramserver_shard.journal import Batch, Verdict
 from paramserver_shard.journal_writer import JournalWriter
-
-pytestmark = pytest.mark.asyncio
 
 
 class Deaf:

@@ -33,11 +33,7 @@ def test_a_secret_is_made_for_its_owner_and_never_overwritten(folder: Path) -> N
     """
     file = folder / "secret"
 
-    made, again, printed = (
-        psctl("secret", str(file)),
-        psctl("secret", str(file)),
-        psctl("secret"),
-    )
+    made, again, printed = (psctl("secret", str(file)), psctl("secret", str(file)), psctl("secret"))
 
     assert made.exit_code == 0, made.output
     assert f"PARAMSERVER_SECRET_FILE={file}" in made.stdout

@@ -3,12 +3,9 @@
 import asyncio
 import threading
 
-import pytest
-
 from paramserver_scheduler.large_bodies import SMALL_BYTES, LargeBodies
 
 
-@pytest.mark.asyncio
 async def test_large_bodies_are_parsed_one_by_one_beside_the_event_loop() -> None:
     """While a large body is parsed, the event loop parses small ones, and other large ones wait."""
     large_bodies, may_end = LargeBodies(), threading.Event()

@@ -46,8 +46,7 @@ def test_the_death_of_a_shard_costs_by_the_partitions_of_all_models(monkeypatch:
 
 def test_moves_are_not_planned_with_each_event_while_a_model_cannot_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a model that is not served keeps its partitions from moving, ticks plan for them, other events do not."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     worker = d.join("a")
     d.send(lambda n: io.CreateModel(n, SPEC | {"name": "slow"}, "secret"))
     plans = 0
@@ -67,8 +66,7 @@ def test_moves_are_not_planned_with_each_event_while_a_model_cannot_move(monkeyp
 
 def of_models(count: int) -> tuple[Driver, Service]:
     """Return a scheduler's driver with that many models on one shard, and what its routes use of it."""
-    d = Driver()
-    d.shard("s0")
+    d = Driver("s0")
     for spec in [SPEC | {"name": f"m{i:02}"} for i in range(count)]:
         d.send(partial(io.CreateModel, spec=spec, nonce="secret"))
     d.beats()
@@ -77,7 +75,6 @@ def of_models(count: int) -> tuple[Driver, Service]:
     return d, cast(Service, SimpleNamespace(now=d.now, url="", started_s=0.0, **used))
 
 
-@pytest.mark.asyncio
 async def test_a_status_of_many_models_lets_requests_be_answered_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two models a status lets others run, and a model that they delete is left out of it."""
     monkeypatch.setattr(overview, "SLICE_S", 0.0)
@@ -92,7 +89,6 @@ async def test_a_status_of_many_models_lets_requests_be_answered_meanwhile(monke
     assert [m.name for m in status.models] == [f"m{i:02}" for i in range(19)]
 
 
-@pytest.mark.asyncio
 async def test_a_status_writes_no_models_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The status of each second writes out none of the models' specs, which may have thousands of parameters."""
     _, service = of_models(2)

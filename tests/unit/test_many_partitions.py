@@ -249,7 +249,6 @@ def wide(count: int = PARTITIONS_MAX, **fields: Any) -> ModelSpec:
     return ModelSpec.parse(settings | fields)
 
 
-@pytest.mark.asyncio
 async def test_first_values_are_not_made_on_the_event_loop() -> None:
     """Initial values of more than a few pages are made in a thread: those of a model are needed all at once."""
     spec = ModelSpec.parse({"name": "m", "params": {"w": {"shape": [20_000]}}, "partitions": 2})

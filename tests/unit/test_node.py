@@ -93,7 +93,6 @@ def code_of(answer: httpx.Response) -> str:
     return str(document["code"])
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
@@ -115,7 +114,6 @@ async def test_every_failure_is_a_problem_document(
     assert (code == "method_not_allowed") == ("allow" in answer.headers)
 
 
-@pytest.mark.asyncio
 async def test_what_the_core_tells_of_a_bug_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """An internal error from an endpoint without a router is answered as `internal`, and logged with its cause."""
 
@@ -133,7 +131,6 @@ async def test_what_the_core_tells_of_a_bug_is_in_the_log(caplog: pytest.LogCapt
     assert isinstance(record.exc_info[1].__cause__, ZeroDivisionError)
 
 
-@pytest.mark.asyncio
 async def test_a_refusal_says_when_to_come_back() -> None:
     """A refusal's `Retry-After` is whole seconds, at least 1; NaN and lone surrogates do not break its document."""
     answer = await ask("POST", "/refuse", content=b"{}")
@@ -144,7 +141,6 @@ async def test_a_refusal_says_when_to_come_back() -> None:
     assert answer.json()["where"] is None
 
 
-@pytest.mark.asyncio
 async def test_request_ids_are_echoed_or_made() -> None:
     """A valid request id is echoed; a request with an invalid one gets a new id."""
     kept = await ask("GET", "/livez", headers={"x-request-id": "run-7/w0:12"})
@@ -155,7 +151,6 @@ async def test_request_ids_are_echoed_or_made() -> None:
     assert all(16 < len(a.headers["x-request-id"]) <= 40 for a in made)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("body", "headers", "status", "code"),
     [
@@ -184,7 +179,6 @@ async def test_bad_bodies_are_refused(body: bytes, headers: dict[str, str], stat
     assert (answer.status_code, code_of(answer)) == (status, code)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("content_type", "accept", "answered"),
     [
@@ -213,7 +207,6 @@ async def test_media_types_are_negotiated(content_type: str | None, accept: str 
     assert (msgpack.unpackb(answer.content) if answered == negotiate.MSGPACK else answer.json()) == value
 
 
-@pytest.mark.asyncio
 async def test_what_a_media_type_cannot_say_does_not_break_an_answer() -> None:
     """What a media type cannot express, such as NaN, huge integers or lone surrogates, is replaced in responses."""
     as_json = (await ask("GET", "/odd")).json()
@@ -223,7 +216,6 @@ async def test_what_a_media_type_cannot_say_does_not_break_an_answer() -> None:
     assert as_msgpack == {"loss": None, "n": float(1 << 70), "text": "?"}
 
 
-@pytest.mark.asyncio
 async def test_readiness_says_what_is_missing() -> None:
     """A live node that is not ready answers 503 on /readyz, with the reason."""
     assert (await ask("GET", "/livez")).status_code == 200
@@ -232,7 +224,6 @@ async def test_readiness_says_what_is_missing() -> None:
     assert (waiting.status_code, waiting.json()["reason"]) == (503, "still loading")
 
 
-@pytest.mark.asyncio
 async def test_metrics_are_labeled_by_route_not_by_path() -> None:
     """Metrics are labeled by route, so that paths made up by clients do not become labels."""
     app = served(True)
@@ -272,7 +263,6 @@ def scope_of(method: str, raw_path: bytes, headers: list[tuple[bytes, bytes]]) -
     }  # fmt: skip
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", [b"/refuse", b"/nothing", b"/echo", b"/a%zz"])
 async def test_a_body_nobody_wants_is_read_before_the_answer_begins(path: bytes) -> None:
     """A refused request's body is read to its end before the response begins, whatever the route does.
@@ -289,7 +279,6 @@ async def test_a_body_nobody_wants_is_read_before_the_answer_begins(path: bytes)
     assert unread == 0
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_is_cut_off_is_refused() -> None:
     """A request whose client disconnects in the middle of its body is refused."""
     pieces: list[Message] = [{"type": "http.request", "body": b"{}", "more_body": True}]
@@ -299,7 +288,6 @@ async def test_a_body_that_is_cut_off_is_refused() -> None:
     assert sent[0]["status"] == 400
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("version", ["1.1", "2"])
 async def test_a_reader_has_time_for_what_it_is_sent(version: str) -> None:
     """A piece of a response may take `PATIENCE_S` plus its size at the slowest allowed pace.
@@ -340,7 +328,6 @@ class Expired(Deadlines):
         return await super().within(due_s, step)
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_is_too_slow_is_refused_with_the_time_that_it_had() -> None:
     """The error for a slow body states the time that it had, which includes that for the bytes that arrived."""
     size = 2 * PACE_BYTES_PER_S
@@ -366,7 +353,6 @@ async def test_a_body_that_is_too_slow_is_refused_with_the_time_that_it_had() ->
     assert json.loads(sent[1]["body"])["detail"] == f"only {size} bytes of the body arrived in {PATIENCE_S + 2:g} s"
 
 
-@pytest.mark.asyncio
 async def test_an_answer_that_is_not_read_is_cut_off_with_the_time_that_it_had() -> None:
     """The error for an unread response states the time that it had, which depends on the size of the piece."""
 
@@ -389,7 +375,6 @@ async def test_an_answer_that_is_not_read_is_cut_off_with_the_time_that_it_had()
     assert reached.is_set()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("outside", [True, False])
 async def test_who_does_not_read_is_cut_off_without_a_word_of_a_bug(
     outside: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -447,7 +432,6 @@ def test_routes_without_a_mark_are_found() -> None:
     assert [getattr(r, "path", "") for r in roles.routes(app) if roles.role_of(r) is None] == ["/forgotten"]
 
 
-@pytest.mark.asyncio
 async def test_chunked_bodies_are_read_whole() -> None:
     """A chunked body, which has no announced length, is read to its end."""
 

@@ -11,7 +11,6 @@ from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("listening", [False, True])
 async def test_a_redis_that_does_not_answer_is_storage_unavailable(listening: bool) -> None:
     """A Redis that is down, or never answers, becomes `storage_unavailable` with a time after which to retry."""
@@ -30,7 +29,6 @@ async def test_a_redis_that_does_not_answer_is_storage_unavailable(listening: bo
     assert caught.value.retry_after_s is not None
 
 
-@pytest.mark.asyncio
 async def test_a_new_connection_to_redis_begins_with_the_command_itself() -> None:
     """A new connection sends the caller's command first: each question before it would cost a distant Redis' delay."""
     said = bytearray()

@@ -13,7 +13,6 @@ from paramserver_shard.peers import PeerClient
 PUSH, PULL = PushFrame("m", [PushPart(0, None, None)], forwarded=True), PullFrame([(0, None)], model="m")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("length", "body"),
     [(b"0", b""), (b"4", b"what"), (b"24", b"neither a frame nor JSON"), (b"many", b"what")],

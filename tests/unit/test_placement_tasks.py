@@ -24,11 +24,7 @@ def test_placement_is_balanced_within_one_partition(sizes: list[int], shards: in
     assert max(load.values()) - min(load.values()) <= max(sizes)
 
 
-@given(
-    st.lists(st.integers(1, 1000), min_size=2, max_size=60),
-    st.integers(2, 6),
-    st.data(),
-)
+@given(st.lists(st.integers(1, 1000), min_size=2, max_size=60), st.integers(2, 6), st.data())
 def test_orphans_go_where_least_is(sizes: list[int], shards: int, data: st.DataObject) -> None:
     """Assigning a dead shard's partitions leaves the survivors' loads within the largest partition of each other."""
     names = [f"s{i}" for i in range(shards)]

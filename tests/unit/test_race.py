@@ -31,7 +31,6 @@ class Side:
         return self._value
 
 
-@pytest.mark.asyncio
 async def test_work_that_is_over_first() -> None:
     """If the work is done first, `race` returns its result and cancels the other side."""
     work, end = Side(7, goes=True), Side()
@@ -39,7 +38,6 @@ async def test_work_that_is_over_first() -> None:
     assert (work.ended, end.ended) == ("done", "CancelledError")
 
 
-@pytest.mark.asyncio
 async def test_work_that_fails_first() -> None:
     """If the work fails first, `race` raises its error and cancels the other side."""
     work, end = Side(KeyError("work"), goes=True), Side()
@@ -48,7 +46,6 @@ async def test_work_that_fails_first() -> None:
     assert end.ended == "CancelledError"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("value", [0, KeyError("end")])
 async def test_an_end_that_is_over_first(value: int | Exception) -> None:
     """If the end is done first, however it ended, `race` returns None and cancels the work."""
@@ -57,7 +54,6 @@ async def test_an_end_that_is_over_first(value: int | Exception) -> None:
     assert work.ended == "CancelledError"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("value", [0, KeyError("end")])
 async def test_of_both_at_once_the_work_counts(value: int | Exception) -> None:
     """If both sides are done at the same time, the result or the error of the work counts."""
@@ -66,7 +62,6 @@ async def test_of_both_at_once_the_work_counts(value: int | Exception) -> None:
         await race(Side(KeyError("work"), goes=True).run(), Side(value, goes=True).run())
 
 
-@pytest.mark.asyncio
 async def test_whoever_is_cancelled_leaves_neither_behind() -> None:
     """If `race` is cancelled, both sides are cancelled and have ended when it returns."""
     work, end = Side(), Side()
@@ -79,7 +74,6 @@ async def test_whoever_is_cancelled_leaves_neither_behind() -> None:
     assert (work.ended, end.ended) == ("CancelledError", "CancelledError")
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_hangs_up_ends_what_it_waits_for() -> None:
     """If the client disconnects, its request is cancelled and `while_there` raises Unavailable."""
     messages: list[Message] = [{"type": "http.request"}, {"type": "http.disconnect"}]
@@ -93,7 +87,6 @@ async def test_a_client_that_hangs_up_ends_what_it_waits_for() -> None:
     assert work.ended == "CancelledError"
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_stays_gets_what_it_waits_for() -> None:
     """If the client stays, `while_there` returns the result of its request."""
 

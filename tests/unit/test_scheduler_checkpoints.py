@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
@@ -27,8 +28,7 @@ def finish(d: Driver) -> io.WriteCheckpoint:
 
 def test_checkpoints_in_sync_are_of_one_clock() -> None:
     """In sync, a checkpoint is of the next cut or, if the model is idle, of the present clock while commits wait."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a = d.join("a")
     d.clock(a, 1)
     d.beats()
@@ -87,9 +87,8 @@ def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
     A restore keeps the clock, so the clock could not tell which partitions were read before it and which after.
     """
     d, _, asked, effect = reading_current()
-    with pytest.raises(PsError, match="mine") as refused:
+    with refused_with("conflict", match="mine"):
         d.ask(lambda n: io.StartRestore(n, "m"))
-    assert refused.value.code == "conflict"
     d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2] * 4))
     assert d.result(asked)["clock"] == 2
     assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
@@ -97,8 +96,7 @@ def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
 
 def test_who_joins_a_restored_model_begins_with_the_state_that_the_checkpoint_has() -> None:
     """A worker, known or not, that joins after a restore gets its state from the checkpoint, also by a new leader."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = d.join("a")
     d.ask(lambda n: io.WorkerHeartbeat(n, "m", "m/a", 1, state={"at": 9}))
     d.ask(lambda n: io.StartRestore(n, "m"))
@@ -114,8 +112,7 @@ def test_who_joins_a_restored_model_begins_with_the_state_that_the_checkpoint_ha
 
 def test_a_worker_that_a_restore_has_brought_and_that_has_not_joined_is_not_dead() -> None:
     """Until it joins, a restored worker is in no status and unknown to shards, but stored states list it."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.join("a")
     d.ask(lambda n: io.ModelRestored(n, "m", 1, None, 0, {"m/b": {"at": 4}}))
     for _ in range(2):
@@ -132,8 +129,7 @@ def test_a_worker_that_a_restore_has_brought_and_that_has_not_joined_is_not_dead
 def test_a_restored_worker_gets_no_epoch_that_a_forgotten_one_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """The epoch of a worker that joins after a restore is higher than those of all workers that were forgotten."""
     monkeypatch.setattr(limits, "WORKERS_PER_MODEL_MAX", 2)
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     for name in ("b", "b", "b", "a", "c"):  # the last two of them leave no room for b
         d.join(name)
         d.ask(lambda n, w=name: io.LeaveWorker(n, "m", f"m/{w}"))  # type: ignore[misc]
@@ -154,19 +150,16 @@ def test_a_restored_worker_gets_no_epoch_that_a_forgotten_one_had(monkeypatch: p
 )
 def test_a_state_that_no_worker_could_have_told_is_not_taken_from_a_client(workers: dict[str, Any]) -> None:
     """Restored states are refused, and none is kept, if one has a name or value that no worker could have sent."""
-    d = Driver()
-    d.model()
-    with pytest.raises(PsError) as refused:
+    d = Driver.with_model()
+    with refused_with("invalid_field"):
         d.ask(lambda n: io.ModelRestored(n, "m", 1, None, 0, {"m/b": 1} | workers))
-    assert refused.value.code == "invalid_field"
     assert not d.core.read.workers("m", d.now)
 
 
 def test_more_states_than_a_model_may_have_workers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restored states beyond the limit of workers are dropped; no known worker is forgotten to make room for one."""
     monkeypatch.setattr(limits, "WORKERS_PER_MODEL_MAX", 2)
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.join("a")
     d.ask(lambda n: io.ModelRestored(n, "m", 1, None, 0, {"m/b": 1, "m/c": 2, "m/a": 3}))
     assert {w["worker"]: w["kept"] for w in d.core.read.workers("m", d.now, kept=True)} == {"m/a": 3, "m/b": 1}
@@ -174,8 +167,7 @@ def test_more_states_than_a_model_may_have_workers_are_left_out(monkeypatch: pyt
 
 def test_the_last_and_the_best_checkpoints_stay() -> None:
     """The newest `keep` checkpoints, the best by metric and all named by users are kept."""
-    d = Driver()
-    d.model(checkpoint={"every_clocks": 10, "keep": 2})
+    d = Driver.with_model(checkpoint={"every_clocks": 10, "keep": 2})
     a = d.join("a")
     d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
     finish(d)
@@ -190,8 +182,7 @@ def test_the_last_and_the_best_checkpoints_stay() -> None:
 
 def test_a_checkpoint_by_rule_has_the_result_of_the_evaluation_of_its_clock() -> None:
     """A checkpoint that is due with an evaluation is written after it, with its result; no user's request waits."""
-    d = Driver()
-    d.model(evaluate_every=10, checkpoint={"every_clocks": 10})
+    d = Driver.with_model(evaluate_every=10, checkpoint={"every_clocks": 10})
     a = d.join("a")
     for clock, accuracy in ((10, 0.9), (20, 0.5)):
         d.clock(a, clock)
@@ -209,8 +200,7 @@ def test_a_checkpoint_by_rule_has_the_result_of_the_evaluation_of_its_clock() ->
 @pytest.mark.parametrize(("taken", "wait_s"), [(False, 3.0), (True, 60.0)])
 def test_an_evaluation_that_does_not_end_keeps_no_checkpoint_from_being_written(taken: bool, wait_s: float) -> None:
     """A checkpoint by rule waits a few seconds for an evaluation to be taken, and a minute for its result."""
-    d = Driver()
-    d.model(evaluate_every=10, checkpoint={"every_clocks": 10})
+    d = Driver.with_model(evaluate_every=10, checkpoint={"every_clocks": 10})
     a = d.join("a")
     d.clock(a, 10)
     if taken:
@@ -225,8 +215,7 @@ def test_an_evaluation_that_does_not_end_keeps_no_checkpoint_from_being_written(
 
 def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
     """A model created by a restore is `initializing` until that finishes, then `ready`, or removed if it fails."""
-    d = Driver()
-    d.shard("s0")
+    d = Driver("s0")
     for error in (None, PsError("corrupt_state", "torn")):
         number = d.send(lambda n: io.CreateModel(n, SPEC | SYNC, "x", restore=True))
         d.beats()
@@ -246,11 +235,9 @@ def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
 @pytest.mark.parametrize("name", ["latest", "best"])
 def test_no_checkpoint_is_called_as_the_newest_or_the_best_is(name: str) -> None:
     """`latest` and `best` are refused as names, and do not find a checkpoint that an older release let be named so."""
-    d = Driver()
-    d.model()
-    with pytest.raises(PsError, match="stands for the") as refused:
+    d = Driver.with_model()
+    with refused_with("invalid_field", match="stands for the"):
         d.ask(lambda n: io.RequestCheckpoint(n, "m", name))
-    assert refused.value.code == "invalid_field"
 
     mine = Record("mine", 2, 2, 2.0, 10, (2,), ("loss", 0.5), True)
     old = replace(mine, name=name, number=1, metric=("loss", 0.9))

@@ -14,8 +14,7 @@ SYNC = {"consistency": {"mode": "sync"}}
 
 def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
     """A rollback answers a parked clock request with `rolled_back`, at once and once: the next request is served."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})
     a = d.join("a")
     d.join("b")
     parked = d.clock(a, 1)
@@ -27,8 +26,7 @@ def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
 @pytest.mark.parametrize("done", [0, 3])
 def test_a_new_mode_waits_for_its_workers_unless_there_has_been_progress(done: int) -> None:
     """In a new mode the first clock waits for `min_workers`, whoever had joined before; after progress, none waits."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a, b = d.join("a"), d.join("b")
     if done:
         d.clock(a, done)
@@ -45,8 +43,7 @@ def test_a_new_mode_waits_for_its_workers_unless_there_has_been_progress(done: i
 
 def test_entering_sync_makes_one_clock_and_a_cut() -> None:
     """Switching to sync begins a new timeline with an empty commit that is a cut; workers continue after it."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = d.join("a")
     assert d.result(d.clock(a, 7))["released"]
     d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
@@ -79,8 +76,7 @@ def test_assignments_count_in_a_synchronous_models_version_and_not_in_its_clock(
 def test_quorum_late_workers_are_dropped_or_folded() -> None:
     """A late clock is in no commit with `drop`, in the next one with `fold`; the worker is told where to continue."""
     for late, listed in (("drop", [["m/a", 1]]), ("fold", [["m/a", 1], ["m/b", 0]])):
-        d = Driver()
-        d.model(consistency={"mode": "sync", "quorum": 0.5, "late": late, "min_workers": 2})
+        d = Driver.with_model(consistency={"mode": "sync", "quorum": 0.5, "late": late, "min_workers": 2})
         a, b = d.join("a"), d.join("b")
         d.clock(a, 1)
         reply = d.result(d.clock(b, 1))
@@ -92,8 +88,7 @@ def test_quorum_late_workers_are_dropped_or_folded() -> None:
 
 def test_min_workers_and_waiting_for_are_said() -> None:
     """A clock report that is not released names what it waits for: first workers yet to join, then those behind."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})
     a = d.join("a")
     reply = d.result(d.clock(a, 1, 0.0))
     assert (reply["released"], reply["waiting_for"]) == (False, ["1 more worker to join"])
@@ -105,8 +100,7 @@ def test_min_workers_and_waiting_for_are_said() -> None:
 
 def test_who_has_joined_before_the_first_report_belongs_to_the_first_clock() -> None:
     """The roster of clock 0 stays open until a worker has reported; who joins after that belongs to clock 1."""
-    d = Driver()
-    d.model(consistency={"mode": "sync"})
+    d = Driver.with_model(consistency={"mode": "sync"})
     a = d.join("a")
     b = d.join("b")
     parked = d.clock(a, 1)
@@ -125,8 +119,7 @@ def test_who_has_joined_before_the_first_report_belongs_to_the_first_clock() -> 
 
 def test_a_dead_worker_opens_the_barrier_and_is_fenced() -> None:
     """A worker whose lease expires is fenced until it rejoins; a parked one counts as alive and is released then."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})
     a, b = d.join("a"), d.join("b")
     parked = d.clock(a, 1, 30.0)
     d.wait(4)
@@ -140,8 +133,7 @@ def test_a_dead_worker_opens_the_barrier_and_is_fenced() -> None:
 
 def test_ssp_blocks_who_is_too_far_ahead() -> None:
     """In ssp with staleness 2, a worker three clocks ahead waits for the slowest one."""
-    d = Driver()
-    d.model(consistency={"mode": "ssp", "staleness": 2})
+    d = Driver.with_model(consistency={"mode": "ssp", "staleness": 2})
     a, b = d.join("a"), d.join("b")
     assert d.result(d.clock(a, 2))["released"]
     parked = d.clock(a, 3)
@@ -152,8 +144,7 @@ def test_ssp_blocks_who_is_too_far_ahead() -> None:
 
 def test_in_ssp_workers_yet_to_join_hold_the_others_back() -> None:
     """In ssp nobody gets further than the staleness before `min_workers` have joined, and who joins begins at 0."""
-    d = Driver()
-    d.model(consistency={"mode": "ssp", "staleness": 2, "min_workers": 2})
+    d = Driver.with_model(consistency={"mode": "ssp", "staleness": 2, "min_workers": 2})
     a = d.join("a")
     assert d.result(d.clock(a, 2))["released"]
     reply = d.result(d.clock(a, 3, 0.0))
@@ -170,8 +161,7 @@ def test_in_ssp_workers_yet_to_join_hold_the_others_back() -> None:
 
 def test_who_waits_for_data_holds_no_barrier_up() -> None:
     """In sync, commits do not wait for a worker that waits for data."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})
     a, b = d.join("a"), d.join("b")
     d.ask(lambda n: io.RegisterDataset(n, "m", "train", 10, 10))
     assert d.ask(lambda n: io.LeaseTask(n, "m", a["worker"], 1, "train"))["task"]
@@ -183,8 +173,7 @@ def test_who_waits_for_data_holds_no_barrier_up() -> None:
 
 def test_refused_clocks_change_nothing() -> None:
     """In sync, a negative clock or one far beyond the open one is refused, and no commit is made."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a: Any = d.join("a")
     for bad in (1 << 40, -1):
         assert code(d, d.clock(a, bad)) == "invalid_field"
@@ -196,8 +185,7 @@ def test_what_cannot_be_given_back_is_not_taken() -> None:
 
     A metric that is not finite is given back as null.
     """
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = d.join("a")
     deep: Any = []
     for _ in range(40):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
@@ -17,9 +18,8 @@ SYNC = {"consistency": {"mode": "sync"}}
 def test_a_model_without_any_shard_is_refused_and_nothing_is_kept() -> None:
     """Creating a model without shards gets `no_shards` and stores nothing; it succeeds once shards have joined."""
     d = Driver()
-    with pytest.raises(Unavailable) as e:
+    with refused_with("no_shards", Unavailable):
         d.ask(lambda n: io.CreateModel(n, SPEC, "x"))
-    assert e.value.code == "no_shards"
     assert not d.hash
     assert d.model()["served"]
 
@@ -33,9 +33,8 @@ def test_a_model_without_any_shard_is_refused_and_nothing_is_kept() -> None:
 def test_a_shard_that_nobody_can_reach_does_not_join(addresses: list[str]) -> None:
     """A shard is refused if an address is no usable URL or the first is local: its partitions would be unreachable."""
     d = Driver()
-    with pytest.raises(RequestError, match=r"addresses: must be like http://HOST:PORT") as e:
+    with refused_with("invalid_field", RequestError, match=r"addresses: must be like http://HOST:PORT"):
         d.ask(lambda n: io.JoinShard(n, "s0", addresses))
-    assert e.value.code == "invalid_field"
     assert not d.core.read.map()["shards"]
 
 
@@ -50,9 +49,7 @@ def test_a_shard_may_be_reached_in_several_ways(address: str) -> None:
 
 def test_creation_is_answered_when_every_partition_is_served() -> None:
     """Creating a model waits until all owners serve it; the same spec, even without `partitions`, is accepted again."""
-    d = Driver()
-    d.shard("s0")
-    d.shard("s1")
+    d = Driver("s0", "s1")
     number = d.send(lambda n: io.CreateModel(n, SPEC, "x"))
     d.beat("s0")
     assert number in d.open
@@ -67,8 +64,7 @@ def test_creation_is_answered_when_every_partition_is_served() -> None:
 
 def test_a_model_deleted_and_made_anew_has_a_higher_generation() -> None:
     """Deleting a model answers its waiters and drops its fields; created again, it has a higher generation."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a, b = d.join("a"), d.join("b")
     waiting = d.clock(a, 1)
     assert b["rank"] == 1
@@ -81,8 +77,7 @@ def test_a_model_deleted_and_made_anew_has_a_higher_generation() -> None:
 
 def test_what_a_deleted_model_left_is_deleted_whoever_leads_by_then() -> None:
     """A new leader starts deleting a deleted model's keys again, unless all are reported deleted."""
-    d = Driver()
-    d.model(name="a.b")
+    d = Driver.with_model(name="a.b")
     d.ask(lambda n: io.DeleteModel(n, "a.b"))
     d.work.clear()
     d.restart()
@@ -112,8 +107,7 @@ def test_async_death_of_a_shard_moves_its_partitions_alone() -> None:
 
 def test_partitions_without_a_living_shard_wait_for_the_next_one() -> None:
     """After all shards have died, partitions have no owner until the next shard joins and gets them all."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.shards.clear()
     d.wait(6)
     assert {p["shard"] for p in d.core.read.model("m")["partitions"]} == {None}
@@ -140,8 +134,7 @@ def test_sync_goes_back_to_the_newest_cut_when_a_shard_dies() -> None:
 
     Workers get `rolled_back` with that timeline and the clock of the cut.
     """
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a = d.join("a")
     d.clock(a, 1)
     d.beats()
@@ -197,8 +190,7 @@ def test_a_new_leader_takes_no_model_for_untouched_of_which_it_has_not_heard() -
 
     Pushes of plain clients raise no clock.  Taken for untouched, the model would draw its initial values again.
     """
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     for owner in d.core._c.models["m"].owners:
         owner.version = 1000
     d.restart()
@@ -212,8 +204,7 @@ def test_a_death_before_the_first_cut_of_a_sync_phase_goes_back_to_snapshots() -
 
     That commit waits until every partition is served under its new token.
     """
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = d.join("a")
     d.clock(a, 7)
     d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
@@ -236,8 +227,7 @@ def test_a_shard_whose_redis_is_another_one_is_refused() -> None:
 
     It is refused if the term is older, or another scheduler's.
     """
-    d = Driver()
-    d.shard("s0")
+    d = Driver("s0")
     stored, term = dict(d.hash), d.core.read.term
 
     def join(name: str, found: int | None, other: bool = False) -> Any:
@@ -252,8 +242,7 @@ def test_a_shard_whose_redis_is_another_one_is_refused() -> None:
 
 def test_join_takes_ids_ranks_and_epochs_as_told() -> None:
     """Names get the model's prefix, ranks are unique among live workers, and epochs are higher than `above`."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     assert d.ask(lambda n: io.JoinWorker(n, "m"))["worker"] == "m/w0"
     assert d.join("run-1/w3", rank=7)["rank"] == 7
     assert d.join("x", above=41)["epoch"] == 42
@@ -334,8 +323,7 @@ def test_a_creator_that_asks_again_is_told_that_it_has_created_the_model() -> No
 
 def test_a_model_that_is_not_served_in_time_is_told_to_its_creator() -> None:
     """A create request whose model no shard serves in time gets `loading`; `created` says whether it made the model."""
-    d = Driver()
-    d.shard("s0")
+    d = Driver("s0")
     spec = SPEC | {"params": {"w": {"shape": [4]}}}
     first = d.send(lambda n: io.CreateModel(n, spec, "secret"))
     second = d.send(lambda n: io.CreateModel(n, spec, "another"))
@@ -397,8 +385,7 @@ def test_uploaded_values_survive_a_shard_before_the_first_commit() -> None:
 
 def test_a_dead_workers_data_comes_back() -> None:
     """The range leased to a dead worker goes to another one that waits for data, so the dataset is finished."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a, b = d.join("a"), d.join("b")
     d.ask(lambda n: io.RegisterDataset(n, "m", "train", 20, 10))
     first, second = (d.result(d.lease(w, "train"))["task"] for w in (a, b))
@@ -414,8 +401,7 @@ def test_a_dead_workers_data_comes_back() -> None:
 
 def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
     """Every `evaluate_every` clocks one worker gets an evaluation task; its result is a metric at that clock."""
-    d = Driver()
-    d.model(evaluate_every=5)
+    d = Driver.with_model(evaluate_every=5)
     a, b = d.join("a"), d.join("b")
     d.clock(a, 5)
     assert d.result(d.clock(b, 4))["evaluate"] is False
@@ -430,8 +416,7 @@ def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
 
 def test_sync_an_evaluation_is_of_the_clock_that_its_worker_has_reached() -> None:
     """sync: a worker that evaluates a clock later than asked has pulled that clock's values, and it is reported so."""
-    d = Driver()
-    d.model(**SYNC, evaluate_every=5)
+    d = Driver.with_model(**SYNC, evaluate_every=5)
     a = d.join("a")
     d.clock(a, 5)
     d.clock(a, 6)
@@ -445,8 +430,7 @@ def test_sync_an_evaluation_is_of_the_clock_that_its_worker_has_reached() -> Non
 
 def test_patch_gives_a_revision_that_the_next_commit_names() -> None:
     """PATCH makes a revision, which the next commit names; a patch of a fixed field is refused and makes none."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a = d.join("a")
     d.clock(a, 1)
     assert d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}))["revision"] == 1
@@ -458,8 +442,7 @@ def test_patch_gives_a_revision_that_the_next_commit_names() -> None:
 
 def test_linear_scaling_makes_a_revision_of_each_join() -> None:
     """With linear scaling each join makes a revision, because live workers belong to the revision (semantics 8)."""
-    d = Driver()
-    d.model(optimizer={"name": "sgd", "linear_scaling": True})
+    d = Driver.with_model(optimizer={"name": "sgd", "linear_scaling": True})
     d.join("a")
     d.join("b")
     model = d.core.read.model("m")
@@ -471,8 +454,7 @@ def test_a_worker_may_ask_for_a_longer_lease() -> None:
 
     A lease out of range is refused.
     """
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     joined = d.ask(lambda n: io.JoinWorker(n, "m", "anna", lease_s=60))
     assert joined["lease_s"] == 60
     d.join("ben")
@@ -489,8 +471,7 @@ def test_a_worker_may_ask_for_a_longer_lease() -> None:
 
 def test_metrics_are_known_after_a_restart() -> None:
     """The newest 500 points of a series are stored within ten seconds, survive a restart, and go with their model."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     for i in range(600):
         d.ask(lambda n, i=i: io.ReportMetrics(n, "m", {"loss": float(i)}, clock=i))  # type: ignore[misc]
     before = d.core.read.metrics("m", ["loss"])[0]["points"]
@@ -508,8 +489,7 @@ def test_a_loss_that_is_no_number_is_known_until_a_number_comes() -> None:
 
     The series keeps its finite points alone, and the worker's own newest value is null.
     """
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a, b = d.join("a")["worker"], d.join("b")["worker"]
     for worker, loss in ((a, 0.5), (a, float("nan")), (a, None), (b, 0.7)):
         d.ask(lambda n, w=worker, x=loss: io.ReportMetrics(n, "m", {"loss": x}, w, 1))  # type: ignore[misc]
@@ -530,8 +510,7 @@ def test_a_loss_that_is_no_number_is_known_until_a_number_comes() -> None:
 
 def test_a_worker_that_left_with_no_number_is_forgotten_when_others_have_numbers() -> None:
     """A minute after the last NaN, a finite value of any worker ends the warning."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.ask(lambda n: io.ReportMetrics(n, "m", {"loss": float("inf")}, "", 1))
     d.join("b")
     d.wait(50.0)
@@ -544,8 +523,7 @@ def test_a_worker_that_left_with_no_number_is_forgotten_when_others_have_numbers
 
 def test_metrics_are_not_stored_while_redis_is_away() -> None:
     """Metrics are not stored while Redis is away, but as soon as it is back."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.do(io.StorageChanged("Redis does not answer"))
     d.ask(lambda n: io.ReportMetrics(n, "m", {"loss": 1.0}, clock=1))
     d.wait(30.0)
@@ -557,8 +535,7 @@ def test_metrics_are_not_stored_while_redis_is_away() -> None:
 
 def test_a_scheduler_that_stood_still_declares_nobody_dead_for_it() -> None:
     """After the scheduler itself was paused, shards and workers have the rest of their lease, and no more."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.join("a")
 
     d.now += 60.0

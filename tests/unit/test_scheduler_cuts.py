@@ -14,8 +14,7 @@ SYNC: dict[str, Any] = {"consistency": {"mode": "sync"}}
 
 def test_a_cut_counts_once_every_partition_has_stored_it() -> None:
     """A cut counts once every partition has stored it, and no other cut is begun before."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a = d.join("a")
     d.clock(a, 1)
     d.beat("s0")
@@ -73,8 +72,7 @@ def test_the_cut_of_a_model_that_rests_holds_no_commit_up() -> None:
 
 def test_a_last_shard_that_ends_gets_its_models_cut_at_once() -> None:
     """If the last shard drains, a cut of the present clock is requested at once: no shard can take its partitions."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
     d.beats()
     a = d.join("a")
@@ -90,8 +88,7 @@ def test_a_last_shard_that_ends_gets_its_models_cut_at_once() -> None:
 
 def journaled_and_cut() -> tuple[Driver, Any]:
     """Return a journaled model whose second commit is a cut that no shard has stored yet, and its worker."""
-    d = Driver()
-    d.model(**SYNC, ack="journaled", checkpoint={"every_clocks": 1})
+    d = Driver.with_model(**SYNC, ack="journaled", checkpoint={"every_clocks": 1})
     a = d.join("a")
     d.clock(a, 1)
     d.beat("s0", stored=False)
@@ -132,8 +129,7 @@ def test_a_cut_that_can_not_become_whole_any_more_is_given_up_for_another(loss: 
 
 def test_a_sync_phase_that_is_left_before_its_first_commit_leaves_nothing_behind() -> None:
     """Leaving sync before the phase's first commit cancels that commit, so moves no longer wait for it."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.clock(d.join("a"), 3)
     join(d, "s1")  # what it owns is not served, so that the first commit has to wait
     for mode in ("sync", "async"):

@@ -43,8 +43,7 @@ def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_refused_alone(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, make: Callable[[int], io.Event]
 ) -> None:
     """A bug met in validation gets InternalError with it as cause; nothing is stored, and a repetition can succeed."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     before = dict(d.hash)
     with monkeypatch.context() as broken:
         broken.setattr(where, name, fails)
@@ -73,8 +72,7 @@ def test_a_bug_that_may_have_left_something_half_decided_is_not_kept_quiet(
 
     See `Runtime.send`.
     """
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.join("a")
     d.ask(register)
     monkeypatch.setattr(where, name, fails)

@@ -15,8 +15,7 @@ FOLD: dict[str, Any] = {"consistency": {"mode": "sync", "quorum": 0.5, "late": "
 
 def gone_on(to: int = 3) -> tuple[Driver, Any, Any]:
     """Return a driver with two workers, of which the first has reached that clock without the second."""
-    d = Driver()
-    d.model(**FOLD)
+    d = Driver.with_model(**FOLD)
     a, b = d.join("a"), d.join("b")
     for clock in range(1, to + 1):
         d.clock_of(a, clock)
@@ -94,8 +93,7 @@ def test_a_push_that_ends_its_iteration_stands_for_that_clock_alone() -> None:
 
 def test_a_commit_lists_no_clock_after_its_own() -> None:
     """With `fold`, too, the clocks of a worker that is ahead of the others wait for commits of their own."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "late": "fold", "min_workers": 2})
+    d = Driver.with_model(consistency={"mode": "sync", "late": "fold", "min_workers": 2})
     a, b = d.join("a"), d.join("b")
     d.clock_of(a, 3)
     for clock in (1, 2, 3):

@@ -42,7 +42,6 @@ class Stood:
         return False
 
 
-@pytest.mark.asyncio
 async def test_an_answer_that_is_older_than_the_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A renewal begun before a pause does not confirm the leader: it renews again and learns that it is deposed."""
     s = Stood(monkeypatch)
@@ -58,7 +57,6 @@ async def test_an_answer_that_is_older_than_the_pause_does_not_count(monkeypatch
     await first
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("error", [None, problem("unavailable", "Redis does not answer")])
 async def test_one_question_after_the_pause_is_enough_however_long_it_takes(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
@@ -81,7 +79,6 @@ async def test_one_question_after_the_pause_is_enough_however_long_it_takes(
     assert s.asked.empty()
 
 
-@pytest.mark.asyncio
 async def test_a_renewal_tells_why_redis_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Redis that refuses to write, because its disk is full, is not reported as one that does not answer."""
     s = Stood(monkeypatch)

@@ -18,13 +18,11 @@ JOURNALED = {"ack": "journaled", "consistency": {"mode": "sync"}}
 
 def test_the_dead_are_fenced_in_the_write_that_gives_their_partitions_away() -> None:
     """A shard that dies, leaves or rejoins is fenced in the same write that reassigns its partitions."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.wait(6, shards=False)
     assert d.fences == {"s0": 1, "s1": 1}
     assert set(d.owners()) == {None}
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     epoch = d.shards["s1"]
     effects = d.core.handle(io.LeaveShard(99, "s1", epoch), d.now)
     (tokens,) = [e for e in effects if isinstance(e, io.SetTokens)]
@@ -75,8 +73,7 @@ def test_names_of_the_dead_are_bounded_and_their_epochs_not_given_out_again(monk
 
 def test_shards_that_come_back_one_by_one_share_again() -> None:
     """After all shards have left, the first to return gets all partitions, and the next one its share of them."""
-    d = Driver()
-    d.model(**EIGHT)
+    d = Driver.with_model(**EIGHT)
     for s in ("s0", "s1"):
         d.ask(lambda n, s=s: io.LeaveShard(n, s, d.shards.pop(s)))  # type: ignore[misc]
     d.restart()
@@ -96,8 +93,7 @@ def test_an_emptied_redis_gets_everything_back_and_owners_keep_their_memory() ->
 
     The documents name the token under which each owner holds its partition.
     """
-    d = Driver()
-    d.model(**EIGHT)
+    d = Driver.with_model(**EIGHT)
     d.join("a")
     d.ask(lambda n: io.RegisterDataset(n, "m", "train", size=10, task_size=5))
     d.ask(lambda n: io.CreateRun(n, "m", "a.b:c"))
@@ -131,8 +127,7 @@ def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_empti
     The old owner still has it in memory, whether the new one is alive or not.
     """
     for unseen, died in ((True, False), (True, True), (False, False)):
-        d = Driver()
-        d.model(**EIGHT)
+        d = Driver.with_model(**EIGHT)
         d.shard("s2")
         index, number = min(release_numbers(d).items())
         owner, token = d.owners()[index] or "", d.core.read.model("m")["partitions"][index]["incarnation"]
@@ -151,8 +146,7 @@ def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_empti
 
 def test_a_sync_model_whose_redis_was_emptied_goes_on_and_makes_a_cut() -> None:
     """A sync model does not roll back when Redis is emptied; its next commit is a cut, as the old ones are lost."""
-    d = Driver()
-    d.model(consistency={"mode": "sync"})
+    d = Driver.with_model(consistency={"mode": "sync"})
     a = d.join("a")
     d.clock(a, 1)
     d.wait(1)
@@ -171,8 +165,7 @@ def test_a_sync_model_whose_redis_was_emptied_goes_on_and_makes_a_cut() -> None:
 
 def test_moves_under_way_are_withdrawn_when_redis_was_emptied() -> None:
     """When Redis is emptied, moves in progress are withdrawn, owners keep their partitions, and moves begin again."""
-    d = Driver()
-    d.model(**EIGHT)
+    d = Driver.with_model(**EIGHT)
     d.shard("s2")
     index, number = min(release_numbers(d).items())
     owner, late = d.owners()[index] or "", row(d, index, number)
@@ -188,8 +181,7 @@ def test_moves_under_way_are_withdrawn_when_redis_was_emptied() -> None:
 
 def test_a_journaled_sync_model_never_rolls_back() -> None:
     """When a shard of a journaled sync model dies, only its partitions get new tokens; clock and timeline stay."""
-    d = Driver()
-    d.model(**JOURNALED)
+    d = Driver.with_model(**JOURNALED)
     a = d.join("a")
     d.clock(a, 1)
     before = d.core.read.model("m")
@@ -265,9 +257,7 @@ def test_assignments_do_not_make_commits_count_as_durable() -> None:
 def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() -> None:
     """If an owner dies before its first snapshot, the lost parameters are missing until they are uploaded again."""
     params = {"w": {"shape": [32], "init": {"kind": "upload"}}, "b": {"shape": [32], "init": {"kind": "zeros"}}}
-    d = Driver()
-    d.shard("s0")
-    d.shard("s1")
+    d = Driver("s0", "s1")
     d.send(lambda n: io.CreateModel(n, {"name": "m", "params": params, "partitions": 4}, "secret"))
     d.beats()
     d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
@@ -303,9 +293,7 @@ GONE = problem("invalid_field", "'first' cannot be read")
 
 def from_a_file() -> Driver:
     """Return a driver with a model whose initial values were read from a file."""
-    d = Driver()
-    d.shard("s0")
-    d.shard("s1")
+    d = Driver("s0", "s1")
     params = {"w": {"shape": [64], "init": {"kind": "file", "path": "first"}}}
     d.send(lambda n: io.CreateModel(n, SPEC | {"params": params}, "x"))
     d.beats()
@@ -405,8 +393,7 @@ def test_what_a_file_does_not_give_back_may_come_otherwise(way: str) -> None:
 
 def test_a_model_that_was_never_complete_goes_with_its_file() -> None:
     """A model that was never complete is removed if its file cannot be read, and the create request gets the error."""
-    d = Driver()
-    d.shard("s0")
+    d = Driver("s0")
     params = {"w": {"shape": [64], "init": {"kind": "file", "path": "first"}}}
     asked = d.send(lambda n: io.CreateModel(n, SPEC | {"params": params}, "x"))
     read(d, GONE)

@@ -42,8 +42,7 @@ def state(d: Driver) -> tuple[str, str]:
 
 def test_a_run_without_workers_says_so_and_how_to_start_some() -> None:
     """A run without workers is `waiting` and says how to start some; with one of two it is `running` and says so."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     made = run(d, workers=2)
     assert made["state"] == "waiting"
     assert "paramserver-worker" in made["reason"]
@@ -61,8 +60,7 @@ def test_a_run_without_workers_says_so_and_how_to_start_some() -> None:
 
 def test_only_who_allows_the_entry_gets_a_place() -> None:
     """Only a member that allows the module of the entry gets a place; prefixes match whole module names."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     for i, allow in enumerate(("paramserver.example", "other", "paramserver.examples.digits.train")):
         assert beat(d, member(d, f"p{i}", allow))["state"] == "idle"
@@ -71,8 +69,7 @@ def test_only_who_allows_the_entry_gets_a_place() -> None:
 
 def test_a_run_says_that_idle_workers_may_not_import_its_entry() -> None:
     """While idle workers may not import a run's entry, its reason says how many, what they allow and what to start."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = member(d, "a", "tr")
     run(d, workers=2)
     barred = f"1 idle worker may not import '{ENTRY}' (allowed: tr)"
@@ -94,8 +91,7 @@ def test_an_exception_that_is_reported_again_counts_once() -> None:
 
     The answer to a report may be lost, and by then the member may have the same place again, with a new attempt.
     """
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     m = member(d, "p")
     for attempt in (0, 0, 0, 0, 0, 1, 1):
@@ -110,8 +106,7 @@ def test_an_exception_that_is_reported_again_counts_once() -> None:
 
 def test_a_run_that_is_made_smaller_ends_where_all_that_is_left_of_it_is_done() -> None:
     """A run reduced to places that are all done is finished, and reports for the removed place change nothing."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d, workers=2)
     p, q = member(d, "p"), member(d, "q")
     done(d, p)
@@ -124,8 +119,7 @@ def test_a_run_that_is_made_smaller_ends_where_all_that_is_left_of_it_is_done() 
 
 def test_a_worker_that_raises_is_restarted_three_times() -> None:
     """A worker that raises is restarted three times; then the run fails with the traceback and the member is free."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     m = member(d, "p")
     for i in range(3):
@@ -139,8 +133,7 @@ def test_a_worker_that_raises_is_restarted_three_times() -> None:
 
 def test_what_a_worker_says_cannot_steer_the_terminal_that_shows_it() -> None:
     """Control characters of a traceback are replaced, apart from tabs and newlines; prefixes have none at all."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     with pytest.raises(RequestError, match="prefixes"):
         member(d, "q", "\x1b[2J")
@@ -153,8 +146,7 @@ def test_what_a_worker_says_cannot_steer_the_terminal_that_shows_it() -> None:
 
 def test_a_member_that_dies_frees_its_place_without_a_restart() -> None:
     """When a member dies another one takes its place, no restart is counted, and the dead one is fenced."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     a = member(d, "a")
     d.wait(3)
@@ -172,8 +164,7 @@ def test_a_run_whose_process_dies_each_time_fails(names: list[str]) -> None:
 
     It may come back under its name before its lease expires, or another member takes the place.
     """
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     for i, name in enumerate(names):
         assert state(d)[0] == ("running" if i else "waiting")
@@ -190,8 +181,7 @@ def test_a_run_whose_process_dies_each_time_fails(names: list[str]) -> None:
 @pytest.mark.parametrize("between", ["a long life", "an exception"])
 def test_deaths_that_are_not_in_a_row_end_no_run(between: str) -> None:
     """A process that worked for a minute, or reported an exception, starts the count of deaths anew."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     for _ in range(3):
         for _ in range(4):
@@ -207,8 +197,7 @@ def test_deaths_that_are_not_in_a_row_end_no_run(between: str) -> None:
 
 def test_a_member_that_leaves_in_good_order_has_not_died() -> None:
     """However often members that have a place leave in good order, as when they are told to end, their run goes on."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     for _ in range(10):
         m = member(d, "p")
@@ -237,8 +226,7 @@ def test_a_member_that_was_forgotten_comes_back_under_a_higher_epoch() -> None:
 
 def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
     """A stop rule of five clocks ends a run five clocks after it began, and its worker is told to stop."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     before = d.join("x")
     d.clock(before, 5)
     d.ask(lambda n: io.LeaveWorker(n, "m", "m/x"))
@@ -258,8 +246,7 @@ def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
 def test_clocks_that_pass_before_a_run_has_a_worker_are_not_its_own() -> None:
     """Workers of the model's last run go on until their next heartbeat; the next run, which waits for them, does not
     end by their clocks, and counts from where it begins, also under a new leader."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     before = d.join("x")
     run(d, stop={"clocks": 5})
     d.clock(before, 7)
@@ -277,8 +264,7 @@ def test_clocks_that_pass_before_a_run_has_a_worker_are_not_its_own() -> None:
 
 def test_the_rank_of_a_worker_whose_run_is_over_goes_to_the_next_run() -> None:
     """A worker of a new run takes the rank of a worker whose run is over, which is fenced; other ranks are refused."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     member(d, "p")
     old = d.join("run-1/w0", rank=0)
@@ -296,8 +282,7 @@ def test_the_rank_of_a_worker_whose_run_is_over_goes_to_the_next_run() -> None:
 
 def test_stop_by_metric_and_by_minutes() -> None:
     """A run ends when a metric reaches its bound, or after its minutes of running."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d, stop={"metric": {"name": "accuracy", "at_least": 0.9}})
     member(d, "p")
     for value, want in ((0.89, "running"), (0.9, "finished")):
@@ -315,8 +300,7 @@ def test_stop_by_metric_and_by_minutes() -> None:
 @pytest.mark.parametrize("stop", [{"name": "loss", "at_least": 1.0}, {"name": "loss", "at_most": 0.0}])
 def test_a_value_that_is_not_finite_ends_no_run(stop: dict[str, Any]) -> None:
     """A metric that is not finite meets no stop rule and is not recorded."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d, stop={"metric": stop})
     member(d, "p")
     for value in (float("inf"), float("-inf"), float("nan")):
@@ -326,8 +310,7 @@ def test_a_value_that_is_not_finite_ends_no_run(stop: dict[str, Any]) -> None:
 
 def test_pause_and_resume() -> None:
     """Workers of a paused run get `paused`, after it is resumed `active`; a stopped run cannot be resumed."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     member(d, "p")
     w = d.join("run-1/w0")
@@ -340,8 +323,7 @@ def test_pause_and_resume() -> None:
 
 def test_fewer_workers_stop_the_last_places() -> None:
     """Reducing a run to one worker stops the member in the last place, which is given out when the run grows again."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d, workers=2)
     a, b = member(d, "a"), member(d, "b")
     d.ask(lambda n: io.PatchRun(n, "run-1", workers=1))
@@ -359,8 +341,7 @@ def test_a_place_that_was_taken_away_stays_so_under_the_next_leader() -> None:
 
     Its report does not end the other member's place.
     """
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     pool = [member(d, f"p{i}") for i in range(3)]
     run(d, workers=2)
     d.ask(lambda n: io.PatchRun(n, "run-1", workers=1))
@@ -403,8 +384,7 @@ def test_wrong_runs_are_refused() -> None:
 
 def test_runs_are_listed_newest_first() -> None:
     """Runs are listed newest first."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.model(name="n")
     first = d.ask(lambda n: io.CreateRun(n, "m", "a.b:c"))["id"]
     second = d.ask(lambda n: io.CreateRun(n, "n", "a.b:c"))["id"]
@@ -414,8 +394,7 @@ def test_runs_are_listed_newest_first() -> None:
 def test_a_run_is_kept_until_its_workers_have_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ended run is kept beyond the limit of runs, also across a restart, until its workers have reported."""
     monkeypatch.setattr(limits, "RUNS_KEPT_MAX", 1)
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     m = member(d, "p")
     for id_ in ("run-1", "run-2", "run-3"):
@@ -433,8 +412,7 @@ def test_a_run_is_kept_until_its_workers_have_reported(monkeypatch: pytest.Monke
 
 def test_a_stored_place_in_a_run_that_is_gone_is_no_place() -> None:
     """A member whose stored place is in a run that is gone (older releases stored such) gets one in a waiting run."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     run(d)
     m = member(d, "p")
     d.hash["member:p"] = json.dumps(json.loads(d.hash["member:p"]) | {"place": ["run-0", 0]})
@@ -446,8 +424,7 @@ def test_a_stored_place_in_a_run_that_is_gone_is_no_place() -> None:
 
 def test_everything_survives_a_kill_of_the_scheduler() -> None:
     """After a kill of the scheduler, model, owners, worker, data, run, pool member and evaluation are as before."""
-    d = Driver()
-    d.model(evaluate_every=2, consistency={"mode": "sync"})
+    d = Driver.with_model(evaluate_every=2, consistency={"mode": "sync"})
     run(d, stop={"clocks": 100})
     m = member(d, "p")
     w = d.join("run-1/w0")
@@ -492,8 +469,7 @@ def test_everything_survives_a_kill_of_the_scheduler() -> None:
 
 def test_a_state_of_a_newer_version_is_refused_by_name() -> None:
     """A stored field of unknown name or format, or with missing values, raises CorruptState."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     for name, text in (("shard:s0", '{"format": 2}'), ("future:x", "{}"), ("model:m", '{"format": 1}')):
         kept = dict(d.hash)
         d.hash[name] = text

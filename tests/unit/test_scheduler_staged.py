@@ -34,8 +34,7 @@ def told(
 
 def test_a_clock_counts_when_every_shard_of_its_push_has_told_it() -> None:
     """A clock counts once every shard of its last push has reported it, without a report by the worker."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a = d.join("a")
 
     told(d, a, "s0")
@@ -50,8 +49,7 @@ def test_a_clock_counts_when_every_shard_of_its_push_has_told_it() -> None:
 
 def test_what_is_too_far_ahead_is_not_counted() -> None:
     """A shard's report of a clock more than CLOCKS_AHEAD_MAX ahead is ignored, as no request waits for a refusal."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})
     a, _ = d.join("a"), d.join("b")
     d.clock(a, CLOCKS_AHEAD_MAX, wait_s=0.0)
 
@@ -62,8 +60,7 @@ def test_what_is_too_far_ahead_is_not_counted() -> None:
 
 def test_it_waits_for_the_others_as_any_report() -> None:
     """A commit waits for all workers, and lists those that reported themselves and those for which a shard did."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a, b = d.join("a"), d.join("b")
 
     told(d, a, "s0", shards=1)
@@ -76,8 +73,7 @@ def test_it_waits_for_the_others_as_any_report() -> None:
 
 def test_parts_of_two_pushes_do_not_make_one() -> None:
     """Reports for two pushes of a clock do not add up: a shard with the first may lack the one that replaced it."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a = d.join("a")
 
     told(d, a, "s0", seq=1)
@@ -95,8 +91,7 @@ def test_parts_of_two_pushes_do_not_make_one() -> None:
 )  # fmt: skip
 def test_what_is_not_of_the_present_is_left_alone(other: dict[str, Any]) -> None:
     """A report from or for another incarnation, or with another timeline or clock than the present ones, is ignored."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a = d.join("a")
 
     told(d, a, "s0", shards=1, other=other)
@@ -106,8 +101,7 @@ def test_what_is_not_of_the_present_is_left_alone(other: dict[str, Any]) -> None
 
 def test_a_shard_that_was_given_up_reports_nothing_any_more() -> None:
     """A report by a dead shard is ignored: its partitions have a new owner, which does not have what it has staged."""
-    d = Driver()
-    d.model(**SYNC, ack="journaled")
+    d = Driver.with_model(**SYNC, ack="journaled")
     a = d.join("a")
     epoch = d.shards["s1"]
     for _ in range(8):
@@ -123,8 +117,7 @@ def test_a_shard_that_was_given_up_reports_nothing_any_more() -> None:
 
 def test_modes_without_clocks_leave_it_alone() -> None:
     """A shard's report of a clock changes nothing in a model that is not in sync."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = d.join("a")
 
     told(d, a, "s0", shards=1)
@@ -134,8 +127,7 @@ def test_modes_without_clocks_leave_it_alone() -> None:
 
 def test_a_commit_says_that_workers_are_to_ask() -> None:
     """While an evaluation waits or a worker drains, commits have `asks` set: workers report clocks themselves."""
-    d = Driver()
-    d.model(**SYNC)
+    d = Driver.with_model(**SYNC)
     a, b = d.join("a"), d.join("b")
 
     def step(clock: int) -> bool:

@@ -20,8 +20,7 @@ def beat(d: Driver, worker: Any, **fields: Any) -> Any:
 @pytest.mark.parametrize("wrong", [{"metrics": {"x" * 65: 1.0}}, {"state": [0] * 30_000}, {"clock": -1}])
 def test_a_heartbeat_that_says_something_wrong_is_a_sign_of_life(wrong: dict[str, Any]) -> None:
     """An invalid heartbeat is refused, but renews the worker's lease all the same."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = d.join("a")
     d.wait(4.0)
 
@@ -36,8 +35,7 @@ def test_a_heartbeat_that_says_something_wrong_is_a_sign_of_life(wrong: dict[str
 
 def test_a_report_that_another_has_overtaken_changes_nothing() -> None:
     """A clock is absolute, so a report that arrives after one of a later clock does not set the worker back."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = d.join("a")
     beat(d, a, clock=5)
 
@@ -47,8 +45,7 @@ def test_a_report_that_another_has_overtaken_changes_nothing() -> None:
 
 def test_a_workers_state_is_known_after_a_restart() -> None:
     """A worker's state survives a scheduler restart, whether the worker lives on or joins again."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     beat(d, d.join("a"), state={"epoch": 7})
 
     d.restart()
@@ -83,8 +80,7 @@ def test_the_states_of_all_workers_together_are_bounded(monkeypatch: pytest.Monk
     The states of dead workers count, as they are kept, too, and those of a deleted model do not.
     """
     monkeypatch.setattr(limits, "WORKER_STATES_MAX", 100_000)
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.model(name="other")
     a, b = d.join("a"), d.join("b")
     beat(d, a, state="x" * 60_000)
@@ -108,8 +104,7 @@ def test_the_states_of_all_workers_together_are_bounded(monkeypatch: pytest.Monk
 
 def test_a_state_that_has_not_changed_is_not_stored_again() -> None:
     """A heartbeat with an unchanged state stores nothing, because a plain client may send it with every heartbeat."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = d.join("a")
     beat(d, a, state={"epoch": 7})
 
@@ -120,8 +115,7 @@ def test_a_state_that_has_not_changed_is_not_stored_again() -> None:
 
 def test_a_worker_that_drains_goes_on_to_after_a_restart() -> None:
     """A worker asked to drain still drains after a scheduler restart; once it joins again, it is active."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = d.join("a")
     d.ask(lambda n: io.DrainWorker(n, "m", a["worker"]))
 
@@ -133,8 +127,7 @@ def test_a_worker_that_drains_goes_on_to_after_a_restart() -> None:
 
 def test_a_model_named_like_an_ended_run_has_workers_of_its_own() -> None:
     """Stopping a run stops the workers of the model it trained, not those of a model named like the run."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.ask(lambda n: io.CreateRun(n, "m", "paramserver.examples.digits:train"))
     theirs = d.join("run-1/w0")
     d.ask(lambda n: io.PatchRun(n, "run-1", state="stopped"))
@@ -149,8 +142,7 @@ def test_a_model_named_like_an_ended_run_has_workers_of_its_own() -> None:
 
 def test_a_join_whose_answer_was_lost_leaves_no_worker_behind() -> None:
     """A join repeated with the same `attempt` is the same worker with its rank; another attempt is another worker."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     lost = d.join(None, rank=0, attempt="x")
 
     again = d.join(None, rank=0, attempt="x")
@@ -167,8 +159,7 @@ def test_who_joins_just_after_a_change_of_leader_begins_where_the_others_are(mod
 
     It does not start where they once joined, and need not wait until the new leader has heard from them.
     """
-    d = Driver()
-    d.model(consistency={"mode": mode})
+    d = Driver.with_model(consistency={"mode": mode})
     a, b = d.join("a"), d.join("b")
     for t in range(1, 101):
         d.clock(a, t)
@@ -186,8 +177,7 @@ def test_how_far_a_worker_is_ahead_is_counted_from_the_clock_that_is_open() -> N
 
     Otherwise a worker could get ahead without bound, report by report.  A repeated report is accepted.
     """
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})
     a, _ = d.join("a"), d.join("b")
     for _ in range(2):
         assert not d.result(d.clock(a, CLOCKS_AHEAD_MAX, wait_s=0.0))["released"]
@@ -196,8 +186,7 @@ def test_how_far_a_worker_is_ahead_is_counted_from_the_clock_that_is_open() -> N
 
 def test_a_report_that_is_refused_wakes_nobody() -> None:
     """After a refused clock report, a worker without data still does not hold up the barrier."""
-    d = Driver()
-    d.model(consistency={"mode": "sync"})
+    d = Driver.with_model(consistency={"mode": "sync"})
     a, b = d.join("a"), d.join("b")
     d.ask(lambda n: io.RegisterDataset(n, "m", "t", 1, 1, None, None, "dynamic", 1))
     d.lease(a, "t")
@@ -209,8 +198,7 @@ def test_a_report_that_is_refused_wakes_nobody() -> None:
 @pytest.mark.parametrize("wrong", [{"clock": 1 << 20}, {"clock": 1, "since": 2}, {"clock": 1, "timeline": 7}])
 def test_a_heartbeat_that_is_refused_leaves_the_state_as_it_was(wrong: dict[str, Any]) -> None:
     """A refused heartbeat does not store the state it carries, because its sender will send it again."""
-    d = Driver()
-    d.model(consistency={"mode": "sync"})
+    d = Driver.with_model(consistency={"mode": "sync"})
     a = d.join("a")
     beat(d, a, state={"epoch": 1})
     with pytest.raises(PsError):
@@ -220,8 +208,7 @@ def test_a_heartbeat_that_is_refused_leaves_the_state_as_it_was(wrong: dict[str,
 
 def test_a_join_that_is_refused_takes_no_name() -> None:
     """A refused join uses up no name: the next worker without a name gets the first free one."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.join("a", rank=0)
     with pytest.raises(ConflictError):
         d.join(None, rank=0)
@@ -230,8 +217,7 @@ def test_a_join_that_is_refused_takes_no_name() -> None:
 
 def test_who_comes_back_gets_its_rank_again_unless_another_has_it() -> None:
     """A worker that joins again has the rank it had, or, if another worker took that, the lowest free one."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a, b = d.join("a"), d.join("b")
     for gone in (a, b):
         d.ask(lambda n, gone=gone: io.LeaveWorker(n, "m", gone["worker"]))  # type: ignore[misc]
@@ -244,8 +230,7 @@ def test_who_comes_back_gets_its_rank_again_unless_another_has_it() -> None:
 @pytest.mark.parametrize("rank", [-1, 1 << 31, 1.5, "0"])
 def test_a_rank_that_is_none_is_refused(rank: Any) -> None:
     """A rank outside the integers from 0 to 2^31 - 1 is refused."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     with pytest.raises(RequestError) as refused:
         d.join("a", rank=rank)
     assert (refused.value.code, refused.value.members["where"]) == ("invalid_field", "rank")
@@ -253,8 +238,7 @@ def test_a_rank_that_is_none_is_refused(rank: Any) -> None:
 
 def test_who_leaves_is_answered_at_once() -> None:
     """A clock request that a worker has parked is refused as `fenced` when the worker leaves, not at its deadline."""
-    d = Driver()
-    d.model(consistency={"mode": "sync", "min_workers": 2})
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})
     a = d.join("a")
     d.join("b")
     parked = d.clock(a, 1)
@@ -271,8 +255,7 @@ def test_epochs_of_workers_that_were_forgotten_are_not_given_out_again(monkeypat
     A new leader knows of it, too: shards would take an epoch that is given out twice for the earlier incarnation.
     """
     monkeypatch.setattr(limits, "WORKERS_PER_MODEL_MAX", 3)
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     d.join("live")
     for name, above in (("a", 6), ("b", 0)):
         d.wait(0.1)
@@ -289,8 +272,7 @@ def test_epochs_of_workers_that_were_forgotten_are_not_given_out_again(monkeypat
 
 def test_a_worker_that_left_cannot_be_asked_to_finish() -> None:
     """Draining a worker that left is refused as no longer live, and one that never joined as not joined."""
-    d = Driver()
-    d.model()
+    d = Driver.with_model()
     a = d.join("a")
     d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"]))
 

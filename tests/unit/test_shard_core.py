@@ -23,7 +23,7 @@ from paramserver.errors import problem
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import F32, PushId
 
-from .partitions import refused
+from .partitions import refused, serving
 
 
 def spec(size: int = 4, partitions: int = 1, **fields: Any) -> ModelSpec:
@@ -39,8 +39,7 @@ def ones(n: int = 4, value: float = 1.0) -> F32:
 
 def test_pulls_wait_for_a_version() -> None:
     """A pull with `min_version` is answered with that version, or refused with the present one at its deadline."""
-    driver = ShardDriver()
-    driver.serve(spec(8, 2))
+    driver = serving(spec(8, 2))
 
     patient = driver.ask((0, 1), min_version=1, wait_s=5.0)
     hasty = driver.ask((0, 1), min_version=1, wait_s=1.0)
@@ -58,8 +57,7 @@ def test_pulls_wait_for_a_version() -> None:
 
 def test_a_client_that_has_gone_frees_its_place() -> None:
     """A waiting pull whose client has gone is neither answered nor kept."""
-    driver = ShardDriver()
-    driver.serve(spec())
+    driver = serving(spec())
     request = driver.ask((0,), min_version=1, wait_s=60.0)
 
     driver.send(RequestGone(request))
@@ -71,8 +69,7 @@ def test_a_client_that_has_gone_frees_its_place() -> None:
 
 def test_the_queue_is_bounded() -> None:
     """While QUEUED_REQUESTS_MAX requests are waiting, another one is refused at once with `queue_full`."""
-    driver = ShardDriver()
-    driver.serve(spec())
+    driver = serving(spec())
     for _ in range(limits.QUEUED_REQUESTS_MAX):
         driver.ask((0,), min_version=1, wait_s=60.0)
 
@@ -146,8 +143,7 @@ def test_initial_values_are_uploaded_before_anything_else() -> None:
 
 def test_an_assignment_to_a_value_that_has_changed_changes_nothing() -> None:
     """An assignment with expected versions is refused as a whole if one partition has another version or owner."""
-    driver = ShardDriver()
-    driver.serve(spec(8, 2))
+    driver = serving(spec(8, 2))
     stands = [(p.version, p.incarnation) for p in driver.pull(0, 1).parts]
     driver.push({1: ones()})
 
@@ -167,8 +163,7 @@ def test_an_assignment_to_a_value_that_has_changed_changes_nothing() -> None:
 
 def test_an_assignment_is_a_version() -> None:
     """An assignment changes the values and raises the version, but keeps optimizer state and push windows."""
-    driver = ShardDriver()
-    driver.serve(spec(optimizer={"name": "momentum", "lr": 1.0}))
+    driver = serving(spec(optimizer={"name": "momentum", "lr": 1.0}))
     driver.push({0: ones()}, PushId("w", 1, 0))
     slots = driver.pull(0).parts[0].state.slots
 
@@ -235,8 +230,7 @@ def test_a_changed_partition_is_stored_after_five_seconds_and_a_crash_loses_what
 
 def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None:
     """Snapshots are written one at a time; a failed one is retried a second later, behind the other."""
-    driver = ShardDriver()
-    driver.serve(spec(8, 2))
+    driver = serving(spec(8, 2))
     driver.advance(6.0)
     driver.eager = False
     for i in (0, 1):
@@ -283,8 +277,7 @@ def test_partitions_that_cannot_be_stored_do_not_hold_up_those_that_can() -> Non
 
     They are stored, too, once their snapshots succeed.
     """
-    driver = ShardDriver()
-    driver.serve(spec(32, 8))
+    driver = serving(spec(32, 8))
     driver.push({i: ones() for i in range(7)})
     driver.eager = False
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
@@ -303,8 +296,7 @@ def test_while_redis_is_away_one_snapshot_a_second_is_tried() -> None:
 
     Each attempt costs a copy of its partition's state.
     """
-    driver = ShardDriver()
-    driver.serve(spec(32, 8))
+    driver = serving(spec(32, 8))
     driver.push({i: ones() for i in range(8)})
     driver.eager = False
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
@@ -318,8 +310,7 @@ def test_while_redis_is_away_one_snapshot_a_second_is_tried() -> None:
 
 def test_the_next_snapshot_begins_when_the_one_before_is_stored() -> None:
     """The next snapshot begins as soon as the one before is stored; only the writer limits the rate of bytes."""
-    driver = ShardDriver()
-    driver.serve(spec(8, 2))
+    driver = serving(spec(8, 2))
     driver.push({i: ones() for i in (0, 1)})
     driver.eager = False
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
@@ -333,8 +324,7 @@ def test_the_next_snapshot_begins_when_the_one_before_is_stored() -> None:
 
 def test_a_capture_is_one_moment() -> None:
     """A capture, which a checkpoint reads, stays as it was while later pushes are applied."""
-    driver = ShardDriver()
-    driver.serve(spec())
+    driver = serving(spec())
     driver.push({0: ones()})
     driver.send(CaptureReceived(90, "m", 0))
     driver.push({0: ones()})

@@ -11,7 +11,7 @@ from paramserver.errors import FencedError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 
-from .partitions import ROSTER, WORKERS, complete, journaled, listed, ones, pending, spec, stage
+from .partitions import ROSTER, WORKERS, complete, journaled, listed, ones, pending, serving, spec, stage
 
 
 def synced(partitions: int = 1) -> ModelSpec:
@@ -21,8 +21,7 @@ def synced(partitions: int = 1) -> ModelSpec:
 
 def with_a_cut_to_store(ack: str) -> ShardDriver:
     """Return a shard of a sync model whose cut is about to be stored."""
-    driver = ShardDriver()
-    driver.serve(journaled(ack=ack, consistency={"mode": "sync"}), workers=ROSTER)
+    driver = serving(journaled(ack=ack, consistency={"mode": "sync"}), workers=ROSTER)
     driver.advance(10.0)
     driver.eager = False
     driver.commit(0, cut=True)
@@ -31,8 +30,7 @@ def with_a_cut_to_store(ack: str) -> ShardDriver:
 
 def cut_beside_what_is_due(partitions: int) -> ShardDriver:
     """Return a shard with a requested cut of a sync model, 0.1 s before all of a small async model is due."""
-    driver = ShardDriver()
-    driver.serve(synced(partitions), workers=ROSTER)
+    driver = serving(synced(partitions), workers=ROSTER)
     model = driver.view
     small = {"name": "small", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 4}
     driver.serve(ModelSpec.parse(small))
@@ -75,8 +73,7 @@ def test_a_cut_is_stored_reported_and_what_a_rollback_goes_back_to() -> None:
 
 def test_of_the_cuts_that_wait_the_oldest_and_the_newest_are_stored() -> None:
     """Of a partition's waiting cuts only the oldest and the newest are stored, so one completes at any rate of cuts."""
-    driver = ShardDriver()
-    driver.serve(synced(2), workers=ROSTER)
+    driver = serving(synced(2), workers=ROSTER)
     driver.advance(1.0)
     driver.eager = False
 
@@ -114,8 +111,7 @@ def test_cuts_and_what_else_is_due_share_the_way() -> None:
 
 def test_a_snapshot_does_not_overtake_a_cut_of_its_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot waits for an earlier cut of its partition, which, if stored last, would count as the newest state."""
-    driver = ShardDriver()
-    driver.serve(journaled(partitions=2, consistency={"mode": "sync"}), workers=ROSTER)
+    driver = serving(journaled(partitions=2, consistency={"mode": "sync"}), workers=ROSTER)
     driver.advance(10.0)
     driver.eager = False
     driver.commit(0, cut=True)
@@ -277,8 +273,7 @@ def test_a_partition_that_moves_is_whole_in_redis_whatever_redis_loses(emptied: 
 
 def test_before_the_first_commit_there_is_a_cut() -> None:
     """A synchronous model has a cut of its first clock before any commit, so that a recovery always has a target."""
-    driver = ShardDriver()
-    driver.serve(synced(2))
+    driver = serving(synced(2))
     driver.advance(1.0)
 
     assert [row[2:] for row in driver.core.cuts()] == [(0, 1, 0), (1, 1, 0)]
@@ -286,8 +281,7 @@ def test_before_the_first_commit_there_is_a_cut() -> None:
 
 def test_a_journaled_model_has_no_cut_before_the_first_commit() -> None:
     """A journaled model has no cut of its first clock, because a recovery never returns to it."""
-    driver = ShardDriver()
-    driver.serve(journaled(consistency={"mode": "sync"}))
+    driver = serving(journaled(consistency={"mode": "sync"}))
     driver.advance(10.0)
 
     (p,) = driver.core.models["m"].partitions.values()
@@ -299,8 +293,7 @@ def test_a_journaled_model_has_no_cut_before_the_first_commit() -> None:
 @pytest.mark.parametrize("lost", [0, 1], ids=["being written", "waiting"])
 def test_a_cut_that_redis_lost_is_stored_again_before_what_came_after_it(lost: int) -> None:
     """A cut that Redis lost is stored again first, and then the whole state, since the last one stored counts."""
-    driver = ShardDriver()
-    driver.serve(journaled(partitions=2, consistency={"mode": "sync"}), workers=ROSTER)
+    driver = serving(journaled(partitions=2, consistency={"mode": "sync"}), workers=ROSTER)
     driver.advance(10.0)
     driver.eager = False
     driver.commit(0, cut=True)
@@ -319,8 +312,7 @@ def test_a_cut_that_redis_lost_is_stored_again_before_what_came_after_it(lost: i
 
 def test_a_cut_that_redis_loses_again_before_the_whole_state_is_stored_is_stored_again() -> None:
     """If Redis loses the cut just stored again, it goes first once more; a repeated report of that changes nothing."""
-    driver = ShardDriver()
-    driver.serve(synced(), workers=ROSTER)
+    driver = serving(synced(), workers=ROSTER)
     driver.commit(0, cut=True)
     driver.advance(10.0)
     driver.eager = False
@@ -340,8 +332,7 @@ def test_a_cut_that_redis_loses_again_before_the_whole_state_is_stored_is_stored
 
 def test_a_cut_that_redis_lost_is_tried_until_it_is_stored() -> None:
     """A cut that Redis lost is retried until it is stored, and no failure lets the whole state go first."""
-    driver = ShardDriver()
-    driver.serve(journaled(consistency={"mode": "sync"}), workers=ROSTER)
+    driver = serving(journaled(consistency={"mode": "sync"}), workers=ROSTER)
     driver.advance(10.0)
     driver.eager = False
     driver.commit(0, cut=True)
@@ -384,8 +375,7 @@ def test_a_cut_that_was_dropped_for_a_move_is_taken_anew_when_it_is_asked_for() 
 
 def test_what_changes_while_a_failed_snapshot_is_tried_again_is_stored_afterwards() -> None:
     """A push applied while the retry of a failed snapshot is being written is stored without another change."""
-    driver = ShardDriver()
-    driver.serve(spec())
+    driver = serving(spec())
     driver.push({0: ones()})
     driver.eager = False
     driver.advance(limits.SNAPSHOT_INTERVAL_S)

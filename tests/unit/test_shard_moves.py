@@ -30,6 +30,7 @@ from .partitions import (
     refused,
     released,
     request_release,
+    serving,
     spec,
     successor,
     view,
@@ -41,8 +42,7 @@ KEY = PartitionKey(ModelKey("m", 1), 0)
 @pytest.mark.parametrize("ack", LEVELS)
 def test_a_move_is_lossless_at_every_level(ack: str) -> None:
     """In a move running pushes end, new ones wait, and the next owner has the whole state with every push."""
-    driver = ShardDriver()
-    driver.serve(spec(ack=ack))
+    driver = serving(spec(ack=ack))
     driver.push({0: ones()}, PushId("w", 1, 0))
     driver.eager = False
     running = driver.submit({0: ones(2.0)}, PushId("w", 1, 1))
@@ -72,8 +72,7 @@ def test_a_move_is_lossless_at_every_level(ack: str) -> None:
 
 def test_what_is_buffered_moves_along_with_its_deadline() -> None:
     """Buffered pushes move with their deadline: if it passes during the move, the next owner applies the mean."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "buffered", "count": 3, "interval_ms": 500}))
+    driver = serving(spec(consistency={"mode": "buffered", "count": 3, "interval_ms": 500}))
     for i, value in enumerate((1.0, 3.0)):
         driver.push({0: ones(value)}, PushId("w", 1, i))
 
@@ -115,8 +114,7 @@ def test_what_is_staged_moves_along_and_commits_catch_up(ack: str) -> None:
 
 def test_settings_that_change_meanwhile_are_taken_up_by_the_next_owner() -> None:
     """Settings changed during a move are adopted by the next owner, after those that the state carries."""
-    driver = ShardDriver()
-    driver.serve(spec(optimizer={"name": "sgd", "lr": 1.0}, consistency={"mode": "buffered", "count": 2}))
+    driver = serving(spec(optimizer={"name": "sgd", "lr": 1.0}, consistency={"mode": "buffered", "count": 2}))
     driver.push({0: ones(4.0)}, PushId("w", 1, 0))
 
     request_release(driver, 0)
@@ -133,8 +131,7 @@ def test_settings_that_change_meanwhile_are_taken_up_by_the_next_owner() -> None
 @pytest.mark.parametrize("ack", LEVELS)
 def test_a_move_that_is_called_off_goes_on_as_if_nothing_had_been(ack: str) -> None:
     """When a move is called off, waiting pushes run, due flushes are made and new settings are adopted."""
-    driver = ShardDriver()
-    driver.serve(spec(ack=ack, consistency={"mode": "buffered", "count": 9, "interval_ms": 500}))
+    driver = serving(spec(ack=ack, consistency={"mode": "buffered", "count": 9, "interval_ms": 500}))
     driver.push({0: ones(2.0)}, PushId("w", 1, 0))
     request_release(driver, 0)
     assert released(driver) == [(0, 1, 0, 1)]
@@ -156,8 +153,7 @@ def test_a_move_that_is_called_off_goes_on_as_if_nothing_had_been(ack: str) -> N
 
 def test_a_release_request_under_another_number_is_another_request() -> None:
     """A partition released under one number is released again under the next, and its waiting push stays unapplied."""
-    driver = ShardDriver()
-    driver.serve(spec())
+    driver = serving(spec())
     request_release(driver, 0, number=1)
     waiting = driver.submit({0: ones()}, PushId("w", 1, 0))
     driver.eager = False
@@ -174,8 +170,7 @@ def test_a_release_request_under_another_number_is_another_request() -> None:
 
 def test_a_push_of_several_partitions_holds_up_nobody_else() -> None:
     """A push that waits for a moving partition blocks no other partition, and runs if the move is called off."""
-    driver = ShardDriver()
-    driver.serve(spec(2))
+    driver = serving(spec(2))
 
     request_release(driver, 0)
     both = driver.submit({0: ones(), 1: ones()}, PushId("w", 1, 0))
@@ -190,8 +185,7 @@ def test_a_push_of_several_partitions_holds_up_nobody_else() -> None:
 
 def test_a_request_waits_no_longer_than_a_lease_for_a_move() -> None:
     """A request that has waited LEASE_S for a move gets 503 `loading`."""
-    driver = ShardDriver()
-    driver.serve(spec())
+    driver = serving(spec())
     request_release(driver, 0)
     request = driver.submit({0: ones()}, PushId("w", 1, 0))
 
@@ -214,8 +208,7 @@ def test_a_partition_that_is_still_being_loaded_is_handed_over_as_soon_as_it_is_
 
 def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
     """Moves do not wait for the snapshot budget; they are written one by one, and retried a second after a failure."""
-    driver = ShardDriver()
-    driver.serve(spec(3))
+    driver = serving(spec(3))
     driver.push({i: ones() for i in range(3)})
     driver.eager = False
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
@@ -237,8 +230,7 @@ def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
 
 def test_the_last_snapshot_written_is_the_whole_state() -> None:
     """The snapshot for a move waits for an older one of the same partition, so that the whole state is written last."""
-    driver = ShardDriver()
-    driver.serve(spec())
+    driver = serving(spec())
     driver.push({0: ones()})
     driver.advance(limits.SNAPSHOT_INTERVAL_S + 1.0)
     driver.eager = False
@@ -265,8 +257,7 @@ def test_the_last_snapshot_written_is_the_whole_state() -> None:
 
 def test_staged_parts_of_ended_workers_stay_while_a_partition_is_held() -> None:
     """Staged parts of ended workers stay while the partition is held, and are dropped when the move is called off."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
     driver.commit(0)
     driver.push({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
     request_release(driver, 0)
@@ -280,8 +271,7 @@ def test_staged_parts_of_ended_workers_stay_while_a_partition_is_held() -> None:
 
 def test_the_document_that_calls_a_move_off_takes_nothing_from_the_commits_that_it_brings() -> None:
     """A document that calls off a move applies its commits before it drops staged parts of ended workers."""
-    driver = ShardDriver()
-    driver.serve(spec(2, consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(2, consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
     driver.push({0: ones(), 1: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
     driver.commit(0)
     request_release(driver, 0)
@@ -295,8 +285,7 @@ def test_the_document_that_calls_a_move_off_takes_nothing_from_the_commits_that_
 
 def test_the_next_owner_lets_go_what_ended_workers_pushed_ahead() -> None:
     """The next owner drops parts that ended workers staged ahead, which no roster it receives would name."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
     for worker in WORKERS:
         driver.push({0: ones()}, PushId(worker, 1, 0), clock=5)
     request_release(driver, 0)
@@ -308,8 +297,7 @@ def test_the_next_owner_lets_go_what_ended_workers_pushed_ahead() -> None:
 
 def test_a_cut_is_not_all_that_is_handed_over() -> None:
     """A stored cut does not complete a move, because at level `applied` it lacks staged parts that are needed."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "sync", "quorum": 0.5, "late": "fold"}), workers=ROSTER)
+    driver = serving(spec(consistency={"mode": "sync", "quorum": 0.5, "late": "fold"}), workers=ROSTER)
     driver.push({0: ones()}, PushId(WORKERS[0], 1, 1), clock=0)
     driver.push({0: ones(10.0)}, PushId(WORKERS[1], 1, 1), clock=0)
     driver.commit(0, Contribution(WORKERS[0], 1, 0, 0), cut=True)

@@ -75,7 +75,6 @@ class Shard:
         return document
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "body", "kind", "failing"),
     [
@@ -96,7 +95,6 @@ async def test_a_push_is_in_doubt_then(path: str, body: bytes, kind: str, failin
     assert "push" not in document
 
 
-@pytest.mark.asyncio
 async def test_a_pull_is_not() -> None:
     """After the pause a pull keeps its own error, not `in_doubt`, because repeating it loses nothing."""
     assert (await Shard().ask("/pull", b"{}", "application/json"))["code"] == "loading"

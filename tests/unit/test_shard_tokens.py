@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.refusals import refused_with
 
 from paramserver.core.shard_io import (
     Apply,
@@ -19,11 +20,10 @@ from paramserver.core.shard_io import (
     SnapshotStored,
     StoreSnapshot,
 )
-from paramserver.errors import PsError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 
-from .partitions import LEVELS, ROSTER, WORKERS, complete, done, ones, released, request_release, spec, view
+from .partitions import LEVELS, ROSTER, WORKERS, complete, done, ones, released, request_release, serving, spec, view
 
 KEY = PartitionKey(ModelKey("m", 1), 0)
 
@@ -31,8 +31,7 @@ KEY = PartitionKey(ModelKey("m", 1), 0)
 @pytest.mark.parametrize("ack", LEVELS)
 def test_a_renewed_token_keeps_memory_and_stores_everything_again(ack: str) -> None:
     """Renewed after Redis was emptied, an owner keeps its state, and replies wait until all of it is stored again."""
-    driver = ShardDriver()
-    driver.serve(spec(ack=ack))
+    driver = serving(spec(ack=ack))
     driver.push({0: ones()}, PushId("w", 1, 0))
     driver.eager = False
     waiting = driver.submit({0: ones(2.0)}, PushId("w", 1, 1))
@@ -65,8 +64,7 @@ def test_a_renewed_token_keeps_memory_and_stores_everything_again(ack: str) -> N
 
 def test_a_newer_token_without_that_word_is_a_new_ownership() -> None:
     """A newer token keeps the memory only if `kept_from` is the token that the shard holds, or an earlier one."""
-    driver = ShardDriver()
-    driver.serve(spec(), owned={0: 5})
+    driver = serving(spec(), owned={0: 5})
     driver.push({0: ones()}, PushId("w", 1, 0))
     for token, renewed, value in ((6, {0: 5}, 1.0), (7, {0: 2}, 1.0), (8, {0: 8}, 0.0), (9, {}, 0.0)):
         driver.store = InMemoryStore()
@@ -80,8 +78,7 @@ def test_a_newer_token_without_that_word_is_a_new_ownership() -> None:
 
 def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
     """A cut of a model in sync that Redis lost is stored again from memory under the renewed token."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
     driver.commit(0, cut=True)
     driver.commit(1)
     driver.store = InMemoryStore()
@@ -97,8 +94,7 @@ def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
 @pytest.mark.parametrize("lost", ["renewed", "told"])
 def test_a_cut_of_a_model_that_has_left_sync_is_not_stored_again(lost: str) -> None:
     """After sync is left, its cut is not stored again, whoever notices that Redis was emptied; later values are."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
     driver.commit(0, cut=True)
     driver.patch({"consistency": {"mode": "async"}}, clock=1)
     driver.push({0: ones()}, PushId("w", 1, 0))
@@ -120,8 +116,7 @@ def test_a_cut_of_a_model_that_has_left_sync_is_not_stored_again(lost: str) -> N
 @pytest.mark.parametrize("outcome", [SnapshotStored, SnapshotFailed])
 def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> None:
     """Once sync is left, cuts that wait or fail are dropped, and one that is being stored does not count as a cut."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
     driver.advance(1.0)
     driver.eager = False
     driver.commit(0, cut=True)
@@ -147,8 +142,7 @@ def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothin
 
     A release request that is called off meanwhile does not change that.
     """
-    driver = ShardDriver()
-    driver.serve(spec(ack="journaled"))
+    driver = serving(spec(ack="journaled"))
     driver.advance(1.0)
     driver.eager = False
     waiting = driver.submit({0: ones()}, PushId("w", 1, 0), ack="fsynced")
@@ -172,8 +166,7 @@ def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothin
 
 def test_a_partition_that_is_handed_over_when_redis_is_emptied_is_stored_anew() -> None:
     """A released partition whose token is renewed counts as released only once stored under the new token."""
-    driver = ShardDriver()
-    driver.serve(spec())
+    driver = serving(spec())
     driver.push({0: ones()}, PushId("w", 1, 0))
     request_release(driver, 0)
     assert released(driver) == [(0, 1, 1, 1)]
@@ -188,15 +181,13 @@ def test_a_partition_that_is_handed_over_when_redis_is_emptied_is_stored_anew() 
 
 def test_an_owner_that_redis_refused_before_it_was_renewed_has_its_memory_still() -> None:
     """An owner whose writes Redis refuses keeps its memory, because the cause may be its own renewed token."""
-    driver = ShardDriver()
-    driver.serve(spec(ack="journaled"))
+    driver = serving(spec(ack="journaled"))
     driver.push({0: ones()}, PushId("w", 1, 0))
     driver.store = InMemoryStore()
 
     driver.send(JournalRefused(KEY, 1))
-    with pytest.raises(PsError) as caught:
+    with refused_with("wrong_owner"):
         driver.push({0: ones()}, PushId("w", 1, 1))
-    assert caught.value.code == "wrong_owner"
     driver.send(replace(view(driver), owned={0: 9}, kept_from={0: 1}, source="snapshot"))
 
     assert driver.push({0: ones()}, PushId("w", 1, 0)).duplicate
@@ -207,8 +198,7 @@ def test_an_owner_that_redis_refused_before_it_was_renewed_has_its_memory_still(
 
 def kept(**fields: Any) -> tuple[ShardDriver, int]:
     """Return a journaled shard with one push, and the request of that push."""
-    driver = ShardDriver()
-    driver.serve(spec(ack="journaled", **fields), workers=ROSTER)
+    driver = serving(spec(ack="journaled", **fields), workers=ROSTER)
     return driver, driver.submit({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0 if "consistency" in fields else None)
 
 

@@ -260,7 +260,6 @@ def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Le
     assert folder.bytes == taken
 
 
-@pytest.mark.asyncio
 async def test_a_large_body_keeps_nobody_waiting(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop goes on while memory for a large body is made; for the next one the same memory is used."""
     pool, size = BufferPool(folder=folder), 2 * limits.MIB
@@ -294,7 +293,6 @@ async def test_a_large_body_keeps_nobody_waiting(folder: SharedFolder, monkeypat
     assert folder.bytes == made
 
 
-@pytest.mark.asyncio
 async def test_a_large_slot_keeps_nobody_waiting(
     folder: SharedFolder, lending: Lending, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core.fields import merge_patch
@@ -90,9 +91,8 @@ def test_the_acknowledgement_level_is_fixed_at_creation(ack: str) -> None:
     made = spec(ack=ack)
 
     assert made.patched({"optimizer": {"lr": 0.5}}).document()["ack"] == ack
-    with pytest.raises(RequestError) as caught:
+    with refused_with("invalid_field", RequestError):
         made.patched({"ack": "applied"})
-    assert caught.value.code == "invalid_field"
 
 
 def test_patch_changes_settings_and_keeps_the_rest() -> None:
@@ -120,10 +120,8 @@ def test_patch_refuses_what_cannot_change(patch: Any) -> None:
 
 def test_patch_of_a_parameter_that_is_not_there_says_so() -> None:
     """A patch of an unknown parameter is refused with the nearest name, not for fields that a new one would need."""
-    with pytest.raises(NotFoundError, match="did you mean 'w'") as caught:
+    with refused_with("unknown_parameter", NotFoundError, match="did you mean 'w'"):
         spec().patched({"params": {"ww": {"lr_scale": 2.0}}})
-
-    assert caught.value.code == "unknown_parameter"
 
 
 def test_a_dimension_that_is_too_large_is_told_how_large_it_may_be() -> None:

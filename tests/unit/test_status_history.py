@@ -166,7 +166,6 @@ def test_a_model_at_work_has_series_however_many_are_idle() -> None:
     assert len(history.rings.read("model.version", {"model": "idle-0"}, grid)) == 1
 
 
-@pytest.mark.asyncio
 async def test_workers_that_are_gone_are_shown_and_not_counted() -> None:
     """A worker that left is listed for a while, and not counted as live."""
     d, service = of_models(1)
@@ -231,7 +230,6 @@ async def _read(broadcast: StatusBroadcast, seen: list[bytes]) -> None:
         seen.append(event)
 
 
-@pytest.mark.asyncio
 async def test_a_stream_shows_the_newest_status_and_ends_with_the_scheduler() -> None:
     """A stream sends the newest status at once, then each new one, and ends when the broadcast is closed."""
     broadcast, seen = StatusBroadcast(), list[bytes]()
@@ -248,7 +246,6 @@ async def test_a_stream_shows_the_newest_status_and_ends_with_the_scheduler() ->
     broadcast.check_capacity()
 
 
-@pytest.mark.asyncio
 async def test_streams_are_bounded() -> None:
     """While STATUS_STREAMS_MAX streams are open another one is refused, until one of them is closed."""
     broadcast = StatusBroadcast()
@@ -265,7 +262,6 @@ async def test_streams_are_bounded() -> None:
         await stream.aclose()  # type: ignore[attr-defined]
 
 
-@pytest.mark.asyncio
 async def test_a_stream_without_news_shows_that_its_node_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between statuses that are long in coming the stream has comments, and then the next status."""
     monkeypatch.setattr(status_broadcast, "ALIVE_S", 0.0)

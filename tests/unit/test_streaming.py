@@ -16,7 +16,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, InDoubt, NotFoundError, PsError, RequestError, Unreachable, problem
 from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
-from .session_node import GRAD, Node, deadline, no, opened
+from .session_node import GRAD, Node, deadline, joined, no, opened
 from .sharding import Now, drive
 
 
@@ -105,7 +105,6 @@ def test_what_is_put_at_the_end_of_a_block_is_sent() -> None:
     assert [[p.partition for p in frame.parts] for frame in node.pushes] == [[0]]
 
 
-@pytest.mark.asyncio
 async def test_what_is_put_without_giving_the_event_loop_its_turn_is_sent() -> None:
     """The gradients of a block that awaits nothing are sent at its end."""
     node = Node("async")
@@ -137,7 +136,6 @@ def test_who_is_interrupted_at_the_end_of_a_block_can_push_on() -> None:
         drive(session.push(GRAD, Deadline.after(30.0, now)), node, now)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("own", [ZeroDivisionError, asyncio.CancelledError])
 async def test_what_a_block_raises_itself_is_what_it_ends_with(own: type[BaseException]) -> None:
     """On asyncio a block ends with the error or cancellation raised in it, not with the outcome of its pieces."""
@@ -157,7 +155,6 @@ async def test_what_a_block_raises_itself_is_what_it_ends_with(own: type[BaseExc
         await fail()
 
 
-@pytest.mark.asyncio
 async def test_who_is_cancelled_waits_for_no_shard() -> None:
     """A cancelled block ends at once: it gives up the piece in flight and waits for no shard."""
     node, silent = Node("async"), asyncio.Event()
@@ -298,8 +295,7 @@ def test_a_push_of_which_a_piece_was_applied_is_not_reported_as_dropped() -> Non
 
 def test_a_push_that_a_rollback_drops_leaves_no_number_in_doubt() -> None:
     """A push dropped by a rollback leaves no number in doubt, which would block all pushes after 63 more."""
-    node = Node("async")
-    session = opened(node)
+    node, session = joined("async")
     node.script["/push"] = [no("rolled_back", timeline=1, clock=0)]
 
     assert filled(PushStream(lambda call, _=None: drive(call, node), deadline, session), GRAD["w"]).state == "dropped"

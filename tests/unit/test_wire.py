@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.errors import RequestError
@@ -140,10 +141,8 @@ def test_a_newer_frame_format_is_refused_by_name() -> None:
 )
 def test_a_wrong_header_is_refused(change: dict[str, Any], code: str) -> None:
     """A header with a wrong field is refused with the error code for it."""
-    with pytest.raises(RequestError) as caught:
+    with refused_with(code, RequestError):
         read(spelled_out(PUSH) | change, frame.PushFrame)
-
-    assert caught.value.code == code
 
 
 def test_a_header_has_a_size_that_is_allowed() -> None:
@@ -153,9 +152,8 @@ def test_a_header_has_a_size_that_is_allowed() -> None:
     assert (
         frame.header_end(frame.encode_header(PUSH)[:4] + longest.to_bytes(4, "little")) == -(-(longest + 8) // 64) * 64
     )
-    with pytest.raises(RequestError) as caught:
+    with refused_with("too_large", RequestError):
         frame.header_end(frame.encode_header(PUSH)[:4] + (longest + 1).to_bytes(4, "little"))
-    assert caught.value.code == "too_large"
 
 
 def test_numbers_of_numpy_are_numbers_in_a_frame() -> None:
@@ -304,10 +302,8 @@ def test_msgpack_round_trips(value: Any) -> None:
 )
 def test_bad_json_is_refused(text: bytes, code: str) -> None:
     """JSON that is not RFC 8259, or is nested too deeply, is refused with the error code for it."""
-    with pytest.raises(RequestError) as caught:
+    with refused_with(code, RequestError):
         parse_json(text)
-
-    assert caught.value.code == code
 
 
 @pytest.mark.parametrize(
