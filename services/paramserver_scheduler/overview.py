@@ -42,7 +42,7 @@ async def describe(s: Service, *, series: bool = True) -> Status:
     nodes = [*_schedulers(s, found["term"]), *map(_shard, shards), *map(_member, found["pool"])]
     moves = {(move["model"], move["partition"]) for x in shards for move in x["moves"]}
     models: list[ModelStatus] = []
-    unreadable: dict[str, str] = {}
+    complaints: list[str] = []
     began_s = monotonic()
     for name in found["models"]:
         if monotonic() - began_s > SLICE_S:
@@ -52,11 +52,13 @@ async def describe(s: Service, *, series: bool = True) -> Status:
         if line is None:
             continue
         models.append(_model(s, line, shards, moves, series=series))
-        if line["files_error"]:
-            unreadable[name] = line["files_error"]
+        if why := line["files_error"]:
+            complaints.append(f"Model {name}: a partition was never stored, its initial values cannot be read: {why}")
+        if why := line["checkpoint_error"]:
+            complaints.append(f"Model {name}: its last checkpoint was not written: {why}")
     clocks = {m.name: m.clock for m in models}
     runs = [_run(r, clocks.get(r["model"])) for r in found["runs"][-RUNS:][::-1]]
-    problems = _problems(s, shards, models, unreadable, runs)
+    problems = _problems(s, shards, models, runs) + complaints
     cluster = ClusterStatus(
         state="degraded" if problems else "ok",
         problems=problems,
@@ -237,13 +239,9 @@ def _run(r: Document, clock: int | None) -> RunStatus:
 
 
 def _problems(
-    s: Service,
-    shards: Sequence[Document],
-    models: Sequence[ModelStatus],
-    unreadable: Mapping[str, str],
-    runs: Sequence[RunStatus],
+    s: Service, shards: Sequence[Document], models: Sequence[ModelStatus], runs: Sequence[RunStatus]
 ) -> list[str]:
-    """What is wrong, in words; `unreadable`: why models' files of initial values cannot be read."""
+    """What is wrong with the cluster, in words."""
     out: list[str] = []
     degraded: dict[str, list[str]] = {}
     if s.runtime.redis_away:
@@ -263,7 +261,5 @@ def _problems(
     for m in models:
         if m.served < m.partitions:
             out.append(f"Model {m.name}: {m.partitions - m.served} of {m.partitions} partitions are being loaded")
-        if why := unreadable.get(m.name):
-            out.append(f"Model {m.name}: a partition was never stored, and its initial values cannot be read: {why}")
     out += [f"Run {r.name or r.id}: {r.reason}" for r in runs if r.state == "waiting" and r.reason]
     return out

@@ -220,12 +220,16 @@ def test_a_disk_that_refuses_a_checkpoint_is_told_in_one_line(shared_cluster: Cl
 
 
 def test_a_disk_of_the_cluster_that_refuses_a_checkpoint_is_asked_once(shared_cluster: Cluster) -> None:
-    """If the scheduler cannot write a checkpoint, psctl shows the error and does not retry; the next has number 2."""
+    """If the scheduler cannot write a checkpoint, psctl shows the error and does not retry; the next has number 2.
+
+    Until that one is written, the status says what is wrong, as nobody may have asked for the first.
+    """
     ps.connect(shared_cluster.url).create_model("blocked", {"w": (2,)}, exist_ok=True)
     in_the_way = shared_cluster.state_dir / "checkpoints" / "blocked"
     in_the_way.parent.mkdir(exist_ok=True)
     in_the_way.touch()
     refused = shared_cluster.psctl("checkpoint", "save", "blocked")
+    status = shared_cluster.psctl("status")
     in_the_way.unlink()
     saved = shared_cluster.psctl("checkpoint", "save", "blocked", "--json")
 
@@ -233,6 +237,8 @@ def test_a_disk_of_the_cluster_that_refuses_a_checkpoint_is_asked_once(shared_cl
     assert refused.stderr.startswith("psctl: the scheduler cannot write or read its disk: ")
     assert str(in_the_way) in refused.stderr
     assert json.loads(saved.stdout)["name"].startswith("000002-")
+    assert "Model blocked: its last checkpoint was not written" in status.stdout
+    assert "its last checkpoint" not in shared_cluster.psctl("status").stdout
 
 
 def test_a_new_project_trains_at_once(shared_cluster: Cluster, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.checkpoints import Checkpoints, Record
 from paramserver.core.spec import CheckpointSpec
-from paramserver.errors import PsError
+from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey
 
 from .scheduling import SPEC, Driver, beyond_its_cut, code
@@ -178,6 +178,27 @@ def test_the_last_and_the_best_checkpoints_stay() -> None:
     names = [c["name"] for c in d.core.read.checkpoints("m")]
     assert [n.split("-")[-1] for n in names] == ["mine", "20", "40", "50"]
     assert len([w for w in d.work if isinstance(w, io.RemoveCheckpoint)]) == 2
+
+
+def test_why_the_last_checkpoint_is_missing_is_told_until_one_is_written() -> None:
+    """A failed checkpoint, which nobody may have asked for, is a complaint about its model until one is written."""
+    d = Driver.with_model(checkpoint={"every_clocks": 10})
+    a = d.join("a")
+    told = []
+    for clock in (10, 20, 30):
+        d.clock(a, clock)
+        if clock == 20:
+            finish(d)
+        else:
+            effect = d.work.pop()
+            assert isinstance(effect, io.WriteCheckpoint)
+            full = problem("disk_refuses", "No space left on device", hint="make room")
+            d.do(io.CheckpointFailed(effect.model, effect.name, full))
+        told.append(d.core.read.model_status("m", d.now)["checkpoint_error"])  # type: ignore[index]
+
+    assert told[0] == told[2] != told[1] == ""
+    assert "No space left on device" in told[0]
+    assert "make room" in told[0]
 
 
 def test_a_checkpoint_by_rule_has_the_result_of_the_evaluation_of_its_clock() -> None:

@@ -132,7 +132,7 @@ class CheckpointDesk:
             e.path,
             e.scheduler,
         )
-        model.checkpoints.records[e.name] = record
+        model.checkpoints.records[e.name], model.checkpoints.error = record, ""
         self.c.save(f"checkpoint:{model.name}:{e.name}", record.document)
         for old in model.checkpoints.surplus(model.spec.checkpoint):
             del model.checkpoints.records[old.name]
@@ -148,6 +148,8 @@ class CheckpointDesk:
             pending.written, pending.void = None, False
             model.checkpoints.pending.insert(0, pending)  # start over with the next number
             return
+        if model is not None:
+            model.checkpoints.error = str(e.error)
         for request in pending.requests if pending is not None else ():
             self.c.answer(request, e.error)
 

@@ -102,6 +102,8 @@ class Checkpoints:
     last_clock: int = 0
     last_version: int = 0
     last_s: float = 0.0
+    error: str = ""
+    """Why the last one was not written; empty if it was."""
     reading_current: bool = False
     """sync: the current state is being read, so commits wait."""
 

@@ -179,6 +179,7 @@ class Reading:
             "created_s": model.unix_s,
             "parameters": len(model.spec.params),
             "files_error": model.files_error,
+            "checkpoint_error": model.checkpoints.error,
             "partition_lines": model.partition_lines(),
             "waiting_for": self.waiting_for(name),
             "workers": self.workers(name, now),
