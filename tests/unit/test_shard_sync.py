@@ -341,6 +341,23 @@ def test_leaving_sync_applies_the_mean_of_the_contributions_staged(rule: dict[st
     assert driver.core.held_bytes == 0
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_a_push_that_its_commit_left_out_is_late_when_it_is_sent_again(left: bool) -> None:
+    """A staged push that the commit of its clock does not list is dropped; its repetition is told so, in any mode."""
+    driver = ShardDriver()
+    driver.serve(spec(quorum=0.5), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    stage(driver, 1, 0, 5.0)
+    driver.commit(0, listed(0, 0))
+    if left:
+        driver.patch({"consistency": {"mode": "async"}}, clock=1)
+
+    counted, dropped = stage(driver, 0, 0, 1.0), stage(driver, 1, 0, 5.0)
+
+    assert [(d.duplicate, d.late) for d in (counted, dropped)] == [(True, False), (True, True)]
+    assert driver.values() == [1.0] * 4
+
+
 def test_a_push_staged_before_sync_ended_is_known_afterwards() -> None:
     """A staged push that is sent again after the model left sync is a duplicate, as it has been applied."""
     driver = serving(spec(), workers=ROSTER)

@@ -27,7 +27,7 @@ class Pushed:
     incarnation: int
     """The highest incarnation (owner token) of the partitions touched."""
     late: bool = False
-    """sync with `late="drop"`: its clock had already been committed, so it was discarded."""
+    """sync: it was discarded, as its clock was committed without it; of a push sent again, perhaps since."""
     released: bool = False
     """sync: it ended its worker's iteration, and the clock has been committed."""
 

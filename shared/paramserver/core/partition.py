@@ -25,7 +25,7 @@ from paramserver.core.update import UpdateInput
 from paramserver.core.watermark import Watermark
 from paramserver.core.window import PushMemory
 from paramserver.errors import problem
-from paramserver.types import LEVELS, PartitionKey, Token
+from paramserver.types import LEVELS, PartitionKey, PushId, Token
 
 if TYPE_CHECKING:
     from paramserver.core.operation import Operation
@@ -200,17 +200,16 @@ class Partition:
         return out
 
     def settle(self, contributions: Iterable[Contribution], t: int) -> int:
-        """Drop the parts that commit `t` lists, and those that no later commit can list; returns the bytes released.
+        """Release the parts that commit `t` lists, drop those that no later one can list; returns the bytes released.
 
         A worker's clocks are listed in order, so parts for a clock before its newest listed one are never listed; with
         `late: drop` no part for a clock up to `t` is.
         """
-        dropped = {(c.worker, c.epoch, c.clock) for c in contributions}
-        newest = {(worker, epoch): clock for worker, epoch, clock in sorted(dropped)}
-        dropped |= {key for key in self.staged if key[2] < newest.get(key[:2], 0)}
-        if self.spec.consistency.late == "drop":
-            dropped |= {key for key in self.staged if key[2] <= t}
-        return self.drop(dropped)
+        listed = sorted((c.worker, c.epoch, c.clock) for c in contributions)
+        released = sum(h.data.nbytes for key in listed for h in self.staged.pop(key, ()))
+        newest = {(worker, epoch): clock for worker, epoch, clock in listed}
+        drops = self.spec.consistency.late == "drop"
+        return released + self.drop([k for k in self.staged if k[2] < newest.get(k[:2], 0) or (drops and k[2] <= t)])
 
     def ended(self, live: dict[str, int], departed: Container[tuple[str, int]]) -> list[ContributionKey]:
         """Staged contributions of epochs that have ended, which no undecided commit will list.
@@ -222,8 +221,11 @@ class Partition:
         return [k for k in ended if k[2] < self.clock or k[:2] in departed or live.get(k[0], 0) > k[1]]
 
     def drop(self, keys: Iterable[ContributionKey]) -> int:
-        """Drop these contributions; returns the bytes released."""
-        return sum(h.data.nbytes for key in keys for h in self.staged.pop(key, ()))
+        """Drop these contributions, which their repetitions are told then; returns the bytes released."""
+        dropped = [h for key in keys for h in self.staged.pop(key, ())]
+        for h in dropped:
+            self.memory.discard(PushId(h.worker, h.epoch, h.seq))
+        return sum(h.data.nbytes for h in dropped)
 
     def drop_staged(self) -> int:
         """Drop every synchronous contribution; returns the bytes released."""

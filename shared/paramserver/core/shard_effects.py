@@ -108,7 +108,7 @@ class PushDone(Struct, frozen=True):
     """The highest over the parts, as of now."""
     parts: tuple[PartVersion, ...]
     late: bool = False
-    """sync with `late: drop`: its clock was already committed, so it was discarded."""
+    """sync: it was discarded, as its clock was committed without it."""
     lag_unknown: bool = False
     """A base version was of another incarnation, so its lag counts as 0."""
 

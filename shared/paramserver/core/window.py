@@ -23,11 +23,11 @@ _START = 4  # slots of a fresh window; doubles up to limits.WINDOW, a power of t
 
 
 class EarlierAnswer(Struct, frozen=True):
-    """The answer that the push got when it first arrived."""
+    """The answer that the push got when it first arrived, or what has become of it since."""
 
     version: int
     late: bool
-    """It arrived after the commit of its clock and was discarded."""
+    """sync: it was discarded, as the commit of its clock came before it or did not list it."""
 
 
 class Window:
@@ -76,6 +76,12 @@ class Window:
             slot = seq & (len(self._seqs) - 1)
         self._seqs[slot], self._crcs[slot] = seq, crc
         self._versions[slot] = ~version if late else version
+
+    def discard(self, seq: int) -> None:
+        """Remember of an accepted push, if it is remembered, that it was discarded."""
+        slot = seq & (len(self._seqs) - 1)
+        if self._seqs[slot] == seq and self._versions[slot] >= 0:
+            self._versions[slot] = ~self._versions[slot]
 
     def _grow(self) -> None:
         held = list(zip(self._seqs, self._crcs, self._versions, strict=True))
@@ -153,6 +159,12 @@ class PushMemory:
             self._keys[_digest(key)] = (crc, version)
             if len(self._keys) > limits.IDEMPOTENCY_KEYS_MAX:
                 del self._keys[next(iter(self._keys))]
+
+    def discard(self, push_id: PushId) -> None:
+        """Remember of a push that was accepted and staged that it was discarded."""
+        window = self._among(push_id.worker).get(push_id.worker)
+        if window is not None and window.epoch == push_id.epoch:
+            window.discard(push_id.seq)
 
     def epoch(self, worker: str) -> int | None:
         """Return the highest epoch in which that worker has pushed here; None if it has not."""
