@@ -108,7 +108,7 @@ class Runtime:
         self.pool = pool
         self.peers: Peers
         """Set before the first event."""
-        self.on_superseded: Callable[[Sequence[PartitionState]], None] = _no_op
+        self.on_superseded: Callable[[Sequence[PartitionState]], None] = lambda _: None
         """Called with values that pulls no longer return, before any reply announces their successors."""
         self.lost: dict[PartitionKey, Token] = {}
         """Owned partitions with uploaded or file values that were never stored, with their owner tokens."""
@@ -404,10 +404,6 @@ class Runtime:
 
 def _stopping() -> PsError:
     return problem("unavailable", "this shard is stopping")
-
-
-def _no_op(states: Sequence[PartitionState]) -> None:
-    """Do nothing: the default callback."""
 
 
 async def _end(error: Exception) -> None:
