@@ -122,7 +122,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
     async def put_array(request: Request, m: str, name: str) -> Response:
         serving.check()
         negotiate.check_accept(request)
-        request = counted(request, NAMED_BODY_BYTES_MAX)
+        request = counted(request)
         if negotiate.media_type(request) in (NPY_MEDIA, "application/octet-stream"):
             value: Any = read_npy(await negotiate.read_body(request, NAMED_BODY_BYTES_MAX))
         else:
