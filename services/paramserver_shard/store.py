@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from zlib_ng import zlib_ng
 
 from paramserver.errors import problem
-from paramserver.limits import SNAPSHOT_BLOCK_BYTES, SNAPSHOT_BYTES_PER_S
+from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_node.redis import token_text
@@ -116,7 +116,7 @@ class SnapshotStore:
         scripts: ScriptRunner,
         pool: BufferPool,
         clock: Callable[[], float],
-        bytes_per_s: float = SNAPSHOT_BYTES_PER_S,
+        bytes_per_s: float,
     ) -> None:
         self._redis = redis
         self._scripts = scripts
