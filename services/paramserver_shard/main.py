@@ -170,7 +170,7 @@ def assemble(
     runtime = Runtime(ShardCore(check_part), directory, pool, store, Journal(bulk_redis, scripts), group)
     memory, clocks = Memory(limit_of(settings.memory_limit)), ClockReports()
     membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory, clocks)
-    runtime.peers = membership
+    runtime.scheduler = membership
     if board is not None and lending is not None:
         membership.serving.on_changed, runtime.on_superseded = board.set_serving_window, lending.clear_superseded
     models = Models(directory, link)
