@@ -120,9 +120,9 @@ def content(schema: Schema, example: Any) -> dict[str, Any]:
     }
 
 
-def answers(status_texts: Mapping[int, str], schema: Schema, example: Any) -> dict[int | str, dict[str, Any]]:
-    """Return the successful answers of a route, by status."""
-    return {status: {"description": text, "content": content(schema, example)} for status, text in status_texts.items()}
+def answer(status: int, text: str, schema: Schema, example: Any) -> dict[int | str, dict[str, Any]]:
+    """Return a successful answer of a route, by its status."""
+    return {status: {"description": text, "content": content(schema, example)}}
 
 
 def body(schema: Schema, example: Any) -> dict[str, Any]:
@@ -130,10 +130,11 @@ def body(schema: Schema, example: Any) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content(schema, example)}}
 
 
-PUSH_ANSWERS: Final = answers({200: "Applied"}, PUSHED, PUSHED_EXAMPLE) | answers(
-    {202: "Accepted: staged (sync) or buffered; `version` is the one before"},
+PUSH_ANSWERS: Final = answer(200, "Applied", PUSHED, PUSHED_EXAMPLE) | answer(
+    202,
+    "Accepted: staged (sync) or buffered; `version` is the one before",
     PUSHED,
     {**PUSHED_EXAMPLE, "state": "staged"},
 )
-PULL_ANSWERS: Final = answers({200: "The values"}, PULLED, PULLED_EXAMPLE)
-PUSHPULL_ANSWERS: Final = answers({200: "The values, and what the push did"}, PUSHPULLED, PUSHPULLED_EXAMPLE)
+PULL_ANSWERS: Final = answer(200, "The values", PULLED, PULLED_EXAMPLE)
+PUSHPULL_ANSWERS: Final = answer(200, "The values, and what the push did", PUSHPULLED, PUSHPULLED_EXAMPLE)
