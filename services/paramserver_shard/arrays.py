@@ -77,7 +77,7 @@ class ArrayService:
         if size > BODY_BYTES_MAX:
             detail = f"'{name}' has {size} bytes; the limit per response is {BODY_BYTES_MAX}"
             raise problem("too_large", detail, hint="pull ranges of it with POST /pull")
-        pulled = await self._names.fetch(known, PullRequest(selection, 0, 0, 0.0, None))
+        pulled = await self._names.fetch(known, PullRequest(selection))
         tag = etag(known, pulled.parts)
         body = from_f32(pulled.packed, dtype).data.cast("B")
         return NpyAnswer(tag, pulled.version, pulled.incarnation, header, body, size, given.unchanged(tag))
@@ -85,7 +85,7 @@ class ArrayService:
     async def _versions(self, known: KnownModel, selection: Selection) -> list[GotPart]:
         """Pull one element of each partition, which is enough to learn its version."""
         probe = [WantedPart(p.partition, (_first(p.ranges),)) for p in selection.parts]
-        got = await self._exchange.pull(known, probe, timeline=None, min_version=0, min_clock=0, wait_s=0.0)
+        got = await self._exchange.pull(known, probe)
         return [got[p.partition] for p in selection.parts]
 
     async def put(
