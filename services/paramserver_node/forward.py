@@ -100,15 +100,7 @@ class Forwarder:
         for url in urls:
             if body.started:
                 break
-            try:
-                outgoing = self._client.request(request.method, url.rstrip("/") + target(request.scope))
-                # Pass the response on from its first byte, not after 64 KiB, so that event streams are not held up.
-                outgoing = outgoing.headers(sent).streamed_read_buffer_limit(0)
-                if body.expected:
-                    outgoing = outgoing.body_stream(body.pieces())
-                stream = outgoing.build_streamed()
-            except (BuilderError, ValueError) as e:
-                raise problem("malformed", f"the request cannot be forwarded: {e}") from None
+            stream = self._outgoing(request, url, sent, body)
             try:
                 if changes_something(request.scope):
                     return _Answer(stream, await stream.__aenter__(), self._stop)
@@ -126,6 +118,18 @@ class Forwarder:
                 detail = f"the node that serves this closed the connection before it answered: {_why(last)}"
                 raise in_doubt(request.scope, detail)
         raise problem(code, f"the node that serves this does not answer: {_why(last)}")
+
+    def _outgoing(self, request: Request, url: str, headers: Sequence[tuple[str, str]], body: "_Body") -> StreamRequest:
+        """Build the request to the node at `url`; raises RequestError (`malformed`) if its target is invalid there."""
+        try:
+            outgoing = self._client.request(request.method, url.rstrip("/") + target(request.scope)).headers(headers)
+            # Pass the response on from its first byte, not after 64 KiB, so that event streams are not held up.
+            outgoing = outgoing.streamed_read_buffer_limit(0)
+            if body.expected:
+                outgoing = outgoing.body_stream(body.pieces())
+            return outgoing.build_streamed()
+        except (BuilderError, ValueError) as e:
+            raise problem("malformed", f"the request cannot be forwarded: {e}") from None
 
     def _headers(self, request: Request, by_shard: bool) -> list[tuple[str, str]]:
         """Return the client's headers to pass on, and those with which this node says who asks."""

@@ -22,16 +22,7 @@ from paramserver_node.setting_checks import check, shown
 
 PREFIX: Final = "PARAMSERVER_"
 FILE: Final = "paramserver.toml"
-_BOOLS: Final = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
+_BOOLS: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
 @dataclass(frozen=True, slots=True)

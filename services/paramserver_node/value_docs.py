@@ -3,7 +3,7 @@
 Shards serve these routes and schedulers forward them, so both describe them with this module.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from typing import Any, Final
 
 from paramserver import limits
@@ -65,21 +65,21 @@ _PULLED_FIELDS: Final[dict[str, Schema]] = {
 }
 
 
-def _object(fields: Mapping[str, Schema], optional: Sequence[str] = ()) -> Schema:
-    required = [name for name in fields if name not in optional]
-    return {"type": "object", "properties": dict(fields), "required": required, "additionalProperties": False}
+def _object(fields: Mapping[str, Schema], required: Set[str]) -> Schema:
+    ordered = [name for name in fields if name in required]
+    return {"type": "object", "properties": dict(fields), "required": ordered, "additionalProperties": False}
 
 
-def _body(fields: Mapping[str, Schema], required: Sequence[str]) -> Schema:
-    return _object(fields, [name for name in fields if name not in required])
+def _answer(fields: Mapping[str, Schema]) -> Schema:
+    return _object(fields, fields.keys() - {"late"})
 
 
-PUSH: Final = _body(_PUSH_FIELDS, ["model", "grads"])
-PULL: Final = _body(_PULL_FIELDS, ["model"])
-PUSHPULL: Final = _body(_PULL_FIELDS | _PUSH_FIELDS, ["model", "grads"])
-PUSHED: Final = _object(_PUSHED_FIELDS, ["late"])
-PULLED: Final = _object(_PULLED_FIELDS)
-PUSHPULLED: Final = _object(_PUSHED_FIELDS | _PULLED_FIELDS | {"push": PUSHED}, ["late"])
+PUSH: Final = _object(_PUSH_FIELDS, {"model", "grads"})
+PULL: Final = _object(_PULL_FIELDS, {"model"})
+PUSHPULL: Final = _object(_PULL_FIELDS | _PUSH_FIELDS, {"model", "grads"})
+PUSHED: Final = _answer(_PUSHED_FIELDS)
+PULLED: Final = _answer(_PULLED_FIELDS)
+PUSHPULLED: Final = _answer(_PUSHED_FIELDS | _PULLED_FIELDS | {"push": PUSHED})
 
 PUSH_EXAMPLE: Final = {
     "model": "demo",
@@ -120,9 +120,9 @@ def content(schema: Schema, example: Any) -> dict[str, Any]:
     }
 
 
-def answers(status_texts: Mapping[int, str], schema: Schema, example: Any) -> dict[int | str, dict[str, Any]]:
-    """Return the successful answers of a route, by status."""
-    return {status: {"description": text, "content": content(schema, example)} for status, text in status_texts.items()}
+def answer(status: int, text: str, schema: Schema, example: Any) -> dict[int | str, dict[str, Any]]:
+    """Return a successful answer of a route, by its status."""
+    return {status: {"description": text, "content": content(schema, example)}}
 
 
 def body(schema: Schema, example: Any) -> dict[str, Any]:
@@ -130,10 +130,11 @@ def body(schema: Schema, example: Any) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content(schema, example)}}
 
 
-PUSH_ANSWERS: Final = answers({200: "Applied"}, PUSHED, PUSHED_EXAMPLE) | answers(
-    {202: "Accepted: staged (sync) or buffered; `version` is the one before"},
+PUSH_ANSWERS: Final = answer(200, "Applied", PUSHED, PUSHED_EXAMPLE) | answer(
+    202,
+    "Accepted: staged (sync) or buffered; `version` is the one before",
     PUSHED,
     {**PUSHED_EXAMPLE, "state": "staged"},
 )
-PULL_ANSWERS: Final = answers({200: "The values"}, PULLED, PULLED_EXAMPLE)
-PUSHPULL_ANSWERS: Final = answers({200: "The values, and what the push did"}, PUSHPULLED, PUSHPULLED_EXAMPLE)
+PULL_ANSWERS: Final = answer(200, "The values", PULLED, PULLED_EXAMPLE)
+PUSHPULL_ANSWERS: Final = answer(200, "The values, and what the push did", PUSHPULLED, PUSHPULLED_EXAMPLE)

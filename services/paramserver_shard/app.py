@@ -25,6 +25,7 @@ from paramserver_shard.endpoints import ChunkedResponse, Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
 from paramserver_shard.inflight import InFlight, InFlightMiddleware, counted
 from paramserver_shard.internal import router as internal_router
+from paramserver_shard.lending import Lending
 from paramserver_shard.membership import Membership
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService, push_document
@@ -48,7 +49,9 @@ class Services:
     reader: FrameReader
     forwarder: Forwarder
     telemetry: Telemetry
-    access: Access | LocalOnly | None = None
+    lending: Lending | None
+    """None: no memory is shared with clients."""
+    access: Access | LocalOnly | None
     """None: no access control."""
 
 
@@ -76,7 +79,7 @@ def make_app(services: Services) -> FastAPI:
     app.include_router(docs_page.router)
     app.include_router(health.router("shard", s.membership.unready))
     app.include_router(internal_router(serving, s.models, s.runtime, s.reader))
-    app.include_router(slots.router(serving, s.frames), dependencies=[Depends(query_checked)])
+    app.include_router(slots.router(serving, s.lending), dependencies=[Depends(query_checked)])
     _add_arrays(app, s)
     _add_forwarding(app, s)
     openapi.describe(app)
@@ -119,7 +122,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
     async def put_array(request: Request, m: str, name: str) -> Response:
         serving.check()
         negotiate.check_accept(request)
-        request = counted(request, NAMED_BODY_BYTES_MAX)
+        request = counted(request)
         if negotiate.media_type(request) in (NPY_MEDIA, "application/octet-stream"):
             value: Any = read_npy(await negotiate.read_body(request, NAMED_BODY_BYTES_MAX))
         else:

@@ -77,7 +77,7 @@ class ArrayService:
         if size > BODY_BYTES_MAX:
             detail = f"'{name}' has {size} bytes; the limit per response is {BODY_BYTES_MAX}"
             raise problem("too_large", detail, hint="pull ranges of it with POST /pull")
-        pulled = await self._names.fetch(known, PullRequest(selection, 0, 0, 0.0, None))
+        pulled = await self._names.fetch(known, PullRequest(selection))
         tag = etag(known, pulled.parts)
         body = from_f32(pulled.packed, dtype).data.cast("B")
         return NpyAnswer(tag, pulled.version, pulled.incarnation, header, body, size, given.unchanged(tag))
@@ -85,16 +85,16 @@ class ArrayService:
     async def _versions(self, known: KnownModel, selection: Selection) -> list[GotPart]:
         """Pull one element of each partition, which is enough to learn its version."""
         probe = [WantedPart(p.partition, (_first(p.ranges),)) for p in selection.parts]
-        got = await self._exchange.pull(known, probe, timeline=None, min_version=0, min_clock=0, wait_s=0.0)
+        got = await self._exchange.pull(known, probe)
         return [got[p.partition] for p in selection.parts]
 
     async def put(
-        self, model: str, name: str, value: Any, upload_token: str | None, conditions: Conditions = ANY
+        self, model: str, name: str, value: Any, upload_token: str | None, conditions: Conditions
     ) -> PushDone:
         """Assign a value (a JSON or msgpack tensor, or an array read from .npy), or upload an initial value.
 
-        If a complete model has lost values, an upload is written only to the partitions that lost them.  An upload that
-        touches none of these, or is repeated once the model is complete, is answered as a duplicate.  Raises PsError.
+        An upload that is repeated once the model is complete is answered as a duplicate: its answer was lost, and it
+        must not overwrite what has been trained since.  Raises PsError.
         """
         known = await self._models.find(model)
         selection = _one(known, name)
@@ -103,28 +103,29 @@ class ArrayService:
             flat, dtype = _checked(name, value, param.shape)
         else:
             flat, dtype = read_tensor(name, value, param.shape)
-        uploading = known.state != "ready"
-        if uploading:
-            self._check_upload(known, name, upload_token)
         command = assignment(known, selection, flat, dtype)
-        if not uploading and upload_token is not None:
-            # A repeated upload whose answer was lost: it must not overwrite what has been trained since.
-            command = replace(command, parts=())
-        elif uploading:
+        if known.state != "ready":
+            self._check_upload(known, name, upload_token)
             conditions.check("")
-        elif conditions != ANY:
+            return await self._upload(known, name, command, upload_token)
+        if upload_token is not None:
+            return _duplicate(known)
+        if conditions != ANY:
             command = await self._conditional(known, selection, command, conditions)
-        if uploading and known.lost:
-            # The other partitions hold trained values, which must not be overwritten.
+        return await self._exchange.assign(known, command)
+
+    async def _upload(self, known: KnownModel, name: str, command: SetReceived, token: str | None) -> PushDone:
+        """Assign an initial value, and tell the scheduler.
+
+        If a complete model has lost values, only the partitions that lost them are assigned: the others hold trained
+        values.  An upload that touches none of these is answered as a duplicate.
+        """
+        if known.lost:
             command = replace(command, parts=tuple(p for p in command.parts if p.partition in known.lost))
-        if command.parts:
-            done = await self._exchange.assign(known, command)
-        else:
-            done = PushDone(known.key, known.timeline, "applied", True, 0, 0, 0, ())
-        if uploading:
-            given = [(p.partition, p.incarnation) for p in done.parts]
-            told = {"name": name, "token": upload_token, "given": given}
-            await self._link.request("POST", f"/internal/models/{known.key.name}/uploaded", told)
+        done = await self._exchange.assign(known, command) if command.parts else _duplicate(known)
+        given = [(p.partition, p.incarnation) for p in done.parts]
+        told = {"name": name, "token": token, "given": given}
+        await self._link.request("POST", f"/internal/models/{known.key.name}/uploaded", told)
         return done
 
     async def _conditional(
@@ -158,6 +159,10 @@ class ArrayService:
                 f"the initial values of model '{known.key.name}' are being uploaded",
                 hint="quote the upload_token of the reply to POST /models in the header X-Upload-Token",
             )
+
+
+def _duplicate(known: KnownModel) -> PushDone:
+    return PushDone(known.key, known.timeline, "applied", True, 0, 0, 0, ())
 
 
 def assignment(known: KnownModel, selection: Selection, flat: AnyArray, dtype: DType) -> SetReceived:

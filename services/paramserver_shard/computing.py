@@ -94,9 +94,8 @@ def _update(task: UpdateTask, pool: BufferPool, values: F32, nontemporal: bool) 
         gradient, dtype = pool.take(size), "float32"
         for piece in task.pieces:
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
-    crc = (
-        slice_crc(dtype, ((0, size),), gradient) if task.needs_check else None
-    )  # brings it into the cache for the update
+    # The checksum also brings the gradient into the cache for the update.
+    crc = slice_crc(dtype, ((0, size),), gradient) if task.needs_check else None
     if not kernels.apply(*step, gradient, dtype, values, slots, nontemporal=nontemporal):
         return TaskResult(None, bad_gradient=task.needs_check and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, slots, task.counts), crc)

@@ -17,12 +17,7 @@ from paramserver import kernels
 from paramserver.client.retry import may_be_done
 from paramserver.core.shard_io import PushDone
 from paramserver.errors import PsError, Unavailable, problem
-from paramserver.limits import (
-    BODY_BYTES_MAX,
-    CHUNK_BYTES,
-    JSON_ELEMENTS_MAX,
-    NAMED_BODY_BYTES_MAX,
-)
+from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JSON_ELEMENTS_MAX
 from paramserver.types import ITEMSIZE
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, encode_header
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
@@ -82,7 +77,7 @@ class _Endpoint:
                     await self.by_frame(scope, receive, send, began_s)
                     return
                 break
-        request = counted(Request(scope, receive), NAMED_BODY_BYTES_MAX)
+        request = counted(Request(scope, receive))
         negotiate.check_accept(request)
         body = await negotiate.read_tensors(request)
         response = await self.by_name(request, body, began_s)
@@ -248,12 +243,9 @@ class ChunkedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         view = memoryview(self.body)
-        size = len(view)
-        if scope["method"] == "HEAD":
-            size = 0
-        for at in range(0, max(size, 1), CHUNK_BYTES):
-            piece = bytes(view[at : at + CHUNK_BYTES]) if size else b""
-            await send({"type": "http.response.body", "body": piece, "more_body": at + CHUNK_BYTES < size})
+        for at in range(0, max(len(view), 1), CHUNK_BYTES):
+            piece = bytes(view[at : at + CHUNK_BYTES])
+            await send({"type": "http.response.body", "body": piece, "more_body": at + CHUNK_BYTES < len(view)})
 
 
 def check_of(request: Request) -> Callable[[PullRequest], None]:

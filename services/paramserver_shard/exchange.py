@@ -112,10 +112,10 @@ class Exchange:
         known: KnownModel,
         wanted: Sequence[WantedPart],
         *,
-        timeline: int | None,
-        min_version: int,
-        min_clock: int,
-        wait_s: float,
+        timeline: int | None = None,
+        min_version: int = 0,
+        min_clock: int = 0,
+        wait_s: float = 0.0,
     ) -> dict[int, GotPart]:
         """Return the current values of these partitions, by partition index."""
 

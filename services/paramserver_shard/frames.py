@@ -40,7 +40,7 @@ class FrameService:
         runtime: Runtime,
         exchange: Exchange,
         clocks: ClockReports,
-        lending: Lending | None = None,
+        lending: Lending | None,
     ) -> None:
         self._directory = directory
         self._models = models
@@ -65,17 +65,6 @@ class FrameService:
             check_sizes(codec, frame.sizes, elements)
             return [stored for stored, _ in frame.sizes]
         return [count * ITEMSIZE[frame.dtype] for count in elements]
-
-    async def allocate_slot(self, size_bytes: int) -> str:
-        """Lend a slot of shared memory to a client on this machine.  Raises Unavailable (`queue_full`) if it cannot."""
-        if self._lending is None:
-            raise problem("queue_full", "this shard lends no shared memory", hint="send a body instead")
-        return await self._lending.allocate_slot(size_bytes)
-
-    def free_slot(self, slot: str) -> None:
-        """Take back a slot that its client no longer needs."""
-        if self._lending is not None:
-            self._lending.free_slot(slot)
 
     async def push(self, arriving: Arriving, accepted: Callable[[PushDone], None]) -> tuple[PushDone, PullDone | None]:
         """Apply a push whose body is complete, or in its slot, and call `accepted` with the outcome.

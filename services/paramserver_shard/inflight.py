@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import problem
-from paramserver.limits import CLIENT_REQUESTS_MAX, QUEUED_REQUESTS_MAX, RECEIVING_BYTES_MAX
+from paramserver.limits import CLIENT_REQUESTS_MAX, NAMED_BODY_BYTES_MAX, QUEUED_REQUESTS_MAX, RECEIVING_BYTES_MAX
 from paramserver_node.negotiate import announced
 
 PROBES: Final = ("/livez", "/readyz", "/version", "/metrics")
@@ -122,14 +122,14 @@ def account(scope: Scope) -> Account:
     return found
 
 
-def counted(request: Request, size_max: int) -> Request:
-    """Return the request with its body counted: at once if its length is announced, else as it is read.
+def counted(request: Request) -> Request:
+    """Return a request by parameter name with its body counted: at once if its length is announced, else as it is read.
 
-    `size_max` is the most that is read of it.  Raises as `Account.grow` does, now or while the body is read.
+    Raises as `Account.grow` does, now or while the body is read.
     """
     opened, length = account(request.scope), announced(request)
     if length is not None:
-        opened.grow(min(length, size_max))
+        opened.grow(min(length, NAMED_BODY_BYTES_MAX))  # no more of it is read
         return request
 
     async def receive() -> Message:

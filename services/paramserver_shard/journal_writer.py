@@ -40,7 +40,6 @@ class JournalWriter:
     ) -> None:
         """`owns` tells whether this shard still owns a partition under a token; entries of others are dropped."""
         self._feed = feed
-        self._reasons: dict[bool, str] = {}
         self._settled = asyncio.Event()
         self._lanes = {fsync: _Lane(journal, fsync, self, owns) for fsync in (False, True)}
 
@@ -82,18 +81,12 @@ class JournalWriter:
         self._settled.set()
         self._settled = asyncio.Event()
 
-    def set_lane_state(self, fsync: bool, reason: str) -> None:
-        """Record why a lane cannot write (empty: it can), and feed any change to the core."""
-        before = self._storage_errors()
-        self._reasons[fsync] = reason
-        if self._storage_errors() != before:
-            if reason:
-                log.warning("journals cannot be written: %s", reason)
-            self.wake_waiters()
-            self._feed(StorageChanged(*self._storage_errors()))
-
-    def _storage_errors(self) -> tuple[str, str]:
-        return self._reasons.get(False, ""), self._reasons.get(True, "")
+    def lane_changed(self, reason: str) -> None:
+        """Feed to the core that a lane cannot write for this reason; "": that it can again."""
+        if reason:
+            log.warning("journals cannot be written: %s", reason)
+        self.wake_waiters()
+        self._feed(StorageChanged(self._lanes[False].reason, self._lanes[True].reason))
 
 
 class _Lane:
@@ -115,7 +108,8 @@ class _Lane:
         self._owns = owns
         self._retry_at: dict[Ownership, float] = {}  # loop time of the next attempt
         self._wake = asyncio.Event()
-        self._reason = ""
+        self.reason = ""
+        """Why nothing can be written now; "" if it can."""
 
     def add(self, entries: Iterable[JournalEntry]) -> None:
         for entry in entries:
@@ -139,10 +133,10 @@ class _Lane:
                 verdicts = await self._journal.append(batches, fsync=self._fsync)
                 crash_point("shard.after_journal")
             except (RedisError, OSError, PsError) as error:
-                self._record_failure(error)
+                self._set_reason(_reason_of(error))
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._record_success()
+            self._set_reason("")
             self._seconds.observe(clock() - began)
             self._bytes.inc(sum(e.nbytes for b in batches for e in b.entries))
             for batch, verdict in zip(batches, verdicts, strict=True):
@@ -202,41 +196,41 @@ class _Lane:
 
     def writes(self, key: PartitionKey, lsn: int) -> bool:
         """Whether entries of the partition up to `lsn` are waiting to be written and not held up."""
-        return not self._reason and any(
+        return not self.reason and any(
             o[0] == key and queue[0].lsn <= lsn and o not in self._retry_at for o, queue in self.queues.items()
         )
 
     def note_failure(self, reason: str) -> None:
-        if not self._reason:
-            self._reason = reason
-            self._writer.set_lane_state(self._fsync, reason)
+        if not self.reason:
+            self._set_reason(reason)
             self._wake.set()
 
     async def _rest(self, now: float) -> None:
         """Wait for new entries, for the next attempt of those held up, or, with probes, for Redis to come back."""
         until_s = min((at for o, at in self._retry_at.items() if o in self.queues), default=None)
         timeout_s = None if until_s is None else max(0.0, until_s - now)
-        if self._reason:
+        if self.reason:
             timeout_s = PROBE_S
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wake.wait()
         except TimeoutError:
-            if self._reason:
+            if self.reason:
                 await self._probe()
 
     async def _probe(self) -> None:
         try:
             await self._journal.probe(fsync=self._fsync)
         except (RedisError, OSError, PsError) as error:
-            self._record_failure(error)
+            self._set_reason(_reason_of(error))
         else:
-            self._record_success()
+            self._set_reason("")
 
-    def _record_failure(self, error: Exception) -> None:
-        self._reason = str(error) if isinstance(error, PsError) else trouble(error)
-        self._writer.set_lane_state(self._fsync, self._reason)
+    def _set_reason(self, reason: str) -> None:
+        if reason != self.reason:
+            self.reason = reason
+            self._writer.lane_changed(reason)
 
-    def _record_success(self) -> None:
-        self._reason = ""
-        self._writer.set_lane_state(self._fsync, "")
+
+def _reason_of(error: Exception) -> str:
+    return str(error) if isinstance(error, PsError) else trouble(error)

@@ -30,7 +30,7 @@ class SchedulerLink:
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._given = tuple(u.rstrip("/") for u in urls)
         self._urls = list(self._given)
-        self.on_switch: Callable[[], None] = _no_op
+        self.on_switch: Callable[[], None] = lambda: None
         """Called when another scheduler may be in use from now on."""
         self._credentials = credentials
         self._transport = AsyncDirectTransport(credentials)
@@ -118,10 +118,6 @@ def _with_source(url: str, response: Response) -> dict[str, Any]:
 
 def _target(path: str, params: Mapping[str, Any] | None) -> str:
     return f"{path}?{urlencode(params)}" if params else path
-
-
-def _no_op() -> None:
-    """Do nothing: the default of `on_switch`."""
 
 
 class _Lines:

@@ -68,7 +68,13 @@ class Loader:
             for reason in errors:
                 log.error("partition %s: version %d is used instead: %s", key, loaded.version, reason)
             return loaded
-        # A journal that was never truncated leads from the initial values to the same state.
+        return await self._from_the_beginning(effect, errors)
+
+    async def _from_the_beginning(self, effect: LoadPartition, errors: Sequence[PsError]) -> LoadedState:
+        """Load a partition without an intact snapshot; `errors` are those of its damaged ones.
+
+        A journal that was never truncated leads from the initial values to the same state.
+        """
         first = await self._first(effect)
         try:
             loaded = await self._continued(effect, first)
@@ -78,8 +84,8 @@ class Loader:
             return loaded
         if errors:
             details = "; ".join(e.detail for e in errors)
-            raise problem("corrupt_state", f"partition {key} cannot be restored: {details}")
-        if source != "init" and has_assigned_values(effect.spec, effect.layout, key.index):
+            raise problem("corrupt_state", f"partition {effect.key} cannot be restored: {details}")
+        if effect.source != "init" and has_assigned_values(effect.spec, effect.layout, effect.key.index):
             raise _never_stored(effect)
         return first
 

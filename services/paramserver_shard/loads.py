@@ -29,7 +29,7 @@ class Loads:
         for part in event.parts:
             loads[part.partition] = loads.get(part.partition, 0) + part.data.nbytes
 
-    def pulled(self, done: PullDone, ranges: Sequence[Sequence[Range] | None] | None = None) -> None:
+    def pulled(self, done: PullDone, ranges: Sequence[Sequence[Range] | None] | None) -> None:
         """Count an answered pull; `ranges` are those requested of each part (None: all of it)."""
         loads = self._of(done.model)
         for i, part in enumerate(done.parts):

@@ -55,7 +55,7 @@ from paramserver_shard.peers import PeerClient
 from paramserver_shard.receiving import FrameReader
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
-from paramserver_shard.shared_folder import SOCKET, SharedFolder
+from paramserver_shard.shared_folder import SharedFolder
 from paramserver_shard.stopping import Stopping
 from paramserver_shard.store import SnapshotStore
 from paramserver_shard.telemetry import Telemetry
@@ -130,7 +130,6 @@ class Shard:
     bulk_redis: Redis
     """Client without socket timeouts for large transfers, which set deadlines by their size."""
     folder: SharedFolder | None
-    lending: Lending | None
 
     async def aclose(self) -> None:
         """Close the connections and remove the shared memory."""
@@ -161,7 +160,7 @@ def assemble(
     addresses = addresses or [url_of(settings.host, settings.port, tls=bool(settings.tls_certificate))]
     folder, board = shared_memory(settings.shared_memory, name)
     if folder is not None:
-        addresses.append(folder.address)
+        addresses.append(f"unix://{folder.socket}")
     pool, directory, telemetry = BufferPool(folder=folder), Directory(name), Telemetry(time.monotonic)
     lending = None if folder is None or board is None else Lending(pool, BufferPool(folder=folder), board, clock)
     redis, bulk_redis = node_redis.connect(settings.redis), node_redis.connect(settings.redis, timeout_s=None)
@@ -171,7 +170,7 @@ def assemble(
     runtime = Runtime(ShardCore(check_part), directory, pool, store, Journal(bulk_redis, scripts), group)
     memory, clocks = Memory(limit_of(settings.memory_limit)), ClockReports()
     membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory, clocks)
-    runtime.peers = membership
+    runtime.scheduler = membership
     if board is not None and lending is not None:
         membership.serving.on_changed, runtime.on_superseded = board.set_serving_window, lending.clear_superseded
     models = Models(directory, link)
@@ -180,8 +179,10 @@ def assemble(
     frames = FrameService(directory, models, runtime, exchange, clocks, lending)
     arrays = ArrayService(models, exchange, names, link)
     reader, forwarder = FrameReader(pool), Forwarder(shown, stop=stop)
-    services = Services(membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, access)
-    return Shard(services, redis, bulk_redis, folder, lending)
+    services = Services(
+        membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, lending, access
+    )
+    return Shard(services, redis, bulk_redis, folder)
 
 
 def shared_memory(root: str, name: str) -> tuple[SharedFolder, Board] | tuple[None, None]:
@@ -227,27 +228,25 @@ async def serve(settings: ShardSettings) -> None:
     stop_on_signals(asked)
     async with asyncio.TaskGroup() as group:
         shard = assemble(settings, group, access, stop)
-        membership, runtime = shard.services.membership, shard.services.runtime
+        membership, runtime, lending = shard.services.membership, shard.services.runtime, shard.services.lending
         try:
             app = make_app(shard.services)
             threads = TransferThreads.if_supported()
             tcp = serve_tcp(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S, transfer_threads=threads)
             serving = group.create_task(tcp)
-            ending = group.create_task(Stopping(membership, runtime).run(asked, stop))
-            if shard.folder is not None and shard.lending is not None:
-                path = str(shard.folder.path / SOCKET)
+            loops = [group.create_task(Stopping(membership, runtime).run(asked, stop))]
+            if shard.folder is not None and lending is not None:
+                path = str(shard.folder.socket)
                 group.create_task(serve_unix(app, path, stop, grace_s=GRACE_S, transfer_threads=threads))
-                lending = group.create_task(shard.lending.expire_periodically())
+                loops.append(group.create_task(lending.expire_periodically()))
             await runtime.submit(kernels.warm_up)  # compile before joining, so no push waits for it
             if threads is not None:
                 await runtime.submit(sockets.warm_up)
             freeze_gc()
-            joined = group.create_task(membership.run())
+            loops.append(group.create_task(membership.run()))
             await serving
-            ending.cancel()
-            joined.cancel()
-            if shard.lending is not None:
-                lending.cancel()
+            for loop in loops:
+                loop.cancel()
             runtime.close()
             if threads is not None:
                 threads.close()

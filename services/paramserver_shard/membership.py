@@ -45,7 +45,7 @@ JOIN_LOG_INTERVAL_S: Final = 60.0
 
 
 class Membership:
-    """Keeps one shard a member of the cluster; implements the runtime's `Peers`."""
+    """Keeps one shard a member of the cluster; implements the runtime's `Scheduler`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Membership:
             return "not a member of the cluster yet" + (f" ({self._join_error})" if self._join_error else "")
         return "" if self.followed.is_set() else "the cluster map has not arrived yet"
 
-    # -- requests from the core (`Peers`)
+    # -- requests from the core (`Scheduler`)
 
     def report(self) -> None:
         self._kick.set()

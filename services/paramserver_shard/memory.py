@@ -47,11 +47,6 @@ class Memory:
         self.limit_bytes = limit_bytes
         self._resident = ResidentMemory()
 
-    @property
-    def used_bytes(self) -> int:
-        """Resident memory."""
-        return self._resident.bytes()
-
     def document(self) -> dict[str, int]:
-        """Return `limit_bytes` and `used_bytes` for a heartbeat."""
-        return {"limit_bytes": self.limit_bytes, "used_bytes": self.used_bytes}
+        """Return the limit and the resident memory for a heartbeat."""
+        return {"limit_bytes": self.limit_bytes, "used_bytes": self._resident.bytes()}

@@ -26,10 +26,10 @@ class PullRequest(Struct, frozen=True):
     """A checked pull by name."""
 
     selection: Selection
-    min_version: int
-    min_clock: int
-    wait_s: float
-    dtype: DType | None
+    min_version: int = 0
+    min_clock: int = 0
+    wait_s: float = 0.0
+    dtype: DType | None = None
     """None: each parameter's own dtype."""
 
 
@@ -96,7 +96,6 @@ class NameService:
         got = await self._exchange.pull(
             known,
             wanted,
-            timeline=None,
             min_version=request.min_version,
             min_clock=request.min_clock,
             wait_s=request.wait_s,

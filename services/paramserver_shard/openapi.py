@@ -8,7 +8,7 @@ from paramserver.wire.frame import MEDIA_TYPE
 from paramserver_node import value_docs as docs
 
 ASSIGN_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    **docs.answers({200: "Assigned"}, docs.PUSHED, docs.PUSHED_EXAMPLE),
+    **docs.answer(200, "Assigned", docs.PUSHED, docs.PUSHED_EXAMPLE),
     412: {"description": "The value does not satisfy If-Match or If-None-Match"},
 }
 NPY_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {

@@ -71,8 +71,8 @@ JOURNAL_AHEAD_S: Final = 10.0
 """Longest wait of a snapshot for the journal entries it includes; written before them, it could leave a hole."""
 
 
-class Peers(Protocol):
-    """The core's requests to the scheduler, implemented by the membership."""
+class Scheduler(Protocol):
+    """What the core asks of the scheduler, as the membership implements it."""
 
     def report(self) -> None:
         """Send a heartbeat now."""
@@ -106,9 +106,9 @@ class Runtime:
     ) -> None:
         self.core = core
         self.pool = pool
-        self.peers: Peers
+        self.scheduler: Scheduler
         """Set before the first event."""
-        self.on_superseded: Callable[[Sequence[PartitionState]], None] = _no_op
+        self.on_superseded: Callable[[Sequence[PartitionState]], None] = lambda _: None
         """Called with values that pulls no longer return, before any reply announces their successors."""
         self.lost: dict[PartitionKey, Token] = {}
         """Owned partitions with uploaded or file values that were never stored, with their owner tokens."""
@@ -251,9 +251,9 @@ class Runtime:
             case AskWorker(request):
                 self._spawn(self._ask_worker(effect))
             case Report():
-                self.peers.report()
+                self.scheduler.report()
             case Resync():
-                self.peers.resync()
+                self.scheduler.resync()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._group.create_task(work)
@@ -294,7 +294,7 @@ class Runtime:
             log.warning("partition %s cannot be loaded: %s", key, error)
             if error.members.get("never_stored"):
                 self.lost[key] = token
-                self.peers.report()
+                self.scheduler.report()
             self.feed(LoadFailed(key, token, error))
         except (RedisError, OSError) as error:
             self.redis_failed(error)
@@ -383,7 +383,7 @@ class Runtime:
                 self.feed(JournalLost(key, token, restarted=True))
 
     async def _ask_worker(self, effect: AskWorker) -> None:
-        self.feed(await self.peers.ask_worker(effect))
+        self.feed(await self.scheduler.ask_worker(effect))
 
     def close(self) -> None:
         """Cancel all tasks and take no more events; requests that still wait are answered 503, as are later ones."""
@@ -404,10 +404,6 @@ class Runtime:
 
 def _stopping() -> PsError:
     return problem("unavailable", "this shard is stopping")
-
-
-def _no_op(states: Sequence[PartitionState]) -> None:
-    """Do nothing: the default callback."""
 
 
 async def _end(error: Exception) -> None:

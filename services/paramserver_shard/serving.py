@@ -16,7 +16,7 @@ class Serving:
     def __init__(self) -> None:
         self.closed = False
         """Whether the shard has stopped serving for good."""
-        self.on_changed: Callable[[float, float], None] = _no_op
+        self.on_changed: Callable[[float, float], None] = lambda *_: None
         """Called with (confirmed at, may serve until), in monotonic seconds, on each change; (0, 0): must not serve."""
         self._scheduler_seen_at = self._redis_seen_at = _NEVER
 
@@ -50,7 +50,3 @@ class Serving:
         """Stop serving, for good."""
         self.closed = True
         self.on_changed(0.0, 0.0)
-
-
-def _no_op(confirmed_s: float, until_s: float) -> None:
-    """Do nothing: the default callback."""

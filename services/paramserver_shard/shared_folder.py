@@ -25,8 +25,7 @@ from paramserver.wire.board import LOCK
 
 log = logging.getLogger("paramserver.shard")
 
-SOCKET: Final = "requests"
-"""File name of the socket in the folder."""
+_SOCKET: Final = "requests"
 _HALF_MADE_S: Final = 60.0
 """Folders being created or removed have no lock file for a moment; one older than this is a leftover."""
 _SOCKET_PATH_MAX: Final = 107
@@ -69,7 +68,7 @@ class SharedFolder:
             raise OSError(f"{parent} belongs to another user")
         sweep(parent)
         path = parent / f"{re.sub(r'[^A-Za-z0-9_-]', '_', name[:40])}-{secrets.token_hex(6)}"
-        if len(os.fsencode(path / SOCKET)) > _SOCKET_PATH_MAX:
+        if len(os.fsencode(path / _SOCKET)) > _SOCKET_PATH_MAX:
             raise OSError(f"{path} is too long for the path of a socket")
         half_made = parent / f".{path.name}"
         half_made.mkdir(mode=0o700)
@@ -84,9 +83,9 @@ class SharedFolder:
         return cls(path, lock, min(bytes_max, int(free.f_bavail * free.f_frsize * _FREE_SHARE)))
 
     @property
-    def address(self) -> str:
-        """Address of the socket for clients on this machine."""
-        return f"unix://{self.path / SOCKET}"
+    def socket(self) -> Path:
+        """Path of the socket that clients on this machine send requests to."""
+        return self.path / _SOCKET
 
     def allocate(self, size_bytes: int) -> tuple[str, mmap.mmap] | None:
         """Create a file of that size and map it, with all pages allocated; None if there is no room, which is logged.

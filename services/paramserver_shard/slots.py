@@ -8,7 +8,7 @@ from paramserver.errors import problem
 from paramserver.limits import BODY_BYTES_MAX
 from paramserver_node import negotiate
 from paramserver_node.roles import role
-from paramserver_shard.frames import FrameService
+from paramserver_shard.lending import Lending
 from paramserver_shard.serving import Serving
 
 BODY_SIZE_MAX: Final = 4096
@@ -29,8 +29,8 @@ _BODY: Final[dict[str, Any]] = {
 }
 
 
-def router(serving: Serving, frames: FrameService) -> APIRouter:
-    """Return the router of `POST /slots` and `DELETE /slots/{slot}`."""
+def router(serving: Serving, lending: Lending | None) -> APIRouter:
+    """Return the router of `POST /slots` and `DELETE /slots/{slot}`; without `lending`, no slot is lent."""
     routes = APIRouter(tags=["shared memory"])
 
     @routes.post(
@@ -47,14 +47,17 @@ def router(serving: Serving, frames: FrameService) -> APIRouter:
         size_bytes = body.get("bytes") if isinstance(body, dict) else None
         if type(size_bytes) is not int or not 0 < size_bytes <= BODY_BYTES_MAX:
             raise problem("invalid_field", f"bytes: an integer from 1 to {BODY_BYTES_MAX}", where="bytes")
-        return negotiate.respond(request, {"slot": await frames.allocate_slot(size_bytes)})
+        if lending is None:
+            raise problem("queue_full", "this shard lends no shared memory", hint="send a body instead")
+        return negotiate.respond(request, {"slot": await lending.allocate_slot(size_bytes)})
 
     @routes.delete(
         "/slots/{slot}", status_code=204, summary="Return a slot of shared memory, never to write to it again"
     )
     @role("worker")
     async def give_back(slot: str) -> Response:
-        frames.free_slot(slot)
+        if lending is not None:
+            lending.free_slot(slot)
         return Response(status_code=204)
 
     return routes

@@ -11,7 +11,7 @@ that a missing manifest was lost), `…:pending` (snapshots whose blocks may exi
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from zlib_ng import zlib_ng
 
 from paramserver.errors import problem
-from paramserver.limits import SNAPSHOT_BLOCK_BYTES, SNAPSHOT_BYTES_PER_S
+from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_node.redis import token_text
@@ -116,7 +116,7 @@ class SnapshotStore:
         scripts: ScriptRunner,
         pool: BufferPool,
         clock: Callable[[], float],
-        bytes_per_s: float = SNAPSHOT_BYTES_PER_S,
+        bytes_per_s: float,
     ) -> None:
         self._redis = redis
         self._scripts = scripts
@@ -159,22 +159,8 @@ class SnapshotStore:
             await self._delete_abandoned(key, token, found, pending)
             packed = encode_head(head, arrays)
             size = len(packed) + sum(a.nbytes for a in arrays)
-            count = -(-size // SNAPSHOT_BLOCK_BYTES)
-            checksums: list[int] = []
-            blocks = blocks_of(packed, arrays)
-            for i in range(count):
-                # Making the blocks of a small partition is faster than waking a thread, and there may be thousands.
-                made = next_block(blocks) if size <= SMALL_BYTES else await asyncio.to_thread(next_block, blocks)
-                assert made is not None
-                block, checksum = made
-                await self._budget.spend(len(block), urgent=urgent)
-                async with self._redis.pipeline(transaction=False) as pipe:
-                    if not i:  # in one pipeline with the first block, and before it
-                        pipe.sadd(_key(key, "pending"), f"{name}:{count}")
-                    pipe.set(_key(key, f"snap:{name}:{i}"), block)
-                    await pipe.execute()
-                checksums.append(checksum)
-                crash_point("shard.snapshot_block_stored")
+            checksums = await self._write_blocks(key, name, size, blocks_of(packed, arrays), urgent=urgent)
+            count = len(checksums)
             entry = {
                 "format": FORMAT,
                 "version": version,
@@ -203,6 +189,26 @@ class SnapshotStore:
                     await self._delete_blocks(key, str(old["name"]), len(old["crc32"]))
                     self._damaged.discard((key, str(old["name"])))
             return SaveResult.STORED
+
+    async def _write_blocks(
+        self, key: PartitionKey, name: str, size_bytes: int, blocks: Iterator[bytes], *, urgent: bool
+    ) -> list[int]:
+        """Write the blocks of a snapshot, `size_bytes` in all, after adding it to `pending`; returns their CRC-32s."""
+        count = -(-size_bytes // SNAPSHOT_BLOCK_BYTES)
+        checksums: list[int] = []
+        for i in range(count):
+            # Making the blocks of a small partition is faster than waking a thread, and there may be thousands.
+            inline = size_bytes <= SMALL_BYTES
+            block, checksum = next_block(blocks) if inline else await asyncio.to_thread(next_block, blocks)
+            await self._budget.spend(len(block), urgent=urgent)
+            async with self._redis.pipeline(transaction=False) as pipe:
+                if not i:  # in one pipeline with the first block, and before it
+                    pipe.sadd(_key(key, "pending"), f"{name}:{count}")
+                pipe.set(_key(key, f"snap:{name}:{i}"), block)
+                await pipe.execute()
+            checksums.append(checksum)
+            crash_point("shard.snapshot_block_stored")
+        return checksums
 
     async def has_token(self, key: PartitionKey, token: Token) -> bool:
         """Return whether Redis has this owner token or a newer one; if not, it was emptied or reverted."""

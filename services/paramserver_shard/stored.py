@@ -99,7 +99,7 @@ def blocks_of(head: bytes, arrays: Sequence[AnyArray]) -> Iterator[bytes]:
         yield b"".join(block)
 
 
-def next_block(blocks: Iterator[bytes]) -> tuple[bytes, int] | None:
-    """Return the next block and its CRC-32, or None; runs in a thread, since 4 MiB would block the event loop."""
-    block = next(blocks, None)
-    return None if block is None else (block, zlib_ng.crc32(block))
+def next_block(blocks: Iterator[bytes]) -> tuple[bytes, int]:
+    """Return the next block and its CRC-32; for 4 MiB in a thread, as making them would block the event loop."""
+    block = next(blocks)
+    return block, zlib_ng.crc32(block)

@@ -140,7 +140,6 @@ SNAPSHOT_JOURNAL_BYTES: Final = 64 * MIB
 JOURNAL_WAIT_S: Final = 10.0
 """Longest time a reply waits for its push to be durable; then it is a 503 and the push is in doubt."""
 SNAPSHOT_BLOCK_BYTES: Final = 4 * MIB
-SNAPSHOT_BYTES_PER_S: Final = 64 * MIB
 CHECKPOINT_INTERVAL_MIN: Final = 10.0
 
 # Authentication.

@@ -66,8 +66,8 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
     await client.aclose()
 
 
-class NoPeers:
-    """The peers of a shard without a scheduler."""
+class NoScheduler:
+    """The scheduler of a shard that has none."""
 
     def report(self) -> None:
         """Ignore the report."""
@@ -169,7 +169,7 @@ async def running(redis: Redis, **fields: Any) -> AsyncIterator[Shard]:
         store = SnapshotStore(redis, scripts, pool, asyncio.get_running_loop().time, 1e12)
         directory = Directory("s")
         runtime = Runtime(ShardCore(), directory, pool, store, Journal(redis, scripts), group)
-        runtime.peers = NoPeers()
+        runtime.scheduler = NoScheduler()
         runtime.feed(ModelView(model, spec, layout, 0, 0, 0, 1, True, {0: TOKEN}, "init", {}))
         try:
             yield Shard(runtime, redis, spec, layout, [0], directory)

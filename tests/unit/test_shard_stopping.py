@@ -28,7 +28,7 @@ def test_a_partition_that_is_assigned_to_a_stopping_shard_does_not_end_it(loadin
         async with asyncio.TaskGroup() as group:
             unused = cast(Any, Mock())
             runtime = Runtime(ShardCore(), Directory("s"), BufferPool(), unused, unused, group)
-            runtime.peers = unused
+            runtime.scheduler = unused
             if loading:
                 runtime.feed(view)
             runtime.close()

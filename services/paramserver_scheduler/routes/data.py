@@ -64,7 +64,7 @@ async def pull_npy(request: Request, m: str, name: str) -> Response:
 
 @router.put(
     "/models/{m}/params/{name:path}",
-    responses=docs.answers({200: "Assigned"}, docs.PUSHED, docs.PUSHED_EXAMPLE),
+    responses=docs.answer(200, "Assigned", docs.PUSHED, docs.PUSHED_EXAMPLE),
     openapi_extra=docs.body({}, [[0.0, 1.0]]),
 )
 @role("worker")
