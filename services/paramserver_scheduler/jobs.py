@@ -16,6 +16,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.checkpoints import ALIASES
 from paramserver.core.documents import check_states
 from paramserver.core.layout import Layout
+from paramserver.core.reading import Reading
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import NotFoundError, PsError, as_problem, problem
 from paramserver.types import ModelKey
@@ -111,20 +112,15 @@ class Jobs:
         workers = check_states(held.states_in(target))
         ask = self._runtime.ask
         try:
-            existing: Mapping[str, Any] | None = self._runtime.core.read.model(target)
-        except PsError as e:
-            if e.code != "unknown_model":
-                raise
-            existing = None
-        begin: Callable[[int], io.Event]
-        if existing is None:
+            model, spec = self._read.spec(target)
+        except NotFoundError:
             model = None
+        begin: Callable[[int], io.Event]
+        if model is None:
             spec = ModelSpec.parse(checkpoints.renamed(held.spec, target, partitions))
             await self.check_level(spec.document())
             begin = partial(io.CreateModel, spec=spec.document(), nonce="", restore=True)
         else:
-            model = ModelKey(target, int(existing["generation"]))
-            spec = ModelSpec.parse(existing["spec"])
             if partitions not in (None, spec.partitions):
                 raise problem("conflict", f"model '{target}' has {spec.partitions} partitions, which cannot be changed")
             begin = partial(io.StartRestore, model=target)
@@ -133,7 +129,7 @@ class Jobs:
             answer = await ask(begin)
             assert answer.body is not None
             model = key = ModelKey(target, int(answer.body["generation"]))
-            await self._shards.restore(key, states, self._owner(key), self._timeline(key))
+            await self._shards.restore(key, states, self._owner(key), lambda: self._read.timeline(key))
             done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version, workers))
         except Exception as e:
             error = problem_of(e)
@@ -149,8 +145,8 @@ class Jobs:
         holder: str | None = None
         creation: str | None = None
         try:
-            record = self._runtime.core.read.checkpoint(model, name)
-            creation = self._runtime.core.read.creation(model)
+            record = self._read.checkpoint(model, name)
+            creation = self._read.creation(model)
         except NotFoundError:  # the model or the record is gone: the checkpoints on disk count
             pass
         else:
@@ -172,8 +168,8 @@ class Jobs:
                     io.CheckpointFailed(effect.model, effect.name, checkpoints.taken(effect.name), taken=True)
                 )
                 return
-            count = len(self._runtime.core.read.model(effect.model.name)["partitions"])
-            held = await self._shards.states(effect.model, count, self._owner(effect.model), effect.cut)
+            _, spec = self._read.spec(effect.model.name)
+            held = await self._shards.states(effect.model, spec.partitions, self._owner(effect.model), effect.cut)
             _check_clocks(effect.document, [frame.clock for frame, _ in held])
             versions = [frame.version for frame, _ in held]
             size, path = await asyncio.to_thread(
@@ -203,7 +199,8 @@ class Jobs:
 
     async def _load_files(self, effect: io.LoadFiles) -> None:
         try:
-            layout = Layout(ModelSpec.parse(self._runtime.core.read.model(effect.model.name)["spec"]))
+            _, spec = self._read.spec(effect.model.name)
+            layout = Layout(spec)
             values = await asyncio.to_thread(self._store.read_parameters, layout, effect.files)
             frames = checkpoints.assignments(layout, effect.model.generation, values)
             if effect.partitions:
@@ -231,26 +228,13 @@ class Jobs:
                 await asyncio.sleep(SETTLE_S)
         self._runtime.send(io.ModelForgotten(model))
 
-    def _document(self, model: ModelKey) -> Mapping[str, Any]:
-        """Return the document of that creation of the model; raises PsError if it is gone or replaced."""
-        document = self._runtime.core.read.model(model.name)
-        if document["generation"] != model.generation:
-            raise problem("model_replaced", f"model '{model.name}' was deleted and created again")
-        return document
-
-    def _timeline(self, model: ModelKey) -> Callable[[], int]:
-        return lambda: int(self._document(model)["timeline"])
-
     def _owner(self, model: ModelKey) -> Owner:
-        def owner(index: int) -> str:
-            document = self._document(model)
-            place = document["partitions"][index]
-            shard = document["shards"].get(place["shard"])
-            if shard is None or not shard["addresses"]:
-                raise problem("unavailable", f"partition {index} of '{model.name}' has no owner now")
-            return str(shard["addresses"][0])
+        return lambda index: self._read.owner(model, index)
 
-        return owner
+    @property
+    def _read(self) -> Reading:
+        """What the scheduler knows now; another object whenever it begins to lead."""
+        return self._runtime.core.read
 
 
 def _check_clocks(document: Mapping[str, Any], clocks: Sequence[int]) -> None:

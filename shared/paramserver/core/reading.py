@@ -8,7 +8,9 @@ from paramserver.core.membership import Holder, Worker
 from paramserver.core.model_desk import describe
 from paramserver.core.models import Model
 from paramserver.core.series import Point, in_json
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
+from paramserver.types import ModelKey
 
 
 class Reading:
@@ -48,6 +50,29 @@ class Reading:
     def model(self, name: str) -> dict[str, Any]:
         """The full document of `GET /models/{m}`."""
         return self._c.public(self._c.model(name))
+
+    def spec(self, name: str) -> tuple[ModelKey, ModelSpec]:
+        """The present creation of a model, and its settings."""
+        model = self._c.model(name)
+        return model.key, model.spec
+
+    def timeline(self, key: ModelKey) -> int:
+        """The timeline of that creation of a model; raises ConflictError (`model_replaced`) if there is a later one."""
+        return self._created(key).timeline
+
+    def owner(self, key: ModelKey, index: int) -> str:
+        """Base URL of the shard that owns a partition; raises Unavailable while none does, else like `timeline`."""
+        name = self._created(key).owners[index].shard
+        shard = self._c.shards.get(name) if name is not None else None
+        if shard is None or not shard.addresses:
+            raise problem("unavailable", f"partition {index} of '{key.name}' has no owner now")
+        return shard.addresses[0]
+
+    def _created(self, key: ModelKey) -> Model:
+        model = self._c.model(key.name)
+        if model.key != key:
+            raise problem("model_replaced", f"model '{key.name}' was deleted and created again")
+        return model
 
     def workers(self, name: str, now: float, *, kept: bool = False) -> list[dict[str, Any]]:
         """The workers of a model: the live ones by rank, then the dead; see `worker`.
