@@ -44,6 +44,16 @@ def test_one_parameter_is_selected_without_a_look_at_the_others() -> None:
     assert [part.ranges for part in found.parts] == [((8, 12), (13, 14), (28, 32))]
 
 
+@pytest.mark.parametrize("names", [["b", "a"], "*", ["a", "?"]])
+def test_naming_all_parameters_is_the_selection_of_the_whole_model(names: list[str] | str) -> None:
+    """A gradient or pull that names every parameter, in any way, takes the selection that is already made."""
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"a": {"shape": [4]}, "b": {"shape": [2]}}}))
+
+    assert select(layout, names) is select(layout)
+    assert select(layout, names, {"a": [(0, 4)]}).shape(0) == (4,)
+    assert select(layout, names, {"a": [(1, 3)]}).size == 4
+
+
 def test_one_upload_is_noted_without_a_look_at_the_others() -> None:
     """What an uploaded parameter costs the scheduler, and the size of its answer, do not grow with the others."""
     d = Driver()

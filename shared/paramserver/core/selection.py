@@ -132,25 +132,30 @@ def select(layout: Layout, names: Names | None = None, ranges: Ranges | None = N
     Raises NotFoundError (`unknown_parameter`) or RequestError (`invalid_range`, `too_large`).
     """
     if names is None and not ranges:
-        whole = _WHOLE.get(layout)
-        if whole is None:
-            whole = _WHOLE[layout] = _selected(layout, None, {})
-        return whole
-    return _selected(layout, names, ranges or {})
+        return _whole(layout)
+    ranges = ranges or {}
+    chosen = dict.fromkeys(matched(layout, list(ranges)))  # raises for unknown names
+    ranged = {n: _checked(layout, n, ranges[n]) for n in chosen if n in ranges}
+    if names is not None:
+        chosen |= dict.fromkeys(matched(layout, names))
+    if not ranged and len(chosen) == len(layout.by_name):
+        return _whole(layout)
+    return _selected(layout, chosen, ranged)
 
 
 _WHOLE: Final[WeakKeyDictionary[Layout, Selection]] = WeakKeyDictionary()
 """For each layout in use, the selection of all elements, which nearly every pull and push uses."""
 
 
-def _selected(layout: Layout, names: Names | None, ranges: Ranges) -> Selection:
+def _whole(layout: Layout) -> Selection:
+    whole = _WHOLE.get(layout)
+    if whole is None:
+        whole = _WHOLE[layout] = _selected(layout, layout.by_name, {})
+    return whole
+
+
+def _selected(layout: Layout, chosen: Iterable[str], ranged: Mapping[str, tuple[Range, ...]]) -> Selection:
     at = layout.offsets.__getitem__  # order by it, not by the model's parameters, of which there may be thousands
-    chosen = dict.fromkeys(matched(layout, list(ranges)))  # raises for unknown names
-    ranged = {n: _checked(layout, n, ranges[n]) for n in chosen if n in ranges}
-    if names is not None:
-        chosen |= dict.fromkeys(matched(layout, names))
-    elif not ranges:
-        chosen = dict.fromkeys(layout.by_name)
     params = tuple([layout.by_name[n] for n in sorted(chosen, key=at)])
     flat: list[Range] = []
     owner: list[tuple[int, int]] = []  # for each flat range: (index into params, offset within its share)
