@@ -472,20 +472,23 @@ def test_what_does_something_anew_each_time_is_not_sent_twice(now: Now) -> None:
 
 
 def test_small_values_are_sent_at_the_same_time(now: Now) -> None:
-    """Values go in few rounds, a large one alone; what fails for a moment is sent again, and nothing else is."""
+    """Values go in few rounds, a large one alone; what fails for a moment is sent again, but not to its owner."""
     values = {f"p{i}": np.full(2, i, np.float32) for i in range(40)} | {"large": np.zeros(2 << 20, np.float32)}
     rounds: list[list[str]] = []
+    direct: list[str] = []
     failing = {"p3", "large"}
 
     def answer(request: Request) -> Outcome:
         name = request.path.rpartition("/")[2]
         rounds[-1].append(name)
+        if request.to == "http://owner:1":
+            direct.append(name)
         if name in failing:
             failing.remove(name)
             return refusal("unavailable")
         return Response(200, {}, b"{}")
 
-    call = control.put_values("m", values, Deadline.after(30, now), "secret")
+    call = control.put_values("m", values, {"p3": "http://owner:1"}, Deadline.after(30, now), "secret")
     effect = next(call)
     with suppress(StopIteration):
         while True:
@@ -495,11 +498,12 @@ def test_small_values_are_sent_at_the_same_time(now: Now) -> None:
 
     small = [f"p{i}" for i in range(40)]
     assert rounds == [small[:32], ["p3", *small[32:]], ["large"], ["large"]]
+    assert direct == ["p3"]
 
 
 def test_a_value_that_is_refused_ends_the_upload(now: Now) -> None:
     """A refusal is raised at once, with the reasons of all that were refused."""
-    call = control.put_values("m", {n: np.zeros(1, np.float32) for n in "ab"}, Deadline.after(30, now))
+    call = control.put_values("m", {n: np.zeros(1, np.float32) for n in "ab"}, {}, Deadline.after(30, now))
     refused = {"a": refusal("invalid_shape"), "b": Response(200, {}, b"{}")}
     with pytest.raises(RequestError, match="said the shard"):
         drive(call, lambda r: refused[r.path[-1]])
@@ -507,7 +511,7 @@ def test_a_value_that_is_refused_ends_the_upload(now: Now) -> None:
 
 def test_an_upload_left_to_the_garbage_collector_says_nothing(now: Now) -> None:
     """A request for an upload can be collected at any time (Python 3.13 warned of a file that is still read)."""
-    call = control.put_values("m", {"a": np.zeros(4, np.float32)}, Deadline.after(30, now))
+    call = control.put_values("m", {"a": np.zeros(4, np.float32)}, {}, Deadline.after(30, now))
     cycle: list[Any] = [next(call)]
     cycle.append(cycle)
     call.close()

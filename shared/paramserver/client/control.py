@@ -1,7 +1,7 @@
 """Calls other than push and pull: models and their settings, values, data, metrics, checkpoints, runs."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import index
 from secrets import token_urlsafe
 from typing import Any, Final, NamedTuple
@@ -16,6 +16,7 @@ from paramserver.client.cluster import Cluster, ModelMap, control, model_path
 from paramserver.client.retry import Backoff, is_temporary, to_result, together
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
+from paramserver.core.selection import select
 from paramserver.errors import InDoubt, PsError, combined, problem
 from paramserver.types import AnyArray
 
@@ -62,7 +63,8 @@ def create_model(
             raise problem("model_exists", f"model '{body['name']}' exists already", hint="pass exist_ok=True to use it")
         token = doc.get("upload_token")
         if token is not None:
-            yield from put_values(body["name"], uploads, deadline, token=str(token))
+            model_map = yield from cluster.store_document(doc, deadline)
+            yield from put_values(model_map.name, uploads, _owners(cluster, model_map, uploads), deadline, str(token))
             return (yield from wait_ready(cluster, body["name"], deadline))
         if doc.get("state", "ready") == "ready":
             cluster.forget(str(body["name"]))
@@ -84,8 +86,17 @@ def wait_ready(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMa
         yield Pause(0.05)
 
 
-def put_values(model: str, values: Mapping[str, AnyArray], deadline: Deadline, token: str | None = None) -> Call[None]:
-    """Assign parameters or, with a token, upload their initial values; small ones go at the same time."""
+def put_values(
+    model: str,
+    values: Mapping[str, AnyArray],
+    owners: dict[str, str | None],
+    deadline: Deadline,
+    token: str | None = None,
+) -> Call[None]:
+    """Assign parameters or, with a token, upload their initial values; small ones go at the same time.
+
+    Each is first sent to its owner in `owners`, if it has one there; what fails for a moment, to the given URLs.
+    """
     backoff, pending = Backoff(deadline), dict(values)
     while pending:
         names, size_bytes = list[str](), 0
@@ -94,7 +105,8 @@ def put_values(model: str, values: Mapping[str, AnyArray], deadline: Deadline, t
             if names and (len(names) == AT_ONCE or size_bytes > AT_ONCE_BYTES):
                 break
             names.append(name)
-        outcomes = yield [deadline.bound(_put_request(model, name, pending[name], token)) for name in names]
+        requests = [_put_request(model, name, pending[name], owners.pop(name, None), token) for name in names]
+        outcomes = yield [deadline.bound(request) for request in requests]
         results = [to_result(outcome) for outcome in outcomes]
         failures = [result for result in results if isinstance(result, PsError)]
         if refusals := [error for error in failures if not is_temporary(error)]:
@@ -106,7 +118,12 @@ def put_values(model: str, values: Mapping[str, AnyArray], deadline: Deadline, t
             yield backoff.pause(*failures)
 
 
-def _put_request(model: str, name: str, values: AnyArray, token: str | None) -> Request:
+def _owners(cluster: Cluster, model_map: ModelMap, names: Iterable[str]) -> dict[str, str | None]:
+    """Return where to send each parameter: to a shard that owns its beginning, and passes on the rest."""
+    return {n: cluster.route(model_map, select(model_map.layout, [n]).parts[0].partition) for n in names}
+
+
+def _put_request(model: str, name: str, values: AnyArray, to: str | None, token: str | None) -> Request:
     file = io.BytesIO()
     if values.dtype.name == "bfloat16" or values.dtype.kind != "f" or values.dtype.itemsize > 8:
         values = values.astype(np.float32)
@@ -114,7 +131,7 @@ def _put_request(model: str, name: str, values: AnyArray, token: str | None) -> 
     headers = {"content-type": NPY, "accept": "application/json"}
     if token is not None:
         headers["x-upload-token"] = token
-    return Request("PUT", model_path(model, "params", name), file.getvalue(), headers)
+    return Request("PUT", model_path(model, "params", name), file.getvalue(), headers, to=to)
 
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
@@ -139,7 +156,7 @@ def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: De
             errors.append(problem("invalid_shape", detail, where=name))
     if errors:
         raise combined(errors)
-    yield from put_values(model, arrays, deadline)
+    yield from put_values(model, arrays, _owners(cluster, model_map, arrays), deadline)
 
 
 def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline: Deadline) -> Call[Mapping[str, Any]]:
