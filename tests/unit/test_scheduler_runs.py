@@ -280,13 +280,14 @@ def test_the_rank_of_a_worker_whose_run_is_over_goes_to_the_next_run() -> None:
         d.join("run-1/w0", rank=0)
 
 
-def test_stop_by_metric_and_by_minutes() -> None:
-    """A run ends when a metric reaches its bound, or after its minutes of running."""
+@pytest.mark.parametrize(("bound", "before"), [({"at_least": 0.9}, 0.89), ({"at_most": 0.9}, 0.91)])
+def test_stop_by_metric_and_by_minutes(bound: dict[str, float], before: float) -> None:
+    """A run ends when a metric reaches its bound, from below or above, or after its minutes of running."""
     d = Driver.with_model()
-    run(d, stop={"metric": {"name": "accuracy", "at_least": 0.9}})
+    run(d, stop={"metric": {"name": "measured", **bound}})
     member(d, "p")
-    for value, want in ((0.89, "running"), (0.9, "finished")):
-        d.ask(lambda n, v=value: io.ReportMetrics(n, "m", {"accuracy": v}))  # type: ignore[misc]
+    for value, want in ((before, "running"), (0.9, "finished")):
+        d.ask(lambda n, v=value: io.ReportMetrics(n, "m", {"measured": v}))  # type: ignore[misc]
         assert state(d)[0] == want
     d.ask(lambda n: io.CreateRun(n, "m", ENTRY, stop={"minutes": 0.1}))
     m = d.core.read.pool(d.now)[0]
@@ -295,6 +296,17 @@ def test_stop_by_metric_and_by_minutes() -> None:
         d.wait(2.5)
         beat(d, m)
         assert d.core.read.run("run-2")["state"] == want
+
+
+def test_a_run_ends_with_its_model() -> None:
+    """Deleting a model stops the run that trains it, and says so."""
+    d = Driver.with_model()
+    run(d)
+    member(d, "p")
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+
+    assert state(d)[0] == "stopped"
+    assert "deleted" in d.core.read.run("run-1")["reason"]
 
 
 @pytest.mark.parametrize("stop", [{"name": "loss", "at_least": 1.0}, {"name": "loss", "at_most": 0.0}])

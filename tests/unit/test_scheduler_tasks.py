@@ -107,7 +107,7 @@ def test_an_evaluation_whose_worker_died_is_made_by_another() -> None:
 
 
 def test_who_gets_data_again_goes_on_where_the_others_are() -> None:
-    """A worker that found no data holds nobody back, and begins at the slowest one's clock once it gets data again."""
+    """A worker without data holds nobody back; with data again, it begins at the slowest one's clock, and counts."""
     d = Driver.with_model(consistency={"mode": "ssp", "staleness": 1})
     a, b = d.join("a"), d.join("b")
     d.ask(lambda n: io.RegisterDataset(n, "m", "train", 10, 10))
@@ -119,6 +119,8 @@ def test_who_gets_data_again_goes_on_where_the_others_are() -> None:
     assert lease(d, b, [], "more")["start"] == 0
 
     assert d.core.read.worker("m", b["worker"], d.now)["clock"] == 50
+    assert d.result(d.clock(a, 51))["released"]
+    assert d.clock(a, 52) in d.open
 
 
 def test_at_most_eight_evaluations_are_kept() -> None:
