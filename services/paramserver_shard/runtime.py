@@ -61,8 +61,8 @@ from paramserver_shard.journal import Journal as JournalStore
 from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.loading import Loader
 from paramserver_shard.loads import Loads
-from paramserver_shard.snapshots import to_stored
 from paramserver_shard.store import SaveResult, SnapshotStore
+from paramserver_shard.stored import to_stored
 
 log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
