@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
 import paramserver
-from paramserver_node.metrics import metrics
 from paramserver_node.roles import role
 
 
@@ -48,5 +48,10 @@ def router(service: str, ready: Callable[[], str]) -> APIRouter:
     async def version() -> dict[str, str | int]:
         return versions
 
-    routes.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=Response)
+    @routes.get("/metrics", summary="Prometheus metrics", response_class=Response)
+    @role("reader")
+    async def metrics() -> Response:
+        """All metrics of this process in Prometheus' text format."""
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
     return routes

@@ -5,10 +5,8 @@ Labels are route templates, methods and statuses, never paths or names that clie
 
 from typing import Final
 
-from fastapi import Response
-from prometheus_client import CONTENT_TYPE_LATEST, Gauge, disable_created_metrics, generate_latest
+from prometheus_client import Gauge, disable_created_metrics
 
-from paramserver_node.roles import role
 from paramserver_node.tally import Count, Counter, Histogram
 
 REQUESTS: Final = Counter("paramserver_http_requests_total", "Requests answered", ["route", "method", "status"])
@@ -23,9 +21,3 @@ REQUEST_S: Final = Histogram(
     ["route"],
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
-
-
-@role("reader")
-async def metrics() -> Response:
-    """All metrics of this process in Prometheus' text format."""
-    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)

@@ -38,8 +38,8 @@ class _Family(Collector, Generic[S]):
         return found
 
     def remove(self, *values: str) -> None:
-        """Remove the series of these label values; raises KeyError if there is none."""
-        del self._series[values]
+        """Remove the series of these label values, if there is one."""
+        self._series.pop(values, None)
 
 
 class Count:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import paramserver
 from paramserver_node import docs_page, health, problems
 from paramserver_node.access import Access, LocalOnly, guard
-from paramserver_node.fast_path import FastPathApp, routed
+from paramserver_node.app import NodeApp, routed
 from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import query_checked
@@ -51,7 +51,7 @@ def _clock(path: str) -> ASGIApp | None:
 
 def make_app() -> FastAPI:
     """Build the app; its routes answer 503 unless `app.state.service` is set, as it is while this scheduler leads."""
-    app = FastPathApp(
+    app = NodeApp(
         _clock,
         title="paramserver scheduler",
         version=paramserver.__version__,

@@ -13,8 +13,8 @@ from paramserver.errors import problem
 from paramserver.limits import NAMED_BODY_BYTES_MAX
 from paramserver_node import docs_page, health, negotiate, problems
 from paramserver_node.access import Access, LocalOnly, guard
+from paramserver_node.app import NodeApp, routed
 from paramserver_node.conditions import Conditions
-from paramserver_node.fast_path import FastPathApp, routed
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import query_checked
@@ -59,7 +59,7 @@ def make_app(services: Services) -> FastAPI:
     """Build the ASGI app of one shard."""
     s, serving = services, services.membership.serving
     short: dict[str, ASGIApp] = {}
-    app = FastPathApp(
+    app = NodeApp(
         short.get,
         title="paramserver shard",
         version=__version__,

@@ -18,7 +18,7 @@ from paramserver.core.shard_io import PushPart
 from paramserver.errors import problem
 from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import ITEMSIZE, AnyArray, Coding, DType
-from paramserver.wire.frame import PushFrame
+from paramserver.wire.frame import PullFrame, PushFrame
 from paramserver.wire.tensor import NUMPY_DTYPE, crc_after, slice_crc
 from paramserver_shard.computing import shares
 from paramserver_shard.directory import KnownModel
@@ -62,7 +62,7 @@ class Arriving:
         self.size: Final = sum(sizes)
         self.push_id: Final = frame.push_id
         self._codec: Final = frame.codec
-        self.applied_here: Final = all_local or frame.forwarded or frame.map_epoch is not None
+        self.applied_here: Final = all_local or not may_forward(frame)
         """Whether no part is forwarded to another owner."""
         self._with_crc = self.applied_here and (frame.seq is not None or frame.key is not None)
         self._staged = self._codec is not None and self._codec.stage is not None
@@ -144,6 +144,11 @@ class Arriving:
         ranges = None if part.ranges is None or count == size else tuple(part.ranges)
         finite, crc = checked(data, coding, ranges or ((0, size),) if self._with_crc else None)
         return PushPart(part.partition, data, coding, crc, finite, ranges, part.base, self._own_buffers)
+
+
+def may_forward(frame: PushFrame | PullFrame) -> bool:
+    """Whether parts of other shards are forwarded to them, as the client has no map; else they are refused with 421."""
+    return not frame.forwarded and frame.map_epoch is None
 
 
 def check_part(part: PushPart) -> PushPart:

@@ -155,7 +155,9 @@ class Push(_Pushing):
         reply = push_reply(done, commit_values, self._frames.lease_after(arriving.frame, done, commit_values))
         status = 200 if done.state == "applied" or reply.released else 202
         self.recheck_serving()
-        await _send(send, status, encode_header(reply))
+        body = encode_header(reply)
+        await send(_start(status, len(body)))
+        await send({"type": "http.response.body", "body": body})
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         done = await self._names.push(body, self._key(request, body))
@@ -211,17 +213,15 @@ async def _prepare_pull(frame: PullFrame) -> tuple[PullFrame, Body]:
     return frame, Body(())
 
 
-async def _send(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-type", _FRAME), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _start(status: int, size_bytes: int) -> Message:
+    headers = [(b"content-type", _FRAME), (b"content-length", str(size_bytes).encode())]
+    return {"type": "http.response.start", "status": status, "headers": headers}
 
 
 async def _send_body(scope: Scope, send: Send, answer: FrameBody) -> None:
     first = answer.header()
     size = len(first) + answer.body_bytes
-    headers = [(b"content-type", _FRAME), (b"content-length", str(size).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send(_start(200, size))
     arrival: BodyTransfer | None = scope.get("extensions", {}).get(BODY)
     chunks: Iterable[bytes | memoryview] = answer.chunks(first)
     if arrival is not None and size >= TRANSFER_BYTES_MIN and answer.zero_copy:

@@ -18,7 +18,7 @@ from paramserver.types import F32, ITEMSIZE, ModelKey
 from paramserver.wire.frame import Lease, PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
 from paramserver.wire.tensor import from_f32
 from paramserver_node.http2 import FRAME_BYTES
-from paramserver_shard.arriving import Arriving, check_sizes
+from paramserver_shard.arriving import Arriving, check_sizes, may_forward
 from paramserver_shard.buffers import SMALL_BYTES
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory, KnownModel
@@ -157,8 +157,7 @@ class FrameService:
         if self._lending is not None:
             self._lending.release(frame.release)
         self._check_pull(known, frame)
-        split = not frame.forwarded and frame.map_epoch is None
-        return await self._pull(known, frame, frame.timeline, split=split)
+        return await self._pull(known, frame, frame)
 
     async def pushpull(self, arriving: Arriving, accepted: Callable[[PushDone], None]) -> "FrameBody":
         """Push, then pull what the frame asks for; no values if the awaited commit did not come."""
@@ -177,25 +176,24 @@ class FrameService:
             answer = FrameBody(known, frame.pull.dtype, done.timeline, ())
         else:
             try:
-                split = not frame.forwarded and frame.map_epoch is None
-                answer = await self._pull(known, frame.pull, frame.timeline, split=split)
+                answer = await self._pull(known, frame, frame.pull)
             except PsError as error:
                 raise after_push(error, done) from error
         answer.push = push_reply(done, commit_values)
         return answer
 
-    async def _pull(self, known: KnownModel, spec: PullSpec, timeline: int | None, *, split: bool) -> "FrameBody":
-        """Pull; `split`: fetch the partitions of other shards, which are otherwise refused with 421."""
+    async def _pull(self, known: KnownModel, frame: PushFrame | PullFrame, spec: PullSpec) -> "FrameBody":
+        """Pull what `spec` asks for, which came with `frame`."""
         indices = tuple([p for p, _ in spec.parts])
         wait_s = min(max(spec.wait_s, 0.0), WAIT_S_MAX)
-        if not split or self._all_local(known, indices):
+        if not may_forward(frame) or self._all_local(known, indices):
             done = await self._runtime.pull(
                 lambda request: PullReceived(
                     request,
                     known.key.name,
                     indices,
                     known.key.generation,
-                    timeline,
+                    frame.timeline,
                     spec.min_version,
                     wait_s,
                     spec.min_clock,
@@ -207,7 +205,7 @@ class FrameService:
         fetched = await self._exchange.pull(
             known,
             wanted,
-            timeline=timeline,
+            timeline=frame.timeline,
             min_version=spec.min_version,
             min_clock=spec.min_clock,
             wait_s=wait_s,

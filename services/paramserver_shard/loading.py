@@ -9,18 +9,25 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
+from paramserver.core import initial
+from paramserver.core.layout import Layout
+from paramserver.core.optimizer import initial_slots
 from paramserver.core.replay import replay
-from paramserver.core.shard_io import LoadedState, LoadPartition, Task, TaskResult
+from paramserver.core.shard_io import LoadedState, LoadPartition, PartitionState, Task, TaskResult
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError, problem
+from paramserver.types import F32
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import compute
 from paramserver_shard.journal import Journal
-from paramserver_shard.snapshots import first_state, from_stored, has_assigned_values
 from paramserver_shard.store import SnapshotStore
+from paramserver_shard.stored import from_stored
 
 log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
 
+ASSIGNED_KINDS: Final = ("upload", "file")
+"""Kinds of initial values that reach the owner later, as an assignment."""
 FIRST_INLINE_MAX: Final = 4096
 """Elements up to which initial values are made on the event loop: a model's partitions are loaded all at once."""
 
@@ -85,7 +92,7 @@ class Loader:
         if errors:
             details = "; ".join(e.detail for e in errors)
             raise problem("corrupt_state", f"partition {effect.key} cannot be restored: {details}")
-        if effect.source != "init" and has_assigned_values(effect.spec, effect.layout, effect.key.index):
+        if effect.source != "init" and _has_assigned_values(effect):
             raise _never_stored(effect)
         return first
 
@@ -97,7 +104,7 @@ class Loader:
                 return from_stored(stored.head, stored.arrays)
         if manifest:
             raise problem("corrupt_state", f"the cut at clock {clock} of partition {key} cannot be restored")
-        if has_assigned_values(effect.spec, effect.layout, key.index):
+        if _has_assigned_values(effect):
             raise _never_stored(effect)
         return await self._first(effect)
 
@@ -128,3 +135,29 @@ class Loader:
 def _never_stored(effect: LoadPartition) -> PsError:
     """The error for initial values that cannot be generated again; heartbeats report it to the scheduler (`lost`)."""
     return problem("corrupt_state", f"partition {effect.key}: its initial values were never stored", never_stored=True)
+
+
+def first_state(spec: ModelSpec, layout: Layout, index: int, take: Callable[[int], F32]) -> LoadedState:
+    """Make version 0 of a partition: initial values, fresh optimizer state, step counts of 0.
+
+    Parameters of kind `upload` and `file` are zero until their values are assigned.  `take` returns an uninitialized
+    array of so many elements.
+    """
+    values = take(layout.partition_size(index))
+    base = layout.bounds[index]
+    for segment in layout.segments[index]:
+        param = spec.params[segment.param]
+        into = values[segment.start : segment.stop]
+        if param.init.kind in ASSIGNED_KINDS or param.init.kind == "zeros":
+            into.fill(0.0)
+        else:
+            offset = base - layout.offsets[param.name][0]
+            into[:] = initial.draw(param, segment.start + offset, segment.stop + offset)
+    slots = initial_slots(spec.optimizer, values)
+    return LoadedState(PartitionState(values, slots, (0,) * len(layout.segments[index])))
+
+
+def _has_assigned_values(effect: LoadPartition) -> bool:
+    """Whether the partition has parameters with assigned initial values, which cannot be drawn again."""
+    segments = effect.layout.segments[effect.key.index]
+    return any(effect.spec.params[s.param].init.kind in ASSIGNED_KINDS for s in segments)

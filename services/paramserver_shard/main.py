@@ -151,7 +151,7 @@ def assemble(
 
     `stop` is set when its server is to stop.
     """
-    shown = credentials(settings)
+    own_credentials = credentials(settings)
     clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
     if not is_name(name):
@@ -164,7 +164,7 @@ def assemble(
     pool, directory, telemetry = BufferPool(folder=folder), Directory(name), Telemetry(time.monotonic)
     lending = None if folder is None or board is None else Lending(pool, BufferPool(folder=folder), board, clock)
     redis, bulk_redis = node_redis.connect(settings.redis), node_redis.connect(settings.redis, timeout_s=None)
-    link = SchedulerLink(listed_urls(settings.scheduler), shown)
+    link = SchedulerLink(listed_urls(settings.scheduler), own_credentials)
     scripts = ScriptRunner(bulk_redis)
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
     runtime = Runtime(ShardCore(check_part), directory, pool, store, Journal(bulk_redis, scripts), group)
@@ -174,11 +174,11 @@ def assemble(
     if board is not None and lending is not None:
         membership.serving.on_changed, runtime.on_superseded = board.set_serving_window, lending.clear_superseded
     models = Models(directory, link)
-    exchange = Exchange(directory, runtime, PeerClient(pool, shown))
+    exchange = Exchange(directory, runtime, PeerClient(pool, own_credentials))
     names = NameService(models, exchange)
     frames = FrameService(directory, models, runtime, exchange, clocks, lending)
     arrays = ArrayService(models, exchange, names, link)
-    reader, forwarder = FrameReader(pool), Forwarder(shown, stop=stop)
+    reader, forwarder = FrameReader(pool), Forwarder(own_credentials, stop=stop)
     services = Services(
         membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, lending, access
     )

@@ -232,10 +232,11 @@ class Membership:
         LENT.set(pool.lent_bytes)
         KEPT.set(pool.kept_bytes)
         JOURNAL_WAITING.set(self._runtime.core.durability.queued_bytes)
-        DEGRADED.set(bool(self._runtime.degraded))
+        degraded = self._runtime.storage.degraded
+        DEGRADED.set(bool(degraded))
         metrics = self._telemetry.rates() | {"buffer_bytes": pool.lent_bytes + pool.kept_bytes}
-        if self._runtime.degraded:
-            metrics["degraded"] = self._runtime.degraded[:300]
+        if degraded:
+            metrics["degraded"] = degraded[:300]
         return metrics
 
     async def _watch_fence(self) -> None:
@@ -250,9 +251,9 @@ class Membership:
                     pipe.info("server")
                     term, fence, server = await pipe.execute()
             except (RedisError, OSError) as error:
-                self._runtime.redis_failed(error)
+                self._runtime.storage.redis_failed(error)
             else:
-                self._runtime.redis_answered(str(server["run_id"]))
+                self._runtime.storage.redis_answered(str(server["run_id"]))
                 if fence is not None and int(fence) >= self.epoch:
                     raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")
                 if term is not None:  # an emptied Redis has lost its fences too, so it confirms nothing

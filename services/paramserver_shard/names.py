@@ -135,7 +135,7 @@ class NameService:
         ranges = _read_ranges(r)
         grads = r.take("grads", {}, lambda v: isinstance(v, Mapping), "an object of tensors by name")
         _check_count("grads", grads)
-        selection, tensors = _read_tensors(known, grads, ranges, errors, "grads")
+        selection, tensors = _read_tensors(known, grads, ranges, errors)
         if not grads and not errors:
             raise problem("empty_push", "the push holds no gradients", hint='"grads": {"NAME": [...]}')
         if errors:
@@ -262,19 +262,18 @@ def _read_pull(known: KnownModel, r: Reader, *, ranged: bool = True) -> PullRequ
 
 def _read_tensors(
     known: KnownModel,
-    values: Mapping[Any, Any],
+    grads: Mapping[Any, Any],
     ranges: Mapping[str, Sequence[tuple[int, int]]],
     errors: list[PsError],
-    where: str,
 ) -> tuple[Selection, list[tuple[AnyArray, DType]]]:
     """Return the selection of these named tensors, and each tensor 1-D with its dtype; appends to `errors`."""
     try:
-        names = [n for n in values if isinstance(n, str)]
+        names = [n for n in grads if isinstance(n, str)]
         errors += known.spec.unknown([n for n in names if n not in known.layout.by_name])
         known_names = [n for n in names if n in known.layout.by_name]
-        stray = [n for n in ranges if n not in values]
-        errors += [problem("invalid_range", f"ranges: '{n}' is not in {where}", where=n) for n in stray]
-        used = {n: r for n, r in ranges.items() if n in values and n in known.layout.by_name}
+        stray = [n for n in ranges if n not in grads]
+        errors += [problem("invalid_range", f"ranges: '{n}' is not in grads", where=n) for n in stray]
+        used = {n: r for n, r in ranges.items() if n in grads and n in known.layout.by_name}
         selection = select(known.layout, known_names, used)
     except PsError as error:
         errors.append(error)
@@ -282,7 +281,7 @@ def _read_tensors(
     tensors: list[tuple[AnyArray, DType]] = []
     for i, param in enumerate(selection.params):
         try:
-            tensors.append(read_tensor(param.name, values[param.name], selection.shape(i)))
+            tensors.append(read_tensor(param.name, grads[param.name], selection.shape(i)))
         except PsError as error:
             errors.append(error)
     return selection, tensors

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -27,7 +27,6 @@ from paramserver.core.shard_io import (
     Effect,
     Event,
     Journal,
-    JournalLost,
     LoadFailed,
     LoadPartition,
     Outcome,
@@ -42,8 +41,6 @@ from paramserver.core.shard_io import (
     Request,
     RequestGone,
     Resync,
-    SnapshotFailed,
-    SnapshotStored,
     StoreSnapshot,
     TaskResult,
     Tick,
@@ -53,7 +50,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_node.redis import AWAY, trouble
+from paramserver_node.redis import trouble
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, exceeds_cache, shares, take_outputs, task_elements
 from paramserver_shard.directory import Directory
@@ -61,14 +58,11 @@ from paramserver_shard.journal import Journal as JournalStore
 from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.loading import Loader
 from paramserver_shard.loads import Loads
-from paramserver_shard.snapshots import to_stored
-from paramserver_shard.store import SaveResult, SnapshotStore
+from paramserver_shard.storage import Storage
+from paramserver_shard.store import SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
-
-JOURNAL_AHEAD_S: Final = 10.0
-"""Longest wait of a snapshot for the journal entries it includes; written before them, it could leave a hole."""
 
 
 class Scheduler(Protocol):
@@ -82,14 +76,6 @@ class Scheduler(Protocol):
 
     async def ask_worker(self, effect: AskWorker) -> WorkerAnswered:
         """Ask about a worker; if the scheduler fails to answer, the result carries the error."""
-
-
-_WHY: Final = {
-    SaveResult.EMPTIED: "Redis has no owner token of it, because its model was deleted or Redis was emptied",
-    SaveResult.FENCED: "another shard owns it now",
-    SaveResult.BLOCKS_GONE: "Redis lost a part while it was written",
-}
-"""Why a snapshot that Redis answered is not stored."""
 
 
 class Runtime:
@@ -112,12 +98,6 @@ class Runtime:
         """Called with values that pulls no longer return, before any reply announces their successors."""
         self.lost: dict[PartitionKey, Token] = {}
         """Owned partitions with uploaded or file values that were never stored, with their owner tokens."""
-        self._snapshot_errors: dict[tuple[PartitionKey, Token], str] = {}
-        """Why the newest snapshot of a partition is not stored, by ownership."""
-        self._redis_error = ""
-        self._redis_run_id = ""
-        self._directory = directory
-        self._store = store
         self._loader = Loader(store, journal, pool, self.submit)
         self._group = group
         self._loop = asyncio.get_running_loop()
@@ -133,14 +113,8 @@ class Runtime:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
         self.writer = JournalWriter(journal, self.feed, core.owns)
+        self.storage = Storage(core, directory, store, self.writer, self.feed, self._spawn)
         self._spawn(self.writer.run())
-
-    @property
-    def degraded(self) -> str:
-        """Reason why writes cannot be made durable now; empty when they can."""
-        for ownership in [o for o in self._snapshot_errors if not self.core.owns(*o)]:
-            del self._snapshot_errors[ownership]
-        return self._redis_error or next(iter(self._snapshot_errors.values()), "")
 
     # -- requests and events
 
@@ -245,7 +219,7 @@ class Runtime:
             case LoadPartition():
                 self._spawn(self._load(effect))
             case StoreSnapshot():
-                self._spawn(self._store_snapshot(effect))
+                self._spawn(self.storage.store_snapshot(effect))
             case Journal(entries, fsync):
                 self.writer.add(entries, fsync)
             case AskWorker(request):
@@ -297,90 +271,11 @@ class Runtime:
                 self.scheduler.report()
             self.feed(LoadFailed(key, token, error))
         except (RedisError, OSError) as error:
-            self.redis_failed(error)
+            self.storage.redis_failed(error)
             self.feed(LoadFailed(key, token, problem("storage_unavailable", trouble(error))))
         else:
             self.lost.pop(key, None)
             self.feed(PartitionLoaded(key, token, loaded))
-
-    async def _store_snapshot(self, effect: StoreSnapshot) -> None:
-        capture = effect.capture
-        key, token, version = capture.key, capture.token, capture.version
-        await self.writer.written(key, capture.lsn, JOURNAL_AHEAD_S)
-        head, arrays = to_stored(capture)
-        cut = capture.clock if effect.cut else None
-        known = self._directory.models.get(key.model.name)
-        pinned = known.pinned if known is not None and known.key == key.model else None
-        saved: SaveResult | None = None
-        try:
-            saved = await self._store.save(
-                key,
-                token,
-                version,
-                head,
-                arrays,
-                lsn=capture.lsn,
-                cut=cut,
-                pinned=pinned,
-                urgent=effect.urgent,
-                fsync=effect.fsync,
-            )
-        except PsError as error:
-            log.error("partition %s cannot be snapshotted: %s", key, error)
-            self._snapshot_errors[key, token] = str(error)
-        except (RedisError, OSError) as error:
-            if isinstance(error, AWAY):
-                self.redis_failed(error)
-            else:
-                self._snapshot_refused(key, token, trouble(error))
-        else:
-            if saved is SaveResult.EMPTIED:
-                self._snapshot_errors[key, token] = "Redis was emptied"
-            else:
-                self._snapshot_errors.pop((key, token), None)
-            if saved is not SaveResult.STORED:
-                log.warning("partition %s: its snapshot of version %d is not stored: %s", key, version, _WHY[saved])
-        if effect.urgent:
-            crash_point("shard.release_stored")
-        done = SnapshotStored if saved is SaveResult.STORED else SnapshotFailed
-        self.feed(done(key, token, version, effect.urgent))
-
-    def _snapshot_refused(self, key: PartitionKey, token: Token, why: str) -> None:
-        """Note that Redis refuses a snapshot, as when it is full; it answers what only reads nevertheless."""
-        if not self.degraded:
-            log.warning("writes are not durable for now: %s", why)
-        self._snapshot_errors[key, token] = why
-        self.writer.note_failure(why)
-
-    def redis_failed(self, error: Exception) -> None:
-        """Note that Redis did not answer a request, or refused it: nothing counts as durable for now."""
-        if not self._redis_error:
-            log.warning("writes are not durable for now: %s", trouble(error))
-        self._redis_error = trouble(error)
-        self.writer.note_failure(self._redis_error)
-
-    def redis_answered(self, run_id: str) -> None:
-        """Note that Redis has answered; a `run_id` other than before means that it was restarted."""
-        self._redis_error = ""
-        if run_id != self._redis_run_id:
-            if self._redis_run_id:
-                self._spawn(self.check_after_redis_restart())
-            self._redis_run_id = run_id
-
-    async def check_after_redis_restart(self) -> None:
-        """After a restart of Redis, have partitions stored again of which it has lost something."""
-        parts = [p for m in self.core.models.values() for p in m.partitions.values() if p.state is not None]
-        known = [(p.key, p.token, p.mark.stored) for p in parts]
-        try:
-            found = await self._store.last_lsns([key for key, _, _ in known])
-        except (RedisError, OSError) as error:
-            self.redis_failed(error)
-            self._redis_run_id = "?"  # matches no process, so this runs again when Redis answers
-            return
-        for (key, token, lsn), in_redis in zip(known, found, strict=True):
-            if in_redis < lsn:
-                log.error("partition %s: Redis restarted without its latest data; storing it again", key)
-                self.feed(JournalLost(key, token, restarted=True))
 
     async def _ask_worker(self, effect: AskWorker) -> None:
         self.feed(await self.scheduler.ask_worker(effect))

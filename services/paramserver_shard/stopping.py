@@ -74,7 +74,8 @@ class Stopping:
         """Store in Redis everything that exists only in this process, or give up at `until`."""
         while self._unsaved or self._runtime.writer.waiting:
             if monotonic() >= until:
-                log.error("%d partitions could not be stored: %s", self._unsaved, self._runtime.degraded or "no time")
+                why = self._runtime.storage.degraded or "no time"
+                log.error("%d partitions could not be stored: %s", self._unsaved, why)
                 return
             self._runtime.feed(SaveAll())
             await asyncio.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""Byte format of stored snapshots: a manifest, and a stream of head and arrays that is cut into blocks.
+"""The stored form of snapshots: head and arrays of a capture, as a stream that is cut into blocks, and a manifest.
 
 This is format 1.1. Format 1.0 is still read: its manifest was a bare list without a checksum, and it had no journal.
 """
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from zlib_ng import zlib_ng
 
+from paramserver.core.shard_io import Capture, HeldPart, LoadedState, PartitionState
 from paramserver.errors import PsError, problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import AnyArray
@@ -20,9 +21,63 @@ from paramserver.types import AnyArray
 FORMAT: Final = "1.1"
 _READ: Final = (1, "1.1")  # 1.0 wrote its format as a number
 _ALIGN: Final = 64
+_HELD_FIELDS: Final = ("worker", "epoch", "clock", "seq", "base", "scale", "ranges", "dtype")
 
 Entry = Mapping[str, Any]
 """One snapshot in a manifest: version, token, lsn, cut, name, bytes, crc32 (of each block), format."""
+
+
+def to_stored(capture: Capture) -> tuple[dict[str, Any], tuple[AnyArray, ...]]:
+    """Return a capture's head and its arrays: values, slots, buffered and staged gradients, in this order."""
+    head = {
+        "version": capture.version,
+        "clock": capture.clock,
+        "steps": list(capture.state.steps),
+        "slots": len(capture.state.slots),
+        "memory": dict(capture.memory),
+        "held": [_fields(part) for part in capture.buffered],
+        "lsn": capture.lsn,
+        "staged": [_fields(part) for part in capture.staged],
+        "settings": None if capture.settings is None else dict(capture.settings),
+    }
+    waiting = (part.data for part in (*capture.buffered, *capture.staged))
+    return head, (capture.state.values, *capture.state.slots, *waiting)
+
+
+def from_stored(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> LoadedState:
+    """Rebuild the state that `to_stored` wrote, or format 1.0, which had no journal and no staged parts."""
+    slots, rest = int(head["slots"]), arrays[1 + int(head["slots"]) :]
+    buffered = head["held"]
+    return LoadedState(
+        PartitionState(arrays[0], tuple(arrays[1 : 1 + slots]), tuple(int(s) for s in head["steps"])),
+        int(head["version"]),
+        int(head["clock"]),
+        head["memory"],
+        tuple(_held(h, data) for h, data in zip(buffered, rest[: len(buffered)], strict=True)),
+        stored=True,
+        lsn=int(head.get("lsn", 0)),
+        staged=tuple(_held(h, data) for h, data in zip(head.get("staged", ()), rest[len(buffered) :], strict=True)),
+        settings=head.get("settings"),
+    )
+
+
+def _fields(part: HeldPart) -> dict[str, Any]:
+    return {f: getattr(part, f) for f in _HELD_FIELDS}
+
+
+def _held(head: Mapping[str, Any], data: AnyArray) -> HeldPart:
+    base, ranges = head["base"], head["ranges"]
+    return HeldPart(
+        head["worker"],
+        head["epoch"],
+        head["clock"],
+        head["seq"],
+        None if base is None else (base[0], base[1]),
+        head["scale"],
+        None if ranges is None else tuple((a, b) for a, b in ranges),
+        data,
+        head["dtype"],
+    )
 
 
 def newer(what: str, found: object) -> PsError:

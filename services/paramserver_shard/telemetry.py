@@ -177,9 +177,9 @@ class Telemetry:
         """Remove the series of a deleted model, so that their number stays bounded by the existing models."""
         self._flows.pop(model, None)
         for state in STATES:
-            _remove(PUSHES, model, state)
+            PUSHES.remove(model, state)
         for metric in _BY_MODEL:
-            _remove(metric, model)
+            metric.remove(model)
 
     def rates(self) -> dict[str, Any]:
         """Return the metrics for a heartbeat, over the last three seconds; recomputed at most every `INTERVAL_S`.
@@ -219,10 +219,3 @@ def name_lag(done: PushDone, base_version: object) -> int | None:
     if done.state != "applied" or done.duplicate or not isinstance(base_version, int):
         return None
     return max(0, done.version - 1 - base_version)
-
-
-def _remove(metric: Counter | Histogram, *labels: str) -> None:
-    try:
-        metric.remove(*labels)
-    except KeyError:
-        pass

@@ -46,9 +46,8 @@ from paramserver_shard.journal import Journal
 from paramserver_shard.loading import Loader
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
-from paramserver_shard.snapshots import from_stored, to_stored
 from paramserver_shard.store import SaveResult, SnapshotStore
-from paramserver_shard.stored import pack_manifest
+from paramserver_shard.stored import from_stored, pack_manifest, to_stored
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -140,7 +139,7 @@ class Shard:
         self.runtime.core.plan.urgent(p)
         self.runtime.feed(Tick())
         async with asyncio.timeout(20):
-            while not self.runtime.degraded:
+            while not self.runtime.storage.degraded:
                 await asyncio.sleep(0.005)
 
     async def commit(self, t: int, *, cut: bool = False) -> None:
@@ -214,10 +213,10 @@ async def test_a_model_that_was_deleted_during_a_snapshot_leaves_no_complaint(re
         await shard.push(1)
         await redis.delete(f"{{{shard.key}}}:token")  # the leader deletes it before the shard hears of it
         await shard.refused_snapshot()
-        assert shard.runtime.degraded == "Redis was emptied"
+        assert shard.runtime.storage.degraded == "Redis was emptied"
 
         shard.runtime.feed(ModelGone(shard.key.model))
-        assert shard.runtime.degraded == ""
+        assert shard.runtime.storage.degraded == ""
 
 
 async def test_a_shard_is_degraded_until_redis_is_no_longer_full(redis: Redis) -> None:
@@ -227,14 +226,14 @@ async def test_a_shard_is_degraded_until_redis_is_no_longer_full(redis: Redis) -
         await redis.config_set("maxmemory", 1)
         try:
             await shard.refused_snapshot()
-            shard.runtime.redis_answered("its run id")
-            assert shard.runtime.degraded.startswith("Redis refuses: ")
+            shard.runtime.storage.redis_answered("its run id")
+            assert shard.runtime.storage.degraded.startswith("Redis refuses: ")
         finally:
             await redis.config_set("maxmemory", 0)
 
         await shard.snapshot()
         async with asyncio.timeout(20):
-            while shard.runtime.degraded:  # what is in Redis is known here before its answer has come
+            while shard.runtime.storage.degraded:  # what is in Redis is known here before its answer has come
                 await asyncio.sleep(0.005)
 
 
@@ -513,13 +512,13 @@ async def test_a_redis_that_started_anew_is_looked_over(redis: Redis, ack: str) 
     async with running(redis, ack=ack) as shard:
         await shard.push(3)
         await shard.snapshot()
-        shard.runtime.redis_answered("one run")
+        shard.runtime.storage.redis_answered("one run")
         manifest = await redis.get(f"{{{shard.key}}}:manifest")
-        await shard.runtime.check_after_redis_restart()
+        await shard.runtime.storage.check_after_restart()
         lost = [k for k in await redis.keys("{m.3/0}:*") if not bytes(k).endswith(b":token")]  # type: ignore[arg-type]
         assert await redis.get(f"{{{shard.key}}}:manifest") == manifest
         await redis.delete(*lost)
-        shard.runtime.redis_answered("a third run")
+        shard.runtime.storage.redis_answered("a third run")
         async with asyncio.timeout(20):
             while await redis.get(f"{{{shard.key}}}:manifest") is None:
                 await asyncio.sleep(0.01)

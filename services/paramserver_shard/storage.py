@@ -1,0 +1,141 @@
+"""What Redis holds of this shard's partitions: snapshots are stored here, and why something is not stored is known."""
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from redis.exceptions import RedisError
+
+from paramserver.core.shard import ShardCore
+from paramserver.core.shard_io import Event, JournalLost, SnapshotFailed, SnapshotStored, StoreSnapshot
+from paramserver.errors import PsError
+from paramserver.types import PartitionKey, Token
+from paramserver_node.crash import crash_point
+from paramserver_node.redis import AWAY, trouble
+from paramserver_shard.directory import Directory
+from paramserver_shard.journal_writer import JournalWriter
+from paramserver_shard.store import SaveResult, SnapshotStore
+from paramserver_shard.stored import to_stored
+
+log = logging.getLogger("paramserver.shard")
+
+JOURNAL_AHEAD_S: Final = 10.0
+"""Longest wait of a snapshot for the journal entries it includes; written before them, it could leave a hole."""
+_WHY: Final = {
+    SaveResult.EMPTIED: "Redis has no owner token of it, because its model was deleted or Redis was emptied",
+    SaveResult.FENCED: "another shard owns it now",
+    SaveResult.BLOCKS_GONE: "Redis lost a part while it was written",
+}
+"""Why a snapshot that Redis answered is not stored."""
+
+
+class Storage:
+    """Stores snapshots, and feeds to the core what came of it."""
+
+    def __init__(
+        self,
+        core: ShardCore,
+        directory: Directory,
+        store: SnapshotStore,
+        writer: JournalWriter,
+        feed: Callable[[Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        """`spawn` runs work in a task of its own."""
+        self._core = core
+        self._directory = directory
+        self._store = store
+        self._writer = writer
+        self._feed = feed
+        self._spawn = spawn
+        self._snapshot_errors: dict[tuple[PartitionKey, Token], str] = {}
+        """Why the newest snapshot of a partition is not stored, by ownership."""
+        self._redis_error = ""
+        self._redis_run_id = ""
+
+    @property
+    def degraded(self) -> str:
+        """Reason why writes cannot be made durable now; empty when they can."""
+        for ownership in [o for o in self._snapshot_errors if not self._core.owns(*o)]:
+            del self._snapshot_errors[ownership]
+        return self._redis_error or next(iter(self._snapshot_errors.values()), "")
+
+    async def store_snapshot(self, effect: StoreSnapshot) -> None:
+        """Store a snapshot once the journal entries that it includes are written."""
+        capture = effect.capture
+        key, token, version = capture.key, capture.token, capture.version
+        await self._writer.written(key, capture.lsn, JOURNAL_AHEAD_S)
+        head, arrays = to_stored(capture)
+        cut = capture.clock if effect.cut else None
+        known = self._directory.models.get(key.model.name)
+        pinned = known.pinned if known is not None and known.key == key.model else None
+        saved: SaveResult | None = None
+        try:
+            saved = await self._store.save(
+                key,
+                token,
+                version,
+                head,
+                arrays,
+                lsn=capture.lsn,
+                cut=cut,
+                pinned=pinned,
+                urgent=effect.urgent,
+                fsync=effect.fsync,
+            )
+        except PsError as error:
+            log.error("partition %s cannot be snapshotted: %s", key, error)
+            self._snapshot_errors[key, token] = str(error)
+        except (RedisError, OSError) as error:
+            if isinstance(error, AWAY):
+                self.redis_failed(error)
+            else:
+                self._snapshot_refused(key, token, trouble(error))
+        else:
+            if saved is SaveResult.EMPTIED:
+                self._snapshot_errors[key, token] = "Redis was emptied"
+            else:
+                self._snapshot_errors.pop((key, token), None)
+            if saved is not SaveResult.STORED:
+                log.warning("partition %s: its snapshot of version %d is not stored: %s", key, version, _WHY[saved])
+        if effect.urgent:
+            crash_point("shard.release_stored")
+        done = SnapshotStored if saved is SaveResult.STORED else SnapshotFailed
+        self._feed(done(key, token, version, effect.urgent))
+
+    def _snapshot_refused(self, key: PartitionKey, token: Token, why: str) -> None:
+        """Note that Redis refuses a snapshot, as when it is full; it answers what only reads nevertheless."""
+        if not self.degraded:
+            log.warning("writes are not durable for now: %s", why)
+        self._snapshot_errors[key, token] = why
+        self._writer.note_failure(why)
+
+    def redis_failed(self, error: Exception) -> None:
+        """Note that Redis did not answer a request, or refused it: nothing counts as durable for now."""
+        if not self._redis_error:
+            log.warning("writes are not durable for now: %s", trouble(error))
+        self._redis_error = trouble(error)
+        self._writer.note_failure(self._redis_error)
+
+    def redis_answered(self, run_id: str) -> None:
+        """Note that Redis has answered; a `run_id` other than before means that it was restarted."""
+        self._redis_error = ""
+        if run_id != self._redis_run_id:
+            if self._redis_run_id:
+                self._spawn(self.check_after_restart())
+            self._redis_run_id = run_id
+
+    async def check_after_restart(self) -> None:
+        """After a restart of Redis, have partitions stored again of which it has lost something."""
+        parts = [p for m in self._core.models.values() for p in m.partitions.values() if p.state is not None]
+        known = [(p.key, p.token, p.mark.stored) for p in parts]
+        try:
+            found = await self._store.last_lsns([key for key, _, _ in known])
+        except (RedisError, OSError) as error:
+            self.redis_failed(error)
+            self._redis_run_id = "?"  # matches no process, so this runs again when Redis answers
+            return
+        for (key, token, lsn), in_redis in zip(known, found, strict=True):
+            if in_redis < lsn:
+                log.error("partition %s: Redis restarted without its latest data; storing it again", key)
+                self._feed(JournalLost(key, token, restarted=True))
