@@ -45,7 +45,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command = ["openssl", "req", "-x509", *new, *words]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=30)
 
-    openssl("-subj", "/CN=our authority", "-keyout", "ca.key", "-out", "ca.pem")
+    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # Python 3.13 and later insist on it
+    openssl("-subj", "/CN=our authority", "-keyout", "ca.key", "-out", "ca.pem", *usage)
     openssl(
         *("-subj", "/CN=node", "-CA", "ca.pem", "-CAkey", "ca.key", "-keyout", "node.key", "-out", "node.pem"),
         *("-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"),
