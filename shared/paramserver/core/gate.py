@@ -142,6 +142,8 @@ class Gate:
             if since is None and worker.granted <= done:
                 since = worker.granted
             worker.pending.extend(range(max(worker.done, since or 0), done))
+            if self.rule.late == "drop" and worker.pending[-1:] == [done - 1] and done <= self.clock:
+                worker.left_out = done
         worker.done = done
 
     def late(self, roster: Roster) -> dict[str, list[Any]]:
