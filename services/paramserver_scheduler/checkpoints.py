@@ -7,6 +7,7 @@ components, checked here, so no name received over the network leads out of the 
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,9 +93,16 @@ class CheckpointStore:
             shutil.rmtree(gone, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove the partly written or deleted folders of a process that was killed."""
+        """Remove the partly written or deleted folders of a process that was killed.
+
+        A checkpoint that it had moved aside (`checkpoint.write`) gets its name back if the new one is not in its place.
+        """
         for path in self._root.glob("*/.*"):
-            if path.suffix in (".part", ".old", ".gone"):
+            name = path.with_name(path.name[1:].rsplit(".", 2)[0])
+            if path.suffix == ".old" and not name.exists():
+                with suppress(OSError):  # a disk that refuses this must not keep the scheduler from leading
+                    path.rename(name)
+            elif path.suffix in (".part", ".old", ".gone"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def find(self, model: str, name: str) -> Path:

@@ -1,20 +1,25 @@
 """Reports to the scheduler which workers have ended their iteration, if their push said so (`ends`).
 
-Reports that cannot be sent are dropped: the worker waits at the shard only briefly, then reports to the scheduler
-itself.
+Reports that may be lost are sent again, to the same scheduler or the next, which ignores those that it has had.  After
+`WAIT_S` they are dropped: the worker waits at the shard only that long, then reports to the scheduler itself.
 """
 
 import asyncio
 import json
 import logging
 from collections import deque
+from typing import Final
 
+from paramserver.client.calls import POLL_S
 from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import ModelKey, PushId
 from paramserver_shard.link import RETRY_S, SchedulerLink
 from paramserver_shard.streaming_request import StreamingRequest
 
 log = logging.getLogger("paramserver.shard")
+
+WAIT_S: Final = POLL_S
+"""How long workers wait at most."""
 
 
 class ClockReports:
@@ -23,6 +28,8 @@ class ClockReports:
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque(maxlen=QUEUED_REQUESTS_MAX)
         """One JSON line per push; when full, the oldest is dropped and its worker reports to the scheduler itself."""
+        self._recent: deque[tuple[float, bytes]] = deque()
+        """(when, lines) taken from the queue within the last `WAIT_S`."""
         self._wake = asyncio.Event()
 
     def report(self, model: ModelKey, push_id: PushId, clock: int, timeline: int, shards: int) -> None:
@@ -35,6 +42,7 @@ class ClockReports:
     async def run(self, link: SchedulerLink, path: str) -> None:
         """Send reports to `path` of the scheduler in use, until cancelled."""
         self._lines.clear()  # those of an earlier membership are void
+        self._recent.clear()
         link.on_switch = self._wake.set
         while True:
             await self._wake.wait()
@@ -53,18 +61,32 @@ class ClockReports:
                     "clocks.unreported scheduler=%s status=%d: workers report clocks themselves", url, stream.status
                 )
                 link.apply_answer(url, stream)
-            self._lines.clear()
             self._wake.clear()
             await asyncio.sleep(RETRY_S)
+            self._take()
+            if self._recent:
+                self._wake.set()
 
     async def _send(self, stream: StreamingRequest, link: SchedulerLink, url: str) -> None:
         """Send reports until the request has ended or another scheduler is in use.
 
         A stalled scheduler keeps its connection open, so the first condition is not enough.
         """
+        self._take()
+        for _, lines in self._recent:
+            stream.send(lines)
         while not stream.ended and link.url == url:
             self._wake.clear()
             if self._lines:
-                stream.send(b"".join(self._lines))
-                self._lines.clear()
+                stream.send(self._take())
             await self._wake.wait()
+
+    def _take(self) -> bytes:
+        """Empty the queue and return its lines, which are kept while their workers wait."""
+        now, lines = asyncio.get_running_loop().time(), b"".join(self._lines)
+        if lines:
+            self._lines.clear()
+            self._recent.append((now, lines))
+        while self._recent and self._recent[0][0] <= now - WAIT_S:
+            self._recent.popleft()
+        return lines

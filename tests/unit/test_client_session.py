@@ -87,6 +87,16 @@ def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:
     assert session.clock == 2
 
 
+def test_a_step_whose_clock_was_committed_without_it_is_late() -> None:
+    """If a worker's report is too late for the commit of its clock, the result of the step says so."""
+    node, session = joined()
+    node.script["/models/m/clock"] = [ok({"released": True, "clock": 1, "late": True, "state": "active"})]
+
+    done = [drive(Iterations(session).step(GRAD, {}, deadline(), None), node) for _ in range(2)]
+
+    assert [(d.state, d.late) for d in done] == [("staged", True), ("staged", False)]
+
+
 def test_async_steps_never_ask_the_scheduler() -> None:
     """In async mode steps send only pushes; the heartbeat sends the clock, and at most 4 requests with metrics."""
     node, session = joined("async")

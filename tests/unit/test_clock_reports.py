@@ -79,6 +79,32 @@ async def test_reports_follow_the_scheduler_in_use() -> None:
     assert still.came == before
 
 
+async def test_a_report_that_a_connection_has_lost_is_sent_again() -> None:
+    """If the connection ends with a report on its way, the next one carries it again: its worker is waiting for it."""
+    came: list[bytes] = []
+
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        data = b""
+        while b"m/w0" not in data and (more := await reader.read(1 << 16)):
+            data += more
+        came.append(data)
+        writer.close()
+
+    reports, server = ClockReports(), await asyncio.start_server(cut, "127.0.0.1", 0)
+    async with asyncio.timeout(WITHIN_S), server:
+        link = SchedulerLink([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"], NO_CREDENTIALS)
+        telling = asyncio.create_task(reports.run(link, "/clocks"))
+        await asyncio.sleep(0)  # it has begun: what was reported before is void
+        reports.report(ModelKey("m", 1), PushId("m/w0", 1, 1), 1, 0, 1)
+        while len(came) < 2:
+            await asyncio.sleep(0.01)
+        telling.cancel()
+        await asyncio.wait({telling})
+        await link.aclose()
+
+    assert all(b'["m",1,"m/w0",1,1,1,0,1]' in data for data in came)
+
+
 async def test_a_standby_refuses_reports_without_waiting_for_their_end() -> None:
     """A scheduler that does not lead answers 503 before it has read anything, so that the shard turns to the leader."""
     answers: list[Message] = []

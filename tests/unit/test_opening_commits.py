@@ -39,8 +39,15 @@ def told_by_join(d: Driver, worker: Any) -> int:
     return int(worker["clock"])
 
 
+def told_by_document(d: Driver, worker: Any) -> int:
+    """Return the clock that the model's public document names."""
+    worker |= d.join("a")
+    assert d.core.read.models()[0]["clock"] == d.core.read.model("m")["clock"]
+    return int(d.core.read.model("m")["clock"])
+
+
 @pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("told", [told_by_report, told_by_join])
+@pytest.mark.parametrize("told", [told_by_report, told_by_join, told_by_document])
 def test_a_report_before_the_phase_has_begun_is_in_its_first_list(
     told: Callable[[Driver, Any], int], restarts: bool
 ) -> None:

@@ -86,6 +86,25 @@ def test_quorum_late_workers_are_dropped_or_folded() -> None:
         assert [[w, c] for w, _, _, c, _ in d.commits()[1]["contributions"]] == listed
 
 
+@pytest.mark.parametrize("late", ["drop", "fold"])
+def test_a_worker_that_joins_during_a_clock_is_told_if_its_push_for_it_does_not_count(late: str) -> None:
+    """A joiner works on the open clock, for which nobody waits; if its report is too late and dropped, it is told."""
+    d = Driver.with_model(consistency={"mode": "sync", "late": late})
+    a = d.join("a")
+    d.clock(a, 1)
+    b = d.join("b")
+    assert b["clock"] == 1
+    d.clock(a, 2)
+    told = [d.result(d.clock(b, 2)) for _ in range(2)]  # its second report is a repetition
+    d.clock(a, 3)
+    told.append(d.result(d.clock(b, 3)))
+
+    assert [(t["released"], t["late"]) for t in told] == [(True, late == "drop")] * 2 + [(True, False)]
+    listed = [(w, clock) for c in d.commits() for w, _, _, clock, _ in c["contributions"]]
+    assert (("m/b", 1) in listed) == (late == "fold")
+    assert ("m/b", 2) in listed
+
+
 def test_min_workers_and_waiting_for_are_said() -> None:
     """A clock report that is not released names what it waits for: first workers yet to join, then those behind."""
     d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})

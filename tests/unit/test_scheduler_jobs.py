@@ -305,6 +305,23 @@ def test_only_what_the_same_creation_wrote_is_replaced_or_removed(tmp_path: Path
     assert store.read("m", "final").versions == [3]
 
 
+def test_a_checkpoint_whose_replacement_was_interrupted_is_there_again(tmp_path: Path) -> None:
+    """The sweep brings back a checkpoint that was moved aside if the new one is not in its place, else deletes it."""
+    store = CheckpointStore(tmp_path)
+    own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
+    for name in ("a.1", "b"):
+        store.write("m", name, own, held(1))
+        path = store.path("m", name)
+        path.rename(path.with_name(f".{name}.0123abcd.old"))
+        path.with_name(f".{name}.0123abcd.part").mkdir()
+    store.write("m", "b", own, held(2))
+
+    store.sweep()
+
+    assert [store.read("m", name).versions for name in ("a.1", "b")] == [[1], [2]]
+    assert sorted(path.name for path in store.path("m", "b").parent.iterdir()) == ["a.1", "b"]
+
+
 def test_a_folder_that_is_called_latest_is_not_the_newest_for_that(tmp_path: Path) -> None:
     """`latest` is the newest checkpoint, even if an older release let one be named so; its creation finds that one."""
     store = CheckpointStore(tmp_path)

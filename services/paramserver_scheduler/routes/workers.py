@@ -51,6 +51,7 @@ WORKER = {
 BEAT = {"state": "active", "min_clock": 5, "timeline": 0, "evaluate": False}
 CLOCK = {
     "released": True,
+    "late": False,
     "clock": 1,
     "min_clock": 1,
     "version": 1,

@@ -9,6 +9,7 @@ polls the scheduler for as long as it takes.
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 from paramserver.client import transfer
@@ -41,10 +42,11 @@ class Iterations:
         wait.  Raises Unavailable (`unavailable`) naming the workers it waited for, or saying that the run is paused.
         """
         with self._session.ending_iteration():
-            return (yield from self._advance(deadline, patience_s, deadline.clock()))
+            yield from self._advance(deadline, patience_s, deadline.clock())
+            return self._session.clock
 
-    def _advance(self, deadline: Deadline, patience_s: float | None, began_s: float) -> Call[int]:
-        """See `advance`; the patience counts from `began_s`."""
+    def _advance(self, deadline: Deadline, patience_s: float | None, began_s: float) -> Call[bool]:
+        """See `advance`; the patience counts from `began_s`.  Returns whether the iteration was reported too late."""
         s = self._session
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
@@ -53,8 +55,8 @@ class Iterations:
             # the model became synchronous during the push, what is staged of it is added to the next one.
             log.warning("clock.kept worker=%s clock=%d reason=its push was for an earlier timeline", s.worker, s.clock)
             s.pushed = None
-            return s.clock
-        done, committed = s.clock + 1, 0
+            return False
+        done, committed, late = s.clock + 1, 0, False
         give_up = began_s + patience_s if patience_s is not None else float("inf")
         while s.mode in ("ssp", "sync"):
             wait_s = max(0.0, min(POLL_S, give_up - deadline.clock()))
@@ -63,8 +65,11 @@ class Iterations:
             doc = yield from s.ask(model_path(s.model, "clock"), body, epoch, timeline, wait_s, deadline.clock)
             if doc is None:
                 s.pushed = s.reported = None
-                return s.clock
+                return False
             if doc.get("released"):
+                late = bool(doc.get("late"))
+                if late:
+                    log.info("clock.late worker=%s clock=%d reason=the others ended it first", s.worker, done - 1)
                 done = max(done, int(doc.get("clock") or 0))
                 committed = done if s.mode == "sync" else 0
                 break
@@ -75,7 +80,7 @@ class Iterations:
                 raise problem("unavailable", f"clock {done} was not released in {patience_s:g} s: waiting for {whom}")
         until = deadline if patience_s is not None else None
         yield from s.continue_at(done, epoch, timeline, committed, until=until)
-        return s.clock
+        return late
 
     def step(
         self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
@@ -96,7 +101,8 @@ class Iterations:
         if done.state != "dropped":
             s.reports.note(s.clock, numbers)
             released = (clock + 1, epoch, timeline) if done.released else None
-            yield from self._finish(deadline, patience_s, released, began_s)
+            if (yield from self._finish(deadline, patience_s, released, began_s)):
+                return replace(done, late=True)
         return done
 
     @contextmanager
@@ -177,17 +183,19 @@ class Iterations:
 
     def _finish(
         self, deadline: Deadline, patience_s: float | None, released: tuple[int, int, int] | None, began_s: float
-    ) -> Call[None]:
+    ) -> Call[bool]:
         """End an iteration whose push was accepted, by `advance` unless the shards have `released` its clock already.
+
+        Returns whether it was reported too late, so that the push does not count.
 
         The hint of an error says that the gradient counts, because the caller must not push it again.
         """
         try:
             if released is None:
-                yield from self._advance(deadline, patience_s, began_s)
-            else:
-                until = deadline if patience_s is not None else None
-                yield from self._session.continue_at(*released, until=until)
+                return (yield from self._advance(deadline, patience_s, began_s))
+            until = deadline if patience_s is not None else None
+            yield from self._session.continue_at(*released, until=until)
+            return False
         except Unavailable as e:
             raise hinting(e, PUSHED) from e
 

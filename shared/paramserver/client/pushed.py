@@ -27,7 +27,8 @@ class Pushed:
     incarnation: int
     """The highest incarnation (owner token) of the partitions touched."""
     late: bool = False
-    """sync: it was discarded, as its clock was committed without it; of a push sent again, perhaps since."""
+    """sync: it was discarded, as its clock was committed without it: before it came, before it was sent again or, as
+    the result of a step, before the step could report its end."""
     released: bool = False
     """sync: it ended its worker's iteration, and the clock has been committed."""
 

@@ -106,7 +106,7 @@ class Gate:
         """The clock at which a worker that joins now begins."""
         counted = roster.barrier_members()
         if self.sync:
-            return self._first_clock
+            return self.first_clock
         if not self.opened or not counted:
             return self.clock
         return min(w.done for w in counted)
@@ -142,6 +142,8 @@ class Gate:
             if since is None and worker.granted <= done:
                 since = worker.granted
             worker.pending.extend(range(max(worker.done, since or 0), done))
+            if self.rule.late == "drop" and worker.pending[-1:] == [done - 1] and done <= self.clock:
+                worker.left_out = done
         worker.done = done
 
     def late(self, roster: Roster) -> dict[str, list[Any]]:
@@ -169,11 +171,11 @@ class Gate:
 
     def next_clock(self, worker: Worker) -> int:
         """The clock that this worker is to work on next."""
-        return max(worker.done, self._first_clock) if self.sync else worker.done
+        return max(worker.done, self.first_clock) if self.sync else worker.done
 
     @property
-    def _first_clock(self) -> int:
-        """sync: the first clock whose commit is not decided and may list contributions."""
+    def first_clock(self) -> int:
+        """The clock; in sync the first one whose commit is not decided and may list contributions."""
         return self.clock + self.opening
 
     def _roster(self, roster: Roster) -> list[Worker]:

@@ -342,7 +342,7 @@ def describe(model: Model) -> dict[str, Any]:
         "generation": model.generation,
         "revision": model.revision,
         "timeline": model.timeline,
-        "clock": model.gate.clock,
+        "clock": model.gate.first_clock,
         "version": model.version,
         "state": "ready" if model.ready else "initializing",
         "mode": model.spec.consistency.mode,

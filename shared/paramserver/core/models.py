@@ -402,7 +402,7 @@ class Model:
             "generation": self.generation,
             "revision": self.revision,
             "timeline": self.timeline,
-            "clock": self.gate.clock,
+            "clock": self.gate.first_clock,
             "min_clock": self.gate.min_clock(self.roster),
             "version": self.version,
             "cut": self.cuts.newest,

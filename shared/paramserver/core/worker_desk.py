@@ -375,6 +375,7 @@ class WorkerDesk:
             waiting = ["the model's initial values"]
         return {
             "released": released,
+            "late": worker.left_out == clock,
             "clock": self._grant(model, worker),
             "min_clock": low,
             # Reported versions may predate a rollback, and the worker's next pull waits for the version given here.

@@ -90,9 +90,11 @@ class ClockStaged(Struct, frozen=True):
 class ReportClock(Struct, frozen=True):
     """POST /models/{m}/clock: iterations finished, as an absolute number; idempotent.
 
-    Answer {"released","clock","min_clock","version","waiting_for","timeline","state","evaluate"} when released, or
-    after `wait_s` with `released` false.  `clock` is the one to work on next: above the one reported if the others
-    have gone on without this worker (sync with a quorum).  A worker whose request is parked here counts as alive.
+    Answer {"released","late","clock","min_clock","version","waiting_for","timeline","state","evaluate"} when released,
+    or after `wait_s` with `released` false.  `late`: the report came after the commit of the iteration, which has
+    dropped what was pushed for it (sync with `late: drop`).  `clock` is the one to work on next: above the one reported
+    if the others have gone on without this worker (sync with a quorum).  A worker whose request is parked here counts
+    as alive.
     """
 
     request: int
