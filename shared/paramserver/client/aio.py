@@ -4,7 +4,6 @@ The arguments are documented in `Client`, `Model` and `Worker`; only differences
 """
 
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -12,20 +11,18 @@ from paramserver import limits
 from paramserver.client import checkpointing, control, transfer
 from paramserver.client.aio_worker import AsyncWorker
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Call, Deadline, seconds
-from paramserver.client.cluster import Cluster, model_path, urls_of
+from paramserver.client.calls import Call
+from paramserver.client.client_base import ClientBase
+from paramserver.client.cluster import model_path, urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
 from paramserver.client.credentials import Credentials
 from paramserver.client.encoding import codec_of
-from paramserver.client.forks import call_in_forked_child
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.model import numbered
-from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
-from paramserver.client.shared_arrays import SharedArrays
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
 from paramserver.client.transport import AsyncTransport
 from paramserver.codecs.codec import Codec
@@ -36,7 +33,7 @@ from paramserver.errors import problem
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(ClientBase):
     """A connection to one cluster, for one event loop; close it, or use it in `async with`.
 
     Sends nothing before the first call.  Takes the arguments of `ps.connect`.
@@ -49,30 +46,14 @@ class AsyncClient:
         token: str | None = None,
         ca: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.urls = urls_of(url, os.environ)
-        self.timeout = seconds(timeout)
-        self.cluster = Cluster(self.urls)
-        self.shared = SharedArrays(self.cluster)
+        super().__init__(urls_of(url, os.environ), timeout)
         self.transport = AsyncTransport(self.urls, Credentials.found(token, ca, os.environ))
-        self._begin()
-        call_in_forked_child(self._begin)
-
-    def _begin(self) -> None:
-        self._numbers = defaultdict[str, PushNumbers](private_numbers)
-
-    @property
-    def url(self) -> str:
-        """The first of the given URLs."""
-        return self.urls[0]
 
     async def __aenter__(self) -> "AsyncClient":
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
-
-    def __repr__(self) -> str:
-        return f"<AsyncClient of {', '.join(self.urls)}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self} cannot be pickled, nor can its models and workers: make another in the other process")
@@ -86,14 +67,6 @@ class AsyncClient:
     async def run(self, call: Call[T]) -> T:
         """Run a call to completion and return its result."""
         return await self.transport.run(call)
-
-    def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
-        """Return the deadline `timeout` seconds from now; by default the client's timeout plus `wait_s`."""
-        return Deadline.after(self.timeout + seconds(wait_s, "wait_s") if timeout is None else timeout)
-
-    def numbers(self, model: str) -> PushNumbers:
-        """Return what numbers this client's pushes to a model; a forked child gets its own."""
-        return self._numbers[model]
 
     def model(self, name: str, *, codec: str | None = None) -> "AsyncModel":
         """Return a handle for the model of that name; the first call fails if there is none."""

@@ -7,20 +7,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
-from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
-from paramserver.client.iterations import Iterations
 from paramserver.client.pushed import Pushed
 from paramserver.client.reports import measured
-from paramserver.client.session import Session
 from paramserver.client.streaming import AsyncPushStream
-from paramserver.client.task_requests import TaskRequests
 from paramserver.client.tasks import Task
-from paramserver.client.worker import LEAVE_S
-from paramserver.client.worker_view import WorkerView, of_another_process
+from paramserver.client.worker_base import LEAVE_S, WorkerBase, of_another_process
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.core.tasks import EVALUATE
@@ -33,8 +28,10 @@ T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
 
-class AsyncWorker(WorkerView):
+class AsyncWorker(WorkerBase):
     """One worker of one model: joins when its `async with` block begins, leaves when it ends; see `Worker`."""
+
+    _client: "AsyncClient"
 
     def __init__(
         self,
@@ -45,16 +42,10 @@ class AsyncWorker(WorkerView):
         timeout: float | None,
         codec: Codec | None = None,
     ) -> None:
-        self._client, self._timeout = client, timeout
-        silence_s = client.timeout if timeout is None else timeout
-        self._session = Session(client.cluster, model, name, rank, silence_s, codec)
-        self._iterations = Iterations(self._session)
-        self._tasks = TaskRequests(self._session)
+        super().__init__(client, model, name, rank, timeout, codec)
         self._heartbeat: asyncio.Task[None] | None = None
         """Owned by this object: started by `__aenter__`, cancelled and awaited by `__aexit__`."""
         self._left = False
-        self._pid = -1
-        self.run: Mapping[str, Any] | None = None
 
     async def __aenter__(self) -> "AsyncWorker":
         if self._heartbeat is not None or self._left:
@@ -237,19 +228,15 @@ class AsyncWorker(WorkerView):
             raise of_another_process()
         return await self._client.run(call)
 
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return self._client.deadline(self._timeout if timeout is None else timeout)
-
     async def _keep_alive(self) -> None:
         silent = False
         while True:
-            await asyncio.sleep(min(limits.HEARTBEAT_S, self._session.lease_s / 5))
+            await asyncio.sleep(self._beat_pause_s())
             try:
-                await self._client.run(self._session.beat(Deadline.after(max(1.0, self._session.lease_s / 2))))
+                await self._client.run(self._beat())
             except Exception as e:  # whatever it is: without further heartbeats the lease would expire
                 if not silent:
-                    unforeseen = not isinstance(e, PsError)
-                    log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, e, exc_info=unforeseen)
+                    self._log_failed_beat(e)
                 silent = True
             else:
                 silent = False

@@ -1,23 +1,19 @@
 """The blocking client: connections, the cluster's map, and calls that are not about one model."""
 
 import os
-import threading
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control
-from paramserver.client.calls import Call, Deadline, seconds
-from paramserver.client.cluster import Cluster, urls_of
+from paramserver.client.calls import Call
+from paramserver.client.client_base import ClientBase
+from paramserver.client.cluster import urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.credentials import Credentials
 from paramserver.client.encoding import codec_of
-from paramserver.client.forks import call_in_forked_child
 from paramserver.client.model import Model
-from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.optimizers import Optimizer
-from paramserver.client.shared_arrays import SharedArrays
 from paramserver.client.spec_builder import ParamLike, model_document
 from paramserver.client.transport import BlockingTransport, check
 
@@ -26,38 +22,20 @@ QUICK_CHECK_S = 3.0
 """How long `connect` waits for a first answer."""
 
 
-class Client:
+class Client(ClientBase):
     """A connection to one cluster; blocking, independent of any event loop, safe to share between threads."""
 
     def __init__(self, urls: tuple[str, ...], timeout: float, credentials: Credentials) -> None:
-        self.urls = urls
-        self.timeout = seconds(timeout)
-        """Default timeout of a call, in seconds."""
+        super().__init__(urls, timeout)
         self.credentials = credentials
         """The token it sends, and the certificate authorities it trusts."""
-        self.cluster = Cluster(urls)
-        self.shared = SharedArrays(self.cluster)
         self.transport = BlockingTransport(urls, credentials)
-        self._begin()
-        call_in_forked_child(self._begin)
-
-    def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self._numbers = defaultdict[str, PushNumbers](private_numbers)
-
-    @property
-    def url(self) -> str:
-        """The first of the given URLs."""
-        return self.urls[0]
 
     def __enter__(self) -> "Client":
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<Client of {', '.join(self.urls)}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self} cannot be pickled, nor can its models and workers: connect in the other process")
@@ -71,15 +49,6 @@ class Client:
     def run(self, call: Call[T]) -> T:
         """Run a call to completion and return its result."""
         return self.transport.run(call)
-
-    def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
-        """Return the deadline `timeout` seconds from now; by default the client's timeout plus `wait_s`."""
-        return Deadline.after(self.timeout + seconds(wait_s, "wait_s") if timeout is None else timeout)
-
-    def numbers(self, model: str) -> PushNumbers:
-        """Return what numbers this client's pushes to a model; a forked child gets its own."""
-        with self._lock:
-            return self._numbers[model]
 
     def model(self, name: str, *, codec: str | None = None) -> Model:
         """Return a handle for the model of that name; the first call fails if there is none.

@@ -20,7 +20,7 @@ from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
 from paramserver.client.retry import NOT_AGAIN
 from paramserver.client.session import Session
-from paramserver.client.worker_view import of_another_process
+from paramserver.client.worker_base import of_another_process
 from paramserver.core.layout import Layout
 from paramserver.errors import InDoubt, Unavailable, combined, problem
 

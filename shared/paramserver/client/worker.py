@@ -1,47 +1,41 @@
 """A worker of the blocking client: a session, and a thread that sends its heartbeats."""
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
-from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.concurrent_requests import Interruptible
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
-from paramserver.client.iterations import Iterations
 from paramserver.client.pushed import Pushed
 from paramserver.client.reports import measured
-from paramserver.client.session import Session
 from paramserver.client.streaming import PushStream
-from paramserver.client.task_requests import TaskRequests
 from paramserver.client.tasks import Task
-from paramserver.client.worker_view import WorkerView, of_another_process
+from paramserver.client.worker_base import LEAVE_S, WorkerBase, of_another_process
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.core.tasks import EVALUATE
-from paramserver.errors import PsError, problem
+from paramserver.errors import problem
 
 if TYPE_CHECKING:
     from paramserver.client.client import Client
 
 T = TypeVar("T")
-log = logging.getLogger("paramserver")
-LEAVE_S = 5.0
-"""How long a worker tries to tell the scheduler that it leaves."""
 
 
-class Worker(WorkerView):
+class Worker(WorkerBase):
     """One worker of one model: joins when its `with` block begins, leaves when it ends.
 
     Inside the block it renews its lease from a background thread, numbers its pushes and clocks, and follows rollbacks
     and requests of the scheduler (see `docs/sdk.md`).  It belongs to the process that opened it.  In sync its
     iterations follow one another: threads need workers of their own.
     """
+
+    _client: "Client"
 
     def __init__(
         self,
@@ -52,16 +46,9 @@ class Worker(WorkerView):
         timeout: float | None,
         codec: Codec | None = None,
     ) -> None:
-        self._client, self._timeout = client, timeout
-        silence_s = client.timeout if timeout is None else timeout
-        self._session = Session(client.cluster, model, name, rank, silence_s, codec)
-        self._iterations = Iterations(self._session)
-        self._tasks = TaskRequests(self._session)
+        super().__init__(client, model, name, rank, timeout, codec)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._pid = -1
-        self.run: Mapping[str, Any] | None = None
-        """The run that this worker takes part in, if any."""
 
     def __enter__(self) -> "Worker":
         if self._pid != -1:
@@ -276,9 +263,6 @@ class Worker(WorkerView):
             raise problem("conflict", "the worker has left", hint="model.worker() makes another")
         return self._client.transport.run(call, within)
 
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return self._client.deadline(self._timeout if timeout is None else timeout)
-
     def _take_part(self, joined: Future[None]) -> None:
         """Join, tell the outcome, and send heartbeats until the worker leaves; the work of its own thread."""
         try:
@@ -288,13 +272,12 @@ class Worker(WorkerView):
             return
         joined.set_result(None)
         silent = False
-        while not self._stop.wait(min(limits.HEARTBEAT_S, self._session.lease_s / 5)):
+        while not self._stop.wait(self._beat_pause_s()):
             try:
-                self._client.run(self._session.beat(Deadline.after(max(1.0, self._session.lease_s / 2))))
+                self._client.run(self._beat())
             except Exception as e:  # whatever it is, the heartbeats must continue
                 if not silent:
-                    unforeseen = not isinstance(e, PsError)
-                    log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, e, exc_info=unforeseen)
+                    self._log_failed_beat(e)
                 silent = True
             else:
                 silent = False

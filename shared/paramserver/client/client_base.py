@@ -1,0 +1,44 @@
+"""What the blocking and the asyncio client share: the cluster's URLs and map, deadlines, and push numbers."""
+
+import threading
+from collections import defaultdict
+
+from paramserver.client.calls import Deadline, seconds
+from paramserver.client.cluster import Cluster
+from paramserver.client.forks import call_in_forked_child
+from paramserver.client.numbers import PushNumbers, private_numbers
+from paramserver.client.shared_arrays import SharedArrays
+
+
+class ClientBase:
+    """Base class of clients."""
+
+    def __init__(self, urls: tuple[str, ...], timeout: float) -> None:
+        self.urls = urls
+        self.timeout = seconds(timeout)
+        """Default timeout of a call, in seconds."""
+        self.cluster = Cluster(urls)
+        self.shared = SharedArrays(self.cluster)
+        self._begin()
+        call_in_forked_child(self._begin)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = defaultdict[str, PushNumbers](private_numbers)
+
+    @property
+    def url(self) -> str:
+        """The first of the given URLs."""
+        return self.urls[0]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {', '.join(self.urls)}>"
+
+    def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
+        """Return the deadline `timeout` seconds from now; by default the client's timeout plus `wait_s`."""
+        return Deadline.after(self.timeout + seconds(wait_s, "wait_s") if timeout is None else timeout)
+
+    def numbers(self, model: str) -> PushNumbers:
+        """Return what numbers this client's pushes to a model; a forked child gets its own."""
+        with self._lock:
+            return self._numbers[model]
