@@ -29,7 +29,7 @@ class Conditions:
         Raises ConflictError (`precondition_failed`) if they do not hold.
         """
         self._check_match(tag)
-        if self.none_match and tag and _matches(self.none_match, tag):
+        if tag and _matches(self.none_match, tag):
             raise precondition_failed(f"there is a value, and its ETag is {tag}")
 
     def unchanged(self, tag: str) -> bool:

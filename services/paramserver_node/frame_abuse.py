@@ -36,5 +36,5 @@ class FrameAbuseLimit:
 
     def request_ended(self, *, answered: bool) -> None:
         """Note the end of a request; if it was answered, lower the count."""
-        if answered and self._count:
+        if answered:
             self._count = max(0.0, self._count - DECREASE_PER_ANSWER)

@@ -37,7 +37,7 @@ SHAPES = {"w": (40, 30), "b": (7,), "deep.v": (300,)}
 def model_map(owners: tuple[str, ...] = ("a", "b", "a", "b")) -> ModelMap:
     """Return the map of a model of four partitions with these owners."""
     spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": s} for n, s in SHAPES.items()}, "partitions": 4})
-    return ModelMap("m", 1, 0, 0, 1, spec, Layout(spec), owners, {}, {})
+    return ModelMap("m", 1, 0, 1, spec, Layout(spec), owners, {}, {})
 
 
 def gradients(seed: int) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def test_a_model_that_was_created_anew_is_encoded_for(text: str) -> None:
     """Residuals and layout of a deleted model are not used for the one created in its place."""
     codec, cpu = Codec.parse(text), torch.device("cpu")
     spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": s} for n, s in SHAPES.items()}, "partitions": 2})
-    anew = ModelMap("m", 3, 0, 0, 1, spec, Layout(spec), ("a", "b"), {}, {})
+    anew = ModelMap("m", 3, 0, 1, spec, Layout(spec), ("a", "b"), {}, {})
     made = buffers.GradientBuffers(model_map(), codec, cpu)
     grads = {n: torch.from_numpy(g) for n, g in gradients(0).items()}
     for model in (replace(model_map(), generation=2), anew, replace(model_map(), generation=4)):

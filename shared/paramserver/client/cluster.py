@@ -46,7 +46,6 @@ class ModelMap:
     name: str
     generation: int
     timeline: int
-    clock: int
     map_epoch: int
     spec: ModelSpec
     layout: Layout
@@ -76,7 +75,6 @@ class ModelMap:
             spec.name,
             int(doc["generation"]),
             int(doc["timeline"]),
-            int(doc["clock"]),
             int(doc["map_epoch"]),
             spec,
             layout,
