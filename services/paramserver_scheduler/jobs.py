@@ -112,7 +112,7 @@ class Jobs:
         workers = check_states(held.states_in(target))
         ask = self._runtime.ask
         try:
-            model, spec = self._read.spec(target)
+            model: ModelKey | None = self._read.key(target)
         except NotFoundError:
             model = None
         begin: Callable[[int], io.Event]
@@ -121,6 +121,7 @@ class Jobs:
             await self.check_level(spec.document())
             begin = partial(io.CreateModel, spec=spec.document(), nonce="", restore=True)
         else:
+            spec = self._read.spec(model)
             if partitions not in (None, spec.partitions):
                 raise problem("conflict", f"model '{target}' has {spec.partitions} partitions, which cannot be changed")
             begin = partial(io.StartRestore, model=target)
@@ -168,8 +169,8 @@ class Jobs:
                     io.CheckpointFailed(effect.model, effect.name, checkpoints.taken(effect.name), taken=True)
                 )
                 return
-            _, spec = self._read.spec(effect.model.name)
-            held = await self._shards.states(effect.model, spec.partitions, self._owner(effect.model), effect.cut)
+            partitions = self._read.spec(effect.model).partitions
+            held = await self._shards.states(effect.model, partitions, self._owner(effect.model), effect.cut)
             _check_clocks(effect.document, [frame.clock for frame, _ in held])
             versions = [frame.version for frame, _ in held]
             size, path = await asyncio.to_thread(
@@ -199,8 +200,7 @@ class Jobs:
 
     async def _load_files(self, effect: io.LoadFiles) -> None:
         try:
-            _, spec = self._read.spec(effect.model.name)
-            layout = Layout(spec)
+            layout = Layout(self._read.spec(effect.model))
             values = await asyncio.to_thread(self._store.read_parameters, layout, effect.files)
             frames = checkpoints.assignments(layout, effect.model.generation, values)
             if effect.partitions:

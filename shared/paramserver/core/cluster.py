@@ -306,6 +306,13 @@ class Cluster:
             raise problem("unknown_model", f"no model {name!r:.80}", hint=hint)
         return model
 
+    def created(self, key: ModelKey) -> Model:
+        """Return that creation of a model; raises like `model`, or FencedError (`model_replaced`) if it is another."""
+        model = self.model(key.name)
+        if model.key != key:
+            raise problem("model_replaced", f"model '{key.name}' was deleted and created again")
+        return model
+
     def of_key(self, name: str, generation: int) -> Model | None:
         """The model of that name and generation, if it still exists."""
         model = self.models.get(name)

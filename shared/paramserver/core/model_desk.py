@@ -26,6 +26,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.core.timeline import begin_sync
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem, validating
+from paramserver.types import ModelKey
 
 FILES_AGAIN_S: Final = 10.0
 """Delay before the files of a model that was complete are read again after an error."""
@@ -317,9 +318,7 @@ class ModelDesk:
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
     def restored(self, e: ModelRestored, now: float) -> None:
-        model = self.c.model(e.model)
-        if model.generation != e.generation:
-            raise problem("model_replaced", f"model '{model.name}' was deleted and created again")
+        model = self.c.created(ModelKey(e.model, e.generation))
         with validating():
             states = check_states(e.workers)
         self._keep(model, states, now)

@@ -51,28 +51,25 @@ class Reading:
         """The full document of `GET /models/{m}`."""
         return self._c.public(self._c.model(name))
 
-    def spec(self, name: str) -> tuple[ModelKey, ModelSpec]:
-        """The present creation of a model, and its settings."""
-        model = self._c.model(name)
-        return model.key, model.spec
+    def key(self, name: str) -> ModelKey:
+        """The present creation of a model."""
+        return self._c.model(name).key
+
+    def spec(self, key: ModelKey) -> ModelSpec:
+        """The settings of that creation of a model; raises FencedError (`model_replaced`) if there is a later one."""
+        return self._c.created(key).spec
 
     def timeline(self, key: ModelKey) -> int:
-        """The timeline of that creation of a model; raises ConflictError (`model_replaced`) if there is a later one."""
-        return self._created(key).timeline
+        """The timeline of that creation of a model; raises like `spec`."""
+        return self._c.created(key).timeline
 
     def owner(self, key: ModelKey, index: int) -> str:
-        """Base URL of the shard that owns a partition; raises Unavailable while none does, else like `timeline`."""
-        name = self._created(key).owners[index].shard
+        """Base URL of the shard that owns a partition; raises Unavailable while none does, else like `spec`."""
+        name = self._c.created(key).owners[index].shard
         shard = self._c.shards.get(name) if name is not None else None
         if shard is None or not shard.addresses:
             raise problem("unavailable", f"partition {index} of '{key.name}' has no owner now")
         return shard.addresses[0]
-
-    def _created(self, key: ModelKey) -> Model:
-        model = self._c.model(key.name)
-        if model.key != key:
-            raise problem("model_replaced", f"model '{key.name}' was deleted and created again")
-        return model
 
     def workers(self, name: str, now: float, *, kept: bool = False) -> list[dict[str, Any]]:
         """The workers of a model: the live ones by rank, then the dead; see `worker`.
