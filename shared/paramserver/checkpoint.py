@@ -228,14 +228,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
         raise problem("corrupt_state", f"the checkpoint at '{folder}' has a spec that cannot be read: {e}") from e
 
 
-_DAMAGE: Final = (
-    KeyError,
-    TypeError,
-    ValueError,
-    NotADirectoryError,
-    IsADirectoryError,
-    SafetensorError,
-)
+_DAMAGE: Final = (KeyError, TypeError, ValueError, NotADirectoryError, IsADirectoryError)
 """What reading damaged files raises.  Other OSErrors, such as a lack of permission, say nothing about the files."""
 
 

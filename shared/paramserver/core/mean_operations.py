@@ -72,9 +72,10 @@ class FlushOperation(Operation):
         (p,) = self.partitions
         rule = p.spec.consistency
         full = rule.mode != "buffered" or len(p.buffered) >= rule.count or self.early
-        if not p.unapplied or not (full or (p.flush_at is not None and now >= p.flush_at)):
+        held = p.unapplied
+        if not held or not (full or (p.flush_at is not None and now >= p.flush_at)):
             return ()
-        parts = p.weighted(p.unapplied)
+        parts = p.weighted(held)
         self._step = (p.rate(), [weight for _, weight in parts])
         return [mean_task(p.update_input(), parts, p.contributions, self._step[0])]
 
