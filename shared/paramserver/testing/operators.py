@@ -43,7 +43,7 @@ class SimOperator(SimClient):
     def work(self) -> Script:
         """Make the changes; afterwards the model is in sync mode again, after `modes` in async."""
         kinds: dict[str, Callable[[int], Script]] = {"restores": self._restore, "puts": self._put, "flips": self._flip}
-        if self.sim.change == "modes":
+        if self.sim.own_elements:
             yield from self._change_modes()
         else:
             for turn in range(ROUNDS):

@@ -95,7 +95,7 @@ class Simulation:
         self.kind = self.kind or list(KINDS)[self.seed // 8 % len(KINDS)]
         chosen = CHANGES[(self.seed // 8 + self.seed // 48) % len(CHANGES)]
         first = self.mode
-        if self.change == MODES:
+        if self.own_elements:
             # Workers end each iteration as they do in sync, which is right in every mode.
             first, self.mode = sorted(CONSISTENCY)[self.seed % 4], "sync"
         self.change = (self.change or chosen) if self.mode == "sync" else "none"
@@ -111,7 +111,7 @@ class Simulation:
         self.spec = ModelSpec.parse(
             {
                 "name": MODEL,
-                "params": {"w": {"shape": [4 * 160 if self.change == MODES else 20]}, "b": {"shape": [4]}},
+                "params": {"w": {"shape": [4 * 160 if self.own_elements else 20]}, "b": {"shape": [4]}},
                 "optimizer": {"name": "sum"},
                 "consistency": CONSISTENCY[first] | ({"quorum": 0.6, "late": self.late} if self.late else {}),
                 "partitions": 4,
@@ -212,7 +212,7 @@ class Simulation:
         """Check what one worker has just pulled."""
         for p in parts:
             values = p.state.values
-            if self.change != MODES:
+            if not self.own_elements:
                 assert values.min() == values.max(), f"a torn read of partition {p.partition}: {values}"
             key = (worker, p.partition, p.incarnation)
             assert p.version >= self.observed.get(key, 0), f"the version of {key} went back"
@@ -227,7 +227,7 @@ class Simulation:
 
     def _check_changed(self, part: sio.PulledPart) -> None:
         """Check a value of a changed model: each commit, flush or push adds one to whatever was there."""
-        if self.change == MODES:
+        if self.own_elements:
             off = np.abs(part.state.values[:, None] - _SHARES).min(axis=1)
             assert off.max() < 1e-5, f"partition {part.partition}: element {off.argmax()} is no share of one push"
             return
@@ -242,10 +242,10 @@ class Simulation:
     def _check_end(self) -> None:
         for p in self._final():
             value = float(p.state.values[0])
-            assert self.change == MODES or p.state.values.min() == p.state.values.max()
+            assert self.own_elements or p.state.values.min() == p.state.values.max()
             if self.changed:
                 self._check_changed(p)
-                lost = [] if self.change != MODES or not self.lossless else self._lost(p)
+                lost = self._lost(p) if self.own_elements and self.lossless else []
                 assert not lost, f"partition {p.partition} lacks (worker, push) {lost}"
                 if self.operator.restored == self.timeline and self.lossless:
                     sums = self.ledger.sums(self.timeline)
@@ -294,6 +294,11 @@ class Simulation:
         """
         complete = self.lossless or self.level != "applied"
         return self.clocks if self.mode == "sync" and complete else 0
+
+    @property
+    def own_elements(self) -> bool:
+        """Whether each push adds to an element of its own, as the model changes between modes."""
+        return self.change == MODES
 
     @property
     def changed(self) -> bool:

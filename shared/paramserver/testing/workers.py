@@ -135,7 +135,7 @@ class SimWorker(SimClient):
         sync = self.sim.mode == "sync"
         clock, timeline = int(me["clock"]), int(me["timeline"])
         since = clock
-        while clock < self.sim.clocks and (self.sim.change != "modes" or self.seq < SEQS_MAX - 1):
+        while clock < self.sim.clocks and (not self.sim.own_elements or self.seq < SEQS_MAX - 1):
             self.seq += 1
             ends = sync and self.sim.world.chance(0.7)
             pushes: list[tuple[str, sio.PushReceived]] | None = [] if ends else None
@@ -150,7 +150,7 @@ class SimWorker(SimClient):
                     return False
                 clock, timeline = int(outcome.members["clock"]), int(outcome.members["timeline"])
                 since = clock
-                if self.sim.change == "modes":  # else it perhaps loses its lease, which is to be seen, too
+                if self.sim.own_elements:  # else it perhaps loses its lease, which is to be seen, too
                     beating.clock, beating.timeline, beating.since = clock, timeline, since
                 continue
             self.sim.ended[self.index, self.seq] = (timeline, clock)
@@ -158,13 +158,13 @@ class SimWorker(SimClient):
             since = since if clock == before + 1 else clock
             beating.clock, beating.timeline, beating.since = clock, timeline, since
             self.sim.observe(self.index, (yield from self.pull(clock if sync else 0)))
-            if self.sim.change == "modes":
+            if self.sim.own_elements:
                 yield self.sim.world.rng.uniform(0.0, 0.6)
         return True
 
     def _gradient(self, seq: int, size: int) -> F32:
         """Ones; with `modes`, a one in the element that only this push has, for means hide how many there were."""
-        if self.sim.change != "modes":
+        if not self.sim.own_elements:
             return np.ones(size, np.float32)
         gradient = np.zeros(size, np.float32)
         gradient[element_of(self.index, seq)] = 1.0
