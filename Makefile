@@ -58,7 +58,7 @@ $(STAMP): pyproject.toml shared/paramserver/__init__.py
 	@command -v $(PYTHON) >/dev/null || { echo '$(PYTHON) not found: install Python 3.11 or newer (Debian/Ubuntu: apt install python3 python3-venv; macOS: brew install python), or name one: make PYTHON=python3.12' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("paramserver needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo 'this Python has no venv: apt install python3-venv (Debian/Ubuntu)' >&2; exit 1; }
-	$(if $(NEW),rm -f .venv 2>/dev/null; $(PYTHON) -m venv --clear .venv)
+	@$(if $(NEW),rm -f .venv 2>/dev/null; $(PYTHON) -m venv --clear .venv)
 	@echo 'installing into .venv (about a minute, once)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[$(EXTRAS)]'
 	@echo 'compiling the kernels (about 10 seconds, once)'
