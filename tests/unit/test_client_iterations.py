@@ -520,3 +520,22 @@ def test_values_that_are_not_copied_cannot_be_written_to() -> None:
     with pytest.raises(RequestError, match="exclude"):
         drive(its.exchange(GRAD, {}, deadline(), None, view=True, out=values), node)
     assert len(node.pushes) == 1
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["while it is reported", "after the wait was given up"])
+def test_a_push_that_was_about_to_be_sent_when_its_iteration_was_reported_is_refused(ended: bool) -> None:
+    """In sync, a push that is still looking up the owners when its clock is reported is refused, not sent."""
+    node = Node()
+    session, made = iterations(node)
+    session.cluster.forget("m")
+    pushing = session.push(GRAD, deadline())
+    (owners,) = cast("list[Request]", next(pushing))
+    reporting = made.advance(deadline(), None)
+    assert cast("list[Request]", next(reporting))[0].path == CLOCK
+    if ended:
+        reporting.close()
+
+    with pytest.raises(ConflictError):
+        pushing.send([node(owners)])
+    assert node.pushes == []
+    assert not session.numbers.any_in_doubt()

@@ -156,20 +156,23 @@ class Session(Membership):
         been reported, but its end was not awaited: whenever its commit is decided, it could take this push on some
         partitions only.
         """
-        if self._ending and not last and self.mode == "sync":
-            raise _busy()
-        yield from self.rejoin_if_torn(deadline)
-        if self.mode == "sync" and self.reported == (self.numbers.epoch, self.timeline, self.clock):
-            detail = f"iteration {self.clock} of this worker has been reported finished, so nothing can be added to it"
-            raise problem("conflict", detail, hint="worker.clock() waits for its end; then pull again")
+        if not self._ending or last:  # else it is refused below, without another request
+            yield from self.rejoin_if_torn(deadline)
+        self._check_open(last)
         model_map = yield from self.cluster.map_of(self.model, deadline)
         if streamed and model_map.spec.optimizer.clip_norm is not None:
             detail = f"'{self.model}' clips by the norm of the whole gradient, which is not known before its end"
             raise problem("invalid_field", detail, hint="push it whole: worker.push(grads)")
         if not self._is_obsolete(self.numbers.epoch, self.timeline, model_map.generation):
             push_id = yield from self.numbers.take(deadline)
-            with self._lock:  # the heartbeat may have followed a rollback while we waited for a push id
+            # Meanwhile the heartbeat may have followed a rollback, or another thread reported the iteration.
+            with self._lock:
                 timeline, clock = self.timeline, self.clock
+                try:
+                    self._check_open(last)
+                except PsError:
+                    self.numbers.settle(push_id)
+                    raise
             if not self._is_obsolete(push_id.epoch, timeline, model_map.generation):
                 chosen = base if base is not None else self._base
                 return model_map.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, commit_wait_s)
@@ -177,6 +180,16 @@ class Session(Membership):
         log.warning("push.dropped worker=%s reason=computed from obsolete values", self.worker)
         self._dropped()
         return model_map.layout, None
+
+    def _check_open(self, last: bool) -> None:
+        """Raise ConflictError (`conflict`) if, in sync, no push can be added to the iteration; see `begin`."""
+        if self.mode != "sync":
+            return
+        if self._ending and not last:
+            raise _busy()
+        if self.reported == (self.numbers.epoch, self.timeline, self.clock):
+            detail = f"iteration {self.clock} of this worker has been reported finished, so nothing can be added to it"
+            raise problem("conflict", detail, hint="worker.clock() waits for its end; then pull again")
 
     def deliver(
         self,
