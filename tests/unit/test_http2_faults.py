@@ -76,6 +76,52 @@ def test_a_request_that_breaks_in_the_middle_is_in_doubt(kind: Kind) -> None:
 
 
 @both_clients
+@pytest.mark.parametrize(
+    ("path", "repeated"), [("/push", False), ("/internal/set/m", False), ("/pull", True), ("/slots", True)]
+)
+def test_a_change_is_not_repeated_by_the_transport(kind: Kind, path: str, repeated: bool) -> None:
+    """If a kept connection ends after it took a request, only one that changes nothing is sent again at once.
+
+    Any other is in doubt: the answer to a second attempt, such as a refusal, would hide that the first may be done.
+    """
+
+    def dying(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
+        peer.until(wire.DATA, wire.END_STREAM)
+
+    def answering(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.DATA, wire.END_STREAM), b"2"))
+
+    with Server(kind, dying, answering) as server:
+        assert isinstance(server.ask(), Response)
+        outcome = server.transport.send(Request("POST", path, b"1"), server.url)
+        if isinstance(outcome, PsError):
+            assert outcome.code == "in_doubt"
+            again = server.transport.send(Request("POST", path, b"1"), server.url)
+            assert isinstance(again, Response)
+    assert isinstance(outcome, Response) == repeated
+
+
+def test_a_change_that_a_closed_connection_did_not_take_is_sent_again() -> None:
+    """A request that a kept connection breaks in the middle of is sent on a new one: only whole ones are executed."""
+
+    def leaving(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
+        left.set()
+
+    def answering(peer: Peer) -> None:
+        peer.send(wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 24}) + wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 24))
+        peer.send(peer.answer(peer.until(wire.DATA, wire.END_STREAM), b"2"))
+
+    left = threading.Event()
+    with Server(Blocking, leaving, answering) as server:
+        assert isinstance(server.ask(), Response)
+        assert left.wait(20.0)
+        outcome = server.transport.send(Request("POST", "/push", bytes(1 << 20)), server.url)
+        assert isinstance(outcome, Response)
+
+
+@both_clients
 def test_a_frame_inside_a_header_block_ends_the_connection(kind: Kind) -> None:
     """DATA between HEADERS and their end is no HTTP/2 (RFC 9113, 6.10): the request ends at once, in doubt."""
 

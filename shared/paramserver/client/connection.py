@@ -9,6 +9,7 @@ too, the request fails.
 """
 
 import socket
+import ssl
 import sys
 import time
 import weakref
@@ -18,13 +19,15 @@ from typing import Final, TypeVar
 
 from paramserver.client import http2
 from paramserver.client.calls import Sink
-from paramserver.client.http2 import Answer, Client
+from paramserver.client.http2 import Answer, Client, Refused
 from paramserver.limits import RECEIVE_LOW_WATER_BYTES
 from paramserver.wire.http2 import HEAD_BYTES, PAYLOAD_BYTES_MAX, Header
 
 T = TypeVar("T")
 
 _READ_BYTES: Final = 256 << 10
+ENDED: Final = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""Errors that mean that the connection has ended."""
 
 
 def cut(connected: socket.socket) -> None:
@@ -85,7 +88,10 @@ class Connection:
         answer, left = Answer(sink), sum(map(len, body))
         stream = self._client.start_stream(headers, answer, bodyless=not left)
         try:
-            self._send(stream, answer, body, left)
+            try:
+                self._send(stream, answer, body, left)
+            except ENDED as e:  # the shard cannot have the whole request, and executes no other
+                raise Refused(f"the connection ended while the request was sent ({e})") from e
             while not answer.ended:
                 self._read()
             if answer.failed is not None:

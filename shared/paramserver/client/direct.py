@@ -1,7 +1,7 @@
 """Requests sent directly to shards, over HTTP/2 on TCP, TLS or a Unix socket; see `connection` and `aio_connection`.
 
-If a kept connection breaks, its request is sent again on another one.  This is safe, because every request that changes
-something carries its id.
+If a kept connection has ended, its request is sent again on another one, unless the shard may have carried it out and
+it changes something: then it is in doubt, which the caller has to know, whatever a second attempt would be answered.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 from paramserver.client.aio_connection import AsyncConnection
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.concurrent_requests import Interruptible, using_memory
-from paramserver.client.connection import Connection
+from paramserver.client.connection import ENDED, Connection
 from paramserver.client.credentials import Credentials
 from paramserver.client.forks import call_in_forked_child
 from paramserver.client.http2 import Answer, Refused
@@ -31,7 +31,7 @@ CONNECT_S: Final = 3.0
 """Timeout for establishing a connection."""
 _KEPT_MAX: Final = 16
 """Idle connections kept per address."""
-_BROKEN: Final = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError, Refused)
+_BROKEN: Final = (*ENDED, Refused)
 """Errors that mean that the connection has ended, or takes no more requests."""
 _CHANGES_NOTHING: Final = ("/pull", "/slots")
 """Paths of POST requests that may be executed twice or for nothing; an unused slot expires."""
@@ -58,6 +58,11 @@ def unreachable(url: str, reason: str) -> PsError:
 def changes_nothing(request: Request) -> bool:
     """Whether the request may be executed twice, or for nothing."""
     return request.method == "GET" or request.path in _CHANGES_NOTHING
+
+
+def _may_repeat(request: Request, error: OSError) -> bool:
+    """Whether a request that a kept connection ended with this error may be sent again on another one."""
+    return isinstance(error, Refused) or changes_nothing(request)
 
 
 class _RequestEncoder:
@@ -100,13 +105,6 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
     return problem("in_doubt", f"{address} did not answer in HTTP ({error})")
 
 
-def _connect_error(error: OSError, request: Request, address: str, first: Exception | None) -> PsError:
-    """Return the outcome of a request when connecting failed; `first`: how it failed before, on a kept connection."""
-    if changes_nothing(request) or first is None or isinstance(first, Refused):
-        return _unreachable_error(error, address)
-    return _failure(first, request, address)  # the shard may have received it before it died
-
-
 def _left_s(deadline: Deadline) -> float:
     """Return the seconds left for another attempt, above 0: a timeout of 0 would make the socket non-blocking."""
     return max(deadline.left_s(), 0.001)
@@ -145,12 +143,13 @@ class DirectTransport(_RequestEncoder):
             connection = idle.pop() if idle else None
             if not idle:
                 del self._idle[address]
-        first: Exception | None = None
         if connection is not None:
             try:
                 return self._attempt(connection, request, address, request.timeout_s, within)
-            except _BROKEN as e:  # the shard had closed the idle connection: use a fresh one
-                first = e
+            except _BROKEN as e:
+                if not _may_repeat(request, e):
+                    self._close_idle(address)  # if the shard has died, later requests would find them ended one by one
+                    return _failure(e, request, address)
             if not deadline.left_s():
                 return _failure(TimeoutError(), request, address)
         self._forget_closed()
@@ -158,7 +157,7 @@ class DirectTransport(_RequestEncoder):
             connection = Connection(self._connected(address, min(CONNECT_S, _left_s(deadline))))
         except OSError as e:
             self._close_idle(address)
-            return _connect_error(e, request, address, first)
+            return _unreachable_error(e, address)
         try:
             return self._attempt(connection, request, address, _left_s(deadline), within)
         except _BROKEN as e:
@@ -245,12 +244,13 @@ class AsyncDirectTransport(_RequestEncoder):
         deadline = Deadline(time.monotonic() + request.timeout_s)
         body = self._body(request)
         headers = self._headers(request, address, body)
-        kept, first = self._kept(address), None
+        kept = self._kept(address)
         if kept is not None:
             try:
                 return _response(await kept.ask(headers, body, request.sink, request.timeout_s), address)
             except _BROKEN as e:
-                first = e
+                if not _may_repeat(request, e):
+                    return _failure(e, request, address)
             except (PsError, OSError, ValueError) as e:
                 return _failure(e, request, address)
             if not deadline.left_s():
@@ -258,7 +258,7 @@ class AsyncDirectTransport(_RequestEncoder):
         try:
             another = await self._another(address, kept, min(CONNECT_S, _left_s(deadline)))
         except OSError as e:
-            return _connect_error(e, request, address, first)
+            return _unreachable_error(e, address)
         try:
             return _response(await another.ask(headers, body, request.sink, _left_s(deadline)), address)
         except (PsError, OSError, ValueError) as e:
