@@ -3,7 +3,7 @@
 import pytest
 
 from paramserver.client.addresses import SCHEDULERS, Addresses, named
-from paramserver.client.calls import Response
+from paramserver.client.calls import Outcome, Response
 from paramserver.errors import problem
 
 A, B = "http://127.0.0.1:8700", "http://127.0.0.1:8798"
@@ -47,10 +47,11 @@ def test_names_are_believed_of_themselves_only(url: str, header: str, found: tup
     assert named(url, header) == found
 
 
-def test_one_that_fell_silent_is_not_asked_first_again() -> None:
+@pytest.mark.parametrize("outcome", [problem("in_doubt", "no answer"), Response(502, {}), Response(504, {})])
+def test_one_that_fell_silent_is_not_asked_first_again(outcome: Outcome) -> None:
     """A request in doubt is not sent to the next URL, because it may have been done; the next request starts there."""
     addresses = Addresses([A, B])
-    assert not addresses.record(A, problem("in_doubt", "no answer"))
+    assert not addresses.record(A, outcome)
     assert addresses.order() == [B, A]
 
 
@@ -59,7 +60,9 @@ def test_one_that_fell_silent_is_not_asked_first_again() -> None:
     [
         (refusal("no_leader"), True),
         (refusal("unavailable"), True),
-        (Response(502, {"content-type": "text/html"}, b"bad gateway"), True),
+        (Response(503, {"content-type": "text/html"}, b"no server"), True),
+        (Response(502, {"content-type": "text/html"}, b"bad gateway"), False),
+        (Response(504, {"content-type": "text/html"}, b"timeout"), False),
         (refusal("storage_unavailable"), False),
         (refusal("in_doubt"), False),
         (refusal("queue_full"), False),

@@ -7,7 +7,7 @@ import pytest
 from tests.refusals import refused_with
 
 from paramserver.client.calls import Deadline, Request, Response, Sink, error_of, json_bytes, json_of, json_request
-from paramserver.errors import NotFoundError, PsError, RequestError, Unavailable
+from paramserver.errors import InDoubt, NotFoundError, PsError, RequestError, Unavailable
 
 from .sharding import Now
 
@@ -37,6 +37,15 @@ def test_a_proxy_that_has_nobody_behind_it_is_asked_again(status: int) -> None:
     assert isinstance(error, Unavailable)
     assert (error.detail, error.retry_after_s) == (f"http://n:1 answered HTTP {status}", 7.0)
     assert error_of(answer(status, b"<html>", retry_after="Wed, 01 Jan 2025 00:00:00 GMT")).retry_after_s == 1.0
+
+
+@pytest.mark.parametrize(("status", "doubtful"), [(502, True), (503, False), (504, True)])
+def test_what_a_proxy_lost_may_be_done(status: int, doubtful: bool) -> None:
+    """502 and 504, which only proxies send, are InDoubt: the node may have executed the request; 503 is not."""
+    error = error_of(answer(status, b"<html>"))
+
+    assert isinstance(error, InDoubt) == doubtful
+    assert error.retryable
 
 
 def test_a_failure_of_a_proxy_is_no_wrong_address() -> None:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pyreqwest.http import Url
 
-from paramserver.client.calls import Outcome, Response
+from paramserver.client.calls import Outcome, Response, is_gateway_failure
 from paramserver.errors import InDoubt, Unreachable, problem
 
 SCHEDULERS: Final = "x-paramserver-schedulers"
@@ -45,7 +45,8 @@ class Addresses:
                 return True
         elif isinstance(outcome, Unreachable):
             return True
-        if not isinstance(outcome, InDoubt):
+        lost = is_gateway_failure(outcome) if isinstance(outcome, Response) else isinstance(outcome, InDoubt)
+        if not lost:
             self._first = url
         else:  # it may stay silent: the next request starts with the following URL
             order = self.order()
@@ -80,8 +81,8 @@ def named(url: str, header: str) -> tuple[str, ...]:
 
 
 def _knows_no_leader(response: Response) -> bool:
-    """Whether this node, or a proxy in front of it, could not forward the request to a leader."""
-    if response.status not in (502, 503, 504):
+    """Whether this node, or a proxy in front of it, had nobody to forward the request to."""
+    if response.status != 503:
         return False
     ours = response.headers.get("content-type", "").startswith("application/problem+json")
     return not ours or b'"no_leader"' in response.body or b'"unavailable"' in response.body

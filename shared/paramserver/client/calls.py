@@ -190,9 +190,16 @@ def error_of(response: Response) -> PsError:
         if response.status < 500 and response.status != 429:
             return foreign(response)
         doc = {"status": response.status, "detail": f"{response.url} answered HTTP {response.status}"}
+        if is_gateway_failure(response):
+            doc["code"] = "in_doubt"
     if "retry_after_s" not in doc and after.isdecimal():
         doc["retry_after_s"] = float(after)
     return from_document(doc)
+
+
+def is_gateway_failure(response: Response) -> bool:
+    """Whether a proxy had no answer from the node (502, 504; no node sends these): the request may be executed."""
+    return response.status in (502, 504)
 
 
 def foreign(response: Response) -> PsError:
