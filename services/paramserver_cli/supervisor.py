@@ -265,7 +265,8 @@ class Supervisor:
         while any(c.poll() is None for c in children) and time.monotonic() < deadline:
             await asyncio.sleep(PROBE_INTERVAL_S)
         for child in children:
-            signal_group(child.pid, signal.SIGKILL)
+            if child.poll() is None:  # the number of one that has ended may be another process's by now
+                signal_group(child.pid, signal.SIGKILL)
 
 
 async def _main(state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guard, lifeline: int | None) -> int:
