@@ -193,6 +193,18 @@ def test_without_a_slot_a_gradient_travels(lenders: Lenders, now: Now, cluster: 
     assert idle(cluster, lenders) == [("b", "s0")]
 
 
+@pytest.mark.parametrize("name", ["../a/mine", "/dev/shm/mine", "", "s0/../mine", "s" * 65])
+def test_the_name_of_a_slot_is_no_path(lenders: Lenders, now: Now, cluster: Cluster, name: str) -> None:
+    """A slot whose name is not a plain file name is not mapped: what it leads to is not overwritten."""
+    lenders.script["a", "/slots"] = [Response(200, {}, json.dumps({"slot": name}).encode())]
+    mine = lenders.folder / "a" / "mine"
+    mine.write_bytes(bytes(4 * COUNT))
+    drive(push(cluster, now), lenders, now)
+
+    assert not any(mine.read_bytes())
+    assert np.array_equal(lenders.pushed["a"], GRAD[:COUNT])
+
+
 def test_a_small_gradient_travels(lenders: Lenders, now: Now, cluster: Cluster) -> None:
     """Less than 64 KiB for a shard is sent in the request, without a slot."""
     for size, slots in ((1 << 14, 1), ((1 << 14) - 1, 0)):

@@ -1,6 +1,7 @@
 """The client's HTTP/2 connections, blocking and on asyncio, when they end, break or fall silent."""
 
 import gc
+import os
 import socket
 import sys
 import threading
@@ -8,6 +9,7 @@ import time
 import weakref
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,6 +292,22 @@ def test_a_client_that_is_dropped_leaves_no_socket_open() -> None:
             patch.setattr(sys, "unraisablehook", failed.append)
             gc.collect()
         assert not failed
+
+
+@both_clients
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="Linux tells whose socket it is")
+def test_a_socket_of_another_user_is_told_nothing(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Unix socket that another user listens on is unreachable, and is sent nothing: the token goes to nobody else."""
+    user = os.geteuid()
+    with socket.socket(socket.AF_UNIX) as listener, closing(kind()) as transport:
+        listener.bind(str(tmp_path / "requests"))
+        listener.listen()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        outcome = transport.send(Request("GET", "/livez"), f"unix://{tmp_path}/requests")
+        assert isinstance(outcome, PsError)
+        assert (outcome.code, "another user" in outcome.detail) == ("unreachable", True)
+        with listener.accept()[0] as connected:
+            assert connected.recv(100) == b""
 
 
 @both_clients

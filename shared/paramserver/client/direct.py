@@ -8,11 +8,12 @@ import asyncio
 import os
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections import defaultdict
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from paramserver.client.aio_connection import AsyncConnection
@@ -45,6 +46,19 @@ def path_of(address: str) -> str:
 def socket_exists(address: str) -> bool:
     """Whether the socket of this address exists on this machine; shards of other machines advertise theirs, too."""
     return hasattr(socket, "AF_UNIX") and os.path.exists(path_of(address))
+
+
+def _check_owner(connected: Any) -> None:
+    """Raise OSError unless a process of this user listens on the Unix socket at the other end.
+
+    Another one may wait at the path of a shard that runs elsewhere, for the token and to be taken for the shard.
+    """
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        raise OSError("this system does not tell whose socket it is")
+    _, uid, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, option, 12))
+    if uid != os.geteuid():
+        raise OSError("the socket belongs to another user")
 
 
 def unreachable(url: str, reason: str) -> PsError:
@@ -189,6 +203,7 @@ class DirectTransport(_RequestEncoder):
             try:
                 connected.settimeout(timeout_s)
                 connected.connect(path_of(address))
+                _check_owner(connected)
             except OSError:
                 connected.close()
                 raise
@@ -289,7 +304,13 @@ class AsyncDirectTransport(_RequestEncoder):
     async def _connected(self, address: str) -> AsyncConnection:
         loop = asyncio.get_running_loop()
         if address.startswith(SCHEME):
-            return (await loop.create_unix_connection(AsyncConnection, path_of(address)))[1]
+            transport, connection = await loop.create_unix_connection(AsyncConnection, path_of(address))
+            try:
+                _check_owner(transport.get_extra_info("socket"))
+            except OSError:
+                connection.hang_up()
+                raise
+            return connection
         host, port, secure = _host(address)
         context = self._context if secure else None
         return (await loop.create_connection(AsyncConnection, host, port, ssl=context))[1]

@@ -23,6 +23,7 @@ from paramserver.client.forks import call_in_forked_child
 from paramserver.client.windows import POSSIBLE, Windows, writable
 from paramserver.limits import SHARED_LEASE_S
 from paramserver.types import F32, AnyArray
+from paramserver.wire.frame import FILE_NAME
 
 log = logging.getLogger("paramserver")
 
@@ -123,6 +124,8 @@ class SameHost:
     def map_slot(self, address: str, file: str, size_bytes: int) -> Slot | None:
         """Map a slot that the shard has lent; None if it cannot be mapped here."""
         try:
+            if not FILE_NAME.fullmatch(file):  # it could lead out of the shard's folder
+                raise ValueError(f"a slot cannot be named {file!r:.100}")
             memory = writable(_path(address, file), size_bytes)
         except (OSError, ValueError) as error:
             self.log_unused(error)

@@ -13,6 +13,7 @@ Each kind of header is a subclass of `Header` that declares the types and bounds
 refuses what does not fit before it allocates (docs/decisions/0020-structs.md).
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
@@ -38,7 +39,9 @@ ALIGN: Final = 64
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Number: TypeAlias = Annotated[float, Meta(gt=-1e38, lt=1e38)]
 ModelName: TypeAlias = Annotated[str, Meta(pattern=rf"\A(?:{MODEL_NAME.pattern})\Z")]
-FileName: TypeAlias = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9]{1,64}\Z")]
+FILE_NAME: Final = re.compile(r"[A-Za-z0-9]{1,64}")
+"""Names of the files that a shard lends."""
+FileName: TypeAlias = Annotated[str, Meta(pattern=rf"\A(?:{FILE_NAME.pattern})\Z")]
 Ranges: TypeAlias = Annotated[Sequence[tuple[Count, Count]], Meta(max_length=limits.RANGES_PER_PUSH_MAX)]
 PullPart: TypeAlias = tuple[Count, Ranges | None]
 """(partition, ranges relative to it; None: the whole partition)."""
