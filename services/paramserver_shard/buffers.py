@@ -41,7 +41,7 @@ class _Memory:
         self.array: Final = array
         self.address: Final = _address(array)
         """Address of the first byte."""
-        self.file: Final = file
+        self.file = file
         self.size: Final = array.size
         self.retired = False
         """Never to be reused: a client may have it mapped."""
@@ -88,9 +88,15 @@ class BufferPool:
         return self._lend(memory, rotation)[:size_bytes]
 
     def take_shared(self, size_bytes: int) -> U8 | None:
-        """Like `take_bytes` for memory in a file of the folder, of at least `SMALL_BYTES`; None if there is no room."""
+        """Like `take_bytes` for memory in a file of the folder, of at least `SMALL_BYTES`; None if there is no room.
+
+        The name of the file is new: who was told an earlier one cannot reach this array by it.
+        """
         memory = self._shared_one(self._size(size_bytes), [])
-        return None if memory is None else self._lend(memory, [])[:size_bytes]
+        if memory is None or memory.file is None or self._folder is None:
+            return None
+        memory.file = self._folder.rename(memory.file)
+        return self._lend(memory, [])[:size_bytes]
 
     def take(self, count: int, *, shared: bool = False, after: AnyArray | None = None) -> F32:
         """Return an uninitialized float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""

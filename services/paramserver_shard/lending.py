@@ -5,7 +5,7 @@ files are removed and their memory is never reused, so a slow reader keeps its b
 A *slot* is memory that a client fills and then names in a push instead of sending a body.  From that request to its
 reply the slot belongs to the shard.  After the reply it belongs to the client again, unless the push is still needed
 (staged, buffered): then the shard keeps it and the client asks for another.  A slot that is idle for `SHARED_LEASE_S`
-is removed; one that its client returns is reused for other clients.
+is removed; one that its client returns is reused for other clients, under another name.
 Both are bounded: a pull beyond the bound gets its values over HTTP, a slot beyond it is refused.
 
 A lease of current values is marked on the board until other values replace them (`wire.board`): while its holder sees

@@ -106,7 +106,7 @@ class SharedFolder:
         open_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if open_max != resource.RLIM_INFINITY and len(self._sizes) >= int(open_max * _FILES_SHARE):
             raise OSError(f"it consists of {len(self._sizes)} files already, and {open_max} may be open")
-        name = f"b{next(self._numbers)}"
+        name = self._new_name()
         file = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._sizes[name] = size_bytes
         self.bytes += size_bytes  # before the pages are there, as others may allocate meanwhile
@@ -120,6 +120,16 @@ class SharedFolder:
         finally:
             os.close(file)
         return name, memory
+
+    def rename(self, name: str) -> str:
+        """Give a file a name that was never used before, and return it."""
+        new = self._new_name()
+        (self.path / name).rename(self.path / new)
+        self._sizes[new] = self._sizes.pop(name)
+        return new
+
+    def _new_name(self) -> str:
+        return f"b{next(self._numbers)}"
 
     def remove(self, name: str) -> None:
         """Delete a file; processes that have it mapped keep its bytes."""
