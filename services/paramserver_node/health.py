@@ -16,8 +16,11 @@ def _example(value: object, status: int = 200, text: str = "Successful Response"
     return {status: {"description": text, "content": {"application/json": {"example": value}}}}
 
 
-def router(service: str, ready: Callable[[], str]) -> APIRouter:
-    """Return the probe routes of a service; `ready` returns why it is not ready yet, or ''."""
+def router(service: str, ready: Callable[[], str], cluster: Callable[[], str]) -> APIRouter:
+    """Return the probe routes of a service.
+
+    `ready` returns why it is not ready yet, or ''; `cluster` the id of its cluster, '' while it does not know that.
+    """
     routes = APIRouter(tags=["probes"])
     versions: dict[str, str | int] = {
         "service": service,
@@ -26,10 +29,14 @@ def router(service: str, ready: Callable[[], str]) -> APIRouter:
         "python": platform.python_version(),
     }
 
-    @routes.get("/livez", summary="Whether the process answers at all", responses=_example({"status": "ok"}))
+    @routes.get(
+        "/livez",
+        summary="Whether the process answers at all, and of which cluster it is",
+        responses=_example({"status": "ok", "cluster": "6f1c90b2a4d3e857"}),
+    )
     @role("open")
     async def livez() -> dict[str, str]:
-        return {"status": "ok"}
+        return {"status": "ok", "cluster": cluster()}
 
     @routes.get(
         "/readyz",

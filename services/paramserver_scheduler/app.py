@@ -75,10 +75,13 @@ def make_app() -> FastAPI:
         stopped = service.runtime.stopped
         return "" if stopped is None else str(stopped.detail)
 
+    def cluster() -> str:
+        return "" if app.state.service is None else str(app.state.service.read.map()["cluster"])
+
     app.include_router(page.router)
     app.include_router(login.router)
     app.include_router(docs_page.router)
-    app.include_router(health.router("scheduler", not_ready))
+    app.include_router(health.router("scheduler", not_ready, cluster))
     for module in (models, workers, tasks, metrics, checkpoints, files, runs, feed, shards, status):
         app.include_router(module.router, dependencies=[Depends(query_checked)])
     for module in (data, nodes):  # queries unchecked: `data` is forwarded to shards, `nodes` is used between nodes

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import socket
 import sys
 import time
@@ -90,7 +91,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     crash_point("scheduler.state_read")
     checkpoints: CheckpointStore = http.state.checkpoints
     await asyncio.to_thread(checkpoints.sweep)
-    core = SchedulerCore.restore(documents, time.monotonic(), store.term, time.time())
+    core = SchedulerCore.restore(documents, time.monotonic(), store.term, time.time(), secrets.token_hex(8))
     history = History(time.time() - time.monotonic())
     history.begin(core.read)
     runtime = Runtime(core, store, Hub(lambda document: history.note(document, time.monotonic())))

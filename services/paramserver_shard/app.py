@@ -77,7 +77,7 @@ def make_app(services: Services) -> FastAPI:
         app.router.routes.append(route)
         short[path] = NodeMiddleware(InFlightMiddleware(routed(route, route.app), in_flight), guarded)
     app.include_router(docs_page.router)
-    app.include_router(health.router("shard", s.membership.unready))
+    app.include_router(health.router("shard", s.membership.unready, lambda: s.membership.cluster))
     app.include_router(internal_router(serving, s.models, s.runtime, s.reader))
     app.include_router(slots.router(serving, s.lending), dependencies=[Depends(query_checked)])
     _add_arrays(app, s)

@@ -55,6 +55,8 @@ class Directory:
     def __init__(self, shard: str) -> None:
         self.shard = shard
         """This shard's own name."""
+        self.cluster = ""
+        """Id of the cluster; empty until the first map has come."""
         self.map_epoch = 0
         self.models: dict[str, KnownModel] = {}
         self.addresses: dict[str, tuple[str, ...]] = {}
@@ -65,6 +67,7 @@ class Directory:
         """Take in one document of the feed; types other than map, model and gone are ignored."""
         kind = document["type"]
         if kind == "map":
+            self.cluster = str(document.get("cluster", ""))
             self.map_epoch = int(document["map_epoch"])
             self.addresses = {
                 name: tuple(node["addresses"]) for name, node in document["shards"].items() if node["alive"]

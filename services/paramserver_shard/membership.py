@@ -95,6 +95,11 @@ class Membership:
             return "not a member of the cluster yet" + (f" ({self._join_error})" if self._join_error else "")
         return "" if self.followed.is_set() else "the cluster map has not arrived yet"
 
+    @property
+    def cluster(self) -> str:
+        """Id of the cluster; empty until the first map has come."""
+        return self._directory.cluster
+
     # -- requests from the core (`Scheduler`)
 
     def report(self) -> None:

@@ -114,8 +114,8 @@ def test_one_leads_and_the_other_hands_on(cluster: Nodes) -> None:
 
 
 def test_kill_of_the_leader_twice_in_a_row(cluster: Nodes) -> None:
-    """Each time a leader is killed the other scheduler leads within 5 s, and no worker sees an error."""
-    name = summing_model(cluster)
+    """Each time a leader is killed the other leads the same cluster within 5 s, and no worker sees an error."""
+    name, cluster_id = summing_model(cluster), cluster.get("/map")["cluster"]
     with Training(",".join(cluster.urls), name, 2).running() as training:
         for _ in range(2):
             old = leader(cluster)
@@ -126,6 +126,7 @@ def test_kill_of_the_leader_twice_in_a_row(cluster: Nodes) -> None:
             assert time.monotonic() - killed_s < TAKE_OVER_S
             training.goes_on()
             cluster.start_scheduler(old)
+            assert cluster.get("/map")["cluster"] == cluster_id
     values = cluster.post("/pull", {"model": name})["params"]["w"]
     version = cluster.get(f"/models/{name}")["clock"]
     assert values == [float(values[0])] * 5

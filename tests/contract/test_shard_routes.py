@@ -353,6 +353,14 @@ def test_a_push_whose_pull_cannot_be_told_says_that_it_was_accepted(rest_cluster
     assert model.values("w") == [1.0, 2.0]
 
 
+def test_a_shard_tells_which_cluster_it_is_of(model: Model) -> None:
+    """The id in a shard's answer to `/livez` is that in the document of a model and in the map."""
+    shard = model.http.get(f"{model.url(0)}/livez").json()["cluster"]
+    assert shard
+    for path in (f"/models/{model.name}", "/map"):
+        assert model.http.get(model.url(0) + path).json()["cluster"] == shard
+
+
 def test_probes_metrics_and_openapi(model: Model) -> None:
     """Probes answer, metrics count pushes, and OpenAPI's examples for the three value routes work."""
     model.push({"b": 1.0})

@@ -61,6 +61,8 @@ class Shards:
         self.owners = ["a" if i % 2 == 0 else "b" for i in range(partitions)]
         self.map_epoch, self.generation = 1, 7
         self.answering = {A, B}
+        self.clusters: dict[str, str] = {}
+        """Id of the cluster whose shard answers at each address."""
         self.timelines: dict[str | None, list[int]] = {}
         self.log: list[tuple[str | None, str]] = []
         self.pushes: list[PushFrame] = []
@@ -70,7 +72,8 @@ class Shards:
     def __call__(self, request: Request) -> Outcome:
         self.log.append((request.to, request.path))
         if request.path == "/livez":
-            return Response(200, {}) if request.to in self.answering else problem("unreachable", "no")
+            cluster = json.dumps({"status": "ok", "cluster": self.clusters.get(request.to or "", "")}).encode()
+            return Response(200, {}, cluster) if request.to in self.answering else problem("unreachable", "no")
         for t in list(self.trouble):
             found = t(request)
             if found is not None:

@@ -206,6 +206,16 @@ def test_a_client_under_tls_sends_nothing_in_the_clear(shards: Shards, now: Now)
     assert not any(path == "/livez" for _, path in shards.log)
 
 
+def test_a_shard_of_another_cluster_at_an_advertised_address_is_sent_nothing(shards: Shards, now: Now) -> None:
+    """An address that answers a probe with another cluster's id is not used: requests go to the URL that was given."""
+    document, cluster = shards.document, Cluster(("http://given:1",))
+    shards.document = lambda: {**document(), "cluster": "mine"}  # type: ignore[method-assign]
+    shards.clusters = {A: "mine", B: "another's"}
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(1)), shards, now)
+
+    assert sorted(str(to) for to, path in shards.log if path == "/push") == sorted([A, "None"])
+
+
 def test_pushpull_does_both_in_one_round(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A pushpull takes one request to each shard and returns the values after the push."""
     call = transfer.pushpull(cluster, "m", Deadline.after(30, now), grads(), terms())

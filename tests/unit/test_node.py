@@ -30,7 +30,7 @@ MSGPACK = {"content-type": "application/msgpack"}
 def make_app() -> FastAPI:
     app = FastAPI(redirect_slashes=False, docs_url=None, redoc_url=None)
     problems.install(app)
-    app.include_router(health.router("test", lambda: "still loading"))
+    app.include_router(health.router("test", lambda: "still loading", lambda: "c1"))
 
     @app.post("/echo")
     @roles.role("worker")

@@ -21,7 +21,12 @@ from paramserver_scheduler.runtime import Answer, Runtime
 
 router = APIRouter(tags=["feed"])
 
-MAP = {"term": 1, "map_epoch": 3, "shards": {"shard-0": {"addresses": ["http://127.0.0.1:8701"], "alive": True}}}
+MAP = {
+    "term": 1,
+    "cluster": "6f1c90b2a4d3e857",
+    "map_epoch": 3,
+    "shards": {"shard-0": {"addresses": ["http://127.0.0.1:8701"], "alive": True}},
+}
 
 
 @router.get("/map", responses=response_doc(200, "The map", MAP))

@@ -70,6 +70,7 @@ MODEL = {
     "created_s": 1763700000.0,
     "spec": FULL_SPEC,
     "bounds": [0, 640],
+    "cluster": "6f1c90b2a4d3e857",
     "map_epoch": 3,
     "partitions": [
         {

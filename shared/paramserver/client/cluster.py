@@ -21,7 +21,7 @@ from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.core.urls import listed_urls
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, encode_header
 
 log = logging.getLogger("paramserver")
@@ -54,6 +54,11 @@ class ModelMap:
     addresses: Mapping[str, tuple[str, ...]]
     """Base URLs that each shard advertises."""
     document: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def cluster(self) -> str:
+        """Id of the cluster; empty if the document has none."""
+        return str(self.document.get("cluster", ""))
 
     @cached_property
     def in_use(self) -> tuple[str, ...]:
@@ -261,7 +266,7 @@ class Cluster:
         wait_s = max(0.05, min(PROBE_S, deadline.left_s() / 2))
         outcomes = yield [Request("GET", "/livez", to=a, timeout_s=wait_s) for a in found]
         for address, outcome in zip(found, outcomes, strict=True):
-            answers = isinstance(outcome, Response) and outcome.status == 200
+            answers = isinstance(outcome, Response) and outcome.status == 200 and _is_of(model_map, outcome)
             before = self._known.get(address)
             tries = before.tries if before else 0
             again_at = None if answers or tries >= len(_TRY_AGAIN_S) else deadline.clock() + _TRY_AGAIN_S[tries]
@@ -283,6 +288,17 @@ class Cluster:
 
     def _direct(self, model_map: ModelMap, shard: str) -> bool:
         return any((k := self._known.get(a)) is not None and k.answers for a in model_map.addresses.get(shard, ()))
+
+
+def _is_of(model_map: ModelMap, answer: Response) -> bool:
+    """Whether the answer to a probe is from a shard of the map's cluster.
+
+    Behind a tunnel or a proxy, an address that is valid inside the cluster may be that of another cluster out here.
+    """
+    try:
+        return not model_map.cluster or json_of(answer)["cluster"] == model_map.cluster
+    except (PsError, TypeError, KeyError):
+        return False
 
 
 def control(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Any]:

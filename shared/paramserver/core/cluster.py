@@ -28,6 +28,8 @@ class Cluster:
     term: int
     wall_offset_s: float
     """Unix time minus the monotonic `now`."""
+    id: str = ""
+    """Random, of the cluster's first start: tells its shards from those of another at the same addresses."""
     map_epoch: int = 0
     generations: int = 0
     run_count: int = 0
@@ -369,7 +371,7 @@ class Cluster:
 
     def public(self, model: Model) -> dict[str, Any]:
         """The model's public document."""
-        return model.public(self.map_epoch, self.addresses())
+        return {**model.public(self.map_epoch, self.addresses()), "cluster": self.id}
 
     def model_document(self, model: Model, all_commits: bool = False) -> dict[str, Any]:
         """The feed's `model` document."""
@@ -380,6 +382,7 @@ class Cluster:
         return {
             "type": "map",
             "term": self.term,
+            "cluster": self.id,
             "map_epoch": self.map_epoch,
             "shards": {
                 s.name: {"addresses": list(s.addresses), "alive": s.alive} for s in self.shards.values() if s.listed
@@ -389,6 +392,7 @@ class Cluster:
     def stored(self) -> dict[str, Any]:
         """The stored field `cluster`."""
         return {
+            "id": self.id,
             "map_epoch": self.map_epoch,
             "generations": self.generations,
             "run_count": self.run_count,

@@ -20,9 +20,12 @@ KINDS: Final = tuple(
 )
 
 
-def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float) -> Cluster:
+def restore(
+    documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float, new_id: str
+) -> Cluster:
     """Rebuild the cluster from these fields of `ps:state`; everyone who was alive gets one full lease.
 
+    `new_id` becomes the id of a cluster that has none yet.
     Raises CorruptState (`corrupt_state`) for fields that this version does not know or cannot read.
     """
     groups: dict[str, dict[str, Mapping[str, Any]]] = {k: {} for k in KINDS}
@@ -33,14 +36,18 @@ def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, u
         groups[kind][rest] = doc
     c = Cluster(term, unix_s - now)
     try:
-        _fill(c, groups, now)
+        _fill(c, groups, now, new_id)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         raise problem("corrupt_state", f"the stored state cannot be read: {type(e).__name__}: {e}") from e
     return c
 
 
-def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now: float) -> None:
+def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now: float, new_id: str) -> None:
     cluster = groups["cluster"].get("", {})
+    c.id = cluster.get("id", "")
+    if not c.id and new_id:
+        c.id = new_id
+        c.save_cluster()
     c.map_epoch, c.generations = cluster.get("map_epoch", 0), cluster.get("generations", 0)
     c.shard_floor, c.member_floor = cluster.get("shard_floor", 0), cluster.get("member_floor", 0)
     c.run_count, c.member_count = cluster.get("run_count", 0), cluster.get("member_count", 0)

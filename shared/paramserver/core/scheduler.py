@@ -81,12 +81,20 @@ class SchedulerCore:
         }
 
     @classmethod
-    def restore(cls, documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float = 0.0) -> Self:
+    def restore(
+        cls,
+        documents: Mapping[str, Mapping[str, Any]],
+        now: float,
+        term: int,
+        unix_s: float = 0.0,
+        new_id: str = "",
+    ) -> Self:
         """Build the core of a scheduler that starts in this term, from the fields found in `ps:state`.
 
+        `new_id`: a random id for a cluster that starts for the first time.
         Everyone who was alive gets one full lease from `now`.  Raises CorruptState if the fields cannot be read.
         """
-        return cls(restore(documents, now, term, unix_s), now)
+        return cls(restore(documents, now, term, unix_s, new_id), now)
 
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
         """Handle one event and return its effects, to be performed in order.
