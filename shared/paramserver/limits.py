@@ -1,6 +1,6 @@
-"""All bounds in one place: the most that a node accepts, keeps or waits for.
+"""The bounds that users meet or several parts share: the most that a node accepts, keeps or waits for.
 
-A queue, buffer, window or loop without an entry here is a bug.  Units are in the names.
+Others are beside their use.  A queue, buffer, window or wait without a bound is a bug.  Units are in the names.
 """
 
 from typing import Final

@@ -1,5 +1,7 @@
 """Bugs that are planted into a simulated cluster turn its checkers red."""
 
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import pytest
@@ -33,12 +35,16 @@ def turns_red(
     within: int = 12,
     **settings: Any,
 ) -> bool:
-    """Return whether one of `within` seeds fails, of which `first` is the first."""
+    """Return whether the checkers fail one of `within` seeds, of which `first` is the first.
+
+    The product's own assertions do not count: a bug that they do not catch must be found, too.
+    """
     for seed in range(first, first + within):
         try:
             Simulation(seed, mode, level, kind, change, patience_s=PATIENCE_S, **settings).run()
-        except AssertionError:
-            return True
+        except AssertionError as error:
+            if "testing" in Path(extract_tb(error.__traceback__)[-1].filename).parts:
+                return True
     return False
 
 
@@ -82,7 +88,10 @@ def test_an_acknowledged_push_that_was_not_applied_turns_the_checkers_red(monkey
     """An acknowledged update that leaves the values unchanged is detected if nothing may have been lost."""
 
     def skipped(task: sio.Task) -> sio.TaskResult:
-        return sio.TaskResult(task.state) if task.state.values[0] == 5.0 else perform(task)
+        result = perform(task)
+        if result.state is not None and task.state.values[0] == 5.0:
+            result.state.values[:] = task.state.values
+        return result
 
     monkeypatch.setattr(shards, "perform", skipped)
 

@@ -65,6 +65,10 @@ class Looks:
                 looks.count += 1
                 return super().__getitem__(key)
 
+            def get(self, key: Any, default: Any = None) -> Any:
+                looks.count += 1
+                return super().get(key, default)
+
             def __iter__(self) -> Iterator[Any]:
                 looks.count += len(self)
                 return super().__iter__()
@@ -145,7 +149,7 @@ def test_pushes_that_wait_for_partitions_are_not_tried_again_for_each_of_them(mo
 
     assert all(request in driver.replies for request in waiting)
     assert driver.values(0) == [float(pushes)] * WIDTH
-    assert looks.call_count <= 4 * pushes * partitions
+    assert 0 < looks.call_count <= 4 * pushes * partitions
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are files on Linux")
@@ -165,7 +169,7 @@ def test_a_lease_that_runs_out_costs_by_its_partitions() -> None:
         lending.expire()
 
         assert [pool.file_of(a) for a in values] == [None] * partitions
-        assert looks.count <= 4 * partitions
+        assert 0 < looks.count <= 4 * partitions
         folder.close()
 
 
@@ -205,7 +209,7 @@ def test_what_is_to_be_stored_now_is_not_gone_through_with_every_event(monkeypat
     driver.settle()
 
     assert len(driver.store.kept) == partitions
-    assert looks.call_count <= 8 * partitions
+    assert 0 < looks.call_count <= 8 * partitions
 
 
 def test_first_values_that_can_be_drawn_again_are_not_stored() -> None:

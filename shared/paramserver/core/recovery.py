@@ -20,9 +20,7 @@ KINDS: Final = tuple(
 )
 
 
-def restore(
-    documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float, new_id: str
-) -> Cluster:
+def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float, new_id: str) -> Cluster:
     """Rebuild the cluster from these fields of `ps:state`; everyone who was alive gets one full lease.
 
     `new_id` becomes the id of a cluster that has none yet.
