@@ -67,6 +67,18 @@ class Connection:
         """Whether another request can be sent on this connection."""
         return self._client.usable
 
+    def still_open(self) -> bool:
+        """Process what has come since the last request; return whether another one can be sent."""
+        self._wait_at_most(0.0)
+        try:
+            while self.usable and (n := self.socket.recv_into(self._read_buffer)):
+                self._client.feed(self._read_buffer[:n])
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return self.usable
+        except (OSError, ValueError):  # it has ended, or does not speak HTTP/2
+            pass
+        return False
+
     def close(self) -> None:
         """Close the socket."""
         self._client.usable = False

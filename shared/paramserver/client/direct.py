@@ -152,11 +152,7 @@ class DirectTransport(_RequestEncoder):
         Raises CallerInterrupted if the call that it belongs to (`within`) has been interrupted.
         """
         deadline = Deadline(time.monotonic() + request.timeout_s)
-        with self._lock:
-            idle = self._idle[address]
-            connection = idle.pop() if idle else None
-            if not idle:
-                del self._idle[address]
+        connection = self._kept(address)
         if connection is not None:
             try:
                 return self._attempt(connection, request, address, request.timeout_s, within)
@@ -176,6 +172,18 @@ class DirectTransport(_RequestEncoder):
             return self._attempt(connection, request, address, _left_s(deadline), within)
         except _BROKEN as e:
             return _failure(e, request, address)
+
+    def _kept(self, address: str) -> Connection | None:
+        """Take an idle connection that the shard has not closed; None if there is none."""
+        while True:
+            with self._lock:
+                idle = self._idle[address]
+                connection = idle.pop() if idle else None
+                if not idle:
+                    del self._idle[address]
+            if connection is None or connection.still_open():
+                return connection
+            connection.close()
 
     def _attempt(
         self, connection: Connection, request: Request, address: str, timeout_s: float, within: Interruptible | None
