@@ -53,8 +53,6 @@ class Cluster:
     _late: list[Effect] = field(default_factory=list)
     dirty: dict[str, None] = field(default_factory=dict)
     """Models whose gates, checkpoints and waiters are to be advanced once the event is handled."""
-    requeued: dict[str, None] = field(default_factory=dict)
-    """Models to advance once more right after that."""
     unbalanced: bool = False
     """Whether shards or owners have changed, or an owner has begun to serve, since a plan found nothing to move."""
 
@@ -243,12 +241,8 @@ class Cluster:
         self.mark_dirty(model)
 
     def mark_dirty(self, model: Model) -> None:
-        """Have that model advanced once the event is handled."""
+        """Have that model advanced once the event is handled; if it is being advanced, once more right after."""
         self.dirty[model.name] = None
-
-    def requeue(self, model: Model) -> None:
-        """Advance that model once more right away, because there is more to decide."""
-        self.requeued[model.name] = None
 
     def publish(self, document: Mapping[str, Any]) -> None:
         self._published.append(Publish(document))
