@@ -295,8 +295,7 @@ class Membership:
                 self._views[document["name"]] = view
                 feed(view)
         elif kind == "commit":
-            model = ModelKey(document["model"], int(document["generation"]))
-            feed(CommitDecided.from_document(document, model))
+            feed(CommitDecided.from_document(document))
         elif kind == "roster":
             model = ModelKey(document["model"], int(document["generation"]))
             workers = {w: (int(e), int(r)) for w, (e, r) in document["workers"].items()}

@@ -24,6 +24,7 @@ from paramserver.core.shard import ShardCore
 from paramserver.core.shard_io import (
     AskWorker,
     Capture,
+    Commit,
     CommitDecided,
     LoadedState,
     LoadPartition,
@@ -144,7 +145,7 @@ class Shard:
 
     async def commit(self, t: int, *, cut: bool = False) -> None:
         """Apply commit `t`, which changes no values, and store a snapshot."""
-        self.runtime.feed(CommitDecided(self.key.model, 0, t, (), 0, 1, cut))
+        self.runtime.feed(CommitDecided(self.key.model, Commit(t, 0, (), 0, 1, cut)))
         (p,) = self.runtime.core.models["m"].partitions.values()
         async with asyncio.timeout(20):
             while p.clock <= t:

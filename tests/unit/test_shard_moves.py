@@ -7,7 +7,7 @@ from paramserver import limits
 from paramserver.core.shard_io import (
     Apply,
     CaptureReceived,
-    CommitDecided,
+    Commit,
     Contribution,
     JournalLost,
     LoadPartition,
@@ -276,7 +276,7 @@ def test_the_document_that_calls_a_move_off_takes_nothing_from_the_commits_that_
     driver.commit(0)
     request_release(driver, 0)
 
-    commit = CommitDecided(view(driver).model, 0, 1, (listed(0, 0),), 1, 1, False)
+    commit = Commit(1, 0, (listed(0, 0),), 1, 1, False)
     driver.send(replace(view(driver), clock=2, commits=(commit,), workers={}, release={}))
 
     assert [driver.values(i) for i in (0, 1)] == [[1.0] * 4] * 2

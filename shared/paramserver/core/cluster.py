@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paramserver.core.gate import Commit
+from paramserver.core.commit import Commit
 from paramserver.core.heartbeat_rows import Row
 from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import Model
@@ -127,7 +127,7 @@ class Cluster:
         self.save(f"tasks:{model.name}:{dataset}", model.datasets[dataset].progress)
 
     def save_commit(self, model: Model, commit: Commit) -> None:
-        self.save(f"commit:{model.name}:{commit.t}", lambda: commit.document(model.name, model.generation))
+        self.save(f"commit:{model.name}:{commit.t}", lambda: commit.document(model.key))
 
     def save_run(self, run: Run) -> None:
         self.save(f"run:{run.id}", run.stored)

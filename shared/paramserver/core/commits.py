@@ -38,9 +38,11 @@ class CommitDesk:
 
     def decided(self, event: CommitDecided, now: float) -> None:
         model = self._shard.find_model(event.model)
-        if model is None or event.timeline != model.timeline:
+        if model is None or event.commit.timeline != model.timeline:
             return
-        model.record_commit(event)
+        if event.needs_report:
+            model.needs_report_at = max(model.needs_report_at, event.commit.t)
+        model.record_commit(event.commit)
         for p in model.partitions.values():
             self.advance(model, p, now)
 

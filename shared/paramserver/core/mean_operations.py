@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from paramserver.core.journal import Step, commit_head, flush_head
 from paramserver.core.operation import Operation, Shard, record_settings_change
-from paramserver.core.shard_io import CommitDecided, PartitionState, Task, TaskResult
+from paramserver.core.shard_io import Commit, PartitionState, Task, TaskResult
 from paramserver.core.update import mean_task
 
 
@@ -13,7 +13,7 @@ from paramserver.core.update import mean_task
 class CommitOperation(Operation):
     """One committed clock of a sync model on one partition; raises the version by one, at least to the new clock."""
 
-    commit: CommitDecided = field(kw_only=True)
+    commit: Commit = field(kw_only=True)
     _step: Step | None = None
     """Numbers of the step being computed, for the journal."""
 

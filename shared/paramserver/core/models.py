@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.checkpoints import Checkpoints, creation_of
+from paramserver.core.commit import Commit
 from paramserver.core.cuts import Cuts
-from paramserver.core.gate import Commit, Gate
+from paramserver.core.gate import Gate
 from paramserver.core.layout import Layout
 from paramserver.core.membership import Roster, Worker
 from paramserver.core.optimizer import slot_count
@@ -371,9 +372,7 @@ class Model:
             "cut_asked": self.cuts.pending,
             "upload": upload if self.missing else None,
             "workers": {w.name: [w.epoch, w.rank] for w in live},
-            "commits": [
-                c.document(self.name, self.generation) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])
-            ],
+            "commits": [c.document(self.key) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])],
         }
 
     def gone_document(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from paramserver.core.checkpoints import Record
 from paramserver.core.cluster import Cluster
-from paramserver.core.gate import Commit
+from paramserver.core.commit import Commit
 from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import Model
 from paramserver.core.runs import Run

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from paramserver import limits
 from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
-from paramserver.core.shard_io import CommitDecided, ModelView
+from paramserver.core.shard_io import Commit, ModelView
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timers import Timer
 from paramserver.errors import PsError, problem
@@ -48,7 +48,7 @@ class ServedModel:
     """(worker, epoch) that left the roster while a partition here had staged gradients of theirs."""
     specs: dict[int, ModelSpec] = field(default_factory=dict)
     """Settings of the newest revisions; a commit names the revision it was decided under."""
-    commits: dict[int, CommitDecided] = field(default_factory=dict)
+    commits: dict[int, Commit] = field(default_factory=dict)
     """Commits of this timeline that a partition here may still need."""
     partitions: dict[int, Partition] = field(default_factory=dict)
     parked: dict["Operation", Parked] = field(default_factory=dict)
@@ -137,11 +137,9 @@ class ServedModel:
         newer = [r for r in self.specs if r >= revision]
         return (min(newer), self.specs[min(newer)]) if newer else None
 
-    def record_commit(self, commit: CommitDecided) -> None:
+    def record_commit(self, commit: Commit) -> None:
         """Record a commit, in any order of arrival, and forget those that every partition here has applied."""
         self.clock = max(self.clock, commit.t + 1)
-        if commit.needs_report:
-            self.needs_report_at = max(self.needs_report_at, commit.t)
         self.commits[commit.t] = commit
         clocks = [p.clock for p in self.partitions.values() if p.state is not None]
         if len(clocks) == len(self.partitions):

@@ -5,6 +5,7 @@ from typing import Any, Self, TypeAlias
 
 from msgspec import Struct, field
 
+from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout, Range
 from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.spec import ModelSpec
@@ -21,44 +22,18 @@ class MapChanged(Struct, frozen=True):
     map_epoch: int
 
 
-class Contribution(Struct, frozen=True):
-    """One entry of a commit's list: what (worker, epoch) pushed for `clock`."""
-
-    worker: str
-    epoch: int
-    rank: int
-    clock: int
-    weight: float = 1.0
-    """The amount it adds to the divisor."""
-
-
 class CommitDecided(Struct, frozen=True):
-    """The leader has decided commit `t`: exactly these contributions, in (rank, clock) order, on every partition."""
+    """The leader has decided a commit."""
 
     model: ModelKey
-    timeline: int
-    t: int
-    contributions: tuple[Contribution, ...]
-    revision: int
-    live_workers: int
-    cut: bool
-    """Whether every partition must store a cut right after this commit."""
+    commit: Commit
     needs_report: bool = False
     """Whether workers must report this clock to the scheduler themselves, because it has something to tell them."""
 
     @classmethod
-    def from_document(cls, doc: Mapping[str, Any], model: ModelKey) -> Self:
-        """Parse a feed document of type `commit`, or an entry of `commits` in one of type `model`."""
-        return cls(
-            model,
-            int(doc["timeline"]),
-            int(doc["t"]),
-            tuple(Contribution(str(w), int(e), int(r), int(c), float(x)) for w, e, r, c, x in doc["contributions"]),
-            int(doc["revision"]),
-            int(doc["live_workers"]),
-            bool(doc["cut"]),
-            bool(doc.get("asks")),
-        )
+    def from_document(cls, doc: Mapping[str, Any]) -> Self:
+        """Parse a feed document of type `commit`."""
+        return cls(ModelKey(doc["model"], doc["generation"]), Commit.of(doc), bool(doc.get("asks")))
 
 
 Source: TypeAlias = str | int
@@ -84,7 +59,7 @@ class ModelView(Struct, frozen=True):
     source: Source
     workers: Mapping[str, tuple[int, int]]
     """The live roster: worker -> (epoch, rank)."""
-    commits: tuple[CommitDecided, ...] = ()
+    commits: tuple[Commit, ...] = ()
     """The newest commits of this timeline, oldest first."""
     release: Mapping[int, int] = field(default_factory=dict)
     """Partition -> release number, for those of `owned` that are to be handed over.
@@ -121,7 +96,7 @@ class ModelView(Struct, frozen=True):
             {i: int(owner[1]) for i, owner in own.items()},
             _source(doc.get("source", "snapshot")),
             {str(w): (int(v[0]), int(v[1])) for w, v in doc.get("workers", {}).items()},
-            tuple(CommitDecided.from_document(c, model) for c in doc.get("commits", ())),
+            tuple(Commit.of(c) for c in doc.get("commits", ())),
             {i: int(o["release"]) for i, o in options.items() if o.get("release")},
             {i: int(o["from"]) for i, o in options.items() if o.get("from") is not None},
             {i: _source(o["source"]) for i, o in options.items() if o.get("source") is not None},

@@ -4,9 +4,9 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
+from paramserver.core.commit import Commit
 from paramserver.core.documents import check_document, size_of
 from paramserver.core.fields import INTEGER_MAX, WORKER_NAME, finite, is_integer, wait_seconds
-from paramserver.core.gate import Commit
 from paramserver.core.membership import Worker, expired
 from paramserver.core.models import COMMITS_KEPT, Model
 from paramserver.core.run_desk import RunDesk
@@ -312,7 +312,7 @@ class WorkerDesk:
             model.last_commit_s = now
             model.commits.append((now, commit))
             self.c.save_commit(model, commit)
-            self.c.publish(commit.document(model.name, model.generation) | {"asks": self._must_tell_workers(model)})
+            self.c.publish(commit.document(model.key) | {"asks": self._must_tell_workers(model)})
         if made:
             self._prune(model, now)
             self.c.save_clock(model)

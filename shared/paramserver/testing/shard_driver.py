@@ -29,6 +29,7 @@ from paramserver.core.shard_io import (
     AskWorker,
     AssignTask,
     Capture,
+    Commit,
     CommitDecided,
     Contribution,
     Effect,
@@ -408,9 +409,11 @@ class ShardDriver:
             raise outcome
         return outcome
 
-    def commit(self, t: int, *contributions: Contribution, cut: bool = False, **fields: Any) -> None:
+    def commit(
+        self, t: int, *contributions: Contribution, cut: bool = False, needs_report: bool = False, **fields: Any
+    ) -> None:
         """Send commit `t` with this list of contributions."""
         assert self.view is not None
         view = self.view
-        commit = CommitDecided(view.model, view.timeline, t, contributions, view.revision, view.live_workers, cut)
-        self.send(replace(commit, **fields))
+        commit = Commit(t, view.timeline, contributions, view.revision, view.live_workers, cut)
+        self.send(CommitDecided(view.model, replace(commit, **fields), needs_report))

@@ -244,7 +244,7 @@ class SimShard(Node):
                 layout = self.layouts.setdefault(key, Layout(spec))
                 self._view(sio.ModelView.from_document(doc, self.name, spec, layout))
             case "commit":
-                self.handle(sio.CommitDecided.from_document(doc, ModelKey(doc["model"], doc["generation"])))
+                self.handle(sio.CommitDecided.from_document(doc))
             case "roster":
                 workers = {w: (v[0], v[1]) for w, v in doc["workers"].items()}
                 self.handle(sio.RosterChanged(ModelKey(doc["model"], doc["generation"]), workers, doc["live_workers"]))
