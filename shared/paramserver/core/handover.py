@@ -6,12 +6,10 @@ from msgspec.structs import replace
 
 from paramserver.core.durability import Durability
 from paramserver.core.mean_operations import CommitOperation
-from paramserver.core.operation import Operation
+from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
-from paramserver.core.push_operation import PushOperation
 from paramserver.core.queues import OperationQueues
 from paramserver.core.served_model import ServedModel
-from paramserver.core.set_operation import SetOperation
 from paramserver.core.shard_io import Effect, LoadPartition, ModelView
 from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.types import PartitionKey, Token
@@ -53,13 +51,13 @@ class Handover:
         p.source, model.partitions[index] = source, p
         return [LoadPartition(key, token, source, model.spec, model.layout)]
 
-    def hold(self, partition: Partition, release_number: int) -> list[Operation]:
+    def hold(self, partition: Partition, release_number: int) -> list[RequestOperation]:
         """Let the running operation finish and start no other; return the pushes and assignments that were queued."""
         partition.held = release_number
         self._held[partition] = None
         self._shard.plan.forget(partition)
         partition.committing = _commits(partition)
-        return [op for op in self._queues.withdraw(partition) if isinstance(op, PushOperation | SetOperation)]
+        return self._queues.withdraw(partition)
 
     @property
     def waits(self) -> bool:

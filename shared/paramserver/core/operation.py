@@ -13,7 +13,16 @@ from paramserver.core.durability import Durability
 from paramserver.core.journal import config_head
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import Outcome, PartitionState, PushPart, Request, Task, TaskResult
+from paramserver.core.shard_io import (
+    Outcome,
+    PartitionState,
+    PushPart,
+    PushReceived,
+    Request,
+    SetReceived,
+    Task,
+    TaskResult,
+)
 from paramserver.errors import PsError
 
 
@@ -75,6 +84,18 @@ class Operation:
 
     def refuse(self, shard: Shard, error: PsError) -> None:
         """Reject the operation; nothing has changed."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestOperation(Operation):
+    """A client's push or assignment, which is parked while one of its partitions is not ready (`requests`)."""
+
+    event: PushReceived | SetReceived = field(kw_only=True)
+    expires: float = field(kw_only=True)
+    """Deadline for its partitions to be loaded and not held."""
+
+    def refuse(self, shard: Shard, error: PsError) -> None:
+        shard.reply(self.event.request, error)
 
 
 def record_settings_change(shard: Shard, p: Partition, now: float, *, fresh: bool, unstage: bool = False) -> None:

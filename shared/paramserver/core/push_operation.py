@@ -9,7 +9,7 @@ from paramserver import limits
 from paramserver.core import admission
 from paramserver.core.journal import hold_head, push_head
 from paramserver.core.mean_operations import FlushOperation
-from paramserver.core.operation import Operation, Shard
+from paramserver.core.operation import RequestOperation, Shard
 from paramserver.core.partition import Partition
 from paramserver.core.shard_io import HeldPart, PushDone, PushPart, PushReceived, Task, TaskResult, WorkerAnswered
 from paramserver.core.spec import ModelSpec
@@ -20,14 +20,12 @@ from paramserver.types import PushState
 
 
 @dataclass(slots=True, eq=False)
-class PushOperation(Operation):
+class PushOperation(RequestOperation):
     """A push to one or more partitions."""
 
     event: PushReceived = field(kw_only=True)
     answer: WorkerAnswered | None = None
     """The scheduler's answer about its worker, if it was asked."""
-    expires: float = 0.0
-    """Deadline for its partitions to be loaded."""
     level: int = 0
     """Durability that its reply acknowledges and waits for (`types.LEVELS`)."""
     _seen: list[EarlierAnswer | None] = field(default_factory=list)
@@ -176,9 +174,6 @@ class PushOperation(Operation):
                 return admission.not_finite(index)
         bad = [index for index, result in pairs if result.state is None]
         return problem("non_finite_result", f"partitions {bad} would hold NaN or infinity; nothing was changed")
-
-    def refuse(self, shard: Shard, error: PsError) -> None:
-        shard.reply(self.event.request, error)
 
     def _reply(self, shard: Shard, state: PushState, now: float) -> None:
         event, rule, versions = self.event, self.partitions[0].spec.consistency, []

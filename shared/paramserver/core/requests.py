@@ -6,7 +6,7 @@ from typing import Protocol
 from paramserver import limits
 from paramserver.core import admission
 from paramserver.core import operation as running
-from paramserver.core.operation import Operation
+from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
 from paramserver.core.push_operation import PushOperation
@@ -140,9 +140,8 @@ class RequestDesk:
 
     # --- queuing
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: RequestOperation) -> None:
         """Queue a push or an assignment, or park it until its partitions are loaded and not held."""
-        assert isinstance(operation, PushOperation | SetOperation)
         model, shard = operation.model, self._shard
         try:
             if shard.models.get(model.key.name) is not model:
@@ -172,7 +171,7 @@ class RequestDesk:
         for operation in [op for op, parked in model.parked.items() if partition is None or parked.at is partition]:
             self.submit(operation)
 
-    def take_parked(self, model: ServedModel) -> list[Operation]:
+    def take_parked(self, model: ServedModel) -> list[RequestOperation]:
         """Remove and return all parked operations."""
         parked = list(model.parked)
         for operation in parked:
@@ -186,11 +185,11 @@ class RequestDesk:
             operation.refuse(self._shard, error)
         self._pulls.refuse(partition, error)
 
-    def _expire(self, operation: Operation) -> None:
+    def _expire(self, operation: RequestOperation) -> None:
         self._leave(operation)
         operation.refuse(self._shard, problem("loading", "a partition is being recovered or moved"))
 
-    def _leave(self, operation: Operation) -> None:
+    def _leave(self, operation: RequestOperation) -> None:
         parked = operation.model.parked.pop(operation, None)
         if parked is not None:
             self._timers.cancel(parked.timer)

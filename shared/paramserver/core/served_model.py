@@ -14,7 +14,7 @@ from paramserver.errors import PsError, problem
 from paramserver.types import LEVELS, ModelKey
 
 if TYPE_CHECKING:
-    from paramserver.core.operation import Operation
+    from paramserver.core.operation import RequestOperation
 
 _REVISIONS_KEPT = 16
 
@@ -51,7 +51,7 @@ class ServedModel:
     commits: dict[int, Commit] = field(default_factory=dict)
     """Commits of this timeline that a partition here may still need."""
     partitions: dict[int, Partition] = field(default_factory=dict)
-    parked: dict["Operation", Parked] = field(default_factory=dict)
+    parked: dict["RequestOperation", Parked] = field(default_factory=dict)
     """Requests that wait for a partition to be loaded or no longer held, in order of arrival."""
     refused: dict[int, Partition] = field(default_factory=dict)
     """Partitions whose token Redis has replaced, although the feed has not said so yet.

@@ -4,17 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paramserver.core.journal import set_head
-from paramserver.core.operation import Operation, Shard
+from paramserver.core.operation import RequestOperation, Shard
 from paramserver.core.shard_io import AssignTask, PushDone, SetReceived, Task, TaskResult
 from paramserver.errors import PsError, as_problem, problem
 
 
 @dataclass(slots=True, eq=False)
-class SetOperation(Operation):
+class SetOperation(RequestOperation):
     """An assignment of values: `PUT params`, a restore, an upload."""
 
     event: SetReceived = field(kw_only=True)
-    expires: float = 0.0
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         tasks: list[Task] = []
@@ -71,9 +70,6 @@ class SetOperation(Operation):
             parts,
         )
         shard.durability.acknowledge(self.event.request, done, self.partitions, self.partitions[0].level, now)
-
-    def refuse(self, shard: Shard, error: PsError) -> None:
-        shard.reply(self.event.request, error)
 
 
 def precondition_failed(detail: str) -> PsError:

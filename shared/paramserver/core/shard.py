@@ -14,14 +14,12 @@ from paramserver.core.handover import Handover
 from paramserver.core.heartbeat_rows import CutRow, ReleasedRow, ServedRow
 from paramserver.core.loading import LoadDesk
 from paramserver.core.mean_operations import FlushOperation
-from paramserver.core.operation import Operation
+from paramserver.core.operation import Operation, RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
-from paramserver.core.push_operation import PushOperation
 from paramserver.core.queues import OperationQueues
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel, wrong_owner
-from paramserver.core.set_operation import SetOperation
 from paramserver.core.settings_operation import SettingsOperation
 from paramserver.core.shard_io import (
     Applied,
@@ -226,7 +224,7 @@ class ShardCore:
 
         Under a newer token a partition is loaded again from its source, unless the view renews its ownership.
         """
-        requests: list[Operation] = []
+        requests: list[RequestOperation] = []
         for p in list(model.partitions.values()):
             token = view.owned.get(p.index)
             kept_from = view.kept_from.get(p.index, token)
@@ -250,7 +248,7 @@ class ShardCore:
         if requests or model.parked:
             self._requests.unpark(model)
 
-    def _lose(self, model: ServedModel, p: Partition) -> list[Operation]:
+    def _lose(self, model: ServedModel, p: Partition) -> list[RequestOperation]:
         """End an ownership; return the pushes and assignments that were queued for the partition."""
         del model.partitions[p.index]
         self.durability.refuse(p, self._lost(model, p))
@@ -259,7 +257,7 @@ class ShardCore:
         self.held_bytes -= p.held_bytes
         self._woken.append(p)
         self._supersede(p)
-        return [op for op in self._queues.withdraw(p) if isinstance(op, PushOperation | SetOperation)]
+        return self._queues.withdraw(p)
 
     def _lost(self, model: ServedModel, p: Partition) -> PsError:
         """The error for a request to a partition that is no longer here."""
