@@ -188,6 +188,18 @@ def test_the_schedule_counts_versions_and_settings_change_in_order_of_arrival() 
     assert driver.values() == [-5.25] * 4
 
 
+def test_linear_scaling_counts_the_workers_of_the_revision() -> None:
+    """With linear scaling the rate of a push is that of the live workers as the newest settings say."""
+    driver = serving(spec(optimizer={"name": "sgd", "lr": 0.5, "linear_scaling": True}), live_workers=2)
+
+    driver.push({0: ones()})
+    assert driver.values() == [-1.0] * 4
+    driver.patch({}, live_workers=4)
+    driver.push({0: ones()})
+
+    assert driver.values() == [-3.0] * 4
+
+
 def test_another_optimizer_starts_with_fresh_state() -> None:
     """Changing the optimizer keeps the values, and starts with fresh slots and step counts."""
     driver = serving(spec(optimizer={"name": "adam", "lr": 0.1}))

@@ -51,8 +51,17 @@ class Handover:
         p.source, model.partitions[index] = source, p
         return [LoadPartition(key, token, source, model.spec, model.layout)]
 
-    def hold(self, partition: Partition, release_number: int) -> list[RequestOperation]:
-        """Let the running operation finish and start no other; return the pushes and assignments that were queued."""
+    def follow(self, model: ServedModel, partition: Partition, number: int, now: float) -> list[RequestOperation]:
+        """Hold the partition if its release is requested under this number (0: it is not), or resume it.
+
+        Returns the requests that were queued for one that is held now.
+        """
+        if partition.held and number != partition.held:
+            self._unhold(model, partition, now)
+        return self._hold(partition, number) if number and not partition.held else []
+
+    def _hold(self, partition: Partition, release_number: int) -> list[RequestOperation]:
+        """Let the running operation finish and start no other."""
         partition.held = release_number
         self._held[partition] = None
         self._shard.plan.forget(partition)
@@ -81,7 +90,7 @@ class Handover:
             self._held[partition] = None
         return partition.released
 
-    def unhold(self, model: ServedModel, partition: Partition, now: float) -> None:
+    def _unhold(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Resume a partition whose move was withdrawn."""
         partition.held, partition.released = 0, False
         self.forget(partition)

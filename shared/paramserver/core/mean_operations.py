@@ -55,7 +55,7 @@ class CommitOperation(Operation):
         shard.publish_version(p, state, now)
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
-        if self.commit.cut or (p.by_cuts and p.clock == self.model.cut_asked):
+        if self.commit.cut or self.model.asks_cut(p):
             shard.cut(p)
         shard.committed(self.model, p, now)
 

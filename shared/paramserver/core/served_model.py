@@ -39,9 +39,9 @@ class ServedModel:
     """Settings of the newest revision known."""
     revision: int
     timeline: int
-    clock: int
-    live_workers: int
-    ready: bool
+    clock: int = 0
+    live_workers: int = 0
+    ready: bool = False
     workers: dict[str, tuple[int, int]] = field(default_factory=dict)
     """worker -> (epoch, rank) of the live roster."""
     departed: set[tuple[str, int]] = field(default_factory=set)
@@ -71,17 +71,8 @@ class ServedModel:
 
     @classmethod
     def of(cls, view: ModelView) -> "ServedModel":
-        """Create the state of a model that is new to this shard; the caller adds its partitions."""
-        return cls(
-            view.model,
-            view.layout,
-            view.spec,
-            view.revision,
-            view.timeline,
-            view.clock,
-            view.live_workers,
-            ready=False,
-        )
+        """Create the state of a model that is new to this shard, yet to `adopt` the view."""
+        return cls(view.model, view.layout, view.spec, view.revision, view.timeline)
 
     @property
     def level(self) -> int:
@@ -125,12 +116,25 @@ class ServedModel:
             raise wrong_owner(self.key, index, map_epoch)
         return partition
 
-    def set_spec(self, spec: ModelSpec, revision: int) -> None:
-        """Adopt the settings of a revision as the newest ones."""
-        self.specs[revision] = self.spec = spec
-        self.revision = revision
+    def adopt(self, view: ModelView) -> None:
+        """Take over all that a view of this timeline says, except its commits and who owns what."""
+        self.clock = max(self.clock, view.clock)
+        self.ready, self.began, self.opening, self.cut_asked = view.ready, view.began, view.opening, view.cut_asked
+        self.set_roster(view.workers, view.live_workers)
+        self.specs[view.revision] = self.spec = view.spec
+        self.revision = view.revision
         while len(self.specs) > _REVISIONS_KEPT:
             del self.specs[min(self.specs)]
+
+    def restart(self, view: ModelView) -> None:
+        """Begin the view's timeline; nothing of the clocks before counts any more."""
+        self.timeline, self.clock = view.timeline, view.clock
+        self.commits.clear()
+        self.needs_report_at = -1
+
+    def asks_cut(self, p: Partition) -> bool:
+        """Whether the pending cut is of the clock that this partition has reached."""
+        return p.by_cuts and p.clock == self.cut_asked
 
     def spec_of(self, revision: int) -> tuple[int, ModelSpec] | None:
         """(revision, settings) for a commit's revision, or for the next newer one known; None: not known yet."""
