@@ -11,7 +11,6 @@ from paramserver.core.partition import Partition
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import Effect, LoadFailed, LoadPartition, PartitionLoaded, Report
-from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.timers import Timers
 from paramserver.errors import PsError
 from paramserver.types import PartitionKey, Token
@@ -21,8 +20,6 @@ _RETRY_S = 1.0
 
 class Shard(running.Shard, Protocol):
     """The part of the shard that `LoadDesk` uses."""
-
-    plan: SnapshotPlan
 
     def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
         """Return the model, if known, and the partition, if this shard has it under that token."""

@@ -56,7 +56,7 @@ class CommitOperation(Operation):
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
         if self.commit.cut or self.model.asks_cut(p):
-            shard.cut(p)
+            shard.plan.cut(p)
         shard.committed(self.model, p, now)
 
 
@@ -90,4 +90,4 @@ class FlushOperation(Operation):
             shard.publish_version(p, results[0].state, now)
         if p.level:
             shard.durability.executed(p, "flush", flush_head(p.version, self._step))
-            shard.snapshot_due(p, now)
+            shard.plan.changed(p, now)

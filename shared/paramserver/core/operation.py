@@ -23,6 +23,7 @@ from paramserver.core.shard_io import (
     Task,
     TaskResult,
 )
+from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.errors import PsError
 
 
@@ -35,6 +36,7 @@ class Shard(Protocol):
     """Commits and flushes that changed nothing because their result was not finite."""
 
     durability: Durability
+    plan: SnapshotPlan
 
     def check_content(self, part: PushPart) -> PushPart:
         """Return the part with its checksum and whether its elements are finite."""
@@ -51,14 +53,8 @@ class Shard(Protocol):
     def flush_by(self, partition: Partition, at: float, now: float) -> None:
         """Flush the partition's buffer by time `at`; schedule a snapshot too, because snapshots include the buffer."""
 
-    def cut(self, partition: Partition) -> None:
-        """Store the partition's current state as a cut."""
-
     def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Go on after the partition applied a commit, skipped one of an older timeline, or entered a sync phase."""
-
-    def snapshot_due(self, partition: Partition, now: float) -> None:
-        """Schedule a snapshot after a change of the partition that made no new version."""
 
     def settings_changed(self, partition: Partition, now: float) -> None:
         """Retry the pulls that wait for the partition and update its snapshot schedule after a change of settings."""
@@ -104,4 +100,4 @@ def record_settings_change(shard: Shard, p: Partition, now: float, *, fresh: boo
     if p.level:
         head = config_head(p.settings(), p.version, p.clock, fresh=fresh, unstage=unstage)
         shard.durability.executed(p, "config", head)
-        shard.snapshot_due(p, now)
+        shard.plan.changed(p, now)

@@ -436,12 +436,6 @@ class ShardCore:
             self._timers.cancel(partition.flush_timer)
         partition.flush_timer = self._timers.at(at, due)
 
-    def cut(self, partition: Partition) -> None:
-        self.plan.cut(partition)
-
-    def snapshot_due(self, partition: Partition, now: float) -> None:
-        self.plan.changed(partition, now)
-
     def settings_changed(self, partition: Partition, now: float) -> None:
         self._woken.append(partition)  # outside sync, pulls wait for no clock
         self.plan.settings_changed(partition, now)
