@@ -100,13 +100,7 @@ class Durability:
         """Send the reply, with the current durable versions and incarnations."""
         done, waiting.answered = waiting.done, True
         parts = tuple(p.part_version(part.version) for p, part in zip(waiting.partitions, done.parts, strict=True))
-        done = replace(
-            done,
-            parts=parts,
-            durable_version=min(p.durable_version for p in parts),
-            incarnation=max(p.incarnation for p in parts),
-        )
-        self._shard.reply(waiting.request, done)
+        self._shard.reply(waiting.request, replace(done, parts=parts))
 
     def _refuse(self, waiting: Waiting, error: PsError) -> None:
         """Answer with an error.

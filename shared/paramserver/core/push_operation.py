@@ -120,12 +120,16 @@ class PushOperation(RequestOperation):
             self.event = replace(self.event, parts=parts)
         return self.event
 
+    def _late(self, p: Partition) -> bool:
+        """sync: whether the push comes after the commit of its clock on that partition, and is dropped for it."""
+        rule, clock = p.spec.consistency, self.event.clock
+        return rule.mode == "sync" and rule.late == "drop" and clock is not None and clock < p.clock
+
     def _hold(self, shard: Shard, p: Partition, part: PushPart, scale: float, now: float) -> None:
         """Keep one part until its clock commits or the partition's buffer is flushed."""
-        event, rule = self.event, p.spec.consistency
+        event, rule, late = self.event, p.spec.consistency, self._late(p)
         sync = rule.mode == "sync"
         clock = event.clock if sync and event.clock is not None else -1
-        late = sync and clock < p.clock and rule.late == "drop"
         assert part.crc is not None
         p.memory.record(event.push_id, event.key, part.crc, p.version, late)
         worker, epoch, seq = "", 0, p.arrivals
@@ -176,34 +180,14 @@ class PushOperation(RequestOperation):
         return problem("non_finite_result", f"partitions {bad} would hold NaN or infinity; nothing was changed")
 
     def _reply(self, shard: Shard, state: PushState, now: float) -> None:
-        event, rule, versions = self.event, self.partitions[0].spec.consistency, []
-        drops = state == "staged" and rule.late == "drop" and event.clock is not None
-        duplicate, late, unknown = True, False, False
-        for p, part, seen in zip(self.partitions, event.parts, self._seen, strict=True):
-            if seen is None:
-                duplicate = False
-                late = late or (drops and event.clock is not None and event.clock < p.clock)
-                versions.append(p.part_version())
-            else:
-                late = late or seen.late
-                versions.append(p.part_version(seen.version))
-            unknown = unknown or (part.base is not None and part.base[1] != p.token)
-        done = PushDone(
-            self.model.key,
-            self.model.timeline,
-            state,
-            duplicate,
-            min([s.version for s in versions]),
-            min([s.durable_version for s in versions]),
-            max([s.incarnation for s in versions]),
-            tuple(versions),
-            late,
-            unknown,
-        )
+        pairs = list(zip(self.partitions, self._seen, strict=True))
+        parts = tuple([p.part_version(None if seen is None else seen.version) for p, seen in pairs])
+        late = any([self._late(p) if seen is None else seen.late for p, seen in pairs])
+        done = PushDone(self.model.key, self.model.timeline, state, not self._fresh, parts, late)
         if self.level:
-            shard.durability.acknowledge(event.request, done, self.partitions, self.level, now)
+            shard.durability.acknowledge(self.event.request, done, self.partitions, self.level, now)
         else:
-            shard.reply(event.request, done)
+            shard.reply(self.event.request, done)
 
 
 def _kept(p: Partition, part: PushPart) -> PushPart:

@@ -59,16 +59,7 @@ class SetOperation(RequestOperation):
                 arrays = (part.data, *(part.slots or ()))
                 shard.durability.executed(p, "set", set_head(part, p.version, self.event.restore), arrays)
         parts = tuple(p.part_version() for p in self.partitions)
-        done = PushDone(
-            self.model.key,
-            self.model.timeline,
-            "applied",
-            False,
-            min(p.version for p in parts),
-            min(p.durable_version for p in parts),
-            max(p.incarnation for p in parts),
-            parts,
-        )
+        done = PushDone(self.model.key, self.model.timeline, "applied", False, parts)
         shard.durability.acknowledge(self.event.request, done, self.partitions, self.partitions[0].level, now)
 
 
