@@ -76,18 +76,7 @@ class Cluster:
             holder.heard_s += pause_s
 
     def save_shard(self, shard: Shard) -> None:
-        self.save(
-            f"shard:{shard.name}",
-            lambda: {
-                "epoch": shard.epoch,
-                "alive": shard.alive,
-                "addresses": list(shard.addresses),
-                "version": shard.version,
-                "draining": shard.draining,
-                "left": shard.left,
-                "listed": shard.listed,
-            },
-        )
+        self.save(f"shard:{shard.name}", shard.stored)
 
     def save_model(self, model: Model) -> None:
         self.drop_filled(model)
@@ -108,20 +97,7 @@ class Cluster:
         self.save(f"clock:{model.name}", model.stored_clock)
 
     def save_worker(self, model: Model, worker: Worker) -> None:
-        self.save(
-            f"worker:{model.name}:{worker.name}",
-            lambda: {
-                "epoch": worker.epoch,
-                "alive": worker.alive,
-                "rank": worker.rank,
-                "clock": worker.done,
-                "timeline": worker.timeline,
-                "lease_s": worker.lease_s,
-                "state": worker.state,
-                "draining": worker.draining,
-                "left": worker.left,
-            },
-        )
+        self.save(f"worker:{model.name}:{worker.name}", worker.stored)
 
     def save_dataset(self, model: Model, dataset: str) -> None:
         self.save(f"tasks:{model.name}:{dataset}", model.datasets[dataset].progress)
@@ -133,15 +109,7 @@ class Cluster:
         self.save(f"run:{run.id}", run.stored)
 
     def save_member(self, member: Member) -> None:
-        self.save(
-            f"member:{member.name}",
-            lambda: {
-                "epoch": member.epoch,
-                "alive": member.alive,
-                "allow": list(member.allow),
-                "place": list(member.place) if member.place else None,
-            },
-        )
+        self.save(f"member:{member.name}", member.stored)
 
     def save_everything(self) -> None:
         """Store all fields again, for a Redis that has lost them."""

@@ -82,6 +82,26 @@ class Shard(Holder):
             return "draining" if self.draining else "active"
         return "left" if self.left else "dead"
 
+    def stored(self) -> dict[str, Any]:
+        """Stored field `shard:NAME`."""
+        return {
+            "epoch": self.epoch,
+            "alive": self.alive,
+            "addresses": list(self.addresses),
+            "version": self.version,
+            "draining": self.draining,
+            "left": self.left,
+            "listed": self.listed,
+        }
+
+    @classmethod
+    def of(cls, name: str, doc: Mapping[str, Any], now: float) -> "Shard":
+        """Rebuild a shard from its stored document, as if heard from now."""
+        shard = cls(name, doc["epoch"], now, doc["alive"], tuple(doc["addresses"]), doc["version"])
+        shard.draining, shard.left = doc.get("draining", False), doc.get("left", False)
+        shard.gone_s, shard.listed = now, doc.get("listed", True)
+        return shard
+
 
 @dataclass(slots=True)
 class Member(Holder):
@@ -98,6 +118,21 @@ class Member(Holder):
         """Whether the module of that entry point is one of the allowed prefixes or lies below one."""
         module = entry.partition(":")[0]
         return any(module == p or module.startswith(p + ".") for p in self.allow)
+
+    def stored(self) -> dict[str, Any]:
+        """Stored field `member:NAME`."""
+        return {
+            "epoch": self.epoch,
+            "alive": self.alive,
+            "allow": list(self.allow),
+            "place": list(self.place) if self.place else None,
+        }
+
+    @classmethod
+    def of(cls, name: str, doc: Mapping[str, Any], now: float) -> "Member":
+        """Rebuild a member from its stored document, as if heard from now."""
+        place = (doc["place"][0], doc["place"][1]) if doc["place"] else None
+        return cls(name, doc["epoch"], now, doc["alive"], tuple(doc["allow"]), place)
 
 
 @dataclass(slots=True)
@@ -143,6 +178,30 @@ class Worker(Holder):
         self.metrics.update(metrics)
         while len(self.metrics) > limits.METRIC_NAMES_MAX:
             del self.metrics[next(iter(self.metrics))]
+
+    def stored(self) -> dict[str, Any]:
+        """Stored field `worker:MODEL:NAME`."""
+        return {
+            "epoch": self.epoch,
+            "alive": self.alive,
+            "rank": self.rank,
+            "clock": self.done,
+            "timeline": self.timeline,
+            "lease_s": self.lease_s,
+            "state": self.state,
+            "draining": self.draining,
+            "left": self.left,
+        }
+
+    @classmethod
+    def of(cls, name: str, doc: Mapping[str, Any], now: float) -> "Worker":
+        """Rebuild a worker from its stored document, as if heard from now, at the clock stored there."""
+        worker = cls(name, doc["epoch"], now, doc["alive"], lease_s=doc["lease_s"], rank=doc["rank"])
+        worker.done = worker.granted = doc["clock"]
+        worker.timeline = doc["timeline"]  # so that a plain client that has not been told of a rollback yet will be
+        worker.draining, worker.left = doc.get("draining", False), doc.get("left", False)
+        worker.keep(doc["state"])
+        return worker
 
 
 class Roster:
