@@ -172,9 +172,8 @@ def must_ask(event: PushReceived, push_id: PushId, model: ServedModel) -> bool:
 def check_worker(
     event: PushReceived, mode: str, workers: Mapping[str, tuple[int, int]], answer: WorkerAnswered | None
 ) -> None:
-    """Raise PsError unless the push's worker may push in this mode."""
-    joined = mode in ("ssp", "sync")
-    push_id = event.push_id
+    """Raise PsError unless the push's worker may push in this mode; `answer`: the scheduler's, if it was asked."""
+    joined, push_id = mode in ("ssp", "sync"), event.push_id
     if push_id is None or "/" not in push_id.worker:
         if joined:
             raise problem(
@@ -184,14 +183,17 @@ def check_worker(
             )
         return
     member = workers.get(push_id.worker)
-    if member is not None and member[0] == push_id.epoch:
-        return
-    if member is not None and member[0] > push_id.epoch:
-        raise fenced(push_id.worker, push_id.epoch, member[0])
-    if answer is None:
-        if joined:
-            raise problem("loading", f"worker '{push_id.worker}' has just left the roster", hint="send it again")
-        return
+    if member is not None and member[0] >= push_id.epoch:
+        if member[0] > push_id.epoch:
+            raise fenced(push_id.worker, push_id.epoch, member[0])
+    elif answer is not None:
+        _check_answer(answer, push_id, joined=joined)
+    elif joined:
+        raise problem("loading", f"worker '{push_id.worker}' has just left the roster", hint="send it again")
+
+
+def _check_answer(answer: WorkerAnswered, push_id: PushId, *, joined: bool) -> None:
+    """Raise PsError unless the scheduler knows that epoch of the worker, and with `joined` that it is live."""
     if answer.error is not None:
         raise answer.error
     if answer.epoch is None:
