@@ -111,7 +111,7 @@ class Membership:
             return WorkerAnswered(effect.request, None)
         except PsError as error:
             return WorkerAnswered(effect.request, None, error=error)
-        return WorkerAnswered(effect.request, int(answer["epoch"]), int(answer["rank"]), bool(answer["alive"]))
+        return WorkerAnswered(effect.request, int(answer["epoch"]), bool(answer["alive"]))
 
     # -- the loops
 
@@ -298,8 +298,7 @@ class Membership:
             feed(CommitDecided.from_document(document))
         elif kind == "roster":
             model = ModelKey(document["model"], int(document["generation"]))
-            workers = {w: (int(e), int(r)) for w, (e, r) in document["workers"].items()}
-            feed(RosterChanged(model, workers, int(document["live_workers"])))
+            feed(RosterChanged(model, {w: int(epoch) for w, (epoch, _) in document["workers"].items()}))
         elif kind == "gone":
             name = document["name"]
             self._views.pop(name, None)

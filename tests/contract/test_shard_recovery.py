@@ -170,7 +170,7 @@ async def running(redis: Redis, **fields: Any) -> AsyncIterator[Shard]:
         directory = Directory("s")
         runtime = Runtime(ShardCore(), directory, pool, store, Journal(redis, scripts), group)
         runtime.scheduler = NoScheduler()
-        runtime.feed(ModelView(model, spec, layout, 0, 0, 0, 1, True, {0: TOKEN}, "init", {}))
+        runtime.feed(ModelView(model, spec, layout, 0, 0, 0, True, {0: TOKEN}, "init", {}))
         try:
             yield Shard(runtime, redis, spec, layout, [0], directory)
         finally:

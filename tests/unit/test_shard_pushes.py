@@ -9,7 +9,7 @@ from paramserver.errors import FencedError, PsError, StaleMapError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import PushId
 
-from .partitions import refused, serving
+from .partitions import ROSTER, refused, serving
 from .test_shard_core import ones, spec
 
 
@@ -190,11 +190,11 @@ def test_the_schedule_counts_versions_and_settings_change_in_order_of_arrival() 
 
 def test_linear_scaling_counts_the_workers_of_the_revision() -> None:
     """With linear scaling the rate of a push is that of the live workers as the newest settings say."""
-    driver = serving(spec(optimizer={"name": "sgd", "lr": 0.5, "linear_scaling": True}), live_workers=2)
+    driver = serving(spec(optimizer={"name": "sgd", "lr": 0.5, "linear_scaling": True}), workers=ROSTER)
 
     driver.push({0: ones()})
     assert driver.values() == [-1.0] * 4
-    driver.patch({}, live_workers=4)
+    driver.patch({}, workers=ROSTER | {"r/w2": 1, "r/w3": 1})
     driver.push({0: ones()})
 
     assert driver.values() == [-3.0] * 4
@@ -235,7 +235,7 @@ def test_ids_of_the_scheduler_are_asked_for_once() -> None:
     driver.push({0: ones()}, PushId("run-1/w0", 3, 1))
     stranger = driver.submit({0: ones()}, PushId("a/b", 1, 0))
     driver.send(WorkerAnswered(stranger, epoch=None))
-    driver.send(RosterChanged(driver.view.model, {"run-1/w0": (4, 0)}, 1))  # type: ignore[union-attr]
+    driver.send(RosterChanged(driver.view.model, {"run-1/w0": 4}))  # type: ignore[union-attr]
     old = driver.submit({0: ones()}, PushId("run-1/w0", 3, 2))
 
     assert len(driver.asked) == 2
@@ -245,7 +245,7 @@ def test_ids_of_the_scheduler_are_asked_for_once() -> None:
 
 def test_ssp_takes_pushes_of_joined_workers_only() -> None:
     """In ssp pushes without a joined worker's id are refused; the scheduler is asked about ids the roster lacks."""
-    driver = serving(spec(consistency={"mode": "ssp"}), workers={"r/w0": (1, 0)})
+    driver = serving(spec(consistency={"mode": "ssp"}), workers={"r/w0": 1})
 
     plain, free = driver.submit({0: ones()}), driver.submit({0: ones()}, PushId("me", 1, 0))
     asked = driver.submit({0: ones()}, PushId("r/w1", 1, 0))

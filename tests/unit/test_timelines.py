@@ -19,7 +19,7 @@ from paramserver.types import ModelKey, PushId
 from .scheduling import SPEC, Driver
 
 WORKER = "run/a"
-ROSTER = {WORKER: (1, 0)}
+ROSTER = {WORKER: 1}
 SYNC = {"mode": "sync"}
 
 

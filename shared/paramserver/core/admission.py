@@ -160,18 +160,16 @@ def must_ask(event: PushReceived, push_id: PushId, model: ServedModel) -> bool:
     """
     if "/" not in push_id.worker:
         return False
-    member = model.workers.get(push_id.worker)
-    if member is not None:
-        return push_id.epoch > member[0]
+    live = model.workers.get(push_id.worker)
+    if live is not None:
+        return push_id.epoch > live
     if model.spec.consistency.mode in ("ssp", "sync"):
         return True
     memories = (model.partitions[part.partition].memory for part in event.parts)
     return all((memory.epoch(push_id.worker) or -1) < push_id.epoch for memory in memories)
 
 
-def check_worker(
-    event: PushReceived, mode: str, workers: Mapping[str, tuple[int, int]], answer: WorkerAnswered | None
-) -> None:
+def check_worker(event: PushReceived, mode: str, workers: Mapping[str, int], answer: WorkerAnswered | None) -> None:
     """Raise PsError unless the push's worker may push in this mode; `answer`: the scheduler's, if it was asked."""
     joined, push_id = mode in ("ssp", "sync"), event.push_id
     if push_id is None or "/" not in push_id.worker:
@@ -182,10 +180,10 @@ def check_worker(
                 hint="POST /models/{m}/workers first",
             )
         return
-    member = workers.get(push_id.worker)
-    if member is not None and member[0] >= push_id.epoch:
-        if member[0] > push_id.epoch:
-            raise fenced(push_id.worker, push_id.epoch, member[0])
+    live = workers.get(push_id.worker)
+    if live is not None and live >= push_id.epoch:
+        if live > push_id.epoch:
+            raise fenced(push_id.worker, push_id.epoch, live)
     elif answer is not None:
         _check_answer(answer, push_id, joined=joined)
     elif joined:

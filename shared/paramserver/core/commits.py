@@ -73,7 +73,7 @@ class CommitDesk:
         # A commit that is already decided may still list them, even one not received yet.
         if not p.staged or p.clock < model.clock or p.committing or p.held:
             return
-        slots = p.ended(model.live(), model.departed)
+        slots = p.ended(model.workers, model.departed)
         if slots:
             self._shard.held_bytes -= p.drop(slots)
             p.lsn += 1

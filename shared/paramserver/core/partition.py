@@ -1,7 +1,7 @@
 """One partition at its owner: immutable arrays, a version, and the gradients accepted but not yet applied."""
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +211,7 @@ class Partition:
         drops = self.spec.consistency.late == "drop"
         return released + self.drop([k for k in self.staged if k[2] < newest.get(k[:2], 0) or (drops and k[2] <= t)])
 
-    def ended(self, live: dict[str, int], departed: Container[tuple[str, int]]) -> list[ContributionKey]:
+    def ended(self, live: Mapping[str, int], departed: Container[tuple[str, int]]) -> list[ContributionKey]:
         """Staged contributions of epochs that have ended, which no undecided commit will list.
 
         For clocks not yet committed here, only those whose epoch has certainly ended: it is among those that left the

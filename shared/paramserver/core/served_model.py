@@ -40,10 +40,9 @@ class ServedModel:
     revision: int
     timeline: int
     clock: int = 0
-    live_workers: int = 0
     ready: bool = False
-    workers: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """worker -> (epoch, rank) of the live roster."""
+    workers: Mapping[str, int] = field(default_factory=dict)
+    """worker -> epoch of the live roster."""
     departed: set[tuple[str, int]] = field(default_factory=set)
     """(worker, epoch) that left the roster while a partition here had staged gradients of theirs."""
     specs: dict[int, ModelSpec] = field(default_factory=dict)
@@ -78,6 +77,11 @@ class ServedModel:
     def level(self) -> int:
         """The acknowledgement level (`types.LEVELS`); it never changes."""
         return LEVELS[self.spec.ack]
+
+    @property
+    def live_workers(self) -> int:
+        """Number of live workers."""
+        return len(self.workers)
 
     @property
     def sync(self) -> bool:
@@ -120,7 +124,7 @@ class ServedModel:
         """Take over all that a view of this timeline says, except its commits and who owns what."""
         self.clock = max(self.clock, view.clock)
         self.ready, self.began, self.opening, self.cut_asked = view.ready, view.began, view.opening, view.cut_asked
-        self.set_roster(view.workers, view.live_workers)
+        self.set_roster(view.workers)
         self.specs[view.revision] = self.spec = view.spec
         self.revision = view.revision
         while len(self.specs) > _REVISIONS_KEPT:
@@ -169,16 +173,12 @@ class ServedModel:
             (p := self.partitions.get(i)) is not None and p.clock == clock + 1 and key not in p.staged for i in indices
         )
 
-    def set_roster(self, workers: Mapping[str, tuple[int, int]], live_workers: int) -> None:
+    def set_roster(self, workers: Mapping[str, int]) -> None:
         """Replace the live roster."""
-        left = {(w, epoch) for w, (epoch, _) in self.workers.items() if workers.get(w, (None,))[0] != epoch}
+        left = {(w, epoch) for w, epoch in self.workers.items() if workers.get(w) != epoch}
         staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.departed else set()
         self.departed = (self.departed | left) & staged
-        self.workers, self.live_workers = dict(workers), live_workers
-
-    def live(self) -> dict[str, int]:
-        """worker -> epoch of the live roster."""
-        return {worker: epoch for worker, (epoch, _) in self.workers.items()}
+        self.workers = workers
 
 
 def wrong_owner(model: ModelKey, index: int, map_epoch: int) -> PsError:

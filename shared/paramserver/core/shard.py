@@ -280,7 +280,7 @@ class ShardCore:
         model = self.find_model(event.model)
         if model is None:
             return
-        model.set_roster(event.workers, event.live_workers)
+        model.set_roster(event.workers)
         for p in model.partitions.values():
             self._commits.drop_ended(model, p)
 

@@ -51,14 +51,13 @@ class ModelView(Struct, frozen=True):
     timeline: int
     clock: int
     """sync: the next commit's `t`."""
-    live_workers: int
     ready: bool
     """False while the initial values are incomplete."""
     owned: Mapping[int, Token]
     """Partitions of this shard, with their owner tokens."""
     source: Source
-    workers: Mapping[str, tuple[int, int]]
-    """The live roster: worker -> (epoch, rank)."""
+    workers: Mapping[str, int]
+    """The live roster: worker -> epoch."""
     commits: tuple[Commit, ...] = ()
     """The newest commits of this timeline, oldest first."""
     release: Mapping[int, int] = field(default_factory=dict)
@@ -91,11 +90,10 @@ class ModelView(Struct, frozen=True):
             int(doc["revision"]),
             int(doc["timeline"]),
             int(doc["clock"]),
-            int(doc["live_workers"]),
             doc["state"] == "ready",
             {i: int(owner[1]) for i, owner in own.items()},
             _source(doc.get("source", "snapshot")),
-            {str(w): (int(v[0]), int(v[1])) for w, v in doc.get("workers", {}).items()},
+            {str(w): int(v[0]) for w, v in doc.get("workers", {}).items()},
             tuple(Commit.of(c) for c in doc.get("commits", ())),
             {i: int(o["release"]) for i, o in options.items() if o.get("release")},
             {i: int(o["from"]) for i, o in options.items() if o.get("from") is not None},
@@ -114,9 +112,8 @@ class RosterChanged(Struct, frozen=True):
     """Workers have joined, left or died."""
 
     model: ModelKey
-    workers: Mapping[str, tuple[int, int]]
-    """The live roster: worker -> (epoch, rank)."""
-    live_workers: int
+    workers: Mapping[str, int]
+    """The live roster: worker -> epoch."""
 
 
 class ModelGone(Struct, frozen=True):
@@ -260,7 +257,6 @@ class WorkerAnswered(Struct, frozen=True):
     request: Request
     epoch: int | None
     """The newest epoch issued to that worker; None: it never joined."""
-    rank: int = 0
     live: bool = False
     error: PsError | None = None
     """Why the scheduler could not be asked."""

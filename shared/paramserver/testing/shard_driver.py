@@ -345,7 +345,7 @@ class ShardDriver:
         """Send and return a view in which this shard owns all partitions of a model, with `changes` to its fields."""
         layout = Layout(spec)
         owned = {i: 1 for i in range(spec.partitions)}
-        view = ModelView(ModelKey(spec.name, 1), spec, layout, 1, 0, 0, 1, True, owned, "init", {})
+        view = ModelView(ModelKey(spec.name, 1), spec, layout, 1, 0, 0, True, owned, "init", {})
         view = replace(view, **changes)
         self.send(view)
         return view
@@ -415,5 +415,5 @@ class ShardDriver:
         """Send commit `t` with this list of contributions."""
         assert self.view is not None
         view = self.view
-        commit = Commit(t, view.timeline, contributions, view.revision, view.live_workers, cut)
+        commit = Commit(t, view.timeline, contributions, view.revision, len(view.workers), cut)
         self.send(CommitDecided(view.model, replace(commit, **fields), needs_report))

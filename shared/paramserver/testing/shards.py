@@ -246,8 +246,8 @@ class SimShard(Node):
             case "commit":
                 self.handle(sio.CommitDecided.from_document(doc))
             case "roster":
-                workers = {w: (v[0], v[1]) for w, v in doc["workers"].items()}
-                self.handle(sio.RosterChanged(ModelKey(doc["model"], doc["generation"]), workers, doc["live_workers"]))
+                workers = {w: v[0] for w, v in doc["workers"].items()}
+                self.handle(sio.RosterChanged(ModelKey(doc["model"], doc["generation"]), workers))
             case "gone":
                 self.handle(sio.ModelGone(ModelKey(doc["model"], doc["generation"])))
 
@@ -374,7 +374,7 @@ class SimShard(Node):
     def _ask_worker(self, request: int, model: ModelKey, worker: str) -> None:
         def done(found: Any) -> None:
             if not isinstance(found, PsError):
-                answer = sio.WorkerAnswered(request, int(found["epoch"]), int(found["rank"]), bool(found["alive"]))
+                answer = sio.WorkerAnswered(request, int(found["epoch"]), bool(found["alive"]))
             elif found.code == "unknown_worker":
                 answer = sio.WorkerAnswered(request, None)
             else:
