@@ -218,7 +218,7 @@ def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
     _, first = driver.pending
     assert isinstance(first, StoreSnapshot)
     driver.pending.clear()
-    driver.send(SnapshotFailed(first.capture.key, 1, 1, urgent=True))
+    driver.send(SnapshotFailed(first.capture.key, 1, urgent=True))
     assert [e.capture.key.index for e in pending(driver, StoreSnapshot)] == [2]
     driver.settle()
     assert released(driver) == [(2, 1, 1, 1)]

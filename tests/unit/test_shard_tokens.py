@@ -126,7 +126,7 @@ def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> 
     driver.pending.clear()
 
     driver.patch({"consistency": {"mode": "async"}}, clock=2)
-    driver.send(outcome(KEY, 1, first.capture.version))
+    driver.send(outcome(KEY, 1))
     stored = []
     for _ in range(10):
         driver.advance(1.0)
@@ -153,7 +153,7 @@ def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothin
     driver.send(JournalLost(KEY, 1))
     request_release(driver, 0)
     request_release(driver)
-    driver.send(SnapshotStored(KEY, 1, older.capture.version, older.urgent))
+    driver.send(SnapshotStored(KEY, 1, older.urgent))
     assert waiting not in driver.replies
     (whole,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
     assert whole.urgent

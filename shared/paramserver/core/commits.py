@@ -61,7 +61,7 @@ class CommitDesk:
             self._queues.add(CommitOperation(model, [p], commit=commit))
         elif commit is None and model.clock > p.clock and now >= model.resync_at:
             model.resync_at = now + _RETRY_S
-            self._perform(Resync(model.key))
+            self._perform(Resync())
             self._timers.at(model.resync_at, partial(self._retry, model, p))
 
     def _retry(self, model: ServedModel, p: Partition, now: float) -> None:

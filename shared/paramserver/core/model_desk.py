@@ -58,7 +58,7 @@ class ModelDesk:
         self._check_memory(spec, 1 + slot_count(spec.optimizer))
         self.c.generations += 1
         self.c.save_cluster()
-        model = Model(spec, spec.document(), self.c.generations, now, now + self.c.wall_offset_s)
+        model = Model(spec, spec.document(), self.c.generations, now + self.c.wall_offset_s)
         model.owners = [Owner() for _ in range(spec.partitions)]
         model.checkpoints.last_s = now
         model.restored, model.creator = e.restore, e.nonce

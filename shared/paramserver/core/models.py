@@ -43,9 +43,8 @@ class Model:
     created: Mapping[str, Any]
     """The spec as created, defaults filled in; a repeated create request is compared with it."""
     generation: int
-    now: float
-    """Monotonic time at which this object was made."""
     unix_s: float
+    """Unix time of its creation."""
     revision: int = 0
     timeline: int = 0
     began: int = 0
@@ -312,7 +311,7 @@ class Model:
     @classmethod
     def of(cls, doc: Mapping[str, Any], place: Mapping[str, Any], clock: Mapping[str, Any], now: float) -> "Model":
         """Rebuild a model from its three stored documents."""
-        m = cls(ModelSpec.parse(doc["spec"]), doc["created"], doc["generation"], now, doc["created_s"])
+        m = cls(ModelSpec.parse(doc["spec"]), doc["created"], doc["generation"], doc["created_s"])
         m.revision = doc["revision"]
         m.missing, m.lost = set(doc["missing"]), set(doc.get("lost", ()))
         m.creator = doc.get("creator", "")

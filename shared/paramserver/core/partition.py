@@ -65,8 +65,6 @@ class Partition:
     memory: PushMemory = field(default_factory=PushMemory)
     staged: dict[ContributionKey, list[HeldPart]] = field(default_factory=dict)
     buffered: list[HeldPart] = field(default_factory=list)
-    arrivals: int = 0
-    """Gradients ever buffered; numbers them in order of arrival."""
     flush_at: float | None = None
     """Deadline for the next flush; None while nothing is buffered."""
     flush_timer: Timer | None = None
@@ -115,7 +113,7 @@ class Partition:
         # The snapshot of a model at level `journaled` is in Redis, but not known to be on disk.
         self.mark = Watermark(durable, durable, durable if self.level == LEVELS["fsynced"] else -1)
         self.memory = PushMemory.restore(loaded.memory)
-        self.buffered, self.arrivals = list(loaded.buffered), max((h.seq + 1 for h in loaded.buffered), default=0)
+        self.buffered = list(loaded.buffered)
         for part in loaded.staged:
             self.stage(part)
         names = list(slot_names(self.spec.optimizer))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from paramserver import limits
 from paramserver.core import admission
@@ -132,10 +132,7 @@ class PushOperation(RequestOperation):
         clock = event.clock if sync and event.clock is not None else -1
         assert part.crc is not None
         p.memory.record(event.push_id, event.key, part.crc, p.version, late)
-        worker, epoch, seq = "", 0, p.arrivals
-        if event.push_id is not None:
-            worker, epoch = event.push_id.worker, event.push_id.epoch
-            seq = event.push_id.seq if sync else seq
+        worker, epoch, seq = ("", 0, 0) if event.push_id is None else astuple(event.push_id)
         held = HeldPart(worker, epoch, clock, seq, part.base, scale, part.ranges, part.data, part.dtype)
         p.lsn += 1
         if p.level:
@@ -149,7 +146,6 @@ class PushOperation(RequestOperation):
             p.stage(held)
             return
         p.buffered.append(held)
-        p.arrivals += 1
         if len(p.buffered) >= rule.count:
             shard.run_next(p, FlushOperation(self.model, [p]))
         elif p.flush_at is None:

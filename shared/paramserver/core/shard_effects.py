@@ -199,7 +199,5 @@ class AskWorker(Struct, frozen=True):
 class Resync(Struct, frozen=True):
     """Reconnect the feed, which then sends everything again: a commit is missing."""
 
-    model: ModelKey
-
 
 Effect: TypeAlias = LoadPartition | Apply | Reply | StoreSnapshot | Journal | Report | AskWorker | Resync

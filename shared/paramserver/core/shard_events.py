@@ -282,11 +282,10 @@ class Applied(Struct, frozen=True):
 
 
 class SnapshotStored(Struct, frozen=True):
-    """`StoreSnapshot` succeeded: that version is durable."""
+    """`StoreSnapshot` succeeded: its capture is durable."""
 
     key: PartitionKey
     token: Token
-    version: int
     urgent: bool = False
     """As in `StoreSnapshot`."""
 
@@ -296,7 +295,6 @@ class SnapshotFailed(Struct, frozen=True):
 
     key: PartitionKey
     token: Token
-    version: int
     urgent: bool = False
     """As in `StoreSnapshot`."""
 

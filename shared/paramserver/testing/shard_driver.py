@@ -294,10 +294,10 @@ class ShardDriver:
             case LoadPartition(key, token):
                 return [PartitionLoaded(key, token, self.store.load(effect))]
             case StoreSnapshot(capture) if capture.token < self.store.tokens.get(capture.key, 0):
-                return [SnapshotFailed(capture.key, capture.token, capture.version, effect.urgent)]
+                return [SnapshotFailed(capture.key, capture.token, effect.urgent)]
             case StoreSnapshot(capture):
                 self.store.save(effect)
-                return [SnapshotStored(capture.key, capture.token, capture.version, effect.urgent)]
+                return [SnapshotStored(capture.key, capture.token, effect.urgent)]
             case Journal(entries):
                 reached: dict[tuple[PartitionKey, Token], Event] = {}
                 missed: list[JournalEntry] = []

@@ -318,7 +318,7 @@ class SimShard(Node):
 
         def done(verdict: Verdict | None) -> None:
             kind = sio.SnapshotStored if verdict is Verdict.DONE else sio.SnapshotFailed
-            self.handle(kind(capture.key, capture.token, capture.version, effect.urgent))
+            self.handle(kind(capture.key, capture.token, effect.urgent))
 
         self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned), done)
 
