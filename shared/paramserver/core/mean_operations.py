@@ -49,9 +49,7 @@ class CommitOperation(Operation):
     def _finish(self, shard: Shard, state: PartitionState, now: float) -> None:
         (p,) = self.partitions
         p.committing = False
-        shard.held_bytes -= p.settle(self.commit.contributions, self.commit.t)
-        p.clock = self.commit.t + 1
-        p.version = max(p.version, self.commit.t)  # so that the version is the clock from here on (semantics 8)
+        shard.held_bytes -= p.committed(self.commit.contributions, self.commit.t)
         shard.publish_version(p, state, now)
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))

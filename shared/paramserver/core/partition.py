@@ -197,12 +197,14 @@ class Partition:
             out.extend(sorted(self.staged.get((c.worker, c.epoch, c.clock), ()), key=lambda h: h.seq))
         return out
 
-    def settle(self, contributions: Iterable[Contribution], t: int) -> int:
-        """Release the parts that commit `t` lists, drop those that no later one can list; returns the bytes released.
+    def committed(self, contributions: Iterable[Contribution], t: int) -> int:
+        """Reach the clock after commit `t`: release the parts that it lists, drop those that no later one can list.
 
-        A worker's clocks are listed in order, so parts for a clock before its newest listed one are never listed; with
-        `late: drop` no part for a clock up to `t` is.
+        Returns the bytes released.  The version becomes at least `t`, so that the commit's new values are of version
+        t + 1 or later, as the clock is (semantics 8).  A worker's clocks are listed in order, so parts for a clock
+        before its newest listed one are never listed; with `late: drop` no part for a clock up to `t` is.
         """
+        self.clock, self.version = t + 1, max(self.version, t)
         listed = sorted((c.worker, c.epoch, c.clock) for c in contributions)
         released = sum(h.data.nbytes for key in listed for h in self.staged.pop(key, ()))
         newest = {(worker, epoch): clock for worker, epoch, clock in listed}
