@@ -334,25 +334,6 @@ class ModelDesk:
                 self.c.save_worker(model, worker)
 
 
-def describe(model: Model) -> dict[str, Any]:
-    """Return one entry of `GET /models`: the public document without spec and partitions."""
-    return {
-        "name": model.name,
-        "generation": model.generation,
-        "revision": model.revision,
-        "timeline": model.timeline,
-        "clock": model.gate.first_clock,
-        "version": model.version,
-        "state": "ready" if model.ready else "initializing",
-        "mode": model.spec.consistency.mode,
-        "optimizer": model.spec.optimizer.name,
-        "size": model.spec.size,
-        "partitions": len(model.owners),
-        "served": model.served,
-        "live_workers": len(model.roster.live()),
-    }
-
-
 def _not_served(model: Model, *, created: bool) -> PsError:
     """Return the error for a create request at its deadline; `created`: the request made the model."""
     detail, hint = f"model '{model.name}' is not served yet", "send the same request again"

@@ -393,6 +393,24 @@ class Model:
             for i, o in enumerate(self.owners)
         ]
 
+    def summary(self) -> dict[str, Any]:
+        """One entry of `GET /models`: the public document without spec and partitions."""
+        return {
+            "name": self.name,
+            "generation": self.generation,
+            "revision": self.revision,
+            "timeline": self.timeline,
+            "clock": self.gate.first_clock,
+            "version": self.version,
+            "state": "ready" if self.ready else "initializing",
+            "mode": self.spec.consistency.mode,
+            "optimizer": self.spec.optimizer.name,
+            "size": self.spec.size,
+            "partitions": len(self.owners),
+            "served": self.served,
+            "live_workers": len(self.roster.live()),
+        }
+
     def public(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         """Body of `GET /models/{m}`."""
         return {
