@@ -1,6 +1,5 @@
 """Loading of partitions: the state their owner begins with, and what follows from it at once."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -10,7 +9,7 @@ from paramserver.core.operation import record_settings_change
 from paramserver.core.partition import Partition
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import Effect, LoadFailed, LoadPartition, PartitionLoaded, Report
+from paramserver.core.shard_io import LoadFailed, LoadPartition, PartitionLoaded, Report
 from paramserver.core.timers import Timers
 from paramserver.errors import PsError
 from paramserver.types import PartitionKey, Token
@@ -31,11 +30,10 @@ class Shard(running.Shard, Protocol):
 class LoadDesk:
     """Handles load results and retries failed loads."""
 
-    def __init__(self, shard: Shard, timers: Timers, requests: RequestDesk, perform: Callable[[Effect], None]) -> None:
+    def __init__(self, shard: Shard, timers: Timers, requests: RequestDesk) -> None:
         self._shard = shard
         self._timers = timers
         self._requests = requests
-        self._perform = perform
 
     def loaded(self, event: PartitionLoaded, now: float) -> None:
         model, p = self._shard.find(event.key, event.token)
@@ -69,7 +67,7 @@ class LoadDesk:
             p.flush_at = now + p.spec.consistency.interval_ms / 1000.0
             self._shard.flush_by(p, p.flush_at, now)
         self._shard.resume(model, p, now)
-        self._perform(Report())
+        self._shard.perform(Report())
 
     def failed(self, event: LoadFailed, now: float) -> None:
         model, p = self._shard.find(event.key, event.token)
@@ -79,6 +77,6 @@ class LoadDesk:
 
         def again(at: float) -> None:
             if self._shard.find(p.key, p.token)[1] is p and p.state is None:
-                self._perform(LoadPartition(p.key, p.token, p.source, model.spec, model.layout))
+                self._shard.perform(LoadPartition(p.key, p.token, p.source, model.spec, model.layout))
 
         self._timers.at(now + _RETRY_S, again)

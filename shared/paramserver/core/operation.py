@@ -14,6 +14,7 @@ from paramserver.core.journal import config_head
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import (
+    Effect,
     Outcome,
     PartitionState,
     PushPart,
@@ -40,6 +41,9 @@ class Shard(Protocol):
 
     def check_content(self, part: PushPart) -> PushPart:
         """Return the part with its checksum and whether its elements are finite."""
+
+    def perform(self, effect: Effect) -> None:
+        """Have the runtime perform an effect, after those before it."""
 
     def reply(self, request: Request, outcome: Outcome) -> None:
         """Answer a request."""

@@ -1,11 +1,11 @@
 """Incoming requests: checked, their worker asked about if needed, then queued or parked."""
 
-from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from paramserver import limits
 from paramserver.core import admission
 from paramserver.core import operation as running
+from paramserver.core import pulls as pulling
 from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
@@ -16,7 +16,6 @@ from paramserver.core.set_operation import SetOperation
 from paramserver.core.shard_io import (
     AskWorker,
     CaptureReceived,
-    Effect,
     Event,
     PullReceived,
     PushReceived,
@@ -30,14 +29,8 @@ from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import LEVELS
 
 
-class Shard(running.Shard, Protocol):
+class Shard(running.Shard, pulling.Shard, Protocol):
     """The part of the shard that requests use."""
-
-    map_epoch: int
-    models: dict[str, ServedModel]
-
-    def model_gone(self, model: ServedModel) -> PsError:
-        """The error for a request to a model that was deleted or recreated."""
 
 
 AnyRequest: TypeAlias = PushReceived | PullReceived | SetReceived | CaptureReceived
@@ -50,15 +43,12 @@ class RequestDesk:
     Handlers raise PsError for what they refuse, and `ShardCore.handle` passes it to `failed`.
     """
 
-    def __init__(
-        self, shard: Shard, queues: OperationQueues, timers: Timers, pulls: PullDesk, perform: Callable[[Effect], None]
-    ) -> None:
+    def __init__(self, shard: Shard, queues: OperationQueues, timers: Timers, pulls: PullDesk) -> None:
         self.open: set[Request] = set()
         self._shard = shard
         self._queues = queues
         self._timers = timers
         self._pulls = pulls
-        self._perform = perform
         self._asking: dict[Request, PushOperation] = {}
 
     # --- handlers by kind of event
@@ -75,7 +65,7 @@ class RequestDesk:
         operation = PushOperation(model, event=event, expires=now + limits.LEASE_S, level=level)
         if event.push_id is not None and admission.must_ask(event, event.push_id, model):
             self._asking[event.request] = operation
-            self._perform(AskWorker(event.request, model.key, event.push_id.worker))
+            self._shard.perform(AskWorker(event.request, model.key, event.push_id.worker))
         else:
             self.submit(operation)
 

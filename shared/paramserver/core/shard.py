@@ -76,10 +76,10 @@ class ShardCore:
         self._timers = Timers()
         self.durability = Durability(self, self._timers)
         self.pulls = PullDesk(self, self._timers)
-        self._requests = RequestDesk(self, self._queues, self._timers, self.pulls, self._perform)
-        self._loading = LoadDesk(self, self._timers, self._requests, self._perform)
+        self._requests = RequestDesk(self, self._queues, self._timers, self.pulls)
+        self._loading = LoadDesk(self, self._timers, self._requests)
         self._handover = Handover(self, self._queues)
-        self._commits = CommitDesk(self, self._queues, self._timers, self._perform)
+        self._commits = CommitDesk(self, self._queues, self._timers)
         self._woken: list[Partition] = []
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
@@ -219,7 +219,7 @@ class ShardCore:
         requests = [op for p in list(model.partitions.values()) for op in self._keep_or_lose(model, view, p)]
         for index, token in view.owned.items():
             if index not in model.partitions:
-                self._effects += self._handover.take_up(model, view, index, token, now)
+                self._handover.take_up(model, view, index, token, now)
         model.refused = {i: p for i, p in model.refused.items() if view.owned.get(i) == p.token}
         for p in model.partitions.values():
             requests += self._handover.follow(model, p, view.release.get(p.index, 0), now)
@@ -384,7 +384,7 @@ class ShardCore:
         self._requests.open.discard(request)
         self._effects.append(Reply(request, outcome))
 
-    def _perform(self, effect: Effect) -> None:
+    def perform(self, effect: Effect) -> None:
         self._effects.append(effect)
 
     def check_content(self, part: PushPart) -> PushPart:
