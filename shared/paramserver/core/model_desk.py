@@ -302,11 +302,12 @@ class ModelDesk:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
         if e.error is not None and not model.restoring and RESTORED not in model.missing:
             raise e.error  # that restore never began, or has already ended
-        if e.error is not None and RESTORED in model.missing and not model.lost:
+        never_had_values = RESTORED in model.missing and not model.lost
+        if e.error is not None and never_had_values:
             self.remove(model, e.error, now)
         else:
-            # In a model that never had values no partition has reached or staged for any clock, so clock 0 is unused.
-            first = RESTORED in model.missing and not model.lost and not model.gate.clock
+            # In such a model no partition has reached or staged for any clock, so clock 0 is unused.
+            first = never_had_values and not model.gate.clock
             model.restoring = False
             self.c.save_model(model)
             if e.error is None:
