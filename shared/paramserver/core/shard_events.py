@@ -80,32 +80,32 @@ class ModelView(Struct, frozen=True):
     @classmethod
     def from_document(cls, doc: Mapping[str, Any], shard: str, spec: ModelSpec, layout: Layout) -> Self:
         """Parse a feed document of type `model` for the shard of that name."""
-        model = ModelKey(str(doc["name"]), int(doc["generation"]))
-        own = {i: owner for i, owner in enumerate(doc["owners"]) if owner and owner[0] == shard}
+        own = {i: owner for i, owner in enumerate(doc["owners"]) if owner[0] == shard}
         options = {i: owner[2] for i, owner in own.items() if len(owner) > 2}
         return cls(
-            model,
-            spec,
-            layout,
-            int(doc["revision"]),
-            int(doc["timeline"]),
-            int(doc["clock"]),
-            doc["state"] == "ready",
-            {i: int(owner[1]) for i, owner in own.items()},
-            _source(doc.get("source", "snapshot")),
-            {str(w): int(v[0]) for w, v in doc.get("workers", {}).items()},
-            tuple(Commit.of(c) for c in doc.get("commits", ())),
-            {i: int(o["release"]) for i, o in options.items() if o.get("release")},
-            {i: int(o["from"]) for i, o in options.items() if o.get("from") is not None},
-            {i: _source(o["source"]) for i, o in options.items() if o.get("source") is not None},
-            None if doc.get("cut_asked") is None else int(doc["cut_asked"]),
-            int(doc["began"]),
-            bool(doc.get("opening")),
+            model=ModelKey(doc["name"], doc["generation"]),
+            spec=spec,
+            layout=layout,
+            revision=doc["revision"],
+            timeline=doc["timeline"],
+            clock=doc["clock"],
+            ready=doc["state"] == "ready",
+            owned={i: owner[1] for i, owner in own.items()},
+            source=_source(doc["source"]),
+            workers={worker: epoch for worker, (epoch, _) in doc["workers"].items()},
+            commits=tuple(Commit.of(c) for c in doc["commits"]),
+            release={i: o["release"] for i, o in options.items() if "release" in o},
+            kept_from={i: o["from"] for i, o in options.items() if "from" in o},
+            sources={i: _source(o["source"]) for i, o in options.items() if "source" in o},
+            cut_asked=doc["cut_asked"],
+            began=doc["began"],
+            opening=doc["opening"],
         )
 
 
 def _source(value: Any) -> Source:
-    return int(value["cut"]) if isinstance(value, Mapping) else str(value)
+    source: Source = value["cut"] if isinstance(value, Mapping) else value
+    return source
 
 
 class RosterChanged(Struct, frozen=True):
