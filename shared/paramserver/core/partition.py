@@ -150,12 +150,9 @@ class Partition:
 
     def numbers(self, scale: float, base: tuple[int, int] | None) -> tuple[float, float]:
         """(learning rate, factor of the gradient) for a push applied by itself now."""
-        rate = self.rate()
-        if self.spec.consistency.lag != "scale":
-            return rate, scale
         factor = self.lag_factor(base)
         # `sum` has no learning rate that could be scaled.
-        return rate * factor, scale * factor if self.spec.optimizer.name == "sum" else scale
+        return self.rate() * factor, scale * factor if self.spec.optimizer.name == "sum" else scale
 
     def lag(self, base: tuple[int, int] | None) -> int:
         """Versions applied since the gradient's base; 0 if the base is unknown or of another incarnation."""

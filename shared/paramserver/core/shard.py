@@ -416,8 +416,7 @@ class ShardCore:
         self._requests.unpark(model, partition)
         if partition.buffered:
             self._queues.add(FlushOperation(model, [partition]))  # does nothing unless the flush is due
-        self._commits.advance(model, partition, now)
-        self._commits.drop_ended(model, partition)
+        self.committed(model, partition, now)
 
     def run_next(self, partition: Partition, operation: Operation) -> None:
         self._queues.insert_next(partition, operation)
