@@ -66,15 +66,21 @@ class RunDesk:
             saved_s=now,
         )
         self.c.runs[id_] = run
-        # An ended run is kept while a member still has a place in it, because heartbeat replies describe that run.
+        self._forget_runs()
+        self.fill(now)
+        self._save(run)
+        self.c.answer(e.request, run.document(), 201)
+
+    def _forget_runs(self) -> None:
+        """Forget ended runs beyond the bound, oldest first.
+
+        One in which a member still has a place is kept, because heartbeat replies describe it.
+        """
         held = {m.place[0] for m in self.c.members.values() if m.place is not None}
         ended = [r for r in self.c.runs.values() if r.ended and r.id not in held]
         for old in ended[: max(0, len(self.c.runs) - limits.RUNS_KEPT_MAX)]:
             del self.c.runs[old.id]
             self.c.drop(f"run:{old.id}")
-        self.fill(now)
-        self._save(run)
-        self.c.answer(e.request, run.document(), 201)
 
     def patch(self, e: PatchRun, now: float) -> None:
         run = self.find(e.run)
