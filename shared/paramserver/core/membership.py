@@ -13,7 +13,7 @@ from paramserver.core.documents import size_of
 from paramserver.errors import problem
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Holder:
     """One incarnation of a lease holder."""
 
@@ -50,7 +50,7 @@ def expired(holders: Iterable[H], now: float) -> list[H]:
     return [h for h in holders if h.alive and now >= h.expires_s()]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Shard(Holder):
     """One incarnation of a shard process."""
 
@@ -103,7 +103,7 @@ class Shard(Holder):
         return shard
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member(Holder):
     """A process of the worker pool."""
 
@@ -135,7 +135,7 @@ class Member(Holder):
         return cls(name, doc["epoch"], now, doc["alive"], tuple(doc["allow"]), place)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Worker(Holder):
     """One incarnation of a worker of one model; epoch 0: it has never joined, and a restore has brought its state."""
 
