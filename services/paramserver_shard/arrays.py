@@ -162,7 +162,7 @@ class ArrayService:
 
 
 def _duplicate(known: KnownModel) -> PushDone:
-    return PushDone(known.key, known.timeline, "applied", True, 0, 0, 0, ())
+    return PushDone(known.key, known.timeline, "applied", True, ())
 
 
 def assignment(known: KnownModel, selection: Selection, flat: AnyArray, dtype: DType) -> SetReceived:

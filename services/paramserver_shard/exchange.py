@@ -259,9 +259,6 @@ def push_done(known: KnownModel, reply: PushReply) -> PushDone:
         reply.timeline,
         cast(PushState, reply.state),
         reply.duplicate,
-        reply.version,
-        reply.durable_version,
-        reply.incarnation,
         tuple(PartVersion(*part) for part in reply.parts),
         reply.late,
     )
@@ -276,12 +273,8 @@ def merged_push(known: KnownModel, done: Sequence[PushDone]) -> PushDone:
         max(d.timeline for d in done),
         next((d.state for d in done if d.state != "applied"), "applied"),
         all(d.duplicate for d in done),
-        min(d.version for d in done),
-        min(d.durable_version for d in done),
-        max(d.incarnation for d in done),
         tuple(part for d in done for part in d.parts),
-        late=any(d.late for d in done),
-        lag_unknown=any(d.lag_unknown for d in done),
+        any(d.late for d in done),
     )
 
 

@@ -116,7 +116,7 @@ class Membership:
             return WorkerAnswered(effect.request, None)
         except PsError as error:
             return WorkerAnswered(effect.request, None, error=error)
-        return WorkerAnswered(effect.request, int(answer["epoch"]), int(answer["rank"]), bool(answer["alive"]))
+        return WorkerAnswered(effect.request, int(answer["epoch"]), bool(answer["alive"]))
 
     # -- the loops
 
@@ -300,12 +300,10 @@ class Membership:
                 self._views[document["name"]] = view
                 feed(view)
         elif kind == "commit":
-            model = ModelKey(document["model"], int(document["generation"]))
-            feed(CommitDecided.from_document(document, model))
+            feed(CommitDecided.from_document(document))
         elif kind == "roster":
             model = ModelKey(document["model"], int(document["generation"]))
-            workers = {w: (int(e), int(r)) for w, (e, r) in document["workers"].items()}
-            feed(RosterChanged(model, workers, int(document["live_workers"])))
+            feed(RosterChanged(model, {w: int(epoch) for w, (epoch, _) in document["workers"].items()}))
         elif kind == "gone":
             name = document["name"]
             self._views.pop(name, None)

@@ -101,7 +101,7 @@ class Storage:
         if effect.urgent:
             crash_point("shard.release_stored")
         done = SnapshotStored if saved is SaveResult.STORED else SnapshotFailed
-        self._feed(done(key, token, version, effect.urgent))
+        self._feed(done(key, token, effect.urgent))
 
     def _snapshot_refused(self, key: PartitionKey, token: Token, why: str) -> None:
         """Note that Redis refuses a snapshot, as when it is full; it answers what only reads nevertheless."""

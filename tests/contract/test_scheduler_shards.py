@@ -68,9 +68,9 @@ def test_what_cannot_be_is_refused(cluster: Nodes) -> None:
 
 
 async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
-    """A shard that asks the scheduler about a worker learns its epoch, its rank and whether it is live."""
+    """A shard that asks the scheduler about a worker learns its epoch and whether it is live."""
     name = made(cluster)
-    worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "rank": 3}, status=201)["worker"]
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
     link = SchedulerLink([cluster.url], NO_CREDENTIALS)
     nothing: Any = None
     shard = Membership("s", [], "", link, nothing, Directory("s"), nothing, nothing, nothing, nothing)
@@ -80,7 +80,7 @@ async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
     finally:
         await link.aclose()
 
-    assert (known.request, known.epoch, known.rank, known.live, known.error) == (1, 1, 3, True, None)
+    assert (known.request, known.epoch, known.live, known.error) == (1, 1, True, None)
     assert (other.epoch, other.error) == (None, None)
 
 

@@ -24,6 +24,7 @@ from paramserver.core.shard import ShardCore
 from paramserver.core.shard_io import (
     AskWorker,
     Capture,
+    Commit,
     CommitDecided,
     LoadedState,
     LoadPartition,
@@ -144,7 +145,7 @@ class Shard:
 
     async def commit(self, t: int, *, cut: bool = False) -> None:
         """Apply commit `t`, which changes no values, and store a snapshot."""
-        self.runtime.feed(CommitDecided(self.key.model, 0, t, (), 0, 1, cut))
+        self.runtime.feed(CommitDecided(self.key.model, Commit(t, 0, (), 0, 1, cut)))
         (p,) = self.runtime.core.models["m"].partitions.values()
         async with asyncio.timeout(20):
             while p.clock <= t:
@@ -169,7 +170,7 @@ async def running(redis: Redis, **fields: Any) -> AsyncIterator[Shard]:
         directory = Directory("s")
         runtime = Runtime(ShardCore(), directory, pool, store, Journal(redis, scripts), group)
         runtime.scheduler = NoScheduler()
-        runtime.feed(ModelView(model, spec, layout, 0, 0, 0, 1, True, {0: TOKEN}, "init", {}))
+        runtime.feed(ModelView(model, spec, layout, 0, 0, 0, True, {0: TOKEN}, "init", {}))
         try:
             yield Shard(runtime, redis, spec, layout, [0], directory)
         finally:

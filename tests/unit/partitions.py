@@ -13,7 +13,7 @@ from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import F32, PushId
 
 WORKERS = ("r/w0", "r/w1")
-ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
+ROSTER = dict.fromkeys(WORKERS, 1)
 LEVELS = ("applied", "journaled")
 
 
@@ -80,7 +80,7 @@ def journaled(partitions: int = 1, ack: str = "journaled", **fields: Any) -> Mod
 def slow(**fields: Any) -> ShardDriver:
     """Return a shard that serves `journaled(**fields)` and whose effects complete only when the test says so."""
     driver = ShardDriver(eager=False)
-    driver.serve(journaled(**fields), workers=ROSTER, live_workers=2)
+    driver.serve(journaled(**fields), workers=ROSTER)
     driver.settle()
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
     driver.settle()

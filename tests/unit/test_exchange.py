@@ -61,7 +61,7 @@ class Applying:
 
     async def push(self, event: Callable[[int], PushReceived]) -> PushDone:
         parts = tuple([PartVersion(p.partition, 1, 1, 0) for p in event(1).parts])
-        return PushDone(KEY, 0, "applied", False, 1, 0, 1, parts)
+        return PushDone(KEY, 0, "applied", False, parts)
 
 
 class Failing:

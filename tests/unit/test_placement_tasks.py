@@ -58,7 +58,8 @@ def test_range_sets_hold_what_was_put_in(numbers: list[int]) -> None:
         runs.add(n)
     assert [n for n in range(61) if n in runs] == sorted(set(numbers))
     assert len(runs) == len(set(numbers))
-    assert list(runs.missing(61)) == sorted(set(range(61)) - set(numbers))
+    assert list(runs.missing(0, 61)) == sorted(set(range(61)) - set(numbers))
+    assert list(runs.missing(30, 61)) == sorted(set(range(30, 61)) - set(numbers))
     assert all(a[1] < b[0] for a, b in zip(runs.runs, runs.runs[1:], strict=False))
 
 

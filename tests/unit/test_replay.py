@@ -37,7 +37,7 @@ from paramserver.wire.tensor import slice_crc
 
 SIZE = 6
 WORKERS = ("r/w0", "r/w1")
-ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
+ROSTER = dict.fromkeys(WORKERS, 1)
 KEY = PartitionKey(ModelKey("m", 1), 0)
 
 
@@ -119,8 +119,8 @@ class Session:
     def __init__(self, start: ModelSpec) -> None:
         self.store = Recorder()
         self.driver = ShardDriver(self.store)
-        self.driver.roster = lambda ask: WorkerAnswered(ask.request, 1, ROSTER[ask.worker][1], live=True)
-        self.driver.serve(start, workers=ROSTER, live_workers=2)
+        self.driver.roster = lambda ask: WorkerAnswered(ask.request, ROSTER[ask.worker], live=True)
+        self.driver.serve(start, workers=ROSTER)
         self.seq = 0
         effect = LoadPartition(KEY, 1, "init", start, Layout(start))
         self.recording = Recording(start, first_state(effect), self.store.written)
@@ -209,7 +209,7 @@ class Session:
 
     def roster(self, gone: bool) -> None:
         assert self.driver.view is not None
-        self.driver.send(RosterChanged(self.driver.view.model, {} if gone else ROSTER, 0 if gone else 2))
+        self.driver.send(RosterChanged(self.driver.view.model, {} if gone else ROSTER))
 
     def snapshot(self) -> None:
         self.recording.snapshots.append(loaded(self.partition.capture()))

@@ -410,7 +410,7 @@ def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
     assert task == {"id": "evaluate:5", "kind": "evaluate", "clock": 5}
     assert d.result(d.lease(b, "evaluate"))["task"] is None
     d.ask(lambda n: io.TaskDone(n, "m", a["worker"], 1, task["id"], {"accuracy": 0.9}))
-    (series,) = d.core.read.metrics("m", ["accuracy"])
+    series = d.core.read.metric("m", "accuracy")
     assert series["points"][0][1:] == [5, "m/a", 0.9]
 
 
@@ -423,7 +423,7 @@ def test_sync_an_evaluation_is_of_the_clock_that_its_worker_has_reached() -> Non
     task = d.result(d.lease(a, "evaluate"))["task"]
     assert task["clock"] == 5
     d.ask(lambda n: io.TaskDone(n, "m", a["worker"], 1, task["id"], {"accuracy": 0.9}))
-    (series,) = d.core.read.metrics("m", ["accuracy"])
+    series = d.core.read.metric("m", "accuracy")
     assert series["points"][0][1:] == [6, "m/a", 0.9]
     assert d.result(d.lease(a, "evaluate"))["task"] is None
 
@@ -474,12 +474,12 @@ def test_metrics_are_known_after_a_restart() -> None:
     d = Driver.with_model()
     for i in range(600):
         d.ask(lambda n, i=i: io.ReportMetrics(n, "m", {"loss": float(i)}, clock=i))  # type: ignore[misc]
-    before = d.core.read.metrics("m", ["loss"])[0]["points"]
+    before = d.core.read.metric("m", "loss")["points"]
 
     d.wait(11.0)
     d.restart()
 
-    assert d.core.read.metrics("m", ["loss"])[0]["points"] == before[-500:]
+    assert d.core.read.metric("m", "loss")["points"] == before[-500:]
     d.ask(lambda n: io.DeleteModel(n, "m"))
     assert not [k for k in d.hash if k.startswith("series:")]
 
@@ -496,7 +496,7 @@ def test_a_loss_that_is_no_number_is_known_until_a_number_comes() -> None:
         d.wait(1.0)
 
     since, worker = d.core.read.not_finite("m")["loss"]
-    points = d.core.read.metrics("m", ["loss"])[0]["points"]
+    points = d.core.read.metric("m", "loss")["points"]
     assert worker == a
     assert points[0][0] < since < points[1][0] - 1.5
     assert [p[3] for p in points] == [0.5, 0.7]

@@ -241,7 +241,7 @@ def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None
     (store,) = driver.pending
     assert isinstance(store, StoreSnapshot)
     driver.pending.clear()
-    driver.send(SnapshotFailed(store.capture.key, 1, store.capture.version))
+    driver.send(SnapshotFailed(store.capture.key, 1))
     assert [e.capture.key.index for e in driver.pending if isinstance(e, StoreSnapshot)] == [1]
     driver.settle()
     driver.advance(0.9)
@@ -262,7 +262,7 @@ def failing(driver: ShardDriver, bad: set[int], seconds: float, push: int | None
             tried.append(store.capture.key.index)
             if tried[-1] in bad:
                 driver.pending.clear()
-                driver.send(SnapshotFailed(store.capture.key, 1, store.capture.version))
+                driver.send(SnapshotFailed(store.capture.key, 1))
             else:
                 driver.complete()
         if push is not None:

@@ -133,7 +133,7 @@ def test_a_cut_that_could_not_be_stored_is_tried_again(ack: str) -> None:
     driver = with_a_cut_to_store(ack)
     (store,) = pending(driver, StoreSnapshot)
     driver.pending.remove(store)
-    driver.send(SnapshotFailed(store.capture.key, 1, store.capture.version))
+    driver.send(SnapshotFailed(store.capture.key, 1))
     driver.settle()
     driver.advance(1.0)
     driver.settle()
@@ -152,7 +152,7 @@ def test_a_cut_that_cannot_be_stored_holds_up_no_other() -> None:
             if store.capture.key == bad:
                 failed += 1
                 driver.pending.clear()
-                driver.send(SnapshotFailed(bad, 1, store.capture.version))
+                driver.send(SnapshotFailed(bad, 1))
             else:
                 driver.complete()
         driver.advance(0.1)
@@ -226,7 +226,7 @@ def test_a_move_that_was_called_off_stores_nothing_in_the_place_of_a_cut() -> No
     (urgent,) = driver.pending
     assert isinstance(urgent, StoreSnapshot)
     driver.pending.clear()
-    driver.send(SnapshotFailed(urgent.capture.key, urgent.capture.token, urgent.capture.version, urgent=True))
+    driver.send(SnapshotFailed(urgent.capture.key, urgent.capture.token, urgent=True))
     driver.send(view)
     driver.eager = True
     stage(driver, 0, 0, 1.0)
@@ -344,7 +344,7 @@ def test_a_cut_that_redis_lost_is_tried_until_it_is_stored() -> None:
         (store,) = pending(driver, StoreSnapshot)
         driver.pending.remove(store)
         stored.append((store.capture.clock, store.cut, store.urgent))
-        driver.send(outcome(store.capture.key, 1, store.capture.version, store.urgent))
+        driver.send(outcome(store.capture.key, 1, store.urgent))
         driver.advance(1.0)
 
     cut, whole = (1, True, True), (2, False, True)
@@ -381,7 +381,7 @@ def test_what_changes_while_a_failed_snapshot_is_tried_again_is_stored_afterward
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
     (store,) = pending(driver, StoreSnapshot)
     driver.pending.clear()
-    driver.send(SnapshotFailed(store.capture.key, store.capture.token, store.capture.version))
+    driver.send(SnapshotFailed(store.capture.key, store.capture.token))
     driver.advance(1.0)
     (store,) = pending(driver, StoreSnapshot)
     driver.eager = True

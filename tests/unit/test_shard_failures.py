@@ -33,7 +33,7 @@ def served(**fields: Any) -> ShardDriver:
     """Return a shard that serves two partitions of four elements with optimizer `sum`."""
     driver = ShardDriver()
     spec = {"name": "m", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 2} | fields
-    driver.serve(ModelSpec.parse(spec), workers={"r/a": (1, 0)})
+    driver.serve(ModelSpec.parse(spec), workers={"r/a": 1})
     return driver
 
 

@@ -50,7 +50,7 @@ def test_at_level_applied_nothing_is_journaled(mode: str) -> None:
     driver.send(SetReceived(900, "m", (AssignPart(0, ones(), "float32", True),)))
     driver.commit(0, Contribution(WORKERS[0], 1, 0, 0))
     driver.patch({"optimizer": {"clip_value": 1.0}})
-    driver.send(RosterChanged(driver.view.model, {}, 0))  # type: ignore[union-attr]
+    driver.send(RosterChanged(driver.view.model, {}))  # type: ignore[union-attr]
     apply(driver)
 
     assert all(r in driver.replies for r in [*requests, 900])
@@ -232,7 +232,7 @@ def test_a_synchronous_owner_that_dies_costs_no_rollback() -> None:
     sync = journaled(optimizer={"name": "adam", "lr": 0.1}, consistency={"mode": "sync"})
     driver, straight = ShardDriver(store), ShardDriver()
     for d in (driver, straight):
-        d.serve(sync, workers=ROSTER, live_workers=2)
+        d.serve(sync, workers=ROSTER)
         for clock in (0, 1):
             for i, w in enumerate(WORKERS):
                 d.push({0: ones(1.0 + i + clock)}, PushId(w, 1, clock), clock=clock)
@@ -241,7 +241,7 @@ def test_a_synchronous_owner_that_dies_costs_no_rollback() -> None:
     straight.commit(1, *decided)
 
     after = ShardDriver(store)
-    after.serve(sync, workers=ROSTER, live_workers=2, owned={0: 2}, source="snapshot", clock=2)
+    after.serve(sync, workers=ROSTER, owned={0: 2}, source="snapshot", clock=2)
     assert after.resyncs == 1
     assert after.push({0: ones(2.0)}, PushId(WORKERS[0], 1, 1), clock=1).duplicate
     after.commit(1, *decided)
@@ -347,18 +347,18 @@ def test_a_commit_that_changes_nothing_and_parts_that_are_dropped_are_journaled_
     store = InMemoryStore()
     sync = journaled(consistency={"mode": "sync", "late": "fold"})
     driver = ShardDriver(store)
-    driver.serve(sync, workers=ROSTER, live_workers=2)
+    driver.serve(sync, workers=ROSTER)
     driver.commit(0)
     driver.push({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
 
     keeps = ShardDriver(store)
-    keeps.serve(sync, workers=ROSTER, live_workers=2, owned={0: 2}, source="snapshot", clock=1)
+    keeps.serve(sync, workers=ROSTER, owned={0: 2}, source="snapshot", clock=1)
     assert keeps.core.held_bytes == 16
-    keeps.send(RosterChanged(keeps.view.model, {}, 0))  # type: ignore[union-attr]
+    keeps.send(RosterChanged(keeps.view.model, {}))  # type: ignore[union-attr]
     assert keeps.core.held_bytes == 0
 
     after = ShardDriver(store)
-    after.serve(sync, workers=ROSTER, live_workers=2, owned={0: 3}, source="snapshot", clock=1)
+    after.serve(sync, workers=ROSTER, owned={0: 3}, source="snapshot", clock=1)
     assert after.core.held_bytes == 0
     assert after.pull(0).version == 1
 

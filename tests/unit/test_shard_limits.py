@@ -75,7 +75,7 @@ def test_a_pull_of_ranges_counts_only_their_bytes() -> None:
     loads = Loads(lambda: now[0])
     state = PartitionState(np.zeros(1_000_000, np.float32), (), ())
     parts = (PulledPart(0, state, 1, 1), PulledPart(1, state, 1, 1))
-    loads.pulled(PullDone(ModelKey("m", 2), 0, 1, 1, parts), [((0, 10), (20, 30)), None])
+    loads.pulled(PullDone(ModelKey("m", 2), 0, parts), [((0, 10), (20, 30)), None])
     now[0] += 1.0
     (_, _, _, ranged), (_, _, _, whole) = loads.rates()
     assert float(ranged) == pytest.approx(float(whole) * 80 / 4_000_000, abs=0.1)
@@ -87,7 +87,7 @@ def test_loads_follow_the_traffic_and_fade() -> None:
     loads = Loads(lambda: now[0])
     model = ModelKey("m", 2)
     part = PushPart(3, np.zeros(250_000, np.float32), "float32", 0, True)
-    done = PushDone(model, 0, "applied", False, 1, 0, 1, ())
+    done = PushDone(model, 0, "applied", False, ())
     for _ in range(20):
         loads.pushed(PushReceived(1, "m", (part,)), done)
         now[0] += 1.0

@@ -266,11 +266,11 @@ class SyncShard(RuleBasedStateMachine):
                 "partitions": 1,
             }
         )
-        self.roster = {f"r/{w}": (1, i) for i, w in enumerate(WORKERS)}
+        self.roster = {f"r/{w}": 1 for w in WORKERS}
         self.driver = ShardDriver()
-        self.driver.serve(spec, workers=self.roster, live_workers=2)
+        self.driver.serve(spec, workers=self.roster)
         self.straight = ShardDriver()
-        self.straight.serve(spec, workers=self.roster, live_workers=2)
+        self.straight.serve(spec, workers=self.roster)
         self.committed = 0
         self.decided = 0
         self.delivered: set[tuple[str, int, int]] = set()
@@ -300,7 +300,7 @@ class SyncShard(RuleBasedStateMachine):
         for worker in ready:
             for k in (0, 1):
                 self.push(self.straight, worker, t, k)
-        contributions = tuple(Contribution(w, 1, self.roster[w][1], t) for w in ready)
+        contributions = tuple(Contribution(w, 1, i, t) for i, w in enumerate(self.roster) if w in ready)
         self.straight.commit(t, *contributions)
         self.lists = {**getattr(self, "lists", {}), t: contributions}
         self.decided += 1

@@ -7,7 +7,7 @@ from paramserver import limits
 from paramserver.core.shard_io import (
     Apply,
     CaptureReceived,
-    CommitDecided,
+    Commit,
     Contribution,
     JournalLost,
     LoadPartition,
@@ -93,7 +93,7 @@ def test_what_is_staged_moves_along_and_commits_catch_up(ack: str) -> None:
     driver, straight = ShardDriver(), ShardDriver()
     decided = tuple(Contribution(w, 1, i, 0) for i, w in enumerate(WORKERS))
     for d in (driver, straight):
-        d.serve(adam, workers=ROSTER, live_workers=2)
+        d.serve(adam, workers=ROSTER)
         for i, w in enumerate(WORKERS):
             d.push({0: ones(1.0 + i)}, PushId(w, 1, 0), clock=0)
     straight.commit(0, *decided)
@@ -218,7 +218,7 @@ def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
     _, first = driver.pending
     assert isinstance(first, StoreSnapshot)
     driver.pending.clear()
-    driver.send(SnapshotFailed(first.capture.key, 1, 1, urgent=True))
+    driver.send(SnapshotFailed(first.capture.key, 1, urgent=True))
     assert [e.capture.key.index for e in pending(driver, StoreSnapshot)] == [2]
     driver.settle()
     assert released(driver) == [(2, 1, 1, 1)]
@@ -257,12 +257,12 @@ def test_the_last_snapshot_written_is_the_whole_state() -> None:
 
 def test_staged_parts_of_ended_workers_stay_while_a_partition_is_held() -> None:
     """Staged parts of ended workers stay while the partition is held, and are dropped when the move is called off."""
-    driver = serving(spec(consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(consistency={"mode": "sync", "late": "fold"}), workers=ROSTER)
     driver.commit(0)
     driver.push({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
     request_release(driver, 0)
 
-    driver.send(RosterChanged(view(driver).model, {}, 0))
+    driver.send(RosterChanged(view(driver).model, {}))
     assert driver.core.held_bytes == 16
     driver.send(replace(view(driver), workers={}, release={}))
 
@@ -271,12 +271,12 @@ def test_staged_parts_of_ended_workers_stay_while_a_partition_is_held() -> None:
 
 def test_the_document_that_calls_a_move_off_takes_nothing_from_the_commits_that_it_brings() -> None:
     """A document that calls off a move applies its commits before it drops staged parts of ended workers."""
-    driver = serving(spec(2, consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(2, consistency={"mode": "sync", "late": "fold"}), workers=ROSTER)
     driver.push({0: ones(), 1: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
     driver.commit(0)
     request_release(driver, 0)
 
-    commit = CommitDecided(view(driver).model, 0, 1, (listed(0, 0),), 1, 1, False)
+    commit = Commit(1, 0, (listed(0, 0),), 1, 1, False)
     driver.send(replace(view(driver), clock=2, commits=(commit,), workers={}, release={}))
 
     assert [driver.values(i) for i in (0, 1)] == [[1.0] * 4] * 2
@@ -285,12 +285,12 @@ def test_the_document_that_calls_a_move_off_takes_nothing_from_the_commits_that_
 
 def test_the_next_owner_lets_go_what_ended_workers_pushed_ahead() -> None:
     """The next owner drops parts that ended workers staged ahead, which no roster it receives would name."""
-    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER)
     for worker in WORKERS:
         driver.push({0: ones()}, PushId(worker, 1, 0), clock=5)
     request_release(driver, 0)
 
-    after = successor(driver, workers={WORKERS[1]: (1, 1)})
+    after = successor(driver, workers={WORKERS[1]: 1})
 
     assert set(after.core.models["m"].partitions[0].staged) == {(WORKERS[1], 1, 5)}
 

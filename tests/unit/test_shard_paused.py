@@ -19,7 +19,7 @@ from paramserver_shard.inflight import InFlight, InFlightMiddleware
 from paramserver_shard.names import after_push
 from paramserver_shard.telemetry import Telemetry
 
-DONE = PushDone(ModelKey("m", 1), 0, "applied", False, 1, 0, 1, ())
+DONE = PushDone(ModelKey("m", 1), 0, "applied", False, ())
 FRAME = encode_header(PushFrame("m", [PushPart(0, None, None)]))
 
 

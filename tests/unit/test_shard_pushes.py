@@ -9,7 +9,7 @@ from paramserver.errors import FencedError, PsError, StaleMapError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import PushId
 
-from .partitions import refused, serving
+from .partitions import ROSTER, refused, serving
 from .test_shard_core import ones, spec
 
 
@@ -161,7 +161,7 @@ def test_version_lag_scales_or_refuses() -> None:
     driver.push({0: ones(value=3.0)}, base=(0, 1))
     other = driver.push({0: ones()}, base=(0, 99))
 
-    assert other.lag_unknown
+    assert [p.incarnation for p in other.parts] == [1]  # not the one of its base
     assert driver.values() == [4.0] * 4
     driver.patch({"consistency": {"lag": "reject", "lag_bound": 3}})
     assert driver.push({0: ones()}, base=(1, 1)).version == 5
@@ -186,6 +186,18 @@ def test_the_schedule_counts_versions_and_settings_change_in_order_of_arrival() 
     driver.settle()
 
     assert driver.values() == [-5.25] * 4
+
+
+def test_linear_scaling_counts_the_workers_of_the_revision() -> None:
+    """With linear scaling the rate of a push is that of the live workers as the newest settings say."""
+    driver = serving(spec(optimizer={"name": "sgd", "lr": 0.5, "linear_scaling": True}), workers=ROSTER)
+
+    driver.push({0: ones()})
+    assert driver.values() == [-1.0] * 4
+    driver.patch({}, workers=ROSTER | {"r/w2": 1, "r/w3": 1})
+    driver.push({0: ones()})
+
+    assert driver.values() == [-3.0] * 4
 
 
 def test_another_optimizer_starts_with_fresh_state() -> None:
@@ -223,7 +235,7 @@ def test_ids_of_the_scheduler_are_asked_for_once() -> None:
     driver.push({0: ones()}, PushId("run-1/w0", 3, 1))
     stranger = driver.submit({0: ones()}, PushId("a/b", 1, 0))
     driver.send(WorkerAnswered(stranger, epoch=None))
-    driver.send(RosterChanged(driver.view.model, {"run-1/w0": (4, 0)}, 1))  # type: ignore[union-attr]
+    driver.send(RosterChanged(driver.view.model, {"run-1/w0": 4}))  # type: ignore[union-attr]
     old = driver.submit({0: ones()}, PushId("run-1/w0", 3, 2))
 
     assert len(driver.asked) == 2
@@ -233,7 +245,7 @@ def test_ids_of_the_scheduler_are_asked_for_once() -> None:
 
 def test_ssp_takes_pushes_of_joined_workers_only() -> None:
     """In ssp pushes without a joined worker's id are refused; the scheduler is asked about ids the roster lacks."""
-    driver = serving(spec(consistency={"mode": "ssp"}), workers={"r/w0": (1, 0)})
+    driver = serving(spec(consistency={"mode": "ssp"}), workers={"r/w0": 1})
 
     plain, free = driver.submit({0: ones()}), driver.submit({0: ones()}, PushId("me", 1, 0))
     asked = driver.submit({0: ones()}, PushId("r/w1", 1, 0))

@@ -22,7 +22,7 @@ SPEC = ModelSpec.parse({"name": "m", "params": {"w": {"shape": [8]}}, "partition
 @pytest.mark.parametrize("loading", [False, True], ids=["later", "while it loads"])
 def test_a_partition_that_is_assigned_to_a_stopping_shard_does_not_end_it(loading: bool) -> None:
     """A map that names a stopping shard as an owner, just before or after it closes, loads and raises nothing."""
-    view = ModelView(ModelKey("m", 1), SPEC, Layout(SPEC), 0, 0, 0, 1, True, {0: make_token(1, 1)}, "init", {})
+    view = ModelView(ModelKey("m", 1), SPEC, Layout(SPEC), 0, 0, 0, True, {0: make_token(1, 1)}, "init", {})
 
     async def stop() -> None:
         async with asyncio.TaskGroup() as group:

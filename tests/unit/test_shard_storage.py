@@ -159,7 +159,7 @@ def test_a_journal_that_lost_entries_goes_on_from_a_snapshot() -> None:
     driver.send(Journaled(key, 1, 3))
     assert not {first, second} & driver.replies.keys()
     driver.pending.clear()
-    driver.send(SnapshotFailed(key, 1, 1, urgent=True))
+    driver.send(SnapshotFailed(key, 1, urgent=True))
     driver.advance(1.0)
     (snapshot,) = pending(driver, StoreSnapshot)
     assert (snapshot.capture.lsn, snapshot.urgent) == (3, True)

@@ -28,7 +28,7 @@ from paramserver.types import F32, ModelKey, PushId
 from .partitions import listed, refused, serving, stage
 
 WORKERS = ("r/w0", "r/w1", "r/w2")
-ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
+ROSTER = dict.fromkeys(WORKERS, 1)
 
 
 def spec(size: int = 4, partitions: int = 1, optimizer: dict[str, Any] | None = None, **consistency: Any) -> ModelSpec:
@@ -161,7 +161,7 @@ def test_what_a_commit_left_out_is_dropped_or_folded() -> None:
         driver.commit(0)
         driver.commit(1, listed(0, 0))
         assert driver.values() == [want] * 4
-        driver.send(RosterChanged(view.model, {"r/w0": (1, 0)}, 1))
+        driver.send(RosterChanged(view.model, {"r/w0": 1}))
         assert driver.core.held_bytes == 0
 
 
@@ -184,16 +184,16 @@ def test_a_folded_gradient_that_can_never_be_listed_is_let_go() -> None:
 
 def test_what_a_dead_worker_has_pushed_ahead_is_let_go_with_its_epoch() -> None:
     """Parts staged ahead are dropped when their worker's epoch ends, but kept for a worker not yet in any roster."""
-    driver = ShardDriver(roster=lambda ask: WorkerAnswered(ask.request, 1, 2, True))
+    driver = ShardDriver(roster=lambda ask: WorkerAnswered(ask.request, 1, True))
     view = driver.serve(spec(late="fold"), workers={w: ROSTER[w] for w in WORKERS[:2]})
     for rank, clock in ((0, 0), (0, 7), (1, 7), (2, 7)):
         stage(driver, rank, clock, 1.0)
 
     driver.commit(0)
-    driver.send(RosterChanged(view.model, {WORKERS[1]: (1, 1)}, 1))
+    driver.send(RosterChanged(view.model, {WORKERS[1]: 1}))
     assert set(driver.core.models["m"].partitions[0].staged) == {(w, 1, 7) for w in WORKERS[1:]}
-    driver.send(RosterChanged(view.model, {w: ROSTER[w] for w in WORKERS[1:]}, 2))
-    driver.send(RosterChanged(view.model, {WORKERS[1]: (2, 1)}, 1))
+    driver.send(RosterChanged(view.model, {w: ROSTER[w] for w in WORKERS[1:]}))
+    driver.send(RosterChanged(view.model, {WORKERS[1]: 2}))
 
     assert driver.core.held_bytes == 0
 
@@ -205,7 +205,7 @@ def test_what_a_commit_still_to_come_lists_of_a_dead_worker_stays_until_then() -
     stage(driver, 0, 1, 2.0)
 
     driver.commit(1, listed(0, 1))
-    driver.send(RosterChanged(view.model, {}, 0))
+    driver.send(RosterChanged(view.model, {}))
     driver.commit(0)
 
     assert driver.values() == [2.0] * 4
@@ -226,7 +226,7 @@ def test_no_push_is_staged_for_a_clock_that_is_too_far_ahead() -> None:
 
 def test_pushes_that_sync_cannot_take_are_refused() -> None:
     """In sync a push without a joined worker, without a clock or with a replaced epoch is refused."""
-    driver = serving(spec(), workers=ROSTER | {"r/w0": (2, 0)})
+    driver = serving(spec(), workers=ROSTER | {"r/w0": 2})
 
     with pytest.raises(PsError) as plain:
         driver.push({0: ones()}, clock=0)
@@ -332,7 +332,7 @@ def test_leaving_sync_applies_the_mean_of_the_contributions_staged(rule: dict[st
     driver = serving(spec(), workers=ROSTER)
     for worker, value in ((0, 1.0), (1, 2.0), (1, 4.0), (2, 100.0)):
         driver.push({0: ones(value=value)}, PushId(WORKERS[worker], 1, int(value)), clock=0)
-    driver.send(RosterChanged(ModelKey("m", 1), ROSTER | {WORKERS[2]: (2, 2)}, 3))
+    driver.send(RosterChanged(ModelKey("m", 1), ROSTER | {WORKERS[2]: 2}))
     driver.push({0: ones(value=5.0)}, PushId(WORKERS[2], 2, 0), clock=0)
 
     driver.patch({"consistency": rule})
@@ -422,7 +422,7 @@ def test_out_of_sync_no_pull_waits_for_a_clock() -> None:
 def test_a_push_whose_turn_comes_after_a_new_timeline_began_is_refused() -> None:
     """A push that came before a new timeline and waited for its turn is refused: its clock is of the old timeline."""
     driver = ShardDriver(eager=False)
-    driver.serve(spec(), workers=ROSTER, live_workers=2)
+    driver.serve(spec(), workers=ROSTER)
     driver.settle()
     driver.submit({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
     driver.commit(0, listed(0, 0))

@@ -78,7 +78,7 @@ def test_a_newer_token_without_that_word_is_a_new_ownership() -> None:
 
 def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
     """A cut of a model in sync that Redis lost is stored again from memory under the renewed token."""
-    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER)
     driver.commit(0, cut=True)
     driver.commit(1)
     driver.store = InMemoryStore()
@@ -94,7 +94,7 @@ def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
 @pytest.mark.parametrize("lost", ["renewed", "told"])
 def test_a_cut_of_a_model_that_has_left_sync_is_not_stored_again(lost: str) -> None:
     """After sync is left, its cut is not stored again, whoever notices that Redis was emptied; later values are."""
-    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER)
     driver.commit(0, cut=True)
     driver.patch({"consistency": {"mode": "async"}}, clock=1)
     driver.push({0: ones()}, PushId("w", 1, 0))
@@ -116,7 +116,7 @@ def test_a_cut_of_a_model_that_has_left_sync_is_not_stored_again(lost: str) -> N
 @pytest.mark.parametrize("outcome", [SnapshotStored, SnapshotFailed])
 def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> None:
     """Once sync is left, cuts that wait or fail are dropped, and one that is being stored does not count as a cut."""
-    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER)
     driver.advance(1.0)
     driver.eager = False
     driver.commit(0, cut=True)
@@ -126,7 +126,7 @@ def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> 
     driver.pending.clear()
 
     driver.patch({"consistency": {"mode": "async"}}, clock=2)
-    driver.send(outcome(KEY, 1, first.capture.version))
+    driver.send(outcome(KEY, 1))
     stored = []
     for _ in range(10):
         driver.advance(1.0)
@@ -153,7 +153,7 @@ def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothin
     driver.send(JournalLost(KEY, 1))
     request_release(driver, 0)
     request_release(driver)
-    driver.send(SnapshotStored(KEY, 1, older.capture.version, older.urgent))
+    driver.send(SnapshotStored(KEY, 1, older.urgent))
     assert waiting not in driver.replies
     (whole,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
     assert whole.urgent

@@ -149,7 +149,7 @@ class Snapshots(RuleBasedStateMachine):
         else:
             if counts:
                 self.failed_at[capture.key] = self.driver.now
-            self.driver.send(SnapshotFailed(capture.key, capture.token, capture.version, store.urgent))
+            self.driver.send(SnapshotFailed(capture.key, capture.token, store.urgent))
         self.look()
 
     # --- what must hold

@@ -30,7 +30,7 @@ class Clock:
 
 def done(model: str, version: int, *, state: PushState = "applied", duplicate: bool = False) -> PushDone:
     parts = (PartVersion(0, version, TOKEN, 0), PartVersion(1, version + 2, TOKEN, 0))
-    return PushDone(ModelKey(model, 1), 0, state, duplicate, version, 0, TOKEN, parts)
+    return PushDone(ModelKey(model, 1), 0, state, duplicate, parts)
 
 
 def frame(model: str, base: tuple[int, int] | None) -> PushFrame:

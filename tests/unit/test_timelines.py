@@ -10,7 +10,7 @@ from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
-from paramserver.core.shard_io import AssignPart, CommitDecided, Contribution, SetReceived
+from paramserver.core.shard_io import AssignPart, Commit, Contribution, SetReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.testing.shard_driver import ShardDriver
@@ -19,7 +19,7 @@ from paramserver.types import ModelKey, PushId
 from .scheduling import SPEC, Driver
 
 WORKER = "run/a"
-ROSTER = {WORKER: (1, 0)}
+ROSTER = {WORKER: 1}
 SYNC = {"mode": "sync"}
 
 
@@ -203,7 +203,7 @@ def test_a_partition_enters_a_phase_at_its_first_clock_however_late_it_hears_of_
     driver = ShardDriver()
     driver.serve(spec(consistency={"mode": "async"}), workers=ROSTER)
     assert driver.view is not None
-    commits = tuple(CommitDecided(driver.view.model, 1, t, (), 2, 1, False) for t in (5, 6))
+    commits = tuple(Commit(t, 1, (), 2, 1, False) for t in (5, 6))
     begin(driver, 3, clock=7, spec=spec(), revision=2)
     driver.send(replace(driver.view, commits=commits))
     assert (at(driver)[0], driver.resyncs) == (3, 1)

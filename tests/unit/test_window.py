@@ -144,7 +144,7 @@ def test_content_counts_whenever_it_is_looked_at(consistency: dict[str, Any], in
     """An id with other content and NaN are refused in every mode, whether the part was checked on arrival or not."""
     driver = ShardDriver()
     shape = {"name": "m", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 2}
-    driver.serve(ModelSpec.parse(shape | {"consistency": consistency}), workers={"r/w": (1, 0)})
+    driver.serve(ModelSpec.parse(shape | {"consistency": consistency}), workers={"r/w": 1})
     gradient, ident = np.ones(4, np.float32), PushId("r/w", 1, 0)
 
     done = driver.push({index: gradient}, ident, clock=0)

@@ -42,4 +42,4 @@ async def series(request: Request, m: str) -> Response:
     A point is `[Unix seconds, clock or null, worker, value]`.
     """
     known, name = service(request).read, request.query_params.get("name")
-    return page(request, known.metric_names(m, name), lambda n: known.metrics(m, [n])[0])
+    return page(request, known.metric_names(m, name), lambda n: known.metric(m, n))

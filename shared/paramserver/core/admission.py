@@ -160,21 +160,18 @@ def must_ask(event: PushReceived, push_id: PushId, model: ServedModel) -> bool:
     """
     if "/" not in push_id.worker:
         return False
-    member = model.workers.get(push_id.worker)
-    if member is not None:
-        return push_id.epoch > member[0]
+    live = model.workers.get(push_id.worker)
+    if live is not None:
+        return push_id.epoch > live
     if model.spec.consistency.mode in ("ssp", "sync"):
         return True
     memories = (model.partitions[part.partition].memory for part in event.parts)
     return all((memory.epoch(push_id.worker) or -1) < push_id.epoch for memory in memories)
 
 
-def check_worker(
-    event: PushReceived, mode: str, workers: Mapping[str, tuple[int, int]], answer: WorkerAnswered | None
-) -> None:
-    """Raise PsError unless the push's worker may push in this mode."""
-    joined = mode in ("ssp", "sync")
-    push_id = event.push_id
+def check_worker(event: PushReceived, mode: str, workers: Mapping[str, int], answer: WorkerAnswered | None) -> None:
+    """Raise PsError unless the push's worker may push in this mode; `answer`: the scheduler's, if it was asked."""
+    joined, push_id = mode in ("ssp", "sync"), event.push_id
     if push_id is None or "/" not in push_id.worker:
         if joined:
             raise problem(
@@ -183,15 +180,18 @@ def check_worker(
                 hint="POST /models/{m}/workers first",
             )
         return
-    member = workers.get(push_id.worker)
-    if member is not None and member[0] == push_id.epoch:
-        return
-    if member is not None and member[0] > push_id.epoch:
-        raise fenced(push_id.worker, push_id.epoch, member[0])
-    if answer is None:
-        if joined:
-            raise problem("loading", f"worker '{push_id.worker}' has just left the roster", hint="send it again")
-        return
+    live = workers.get(push_id.worker)
+    if live is not None and live >= push_id.epoch:
+        if live > push_id.epoch:
+            raise fenced(push_id.worker, push_id.epoch, live)
+    elif answer is not None:
+        _check_answer(answer, push_id, joined=joined)
+    elif joined:
+        raise problem("loading", f"worker '{push_id.worker}' has just left the roster", hint="send it again")
+
+
+def _check_answer(answer: WorkerAnswered, push_id: PushId, *, joined: bool) -> None:
+    """Raise PsError unless the scheduler knows that epoch of the worker, and with `joined` that it is live."""
     if answer.error is not None:
         raise answer.error
     if answer.epoch is None:

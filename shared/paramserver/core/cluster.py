@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paramserver.core.gate import Commit
+from paramserver.core.commit import Commit
 from paramserver.core.heartbeat_rows import Row
 from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import Model
@@ -55,8 +55,6 @@ class Cluster:
     _late: list[Effect] = field(default_factory=list)
     dirty: dict[str, None] = field(default_factory=dict)
     """Models whose gates, checkpoints and waiters are to be advanced once the event is handled."""
-    requeued: dict[str, None] = field(default_factory=dict)
-    """Models to advance once more right after that."""
     unbalanced: bool = False
     """Whether shards or owners have changed, or an owner has begun to serve, since a plan found nothing to move."""
 
@@ -80,18 +78,7 @@ class Cluster:
             holder.heard_s += pause_s
 
     def save_shard(self, shard: Shard) -> None:
-        self.save(
-            f"shard:{shard.name}",
-            lambda: {
-                "epoch": shard.epoch,
-                "alive": shard.alive,
-                "addresses": list(shard.addresses),
-                "version": shard.version,
-                "draining": shard.draining,
-                "left": shard.left,
-                "listed": shard.listed,
-            },
-        )
+        self.save(f"shard:{shard.name}", shard.stored)
 
     def save_model(self, model: Model) -> None:
         self.drop_filled(model)
@@ -112,40 +99,19 @@ class Cluster:
         self.save(f"clock:{model.name}", model.stored_clock)
 
     def save_worker(self, model: Model, worker: Worker) -> None:
-        self.save(
-            f"worker:{model.name}:{worker.name}",
-            lambda: {
-                "epoch": worker.epoch,
-                "alive": worker.alive,
-                "rank": worker.rank,
-                "clock": worker.done,
-                "timeline": worker.timeline,
-                "lease_s": worker.lease_s,
-                "state": worker.state,
-                "draining": worker.draining,
-                "left": worker.left,
-            },
-        )
+        self.save(f"worker:{model.name}:{worker.name}", worker.stored)
 
     def save_dataset(self, model: Model, dataset: str) -> None:
         self.save(f"tasks:{model.name}:{dataset}", model.datasets[dataset].progress)
 
     def save_commit(self, model: Model, commit: Commit) -> None:
-        self.save(f"commit:{model.name}:{commit.t}", lambda: commit.document(model.name, model.generation))
+        self.save(f"commit:{model.name}:{commit.t}", lambda: commit.document(model.key))
 
     def save_run(self, run: Run) -> None:
         self.save(f"run:{run.id}", run.stored)
 
     def save_member(self, member: Member) -> None:
-        self.save(
-            f"member:{member.name}",
-            lambda: {
-                "epoch": member.epoch,
-                "alive": member.alive,
-                "allow": list(member.allow),
-                "place": list(member.place) if member.place else None,
-            },
-        )
+        self.save(f"member:{member.name}", member.stored)
 
     def save_everything(self) -> None:
         """Store all fields again, for a Redis that has lost them."""
@@ -245,12 +211,8 @@ class Cluster:
         self.mark_dirty(model)
 
     def mark_dirty(self, model: Model) -> None:
-        """Have that model advanced once the event is handled."""
+        """Have that model advanced once the event is handled; if it is being advanced, once more right after."""
         self.dirty[model.name] = None
-
-    def requeue(self, model: Model) -> None:
-        """Advance that model once more right away, because there is more to decide."""
-        self.requeued[model.name] = None
 
     def publish(self, document: Mapping[str, Any]) -> None:
         self._published.append(Publish(document))

@@ -1,6 +1,5 @@
 """Commits of synchronous models: which one a partition takes next, and what none will list any more."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -11,7 +10,7 @@ from paramserver.core.operation import record_settings_change
 from paramserver.core.partition import Partition
 from paramserver.core.queues import OperationQueues
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import CommitDecided, Effect, Resync
+from paramserver.core.shard_io import CommitDecided, Resync
 from paramserver.core.timers import Timers
 from paramserver.types import ModelKey
 
@@ -28,19 +27,18 @@ class Shard(running.Shard, Protocol):
 class CommitDesk:
     """Brings the partitions of synchronous models from clock to clock."""
 
-    def __init__(
-        self, shard: Shard, queues: OperationQueues, timers: Timers, perform: Callable[[Effect], None]
-    ) -> None:
+    def __init__(self, shard: Shard, queues: OperationQueues, timers: Timers) -> None:
         self._shard = shard
         self._queues = queues
         self._timers = timers
-        self._perform = perform
 
     def decided(self, event: CommitDecided, now: float) -> None:
         model = self._shard.find_model(event.model)
-        if model is None or event.timeline != model.timeline:
+        if model is None or event.commit.timeline != model.timeline:
             return
-        model.record_commit(event)
+        if event.needs_report:
+            model.needs_report_at = max(model.needs_report_at, event.commit.t)
+        model.record_commit(event.commit)
         for p in model.partitions.values():
             self.advance(model, p, now)
 
@@ -59,7 +57,7 @@ class CommitDesk:
             self._queues.add(CommitOperation(model, [p], commit=commit))
         elif commit is None and model.clock > p.clock and now >= model.resync_at:
             model.resync_at = now + _RETRY_S
-            self._perform(Resync(model.key))
+            self._shard.perform(Resync())
             self._timers.at(model.resync_at, partial(self._retry, model, p))
 
     def _retry(self, model: ServedModel, p: Partition, now: float) -> None:
@@ -71,7 +69,7 @@ class CommitDesk:
         # A commit that is already decided may still list them, even one not received yet.
         if not p.staged or p.clock < model.clock or p.committing or p.held:
             return
-        slots = p.ended(model.live(), model.departed)
+        slots = p.ended(model.workers, model.departed)
         if slots:
             self._shard.held_bytes -= p.drop(slots)
             p.lsn += 1

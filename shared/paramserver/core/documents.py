@@ -16,12 +16,11 @@ _INT_MAX: Final = 1 << 63
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
-def check_document(value: Any, where: str) -> Any:
-    """Return the value if both JSON and msgpack can encode it and it is within bounds.
+def check_document(value: Any, where: str) -> None:
+    """Raise RequestError (`invalid_field`) unless both JSON and msgpack can encode the value and it is within bounds.
 
-    Raises RequestError (`invalid_field`) for numbers that are not finite or beyond 64 bits, for text that is not
-    Unicode, for keys that are not strings and other types, and for more than 20,000 values, 2**20 characters of text or
-    32 levels.
+    Refused are numbers that are not finite or beyond 64 bits, text that is not Unicode, keys that are not strings and
+    other types, and more than 20,000 values, 2**20 characters of text or 32 levels.
     """
 
     def fail(what: str, hint: str = "") -> Exception:
@@ -37,24 +36,29 @@ def check_document(value: Any, where: str) -> Any:
             raise fail(f"is too large: at most {VALUES_MAX} values and {TEXT_MAX} characters")
         if depth > limits.JSON_DEPTH_MAX:
             raise fail(f"is nested deeper than {limits.JSON_DEPTH_MAX} levels")
-        if isinstance(item, str):
-            if _SURROGATE.search(item):
-                raise fail("contains text that is not valid Unicode")
-        elif isinstance(item, float):
-            if not isfinite(item):
-                raise fail("holds a number that is not finite")
-        elif isinstance(item, int):
-            if not -_INT_MAX <= item < _INT_MAX:
-                raise fail("holds an integer beyond 64 bits", "write it as text")
-        elif isinstance(item, Mapping):
+        if isinstance(item, Mapping):
             if not all(isinstance(k, str) for k in item):
                 raise fail("has a key that is not a string")
             todo += [(v, depth + 1) for kv in item.items() for v in kv]
         elif isinstance(item, list | tuple):
             todo += [(v, depth + 1) for v in item]
-        elif item is not None:
-            raise fail(f"holds a value of type {type(item).__name__}")
-    return value
+        elif fault := _fault(item):
+            raise fail(*fault)
+
+
+def _fault(item: Any) -> tuple[str, str] | None:
+    """What is wrong with a value that is neither an object nor a list, and a hint; None if nothing is."""
+    match item:
+        case str() if _SURROGATE.search(item):
+            return "contains text that is not valid Unicode", ""
+        case float() if not isfinite(item):
+            return "holds a number that is not finite", ""
+        case int() if not -_INT_MAX <= item < _INT_MAX:
+            return "holds an integer beyond 64 bits", "write it as text"
+        case None | str() | float() | int():
+            return None
+        case _:
+            return f"holds a value of type {type(item).__name__}", ""
 
 
 def size_of(document: Any) -> int:

@@ -5,7 +5,6 @@ reply to a duplicate waits for everything its partitions have executed so far.  
 waits for a snapshot, which is scheduled at once.  A push at level `applied` pays for none of this.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -47,8 +46,6 @@ class Durability:
         self.has_effects = False
         """Whether `effects` has anything to return."""
         self._entries: tuple[list[JournalEntry], list[JournalEntry]] = ([], [])  # at level journaled; at level fsynced
-        self._by_deadline: deque[Waiting] = deque()  # by deadline; may include answered ones
-        self._armed = False
 
     # --- executed commands
 
@@ -83,55 +80,42 @@ class Durability:
         self, request: Request, done: PushDone, partitions: Sequence[Partition], level: int, now: float
     ) -> None:
         """Answer once everything these partitions have executed so far is durable at that level."""
-        waiting = Waiting(request, done, list(partitions), now + limits.JOURNAL_WAIT_S)
+        waiting = Waiting(request, done, list(partitions))
         for p in partitions:
             if level and p.lsn > p.mark.durable(level):
                 waiting.left += 1
                 p.mark.waiting.append((p.lsn, level, waiting))
                 if level > p.level:
                     self._shard.plan.due_now(p, fsync=level == _FSYNCED)
-        if not waiting.left:
+        if waiting.left:
+            waiting.timer = self._timers.at(now + limits.JOURNAL_WAIT_S, lambda now: self._give_up(waiting))
+        else:
             self._answer(waiting)
-            return
-        self._by_deadline.append(waiting)
-        self._arm()
 
     def _answer(self, waiting: Waiting) -> None:
         """Send the reply, with the current durable versions and incarnations."""
-        done, waiting.answered = waiting.done, True
+        done = waiting.done
         parts = tuple(p.part_version(part.version) for p, part in zip(waiting.partitions, done.parts, strict=True))
-        done = replace(
-            done,
-            parts=parts,
-            durable_version=min(p.durable_version for p in parts),
-            incarnation=max(p.incarnation for p in parts),
-        )
-        self._shard.reply(waiting.request, done)
+        self._end(waiting, replace(done, parts=parts))
 
     def _refuse(self, waiting: Waiting, error: PsError) -> None:
         """Answer with an error.
 
         Its member `push` says that the push was accepted, so its memory may still be read and must not be reused.
         """
-        if not waiting.answered:
-            waiting.answered = True
-            done = {"state": waiting.done.state, "duplicate": waiting.done.duplicate, "version": waiting.done.version}
-            self._shard.reply(waiting.request, error.plus(push=done))
+        done = {"state": waiting.done.state, "duplicate": waiting.done.duplicate, "version": waiting.done.version}
+        self._end(waiting, error.plus(push=done))
 
-    def _arm(self) -> None:
-        while self._by_deadline and self._by_deadline[0].answered:
-            self._by_deadline.popleft()
-        if self._by_deadline and not self._armed:
-            self._armed = True
-            self._timers.at(self._by_deadline[0].until, self._give_up)
+    def _give_up(self, waiting: Waiting) -> None:
+        reason = self.storage or "Redis did not make it durable in time"
+        hint = "the push is in doubt; send it again under the same id"
+        self._refuse(waiting, problem("storage_unavailable", reason, hint=hint))
 
-    def _give_up(self, now: float) -> None:
-        self._armed = False
-        while self._by_deadline and (self._by_deadline[0].answered or self._by_deadline[0].until <= now):
-            reason = self.storage or "Redis did not make it durable in time"
-            error = problem("storage_unavailable", reason, hint="the push is in doubt; send it again under the same id")
-            self._refuse(self._by_deadline.popleft(), error)
-        self._arm()
+    def _end(self, waiting: Waiting, outcome: Outcome) -> None:
+        waiting.answered = True
+        if waiting.timer is not None:
+            self._timers.cancel(waiting.timer)
+        self._shard.reply(waiting.request, outcome)
 
     # --- progress of durability
 
@@ -180,13 +164,13 @@ class Durability:
             reply.left -= 1
             if not reply.left:
                 self._answer(reply)
-        self._arm()
 
     def refuse(self, p: Partition, error: PsError) -> None:
         """Refuse the waiting replies of a partition that is no longer served here."""
         waiting, p.mark.waiting = p.mark.waiting, []
         for _, _, reply in waiting:
-            self._refuse(reply, error)
+            if not reply.answered:
+                self._refuse(reply, error)
         self.queued_bytes -= sum(size for *_, size in p.mark.queued)
         p.mark.queued.clear()
         p.mark.rebase = None

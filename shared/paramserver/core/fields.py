@@ -63,14 +63,12 @@ class Reader:
             return default
         return value
 
-    def number(
-        self, name: str, default: float, low: float = float("-inf"), high: float = float("inf"), hint: str = ""
-    ) -> float:
+    def number(self, name: str, default: float, low: float = -inf, high: float = inf, hint: str = "") -> float:
         def ok(v: Any) -> bool:
-            return isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < NUMBER_MAX and low <= v <= high
+            return finite(v) and abs(v) < NUMBER_MAX and low <= v <= high
 
-        least = f"above {-NUMBER_MAX:g}" if low == float("-inf") else f"of at least {low:g}"
-        most = f"below {NUMBER_MAX:g}" if high == float("inf") else f"at most {high:g}"
+        least = f"above {-NUMBER_MAX:g}" if low == -inf else f"of at least {low:g}"
+        most = f"below {NUMBER_MAX:g}" if high == inf else f"at most {high:g}"
         return float(self.take(name, default, ok, f"a number {least} and {most}", hint))
 
     def integer(self, name: str, default: int, low: int = 0, high: int = INTEGER_MAX) -> int:
@@ -199,6 +197,6 @@ def whole_number(name: str, value: Any, low: int = 0) -> int:
 
 def wait_seconds(value: Any) -> float:
     """Return how long a long poll may wait; raises RequestError (`invalid_field`) outside 0 to `limits.WAIT_S_MAX`."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= limits.WAIT_S_MAX:
+    if not (finite(value) and 0 <= value <= limits.WAIT_S_MAX):
         raise problem("invalid_field", f"wait_s: must be from 0 to {limits.WAIT_S_MAX:g}", where="wait_s")
     return float(value)

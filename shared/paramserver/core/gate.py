@@ -4,56 +4,16 @@ Rules: semantics 4.  Decisions depend only on the workers' done reports and on w
 here.  A sync commit t lists (worker, clock) pairs in (rank, clock) order; no pair is listed twice.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from msgspec import Struct
-
 from paramserver import limits
+from paramserver.core.commit import Commit, Contribution
 from paramserver.core.fields import INTEGER_MAX
 from paramserver.core.membership import Roster, Worker
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import problem
-
-
-class Commit(Struct, frozen=True):
-    """The decision on one sync clock."""
-
-    t: int
-    timeline: int
-    contributions: tuple[tuple[str, int, int, int, float], ...]
-    """(worker, epoch, rank, clock, weight)."""
-    revision: int
-    live_workers: int
-    cut: bool
-
-    def document(self, model: str, generation: int) -> dict[str, Any]:
-        """The record as it is stored and published."""
-        return {
-            "type": "commit",
-            "model": model,
-            "generation": generation,
-            "timeline": self.timeline,
-            "t": self.t,
-            "contributions": [list(c) for c in self.contributions],
-            "revision": self.revision,
-            "live_workers": self.live_workers,
-            "cut": self.cut,
-        }
-
-    @classmethod
-    def of(cls, doc: Mapping[str, Any]) -> "Commit":
-        """The commit that a stored record describes."""
-        return cls(
-            doc["t"],
-            doc["timeline"],
-            tuple((w, e, r, c, x) for w, e, r, c, x in doc["contributions"]),
-            doc["revision"],
-            doc["live_workers"],
-            doc["cut"],
-        )
 
 
 @dataclass(slots=True)
@@ -207,9 +167,9 @@ class Gate:
         if sum(w.done > t for w in members) < self.needed(len(members)):
             return None
         fold = self.rule.late == "fold"
-        listed: list[tuple[str, int, int, int, float]] = []
+        listed: list[Contribution] = []
         for w in roster.live():
-            listed += [(w.name, w.epoch, w.rank, c, 1.0) for c in w.pending if c == t or (fold and c < t)]
+            listed += [Contribution(w.name, w.epoch, w.rank, c) for c in w.pending if c == t or (fold and c < t)]
             w.pending = [c for c in w.pending if c > t]
         return self._commit(tuple(listed), roster, timeline, revision, cut)
 
@@ -227,12 +187,7 @@ class Gate:
         return commit
 
     def _commit(
-        self,
-        listed: tuple[tuple[str, int, int, int, float], ...],
-        roster: Roster,
-        timeline: int,
-        revision: int,
-        cut: bool,
+        self, listed: tuple[Contribution, ...], roster: Roster, timeline: int, revision: int, cut: bool
     ) -> Commit:
         commit = Commit(self.clock, timeline, listed, revision, len(roster.live()), cut)
         self.clock += 1

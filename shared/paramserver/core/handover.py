@@ -4,25 +4,18 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from paramserver.core.durability import Durability
+from paramserver.core import operation as running
 from paramserver.core.mean_operations import CommitOperation
-from paramserver.core.operation import Operation
+from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
-from paramserver.core.push_operation import PushOperation
 from paramserver.core.queues import OperationQueues
 from paramserver.core.served_model import ServedModel
-from paramserver.core.set_operation import SetOperation
-from paramserver.core.shard_io import Effect, LoadPartition, ModelView
-from paramserver.core.snapshot_plan import SnapshotPlan
+from paramserver.core.shard_io import LoadPartition, ModelView
 from paramserver.types import PartitionKey, Token
 
 
-class Shard(Protocol):
+class Shard(running.Shard, Protocol):
     """The part of the shard that `Handover` uses."""
-
-    durability: Durability
-    plan: SnapshotPlan
-    held_bytes: int
 
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Resume what was suspended while the partition was held or not loaded."""
@@ -36,30 +29,39 @@ class Handover:
         self._queues = queues
         self._held: dict[Partition, None] = {}
 
-    def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token, now: float) -> list[Effect]:
+    def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token, now: float) -> None:
         """Begin an ownership: with the state kept in memory if this renews a refused one, else by loading it."""
         kept, source = model.refused.get(index), view.sources.get(index, view.source)
         if kept is not None and token <= kept.token:
-            return []  # a stale document
+            return  # a stale document
         if kept is not None and kept.state is not None and view.kept_from.get(index, token) <= kept.token:
             model.partitions[index] = kept
             self._shard.held_bytes += kept.held_bytes
             self.renew(kept, token)
             kept.committing = _commits(kept)
             self._shard.resume(model, kept, now)
-            return []
+            return
         key = PartitionKey(model.key, index)
         p = Partition.of(key, token, model.layout, model.spec, model.revision, model.live_workers)
         p.source, model.partitions[index] = source, p
-        return [LoadPartition(key, token, source, model.spec, model.layout)]
+        self._shard.perform(LoadPartition(key, token, source, model.spec, model.layout))
 
-    def hold(self, partition: Partition, release_number: int) -> list[Operation]:
-        """Let the running operation finish and start no other; return the pushes and assignments that were queued."""
+    def follow(self, model: ServedModel, partition: Partition, number: int, now: float) -> list[RequestOperation]:
+        """Hold the partition if its release is requested under this number (0: it is not), or resume it.
+
+        Returns the requests that were queued for one that is held now.
+        """
+        if partition.held and number != partition.held:
+            self._unhold(model, partition, now)
+        return self._hold(partition, number) if number and not partition.held else []
+
+    def _hold(self, partition: Partition, release_number: int) -> list[RequestOperation]:
+        """Let the running operation finish and start no other."""
         partition.held = release_number
         self._held[partition] = None
         self._shard.plan.forget(partition)
         partition.committing = _commits(partition)
-        return [op for op in self._queues.withdraw(partition) if isinstance(op, PushOperation | SetOperation)]
+        return self._queues.withdraw(partition)
 
     @property
     def waits(self) -> bool:
@@ -83,7 +85,7 @@ class Handover:
             self._held[partition] = None
         return partition.released
 
-    def unhold(self, model: ServedModel, partition: Partition, now: float) -> None:
+    def _unhold(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Resume a partition whose move was withdrawn."""
         partition.held, partition.released = 0, False
         self.forget(partition)

@@ -29,9 +29,10 @@ from msgspec import Struct
 from paramserver.types import AnyArray, PartitionKey, Token
 
 if TYPE_CHECKING:
+    from paramserver.core.commit import Commit
     from paramserver.core.layout import Range
     from paramserver.core.partition_state import HeldPart
-    from paramserver.core.shard_events import AssignPart, CommitDecided, PushPart, PushReceived
+    from paramserver.core.shard_events import AssignPart, PushPart, PushReceived
 
 KINDS: Final = ("push", "hold", "commit", "flush", "config", "set", "drop")
 _HEAD_BYTES: Final = 256  # approximate size of a head without its ranges
@@ -85,10 +86,9 @@ def _accepted(event: "PushReceived", part: "PushPart", version: int) -> dict[str
     }
 
 
-def commit_head(commit: "CommitDecided", version: int, step: Step | None) -> dict[str, Any]:
+def commit_head(commit: "Commit", version: int, step: Step | None) -> dict[str, Any]:
     """The head of a commit; `step` is None if it changed no value."""
-    listed = [[c.worker, c.epoch, c.rank, c.clock, c.weight] for c in commit.contributions]
-    return {"version": version, "t": commit.t, "contributions": listed} | _step(step)
+    return {"version": version, "t": commit.t, "contributions": commit.rows} | _step(step)
 
 
 def flush_head(version: int, step: Step | None) -> dict[str, Any]:

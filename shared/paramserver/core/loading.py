@@ -1,6 +1,5 @@
 """Loading of partitions: the state their owner begins with, and what follows from it at once."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -10,8 +9,7 @@ from paramserver.core.operation import record_settings_change
 from paramserver.core.partition import Partition
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import Effect, LoadFailed, LoadPartition, PartitionLoaded, Report
-from paramserver.core.snapshot_plan import SnapshotPlan
+from paramserver.core.shard_io import LoadFailed, LoadPartition, PartitionLoaded, Report
 from paramserver.core.timers import Timers
 from paramserver.errors import PsError
 from paramserver.types import PartitionKey, Token
@@ -21,8 +19,6 @@ _RETRY_S = 1.0
 
 class Shard(running.Shard, Protocol):
     """The part of the shard that `LoadDesk` uses."""
-
-    plan: SnapshotPlan
 
     def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
         """Return the model, if known, and the partition, if this shard has it under that token."""
@@ -34,11 +30,10 @@ class Shard(running.Shard, Protocol):
 class LoadDesk:
     """Handles load results and retries failed loads."""
 
-    def __init__(self, shard: Shard, timers: Timers, requests: RequestDesk, perform: Callable[[Effect], None]) -> None:
+    def __init__(self, shard: Shard, timers: Timers, requests: RequestDesk) -> None:
         self._shard = shard
         self._timers = timers
         self._requests = requests
-        self._perform = perform
 
     def loaded(self, event: PartitionLoaded, now: float) -> None:
         model, p = self._shard.find(event.key, event.token)
@@ -54,7 +49,7 @@ class LoadDesk:
             return
         p.live_workers = model.live_workers
         # Workers of staged parts joined before this shard got the partition: if the roster lacks them, they are gone.
-        model.departed |= {slot[:2] for slot in p.staged if model.live().get(slot[0]) != slot[1]}
+        model.departed |= {slot[:2] for slot in p.staged if model.workers.get(slot[0]) != slot[1]}
         self._shard.held_bytes += p.held_bytes
         if cut and loaded.stored:
             p.cut_stored = p.clock
@@ -72,7 +67,7 @@ class LoadDesk:
             p.flush_at = now + p.spec.consistency.interval_ms / 1000.0
             self._shard.flush_by(p, p.flush_at, now)
         self._shard.resume(model, p, now)
-        self._perform(Report())
+        self._shard.perform(Report())
 
     def failed(self, event: LoadFailed, now: float) -> None:
         model, p = self._shard.find(event.key, event.token)
@@ -82,6 +77,6 @@ class LoadDesk:
 
         def again(at: float) -> None:
             if self._shard.find(p.key, p.token)[1] is p and p.state is None:
-                self._perform(LoadPartition(p.key, p.token, p.source, model.spec, model.layout))
+                self._shard.perform(LoadPartition(p.key, p.token, p.source, model.spec, model.layout))
 
         self._timers.at(now + _RETRY_S, again)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from paramserver.core.journal import Step, commit_head, flush_head
 from paramserver.core.operation import Operation, Shard, record_settings_change
-from paramserver.core.shard_io import CommitDecided, PartitionState, Task, TaskResult
+from paramserver.core.shard_io import Commit, PartitionState, Task, TaskResult
 from paramserver.core.update import mean_task
 
 
@@ -13,7 +13,7 @@ from paramserver.core.update import mean_task
 class CommitOperation(Operation):
     """One committed clock of a sync model on one partition; raises the version by one, at least to the new clock."""
 
-    commit: CommitDecided = field(kw_only=True)
+    commit: Commit = field(kw_only=True)
     _step: Step | None = None
     """Numbers of the step being computed, for the journal."""
 
@@ -49,14 +49,12 @@ class CommitOperation(Operation):
     def _finish(self, shard: Shard, state: PartitionState, now: float) -> None:
         (p,) = self.partitions
         p.committing = False
-        shard.held_bytes -= p.settle(self.commit.contributions, self.commit.t)
-        p.clock = self.commit.t + 1
-        p.version = max(p.version, self.commit.t)  # so that the version is the clock from here on (semantics 8)
+        shard.held_bytes -= p.committed(self.commit.contributions, self.commit.t)
         shard.publish_version(p, state, now)
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
-        if self.commit.cut or (p.by_cuts and p.clock == self.model.cut_asked):
-            shard.cut(p)
+        if self.commit.cut or self.model.asks_cut(p):
+            shard.plan.cut(p)
         shard.committed(self.model, p, now)
 
 
@@ -90,4 +88,4 @@ class FlushOperation(Operation):
             shard.publish_version(p, results[0].state, now)
         if p.level:
             shard.durability.executed(p, "flush", flush_head(p.version, self._step))
-            shard.snapshot_due(p, now)
+            shard.plan.changed(p, now)

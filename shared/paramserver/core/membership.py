@@ -13,7 +13,7 @@ from paramserver.core.documents import size_of
 from paramserver.errors import problem
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Holder:
     """One incarnation of a lease holder."""
 
@@ -50,7 +50,7 @@ def expired(holders: Iterable[H], now: float) -> list[H]:
     return [h for h in holders if h.alive and now >= h.expires_s()]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Shard(Holder):
     """One incarnation of a shard process."""
 
@@ -82,8 +82,28 @@ class Shard(Holder):
             return "draining" if self.draining else "active"
         return "left" if self.left else "dead"
 
+    def stored(self) -> dict[str, Any]:
+        """Stored field `shard:NAME`."""
+        return {
+            "epoch": self.epoch,
+            "alive": self.alive,
+            "addresses": list(self.addresses),
+            "version": self.version,
+            "draining": self.draining,
+            "left": self.left,
+            "listed": self.listed,
+        }
 
-@dataclass(slots=True)
+    @classmethod
+    def of(cls, name: str, doc: Mapping[str, Any], now: float) -> "Shard":
+        """Rebuild a shard from its stored document, as if heard from now."""
+        shard = cls(name, doc["epoch"], now, doc["alive"], tuple(doc["addresses"]), doc["version"])
+        shard.draining, shard.left = doc.get("draining", False), doc.get("left", False)
+        shard.gone_s, shard.listed = now, doc.get("listed", True)
+        return shard
+
+
+@dataclass(slots=True, eq=False)
 class Member(Holder):
     """A process of the worker pool."""
 
@@ -99,8 +119,23 @@ class Member(Holder):
         module = entry.partition(":")[0]
         return any(module == p or module.startswith(p + ".") for p in self.allow)
 
+    def stored(self) -> dict[str, Any]:
+        """Stored field `member:NAME`."""
+        return {
+            "epoch": self.epoch,
+            "alive": self.alive,
+            "allow": list(self.allow),
+            "place": list(self.place) if self.place else None,
+        }
 
-@dataclass(slots=True)
+    @classmethod
+    def of(cls, name: str, doc: Mapping[str, Any], now: float) -> "Member":
+        """Rebuild a member from its stored document, as if heard from now."""
+        place = (doc["place"][0], doc["place"][1]) if doc["place"] else None
+        return cls(name, doc["epoch"], now, doc["alive"], tuple(doc["allow"]), place)
+
+
+@dataclass(slots=True, eq=False)
 class Worker(Holder):
     """One incarnation of a worker of one model; epoch 0: it has never joined, and a restore has brought its state."""
 
@@ -143,6 +178,30 @@ class Worker(Holder):
         self.metrics.update(metrics)
         while len(self.metrics) > limits.METRIC_NAMES_MAX:
             del self.metrics[next(iter(self.metrics))]
+
+    def stored(self) -> dict[str, Any]:
+        """Stored field `worker:MODEL:NAME`."""
+        return {
+            "epoch": self.epoch,
+            "alive": self.alive,
+            "rank": self.rank,
+            "clock": self.done,
+            "timeline": self.timeline,
+            "lease_s": self.lease_s,
+            "state": self.state,
+            "draining": self.draining,
+            "left": self.left,
+        }
+
+    @classmethod
+    def of(cls, name: str, doc: Mapping[str, Any], now: float) -> "Worker":
+        """Rebuild a worker from its stored document, as if heard from now, at the clock stored there."""
+        worker = cls(name, doc["epoch"], now, doc["alive"], lease_s=doc["lease_s"], rank=doc["rank"])
+        worker.done = worker.granted = doc["clock"]
+        worker.timeline = doc["timeline"]  # so that a plain client that has not been told of a rollback yet will be
+        worker.draining, worker.left = doc.get("draining", False), doc.get("left", False)
+        worker.keep(doc["state"])
+        return worker
 
 
 class Roster:

@@ -58,7 +58,7 @@ class ModelDesk:
         self._check_memory(spec, 1 + slot_count(spec.optimizer))
         self.c.generations += 1
         self.c.save_cluster()
-        model = Model(spec, spec.document(), self.c.generations, now, now + self.c.wall_offset_s)
+        model = Model(spec, spec.document(), self.c.generations, now + self.c.wall_offset_s)
         model.owners = [Owner() for _ in range(spec.partitions)]
         model.checkpoints.last_s = now
         model.restored, model.creator = e.restore, e.nonce
@@ -302,11 +302,12 @@ class ModelDesk:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
         if e.error is not None and not model.restoring and RESTORED not in model.missing:
             raise e.error  # that restore never began, or has already ended
-        if e.error is not None and RESTORED in model.missing and not model.lost:
+        never_had_values = RESTORED in model.missing and not model.lost
+        if e.error is not None and never_had_values:
             self.remove(model, e.error, now)
         else:
-            # In a model that never had values no partition has reached or staged for any clock, so clock 0 is unused.
-            first = RESTORED in model.missing and not model.lost and not model.gate.clock
+            # In such a model no partition has reached or staged for any clock, so clock 0 is unused.
+            first = never_had_values and not model.gate.clock
             model.restoring = False
             self.c.save_model(model)
             if e.error is None:
@@ -332,25 +333,6 @@ class ModelDesk:
             worker = model.roster.store_state(name, state, now)
             if worker is not None:
                 self.c.save_worker(model, worker)
-
-
-def describe(model: Model) -> dict[str, Any]:
-    """Return one entry of `GET /models`: the public document without spec and partitions."""
-    return {
-        "name": model.name,
-        "generation": model.generation,
-        "revision": model.revision,
-        "timeline": model.timeline,
-        "clock": model.gate.first_clock,
-        "version": model.version,
-        "state": "ready" if model.ready else "initializing",
-        "mode": model.spec.consistency.mode,
-        "optimizer": model.spec.optimizer.name,
-        "size": model.spec.size,
-        "partitions": len(model.owners),
-        "served": model.served,
-        "live_workers": len(model.roster.live()),
-    }
 
 
 def _not_served(model: Model, *, created: bool) -> PsError:

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.checkpoints import Checkpoints, creation_of
+from paramserver.core.commit import Commit
 from paramserver.core.cuts import Cuts
-from paramserver.core.gate import Commit, Gate
+from paramserver.core.gate import Gate
 from paramserver.core.layout import Layout
 from paramserver.core.membership import Roster, Worker
 from paramserver.core.optimizer import slot_count
@@ -42,9 +43,8 @@ class Model:
     created: Mapping[str, Any]
     """The spec as created, defaults filled in; a repeated create request is compared with it."""
     generation: int
-    now: float
-    """Monotonic time at which this object was made."""
     unix_s: float
+    """Unix time of its creation."""
     revision: int = 0
     timeline: int = 0
     began: int = 0
@@ -311,7 +311,7 @@ class Model:
     @classmethod
     def of(cls, doc: Mapping[str, Any], place: Mapping[str, Any], clock: Mapping[str, Any], now: float) -> "Model":
         """Rebuild a model from its three stored documents."""
-        m = cls(ModelSpec.parse(doc["spec"]), doc["created"], doc["generation"], now, doc["created_s"])
+        m = cls(ModelSpec.parse(doc["spec"]), doc["created"], doc["generation"], doc["created_s"])
         m.revision = doc["revision"]
         m.missing, m.lost = set(doc["missing"]), set(doc.get("lost", ()))
         m.creator = doc.get("creator", "")
@@ -371,9 +371,7 @@ class Model:
             "cut_asked": self.cuts.pending,
             "upload": upload if self.missing else None,
             "workers": {w.name: [w.epoch, w.rank] for w in live},
-            "commits": [
-                c.document(self.name, self.generation) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])
-            ],
+            "commits": [c.document(self.key) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])],
         }
 
     def gone_document(self) -> dict[str, Any]:
@@ -394,6 +392,24 @@ class Model:
             }
             for i, o in enumerate(self.owners)
         ]
+
+    def summary(self) -> dict[str, Any]:
+        """One entry of `GET /models`: the public document without spec and partitions."""
+        return {
+            "name": self.name,
+            "generation": self.generation,
+            "revision": self.revision,
+            "timeline": self.timeline,
+            "clock": self.gate.first_clock,
+            "version": self.version,
+            "state": "ready" if self.ready else "initializing",
+            "mode": self.spec.consistency.mode,
+            "optimizer": self.spec.optimizer.name,
+            "size": self.spec.size,
+            "partitions": len(self.owners),
+            "served": self.served,
+            "live_workers": len(self.roster.live()),
+        }
 
     def public(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         """Body of `GET /models/{m}`."""

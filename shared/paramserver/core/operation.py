@@ -13,7 +13,18 @@ from paramserver.core.durability import Durability
 from paramserver.core.journal import config_head
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import Outcome, PartitionState, PushPart, Request, Task, TaskResult
+from paramserver.core.shard_io import (
+    Effect,
+    Outcome,
+    PartitionState,
+    PushPart,
+    PushReceived,
+    Request,
+    SetReceived,
+    Task,
+    TaskResult,
+)
+from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.errors import PsError
 
 
@@ -26,9 +37,13 @@ class Shard(Protocol):
     """Commits and flushes that changed nothing because their result was not finite."""
 
     durability: Durability
+    plan: SnapshotPlan
 
     def check_content(self, part: PushPart) -> PushPart:
         """Return the part with its checksum and whether its elements are finite."""
+
+    def perform(self, effect: Effect) -> None:
+        """Have the runtime perform an effect, after those before it."""
 
     def reply(self, request: Request, outcome: Outcome) -> None:
         """Answer a request."""
@@ -42,14 +57,8 @@ class Shard(Protocol):
     def flush_by(self, partition: Partition, at: float, now: float) -> None:
         """Flush the partition's buffer by time `at`; schedule a snapshot too, because snapshots include the buffer."""
 
-    def cut(self, partition: Partition) -> None:
-        """Store the partition's current state as a cut."""
-
     def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Go on after the partition applied a commit, skipped one of an older timeline, or entered a sync phase."""
-
-    def snapshot_due(self, partition: Partition, now: float) -> None:
-        """Schedule a snapshot after a change of the partition that made no new version."""
 
     def settings_changed(self, partition: Partition, now: float) -> None:
         """Retry the pulls that wait for the partition and update its snapshot schedule after a change of settings."""
@@ -77,10 +86,22 @@ class Operation:
         """Reject the operation; nothing has changed."""
 
 
+@dataclass(slots=True, eq=False)
+class RequestOperation(Operation):
+    """A client's push or assignment, which is parked while one of its partitions is not ready (`requests`)."""
+
+    event: PushReceived | SetReceived = field(kw_only=True)
+    expires: float = field(kw_only=True)
+    """Deadline for its partitions to be loaded and not held."""
+
+    def refuse(self, shard: Shard, error: PsError) -> None:
+        shard.reply(self.event.request, error)
+
+
 def record_settings_change(shard: Shard, p: Partition, now: float, *, fresh: bool, unstage: bool = False) -> None:
     """Count a change of the partition's settings as a command, and journal it if the model has a journal."""
     p.lsn += 1
     if p.level:
         head = config_head(p.settings(), p.version, p.clock, fresh=fresh, unstage=unstage)
         shard.durability.executed(p, "config", head)
-        shard.snapshot_due(p, now)
+        shard.plan.changed(p, now)

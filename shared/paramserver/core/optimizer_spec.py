@@ -5,7 +5,7 @@ from typing import Any, Final, Self
 
 from msgspec import Struct, field
 
-from paramserver.core.fields import Reader
+from paramserver.core.fields import Reader, finite
 from paramserver.errors import PsError
 
 _SCHEDULE: Final = '{"kind": "cosine", "t_max": 1000}, in Python ps.Cosine(t_max=1000)'
@@ -101,11 +101,7 @@ class OptimizerSpec(Struct, frozen=True):
             if key == "betas":
 
                 def betas_ok(v: Any) -> bool:
-                    return (
-                        isinstance(v, list | tuple)
-                        and len(v) == 2
-                        and all(isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in v)
-                    )
+                    return isinstance(v, list | tuple) and len(v) == 2 and all(finite(b) and 0 <= b < 1 for b in v)
 
                 b = r.take("betas", default, betas_ok, "two numbers in [0, 1)")
                 values[key] = (float(b[0]), float(b[1]))

@@ -1,7 +1,7 @@
 """One partition at its owner: immutable arrays, a version, and the gradients accepted but not yet applied."""
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +65,6 @@ class Partition:
     memory: PushMemory = field(default_factory=PushMemory)
     staged: dict[ContributionKey, list[HeldPart]] = field(default_factory=dict)
     buffered: list[HeldPart] = field(default_factory=list)
-    arrivals: int = 0
-    """Gradients ever buffered; numbers them in order of arrival."""
     flush_at: float | None = None
     """Deadline for the next flush; None while nothing is buffered."""
     flush_timer: Timer | None = None
@@ -115,7 +113,7 @@ class Partition:
         # The snapshot of a model at level `journaled` is in Redis, but not known to be on disk.
         self.mark = Watermark(durable, durable, durable if self.level == LEVELS["fsynced"] else -1)
         self.memory = PushMemory.restore(loaded.memory)
-        self.buffered, self.arrivals = list(loaded.buffered), max((h.seq + 1 for h in loaded.buffered), default=0)
+        self.buffered = list(loaded.buffered)
         for part in loaded.staged:
             self.stage(part)
         names = list(slot_names(self.spec.optimizer))
@@ -152,12 +150,9 @@ class Partition:
 
     def numbers(self, scale: float, base: tuple[int, int] | None) -> tuple[float, float]:
         """(learning rate, factor of the gradient) for a push applied by itself now."""
-        rate = self.rate()
-        if self.spec.consistency.lag != "scale":
-            return rate, scale
         factor = self.lag_factor(base)
         # `sum` has no learning rate that could be scaled.
-        return rate * factor, scale * factor if self.spec.optimizer.name == "sum" else scale
+        return self.rate() * factor, scale * factor if self.spec.optimizer.name == "sum" else scale
 
     def lag(self, base: tuple[int, int] | None) -> int:
         """Versions applied since the gradient's base; 0 if the base is unknown or of another incarnation."""
@@ -199,19 +194,21 @@ class Partition:
             out.extend(sorted(self.staged.get((c.worker, c.epoch, c.clock), ()), key=lambda h: h.seq))
         return out
 
-    def settle(self, contributions: Iterable[Contribution], t: int) -> int:
-        """Release the parts that commit `t` lists, drop those that no later one can list; returns the bytes released.
+    def committed(self, contributions: Iterable[Contribution], t: int) -> int:
+        """Reach the clock after commit `t`: release the parts that it lists, drop those that no later one can list.
 
-        A worker's clocks are listed in order, so parts for a clock before its newest listed one are never listed; with
-        `late: drop` no part for a clock up to `t` is.
+        Returns the bytes released.  The version becomes at least `t`, so that the commit's new values are of version
+        t + 1 or later, as the clock is (semantics 8).  A worker's clocks are listed in order, so parts for a clock
+        before its newest listed one are never listed; with `late: drop` no part for a clock up to `t` is.
         """
+        self.clock, self.version = t + 1, max(self.version, t)
         listed = sorted((c.worker, c.epoch, c.clock) for c in contributions)
         released = sum(h.data.nbytes for key in listed for h in self.staged.pop(key, ()))
         newest = {(worker, epoch): clock for worker, epoch, clock in listed}
         drops = self.spec.consistency.late == "drop"
         return released + self.drop([k for k in self.staged if k[2] < newest.get(k[:2], 0) or (drops and k[2] <= t)])
 
-    def ended(self, live: dict[str, int], departed: Container[tuple[str, int]]) -> list[ContributionKey]:
+    def ended(self, live: Mapping[str, int], departed: Container[tuple[str, int]]) -> list[ContributionKey]:
         """Staged contributions of epochs that have ended, which no undecided commit will list.
 
         For clocks not yet committed here, only those whose epoch has certainly ended: it is among those that left the

@@ -34,7 +34,7 @@ class HeldPart(Struct, frozen=True):
     clock: int
     """sync: the iteration it belongs to; buffered: -1."""
     seq: int
-    """Order within (worker, clock); buffered: order of arrival."""
+    """The push's, which orders the parts of one contribution; 0 without a push id."""
     base: tuple[int, int] | None
     """(version, incarnation) the gradient was computed from."""
     scale: float

@@ -72,8 +72,7 @@ def _outcome_or_blocker(model: ServedModel, event: PullReceived, map_epoch: int)
         ):
             return p
     parts = [PulledPart(p.index, p.state, p.version, p.token) for p in partitions if p.state is not None]
-    lowest, highest = min([p.version for p in parts]), max([p.incarnation for p in parts])
-    return PullDone(model.key, model.timeline, lowest, highest, tuple(parts))
+    return PullDone(model.key, model.timeline, tuple(parts))
 
 
 def _takes_commits(model: ServedModel, p: Partition) -> bool:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from paramserver import limits
 from paramserver.core import admission
 from paramserver.core.journal import hold_head, push_head
 from paramserver.core.mean_operations import FlushOperation
-from paramserver.core.operation import Operation, Shard
+from paramserver.core.operation import RequestOperation, Shard
 from paramserver.core.partition import Partition
 from paramserver.core.shard_io import HeldPart, PushDone, PushPart, PushReceived, Task, TaskResult, WorkerAnswered
 from paramserver.core.spec import ModelSpec
@@ -20,14 +20,12 @@ from paramserver.types import PushState
 
 
 @dataclass(slots=True, eq=False)
-class PushOperation(Operation):
+class PushOperation(RequestOperation):
     """A push to one or more partitions."""
 
     event: PushReceived = field(kw_only=True)
     answer: WorkerAnswered | None = None
     """The scheduler's answer about its worker, if it was asked."""
-    expires: float = 0.0
-    """Deadline for its partitions to be loaded."""
     level: int = 0
     """Durability that its reply acknowledges and waits for (`types.LEVELS`)."""
     _seen: list[EarlierAnswer | None] = field(default_factory=list)
@@ -122,24 +120,25 @@ class PushOperation(Operation):
             self.event = replace(self.event, parts=parts)
         return self.event
 
+    def _late(self, p: Partition) -> bool:
+        """sync: whether the push comes after the commit of its clock on that partition, and is dropped for it."""
+        rule, clock = p.spec.consistency, self.event.clock
+        return rule.mode == "sync" and rule.late == "drop" and clock is not None and clock < p.clock
+
     def _hold(self, shard: Shard, p: Partition, part: PushPart, scale: float, now: float) -> None:
         """Keep one part until its clock commits or the partition's buffer is flushed."""
-        event, rule = self.event, p.spec.consistency
+        event, rule, late = self.event, p.spec.consistency, self._late(p)
         sync = rule.mode == "sync"
         clock = event.clock if sync and event.clock is not None else -1
-        late = sync and clock < p.clock and rule.late == "drop"
         assert part.crc is not None
         p.memory.record(event.push_id, event.key, part.crc, p.version, late)
-        worker, epoch, seq = "", 0, p.arrivals
-        if event.push_id is not None:
-            worker, epoch = event.push_id.worker, event.push_id.epoch
-            seq = event.push_id.seq if sync else seq
+        worker, epoch, seq = ("", 0, 0) if event.push_id is None else astuple(event.push_id)
         held = HeldPart(worker, epoch, clock, seq, part.base, scale, part.ranges, part.data, part.dtype)
         p.lsn += 1
         if p.level:
             head = hold_head(event, part, p.version, held, late)
             shard.durability.executed(p, "hold", head, () if late else (part.data,))
-            shard.snapshot_due(p, now)
+            shard.plan.changed(p, now)
         if late:
             return
         shard.held_bytes += part.data.nbytes
@@ -147,7 +146,6 @@ class PushOperation(Operation):
             p.stage(held)
             return
         p.buffered.append(held)
-        p.arrivals += 1
         if len(p.buffered) >= rule.count:
             shard.run_next(p, FlushOperation(self.model, [p]))
         elif p.flush_at is None:
@@ -177,38 +175,15 @@ class PushOperation(Operation):
         bad = [index for index, result in pairs if result.state is None]
         return problem("non_finite_result", f"partitions {bad} would hold NaN or infinity; nothing was changed")
 
-    def refuse(self, shard: Shard, error: PsError) -> None:
-        shard.reply(self.event.request, error)
-
     def _reply(self, shard: Shard, state: PushState, now: float) -> None:
-        event, rule, versions = self.event, self.partitions[0].spec.consistency, []
-        drops = state == "staged" and rule.late == "drop" and event.clock is not None
-        duplicate, late, unknown = True, False, False
-        for p, part, seen in zip(self.partitions, event.parts, self._seen, strict=True):
-            if seen is None:
-                duplicate = False
-                late = late or (drops and event.clock is not None and event.clock < p.clock)
-                versions.append(p.part_version())
-            else:
-                late = late or seen.late
-                versions.append(p.part_version(seen.version))
-            unknown = unknown or (part.base is not None and part.base[1] != p.token)
-        done = PushDone(
-            self.model.key,
-            self.model.timeline,
-            state,
-            duplicate,
-            min([s.version for s in versions]),
-            min([s.durable_version for s in versions]),
-            max([s.incarnation for s in versions]),
-            tuple(versions),
-            late,
-            unknown,
-        )
+        pairs = list(zip(self.partitions, self._seen, strict=True))
+        parts = tuple([p.part_version(None if seen is None else seen.version) for p, seen in pairs])
+        late = any([self._late(p) if seen is None else seen.late for p, seen in pairs])
+        done = PushDone(self.model.key, self.model.timeline, state, not self._fresh, parts, late)
         if self.level:
-            shard.durability.acknowledge(event.request, done, self.partitions, self.level, now)
+            shard.durability.acknowledge(self.event.request, done, self.partitions, self.level, now)
         else:
-            shard.reply(event.request, done)
+            shard.reply(self.event.request, done)
 
 
 def _kept(p: Partition, part: PushPart) -> PushPart:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from paramserver.core.operation import Operation, Shard
+from paramserver.core.operation import Operation, RequestOperation, Shard
 from paramserver.core.partition import Partition
 from paramserver.core.shard_io import Applied, Apply, Task, TaskResult
 
@@ -71,8 +71,11 @@ class OperationQueues:
                 if partition.operations:
                     self._candidates.append(partition.operations[0])
 
-    def withdraw(self, partition: Partition) -> list[Operation]:
-        """Remove and return the operations of a partition that are not running, from all queues they are in."""
+    def withdraw(self, partition: Partition) -> list[RequestOperation]:
+        """Remove the operations of a partition that are not running, from all queues; return the requests' among them.
+
+        The others are commits, flushes and changes of settings, which whoever serves the partition next will repeat.
+        """
         waiting = [op for op in partition.operations if not op.running]
         for operation in waiting:
             for other in operation.partitions:
@@ -80,4 +83,4 @@ class OperationQueues:
                     other.operations.remove(operation)
                     if other.operations:
                         self._candidates.append(other.operations[0])
-        return waiting
+        return [op for op in waiting if isinstance(op, RequestOperation)]

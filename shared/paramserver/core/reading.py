@@ -1,11 +1,10 @@
 """JSON documents of everything the scheduler knows, for GET routes. Changes nothing."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from paramserver.core.cluster import Cluster
 from paramserver.core.membership import Holder, Worker
-from paramserver.core.model_desk import describe
 from paramserver.core.models import Model
 from paramserver.core.series import Point, in_json
 from paramserver.core.spec import ModelSpec
@@ -45,7 +44,7 @@ class Reading:
 
     def models(self) -> list[dict[str, Any]]:
         """A summary of each model, by name."""
-        return [describe(m) for _, m in sorted(self._c.models.items())]
+        return [m.summary() for _, m in sorted(self._c.models.items())]
 
     def model(self, name: str) -> dict[str, Any]:
         """The full document of `GET /models/{m}`."""
@@ -104,10 +103,9 @@ class Reading:
         """The points of each metric, oldest first, as they are kept: a copy of all of them takes most of a second."""
         return self._c.model(name).series.points
 
-    def metrics(self, name: str, names: Iterable[str]) -> list[dict[str, Any]]:
-        """[{"name", "points": [[Unix seconds, clock or null, worker, value], ...]}, ...]."""
-        found = self._c.model(name).series.document(names)
-        return [{"name": n, "points": p} for n, p in found.items()]
+    def metric(self, name: str, metric: str) -> dict[str, Any]:
+        """One metric of a model: {"name", "points": [[Unix seconds, clock or null, worker, value], ...]}."""
+        return self._c.model(name).series.document(metric)
 
     def latest(self, name: str) -> dict[str, tuple[float, float]]:
         """For each metric: (Unix seconds of its newest point, mean of the points in the second up to it)."""
@@ -196,7 +194,7 @@ class Reading:
         if model is None:
             return None
         return {
-            **describe(model),
+            **model.summary(),
             "lr": model.spec.optimizer.document().get("lr"),
             "created_s": model.unix_s,
             "parameters": len(model.spec.params),

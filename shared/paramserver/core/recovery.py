@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from paramserver.core.checkpoints import Record
 from paramserver.core.cluster import Cluster
-from paramserver.core.gate import Commit
+from paramserver.core.commit import Commit
 from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import Model
 from paramserver.core.runs import Run
@@ -50,10 +50,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     c.shard_floor, c.member_floor = cluster.get("shard_floor", 0), cluster.get("member_floor", 0)
     c.run_count, c.member_count = cluster.get("run_count", 0), cluster.get("member_count", 0)
     for name, doc in groups["shard"].items():
-        shard = Shard(name, doc["epoch"], now, doc["alive"], tuple(doc["addresses"]), doc["version"])
-        shard.draining, shard.left = doc.get("draining", False), doc.get("left", False)
-        shard.gone_s, shard.listed = now, doc.get("listed", True)
-        c.shards[name] = shard
+        c.shards[name] = Shard.of(name, doc, now)
     for name, doc in groups["model"].items():
         c.models[name] = Model.of(doc, groups["place"][name], groups["clock"][name], now)
     for model, parameter, _ in _of_models(c, groups["filled"]):
@@ -62,7 +59,10 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for model, worker, doc in _of_models(c, groups["worker"]):
         late = groups["clock"][model.name].get("late", {}).get(worker)
         model.roster.workers[worker] = _worker(worker, model, doc, late, now)
-    _fill_commits(c, groups, now)
+    for model, _, doc in sorted(_of_models(c, groups["commit"]), key=lambda found: found[2]["t"]):
+        if not model.commits and "began" not in groups["clock"][model.name]:
+            model.began = doc["t"]  # Partitions before that cannot catch up any more.
+        model.commits.append((now, Commit.of(doc)))
     for model, dataset, doc in _of_models(c, groups["dataset"]):
         model.datasets[dataset] = Dataset.of(doc, groups["tasks"].get(f"{model.name}:{dataset}"))
     for model, record, doc in _of_models(c, groups["checkpoint"]):
@@ -72,8 +72,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for id_, doc in sorted(groups["run"].items(), key=lambda r: r[1]["created_s"]):
         c.runs[id_] = Run.of(doc, now)
     for name, doc in groups["member"].items():
-        place = (doc["place"][0], doc["place"][1]) if doc["place"] else None
-        c.members[name] = Member(name, doc["epoch"], now, doc["alive"], tuple(doc["allow"]), place)
+        c.members[name] = Member.of(name, doc, now)
     for doc in groups["gone"].values():
         c.forget_model(ModelKey(doc["model"], doc["generation"]), doc["partitions"])
     for model in c.models.values():
@@ -90,31 +89,16 @@ def _of_models(
 
 
 def _worker(name: str, model: Model, doc: Mapping[str, Any], late: Sequence[Any] | None, now: float) -> Worker:
-    # In sync, clocks it had finished beyond the open one are in no commit, or belong to an old timeline; it reports
-    # them again. In other modes the model's clock is the slowest worker's, and the stored clock of a worker is the
-    # one at which it joined.
-    done = granted = model.gate.clock if model.gate.sync else max(doc["clock"], model.gate.clock)
-    pending: list[int] = []
-    if late is not None and late[0] == doc["epoch"]:
-        _, done, granted, pending = late
-    worker = Worker(
-        name, doc["epoch"], now, doc["alive"], doc["rank"], done, pending, granted=granted,
-        # So that a plain client that has not been told of a rollback yet will be.
-        timeline=doc["timeline"], lease_s=doc["lease_s"], draining=doc.get("draining", False),
-        left=doc.get("left", False),
-    )  # fmt: skip
-    worker.keep(doc["state"])
+    worker = Worker.of(name, doc, now)
+    if late is not None and late[0] == worker.epoch:
+        _, worker.done, worker.granted, worker.pending = late
+    else:
+        # In sync, clocks it had finished beyond the open one are in no commit, or belong to an old timeline; it reports
+        # them again. In other modes the model's clock is the slowest worker's, and the stored clock of a worker is the
+        # one at which it joined.
+        clock = model.gate.clock if model.gate.sync else max(worker.done, model.gate.clock)
+        worker.done = worker.granted = clock
     return worker
-
-
-def _fill_commits(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now: float) -> None:
-    commits: dict[str, list[Commit]] = {}
-    for model, _, doc in _of_models(c, groups["commit"]):
-        commits.setdefault(model.name, []).append(Commit.of(doc))
-    for name, records in commits.items():
-        c.models[name].commits.extend((now, r) for r in sorted(records, key=lambda r: r.t))
-        if "began" not in groups["clock"][name]:
-            c.models[name].began = min(r.t for r in records)  # Partitions before that cannot catch up any more.
 
 
 def _resume(c: Cluster, model: Model) -> None:

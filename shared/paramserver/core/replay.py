@@ -145,9 +145,7 @@ class Replay:
         if head["applied"]:
             divisor = sum(c.weight for c in contributions)
             state = self._mean(p.listed(contributions), head, divisor)
-        p.settle(contributions, head["t"])
-        p.clock = head["t"] + 1
-        p.version = max(p.version, head["t"])
+        p.committed(contributions, head["t"])
         self._publish(state)
 
     def _flush(self, entry: JournalEntry) -> None:

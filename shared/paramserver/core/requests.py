@@ -1,12 +1,12 @@
 """Incoming requests: checked, their worker asked about if needed, then queued or parked."""
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from paramserver import limits
 from paramserver.core import admission
 from paramserver.core import operation as running
-from paramserver.core.operation import Operation
+from paramserver.core import pulls as pulling
+from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
 from paramserver.core.push_operation import PushOperation
@@ -16,7 +16,6 @@ from paramserver.core.set_operation import SetOperation
 from paramserver.core.shard_io import (
     AskWorker,
     CaptureReceived,
-    Effect,
     Event,
     PullReceived,
     PushReceived,
@@ -30,50 +29,43 @@ from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import LEVELS
 
 
-class Shard(running.Shard, Protocol):
+class Shard(running.Shard, pulling.Shard, Protocol):
     """The part of the shard that requests use."""
 
-    map_epoch: int
-    models: dict[str, ServedModel]
 
-    def model_gone(self, model: ServedModel) -> PsError:
-        """The error for a request to a model that was deleted or recreated."""
+AnyRequest: TypeAlias = PushReceived | PullReceived | SetReceived | CaptureReceived
+"""The events that get a `Reply`."""
 
 
 class RequestDesk:
-    """All requests that have no outcome yet."""
+    """All requests that have no outcome yet.
 
-    def __init__(
-        self, shard: Shard, queues: OperationQueues, timers: Timers, pulls: PullDesk, perform: Callable[[Effect], None]
-    ) -> None:
+    Handlers raise PsError for what they refuse, and `ShardCore.handle` passes it to `failed`.
+    """
+
+    def __init__(self, shard: Shard, queues: OperationQueues, timers: Timers, pulls: PullDesk) -> None:
         self.open: set[Request] = set()
         self._shard = shard
         self._queues = queues
         self._timers = timers
         self._pulls = pulls
-        self._perform = perform
         self._asking: dict[Request, PushOperation] = {}
 
     # --- handlers by kind of event
 
     def push(self, event: PushReceived, now: float) -> None:
-        shard = self._shard
-        try:
-            model = self._model(event.model, event.request)
-            model.check(event.generation, event.timeline)
-            if not model.ready:
-                raise problem("initializing", "the model's initial values are not complete")
-            admission.check_push(event, model.layout)
-            for part in event.parts:
-                model.owned(part.partition, shard.map_epoch)
-        except PsError as error:
-            shard.reply(event.request, error)
-            return
+        model = self._opened(event)
+        model.check(event.generation, event.timeline)
+        if not model.ready:
+            raise problem("initializing", "the model's initial values are not complete")
+        admission.check_push(event, model.layout)
+        for part in event.parts:
+            model.owned(part.partition, self._shard.map_epoch)
         level = max(model.level, LEVELS[event.ack or "applied"])
         operation = PushOperation(model, event=event, expires=now + limits.LEASE_S, level=level)
         if event.push_id is not None and admission.must_ask(event, event.push_id, model):
             self._asking[event.request] = operation
-            self._perform(AskWorker(event.request, model.key, event.push_id.worker))
+            self._shard.perform(AskWorker(event.request, model.key, event.push_id.worker))
         else:
             self.submit(operation)
 
@@ -84,65 +76,53 @@ class RequestDesk:
             self.submit(operation)
 
     def set(self, event: SetReceived, now: float) -> None:
-        try:
-            model = self._model(event.model, event.request)
-            model.check(event.generation, event.timeline)
-            admission.check_set(event, model.spec, model.layout)
-        except PsError as error:
-            self._shard.reply(event.request, error)
-            return
+        model = self._opened(event)
+        model.check(event.generation, event.timeline)
+        admission.check_set(event, model.spec, model.layout)
         self.submit(SetOperation(model, event=event, expires=now + limits.LEASE_S))
 
     def pull(self, event: PullReceived, now: float) -> None:
-        try:
-            model = self._model(event.model, event.request)
-            if not event.parts:
-                raise problem("malformed", "the pull names no partition")
-        except PsError as error:
-            self._shard.reply(event.request, error)
-            return
+        model = self._opened(event)
+        if not event.parts:
+            raise problem("malformed", "the pull names no partition")
         self._pulls.take(model, event, now)
 
     def capture(self, event: CaptureReceived, now: float) -> None:
-        try:
-            model = self._model(event.model, event.request)
-            model.check(event.generation, None)
-            captured = model.owned(event.partition, self._shard.map_epoch).capture_at(event.cut)
-        except PsError as error:
-            self._shard.reply(event.request, error)
-        else:
-            self._shard.reply(event.request, captured)
+        model = self._opened(event)
+        model.check(event.generation, None)
+        captured = model.owned(event.partition, self._shard.map_epoch).capture_at(event.cut)
+        self._shard.reply(event.request, captured)
 
     def gone(self, event: RequestGone, now: float) -> None:
         if self._pulls.withdraw(event.request):
             self.open.discard(event.request)
 
     def failed(self, event: Event, error: Exception) -> None:
-        """Answer a request whose handling raised an unexpected exception, unless it has been answered before.
+        """Refuse a request whose handler raised the error, which may be a bug, unless it has been answered before.
 
         A request changes nothing before it is queued, so the shard can go on.  For other events, raise it again.
         """
-        if not isinstance(event, PushReceived | PullReceived | SetReceived | CaptureReceived):
+        if not isinstance(event, AnyRequest):
             raise error
         self._pulls.withdraw(event.request)
         if event.request in self.open:
             self._shard.reply(event.request, as_problem(error))
 
-    def _model(self, name: str, request: Request) -> ServedModel:
+    def _opened(self, event: AnyRequest) -> ServedModel:
+        """Count the request as open and return its model; raises `queue_full` or `unknown_model`."""
         waiting = len(self.open)
-        self.open.add(request)
+        self.open.add(event.request)
         if waiting >= limits.QUEUED_REQUESTS_MAX:
             raise problem("queue_full", f"{waiting} requests are waiting in this shard")
-        model = self._shard.models.get(name)
+        model = self._shard.models.get(event.model)
         if model is None:
-            raise problem("unknown_model", f"there is no model '{name}'")
+            raise problem("unknown_model", f"there is no model '{event.model}'")
         return model
 
     # --- queuing
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: RequestOperation) -> None:
         """Queue a push or an assignment, or park it until its partitions are loaded and not held."""
-        assert isinstance(operation, PushOperation | SetOperation)
         model, shard = operation.model, self._shard
         try:
             if shard.models.get(model.key.name) is not model:
@@ -172,7 +152,7 @@ class RequestDesk:
         for operation in [op for op, parked in model.parked.items() if partition is None or parked.at is partition]:
             self.submit(operation)
 
-    def take_parked(self, model: ServedModel) -> list[Operation]:
+    def take_parked(self, model: ServedModel) -> list[RequestOperation]:
         """Remove and return all parked operations."""
         parked = list(model.parked)
         for operation in parked:
@@ -186,11 +166,11 @@ class RequestDesk:
             operation.refuse(self._shard, error)
         self._pulls.refuse(partition, error)
 
-    def _expire(self, operation: Operation) -> None:
+    def _expire(self, operation: RequestOperation) -> None:
         self._leave(operation)
         operation.refuse(self._shard, problem("loading", "a partition is being recovered or moved"))
 
-    def _leave(self, operation: Operation) -> None:
+    def _leave(self, operation: RequestOperation) -> None:
         parked = operation.model.parked.pop(operation, None)
         if parked is not None:
             self._timers.cancel(parked.timer)

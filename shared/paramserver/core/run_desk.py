@@ -1,7 +1,7 @@
 """Runs and the worker pool: which member works at which place, and when a run ends."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any, Final
 
@@ -66,15 +66,21 @@ class RunDesk:
             saved_s=now,
         )
         self.c.runs[id_] = run
-        # An ended run is kept while a member still has a place in it, because heartbeat replies describe that run.
+        self._forget_runs()
+        self.fill(now)
+        self._save(run)
+        self.c.answer(e.request, run.document(), 201)
+
+    def _forget_runs(self) -> None:
+        """Forget ended runs beyond the bound, oldest first.
+
+        One in which a member still has a place is kept, because heartbeat replies describe it.
+        """
         held = {m.place[0] for m in self.c.members.values() if m.place is not None}
         ended = [r for r in self.c.runs.values() if r.ended and r.id not in held]
         for old in ended[: max(0, len(self.c.runs) - limits.RUNS_KEPT_MAX)]:
             del self.c.runs[old.id]
             self.c.drop(f"run:{old.id}")
-        self.fill(now)
-        self._changed(run, now)
-        self.c.answer(e.request, run.document(), 201)
 
     def patch(self, e: PatchRun, now: float) -> None:
         run = self.find(e.run)
@@ -98,16 +104,12 @@ class RunDesk:
             self.end(run, "stopped", "stopped by request", now)
         self._finish_if_done(run, now)
         self.fill(now)
-        self._changed(run, now)
+        self._save(run)
         self.c.answer(e.request, run.document())
 
     def end(self, run: Run, state: str, reason: str, now: float) -> None:
         """End the run; its workers learn this from their heartbeats and then give up their places."""
         run.change(state, now, reason)
-        self._changed(run, now)
-
-    def _changed(self, run: Run, now: float) -> None:
-        self._settle(run, now, self._idle())
         self._save(run)
 
     def _save(self, run: Run) -> None:
@@ -115,13 +117,6 @@ class RunDesk:
         model = self.c.models.get(run.model)
         if model is not None:
             self.c.mark_dirty(model)
-
-    def _settle(self, run: Run, now: float, idle: Iterable[Member]) -> None:
-        barred = [m.allow for m in idle if not m.allows(run.entry)]
-        run.settle(now, how_to_start(run.entry, barred))
-
-    def _idle(self) -> list[Member]:
-        return [m for m in self.c.members.values() if m.alive and m.place is None]
 
     def of_model(self, model: Model) -> Run | None:
         """The run that is training the model; None if there is none."""
@@ -288,7 +283,7 @@ class RunDesk:
             return
         if run.has(place, member.name):
             run.places[place].member = None
-        self._changed(run, now)
+        self._save(run)
 
     def done(self, e: PlaceDone, now: float) -> None:
         run = self.find(e.run)
@@ -301,7 +296,7 @@ class RunDesk:
                 if not lost and not run.ended:
                     self._place_done(run, e.place, e.error, now)
                 self.fill(now)
-                self._changed(run, now)
+                self._save(run)
         self.c.answer(e.request, run.document())
 
     def _place_done(self, run: Run, index: int, error: str | None, now: float) -> None:
@@ -323,11 +318,9 @@ class RunDesk:
 
     def fill(self, now: float) -> None:
         """Give free places to idle members, oldest run first, and update the state and reason of each active run."""
-        idle = self._idle()
-        for run in self.c.runs.values():
-            if not run.active:
-                continue
-            reason_before, given = run.reason, False
+        idle = [m for m in self.c.members.values() if m.alive and m.place is None]
+        active = [r for r in self.c.runs.values() if r.active]
+        for run in active:
             for i, place in enumerate(run.places):
                 if place.member is not None or place.done:
                     continue
@@ -336,8 +329,11 @@ class RunDesk:
                     break
                 idle.remove(member)
                 place.member, place.epoch, place.taken_s = member.name, member.epoch, now
-                member.place, given = (run.id, i), True
+                member.place = (run.id, i)
                 self.c.save_member(member)
-            self._settle(run, now, idle)
-            if given or run.reason != reason_before:
+                self._save(run)
+        for run in active:
+            before = run.state, run.reason
+            run.settle(now, how_to_start(run.entry, [m.allow for m in idle if not m.allows(run.entry)]))
+            if (run.state, run.reason) != before:
                 self._save(run)

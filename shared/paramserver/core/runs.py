@@ -169,10 +169,8 @@ class Run:
             self.ran_s += max(0.0, now - self.counted_s)
         self.counted_s = now
 
-    def settle(self, now: float, how: str = HOW_TO_START) -> None:
+    def settle(self, now: float, how: str) -> None:
         """Set an active run to waiting or running; the reason says which workers are missing and how to start them."""
-        if not self.active:
-            return
         self.count_time(now)
         filled = sum(p.member is not None for p in self.places)
         open_places = sum(p.member is None and not p.done for p in self.places)
@@ -189,8 +187,6 @@ class Run:
         """Change the state and the reason shown for it."""
         self.count_time(now)
         self.state, self.reason = state, reason
-        if state == "waiting":
-            self.settle(now)
 
     def stored(self) -> dict[str, Any]:
         """Stored field `run:ID`."""

@@ -120,10 +120,10 @@ class SchedulerCore:
     def _advance(self, now: float) -> None:
         c = self._c
         for _ in range(ROUNDS_MAX):
-            names, c.dirty, c.requeued = [*c.dirty, *c.requeued], {}, {}
+            names, c.dirty = c.dirty, {}
             if not names:
                 return
-            for model in [c.models[n] for n in dict.fromkeys(names) if n in c.models]:
+            for model in [c.models[n] for n in names if n in c.models]:
                 self._models.advance(model, now)
                 self._workers.advance(model, now)
                 self._tasks.watch(model)
@@ -160,7 +160,7 @@ class SchedulerCore:
         It is due at once if the last event left dirty models.
         """
         c = self._c
-        if c.dirty or c.requeued:
+        if c.dirty:
             return self._now
         ends = [self._now + limits.HEARTBEAT_S]
         ends += [s.expires_s() for s in c.shards.values() if s.alive]

@@ -1,7 +1,7 @@
 """Metrics over time, bounded to the newest points of each name."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import isfinite, nan
 from typing import Any, Final, Self
 
@@ -29,12 +29,9 @@ def check_metrics(metrics: Any) -> dict[str, float]:
             raise problem(
                 "invalid_field", f"metrics: {name!r:.80} is not a name of 1 to 64 characters", where="metrics"
             )
-        # NaN and infinity are accepted, because a loss may become NaN; anything that is not a number is refused.
-        if value is None:
-            continue
-        if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300:
-            if not (isinstance(value, float) and not finite(value)):
-                raise problem("invalid_field", f"metrics.{name}: must be a number", where=f"metrics.{name}")
+        diverged = value is None or (isinstance(value, float) and not finite(value))  # as a loss may be: no mistake
+        if not diverged and not (finite(value) and abs(value) <= 1e300):
+            raise problem("invalid_field", f"metrics.{name}: must be a number", where=f"metrics.{name}")
     return {str(k): nan if v is None else float(v) for k, v in metrics.items()}
 
 
@@ -114,7 +111,6 @@ class Series:
         points = self.points.get(name)
         return points[-1][3] if points else None
 
-    def document(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return name -> [[Unix seconds, clock or null, worker, value], ...], oldest first."""
-        chosen = [n for n in names if n in self.points]
-        return {n: [[t, None if c < 0 else c, w, v] for t, c, w, v in self.points[n]] for n in chosen}
+    def document(self, name: str) -> dict[str, Any]:
+        """Return {"name", "points": [[Unix seconds, clock or null, worker, value], ...]}, oldest first."""
+        return {"name": name, "points": [[t, None if c < 0 else c, w, v] for t, c, w, v in self.points.get(name, ())]}

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from paramserver import limits
 from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
-from paramserver.core.shard_io import CommitDecided, ModelView
+from paramserver.core.shard_io import Commit, ModelView
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timers import Timer
 from paramserver.errors import PsError, problem
 from paramserver.types import LEVELS, ModelKey
 
 if TYPE_CHECKING:
-    from paramserver.core.operation import Operation
+    from paramserver.core.operation import RequestOperation
 
 _REVISIONS_KEPT = 16
 
@@ -39,19 +39,18 @@ class ServedModel:
     """Settings of the newest revision known."""
     revision: int
     timeline: int
-    clock: int
-    live_workers: int
-    ready: bool
-    workers: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """worker -> (epoch, rank) of the live roster."""
+    clock: int = 0
+    ready: bool = False
+    workers: Mapping[str, int] = field(default_factory=dict)
+    """worker -> epoch of the live roster."""
     departed: set[tuple[str, int]] = field(default_factory=set)
     """(worker, epoch) that left the roster while a partition here had staged gradients of theirs."""
     specs: dict[int, ModelSpec] = field(default_factory=dict)
     """Settings of the newest revisions; a commit names the revision it was decided under."""
-    commits: dict[int, CommitDecided] = field(default_factory=dict)
+    commits: dict[int, Commit] = field(default_factory=dict)
     """Commits of this timeline that a partition here may still need."""
     partitions: dict[int, Partition] = field(default_factory=dict)
-    parked: dict["Operation", Parked] = field(default_factory=dict)
+    parked: dict["RequestOperation", Parked] = field(default_factory=dict)
     """Requests that wait for a partition to be loaded or no longer held, in order of arrival."""
     refused: dict[int, Partition] = field(default_factory=dict)
     """Partitions whose token Redis has replaced, although the feed has not said so yet.
@@ -71,22 +70,18 @@ class ServedModel:
 
     @classmethod
     def of(cls, view: ModelView) -> "ServedModel":
-        """Create the state of a model that is new to this shard; the caller adds its partitions."""
-        return cls(
-            view.model,
-            view.layout,
-            view.spec,
-            view.revision,
-            view.timeline,
-            view.clock,
-            view.live_workers,
-            ready=False,
-        )
+        """Create the state of a model that is new to this shard, yet to `adopt` the view."""
+        return cls(view.model, view.layout, view.spec, view.revision, view.timeline)
 
     @property
     def level(self) -> int:
         """The acknowledgement level (`types.LEVELS`); it never changes."""
         return LEVELS[self.spec.ack]
+
+    @property
+    def live_workers(self) -> int:
+        """Number of live workers."""
+        return len(self.workers)
 
     @property
     def sync(self) -> bool:
@@ -125,23 +120,34 @@ class ServedModel:
             raise wrong_owner(self.key, index, map_epoch)
         return partition
 
-    def set_spec(self, spec: ModelSpec, revision: int) -> None:
-        """Adopt the settings of a revision as the newest ones."""
-        self.specs[revision] = self.spec = spec
-        self.revision = revision
+    def adopt(self, view: ModelView) -> None:
+        """Take over all that a view of this timeline says, except its commits and who owns what."""
+        self.clock = max(self.clock, view.clock)
+        self.ready, self.began, self.opening, self.cut_asked = view.ready, view.began, view.opening, view.cut_asked
+        self.set_roster(view.workers)
+        self.specs[view.revision] = self.spec = view.spec
+        self.revision = view.revision
         while len(self.specs) > _REVISIONS_KEPT:
             del self.specs[min(self.specs)]
+
+    def restart(self, view: ModelView) -> None:
+        """Begin the view's timeline; nothing of the clocks before counts any more."""
+        self.timeline, self.clock = view.timeline, view.clock
+        self.commits.clear()
+        self.needs_report_at = -1
+
+    def asks_cut(self, p: Partition) -> bool:
+        """Whether the pending cut is of the clock that this partition has reached."""
+        return p.by_cuts and p.clock == self.cut_asked
 
     def spec_of(self, revision: int) -> tuple[int, ModelSpec] | None:
         """(revision, settings) for a commit's revision, or for the next newer one known; None: not known yet."""
         newer = [r for r in self.specs if r >= revision]
         return (min(newer), self.specs[min(newer)]) if newer else None
 
-    def record_commit(self, commit: CommitDecided) -> None:
+    def record_commit(self, commit: Commit) -> None:
         """Record a commit, in any order of arrival, and forget those that every partition here has applied."""
         self.clock = max(self.clock, commit.t + 1)
-        if commit.needs_report:
-            self.needs_report_at = max(self.needs_report_at, commit.t)
         self.commits[commit.t] = commit
         clocks = [p.clock for p in self.partitions.values() if p.state is not None]
         if len(clocks) == len(self.partitions):
@@ -167,16 +173,12 @@ class ServedModel:
             (p := self.partitions.get(i)) is not None and p.clock == clock + 1 and key not in p.staged for i in indices
         )
 
-    def set_roster(self, workers: Mapping[str, tuple[int, int]], live_workers: int) -> None:
+    def set_roster(self, workers: Mapping[str, int]) -> None:
         """Replace the live roster."""
-        left = {(w, epoch) for w, (epoch, _) in self.workers.items() if workers.get(w, (None,))[0] != epoch}
+        left = {(w, epoch) for w, epoch in self.workers.items() if workers.get(w) != epoch}
         staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.departed else set()
         self.departed = (self.departed | left) & staged
-        self.workers, self.live_workers = dict(workers), live_workers
-
-    def live(self) -> dict[str, int]:
-        """worker -> epoch of the live roster."""
-        return {worker: epoch for worker, (epoch, _) in self.workers.items()}
+        self.workers = workers
 
 
 def wrong_owner(model: ModelKey, index: int, map_epoch: int) -> PsError:

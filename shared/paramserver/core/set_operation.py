@@ -4,17 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paramserver.core.journal import set_head
-from paramserver.core.operation import Operation, Shard
+from paramserver.core.operation import RequestOperation, Shard
 from paramserver.core.shard_io import AssignTask, PushDone, SetReceived, Task, TaskResult
 from paramserver.errors import PsError, as_problem, problem
 
 
 @dataclass(slots=True, eq=False)
-class SetOperation(Operation):
+class SetOperation(RequestOperation):
     """An assignment of values: `PUT params`, a restore, an upload."""
 
     event: SetReceived = field(kw_only=True)
-    expires: float = 0.0
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         tasks: list[Task] = []
@@ -60,20 +59,8 @@ class SetOperation(Operation):
                 arrays = (part.data, *(part.slots or ()))
                 shard.durability.executed(p, "set", set_head(part, p.version, self.event.restore), arrays)
         parts = tuple(p.part_version() for p in self.partitions)
-        done = PushDone(
-            self.model.key,
-            self.model.timeline,
-            "applied",
-            False,
-            min(p.version for p in parts),
-            min(p.durable_version for p in parts),
-            max(p.incarnation for p in parts),
-            parts,
-        )
+        done = PushDone(self.model.key, self.model.timeline, "applied", False, parts)
         shard.durability.acknowledge(self.event.request, done, self.partitions, self.partitions[0].level, now)
-
-    def refuse(self, shard: Shard, error: PsError) -> None:
-        shard.reply(self.event.request, error)
 
 
 def precondition_failed(detail: str) -> PsError:

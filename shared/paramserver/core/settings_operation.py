@@ -41,7 +41,7 @@ class SettingsOperation(Operation):
             p.clock = self.clock
         record_settings_change(shard, p, now, fresh=fresh)
         if enters:
-            shard.cut(p)
+            shard.plan.cut(p)
             shard.committed(self.model, p, now)
         if p.buffered:
             p.flush_at = now + new.interval_ms / 1000.0

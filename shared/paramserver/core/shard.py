@@ -14,14 +14,12 @@ from paramserver.core.handover import Handover
 from paramserver.core.heartbeat_rows import CutRow, ReleasedRow, ServedRow
 from paramserver.core.loading import LoadDesk
 from paramserver.core.mean_operations import FlushOperation
-from paramserver.core.operation import Operation
+from paramserver.core.operation import Operation, RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
-from paramserver.core.push_operation import PushOperation
 from paramserver.core.queues import OperationQueues
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel, wrong_owner
-from paramserver.core.set_operation import SetOperation
 from paramserver.core.settings_operation import SettingsOperation
 from paramserver.core.shard_io import (
     Applied,
@@ -78,10 +76,10 @@ class ShardCore:
         self._timers = Timers()
         self.durability = Durability(self, self._timers)
         self.pulls = PullDesk(self, self._timers)
-        self._requests = RequestDesk(self, self._queues, self._timers, self.pulls, self._perform)
-        self._loading = LoadDesk(self, self._timers, self._requests, self._perform)
+        self._requests = RequestDesk(self, self._queues, self._timers, self.pulls)
+        self._loading = LoadDesk(self, self._timers, self._requests)
         self._handover = Handover(self, self._queues)
-        self._commits = CommitDesk(self, self._queues, self._timers, self._perform)
+        self._commits = CommitDesk(self, self._queues, self._timers)
         self._woken: list[Partition] = []
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
@@ -180,12 +178,8 @@ class ShardCore:
     def _view(self, view: ModelView, now: float) -> None:
         if (model := self._model_of(view)) is None:
             return
-        revision = model.revision
-        model.clock = max(model.clock, view.clock)
-        model.set_roster(view.workers, view.live_workers)
-        model.set_spec(view.spec, view.revision)
-        model.cut_asked, model.began, model.opening = view.cut_asked, view.began, view.opening
-        begins, model.ready = view.ready and not model.ready, view.ready
+        revision, was_ready = model.revision, model.ready
+        model.adopt(view)
         if not model.ready:
             for p in model.partitions.values():
                 self._supersede(p)
@@ -194,14 +188,13 @@ class ShardCore:
             if commit.timeline == model.timeline:
                 model.record_commit(commit)
         for p in model.partitions.values():
-            if view.revision > revision:
+            if model.revision > revision:
                 self._settle(model, p)
-            elif p.spec.consistency.mode != "sync":
-                p.live_workers = view.live_workers
-            if begins and p.state is not None:
-                self.plan.initialized(p)
-            elif p.state is not None and p.by_cuts and p.clock == model.cut_asked and not self.plan.at_cut(p):
-                self.plan.cut(p)
+            if p.state is not None:
+                if model.ready and not was_ready:
+                    self.plan.initialized(p)
+                elif model.asks_cut(p) and not self.plan.at_cut(p):
+                    self.plan.cut(p)
             self._woken.append(p)
             self._commits.advance(model, p, now)
 
@@ -222,36 +215,35 @@ class ShardCore:
         return model
 
     def _own(self, model: ServedModel, view: ModelView, now: float) -> None:
-        """Take up and give up partitions as the view says.
-
-        Under a newer token a partition is loaded again from its source, unless the view renews its ownership.
-        """
-        requests: list[Operation] = []
-        for p in list(model.partitions.values()):
-            token = view.owned.get(p.index)
-            kept_from = view.kept_from.get(p.index, token)
-            if token is not None and kept_from is not None and kept_from <= p.token < token and p.state is not None:
-                self._supersede(p)
-                self._handover.renew(p, token)
-            elif token is None or token > p.token:
-                requests += self._lose(model, p)
+        """Take up, give up, hold and resume partitions as the view says."""
+        requests = [op for p in list(model.partitions.values()) for op in self._keep_or_lose(model, view, p)]
         for index, token in view.owned.items():
             if index not in model.partitions:
-                self._effects += self._handover.take_up(model, view, index, token, now)
+                self._handover.take_up(model, view, index, token, now)
         model.refused = {i: p for i, p in model.refused.items() if view.owned.get(i) == p.token}
         for p in model.partitions.values():
-            release_number = view.release.get(p.index, 0)
-            if p.held and release_number != p.held:
-                self._handover.unhold(model, p, now)
-            if release_number and not p.held:
-                requests += self._handover.hold(p, release_number)
+            requests += self._handover.follow(model, p, view.release.get(p.index, 0), now)
         for operation in requests:
             self._requests.submit(operation)
         if requests or model.parked:
             self._requests.unpark(model)
 
-    def _lose(self, model: ServedModel, p: Partition) -> list[Operation]:
-        """End an ownership; return the pushes and assignments that were queued for the partition."""
+    def _keep_or_lose(self, model: ServedModel, view: ModelView, p: Partition) -> list[RequestOperation]:
+        """Keep a partition that the view gives to this shard; under a newer token only if it renews this ownership.
+
+        Returns the requests that were queued for one that is lost.
+        """
+        token = view.owned.get(p.index)
+        if token is not None and token <= p.token:
+            return []
+        if token is not None and p.state is not None and view.kept_from.get(p.index, token) <= p.token:
+            self._supersede(p)
+            self._handover.renew(p, token)
+            return []
+        return self._lose(model, p)
+
+    def _lose(self, model: ServedModel, p: Partition) -> list[RequestOperation]:
+        """End an ownership; return the requests that were queued for the partition."""
         del model.partitions[p.index]
         self.durability.refuse(p, self._lost(model, p))
         self.plan.forget(p)
@@ -259,7 +251,7 @@ class ShardCore:
         self.held_bytes -= p.held_bytes
         self._woken.append(p)
         self._supersede(p)
-        return [op for op in self._queues.withdraw(p) if isinstance(op, PushOperation | SetOperation)]
+        return self._queues.withdraw(p)
 
     def _lost(self, model: ServedModel, p: Partition) -> PsError:
         """The error for a request to a partition that is no longer here."""
@@ -268,9 +260,7 @@ class ShardCore:
         return self.model_gone(model)
 
     def _roll_back(self, model: ServedModel, view: ModelView) -> None:
-        model.timeline, model.clock = view.timeline, view.clock
-        model.commits.clear()
-        model.needs_report_at = -1
+        model.restart(view)
         for p in model.partitions.values():
             self.plan.forget(p)
             self._supersede(p)  # from now on, pulls of the old timeline are refused
@@ -290,10 +280,8 @@ class ShardCore:
         model = self.find_model(event.model)
         if model is None:
             return
-        model.set_roster(event.workers, event.live_workers)
+        model.set_roster(event.workers)
         for p in model.partitions.values():
-            if p.spec.consistency.mode != "sync":
-                p.live_workers = event.live_workers
             self._commits.drop_ended(model, p)
 
     def _gone(self, event: ModelGone, now: float) -> None:
@@ -396,7 +384,7 @@ class ShardCore:
         self._requests.open.discard(request)
         self._effects.append(Reply(request, outcome))
 
-    def _perform(self, effect: Effect) -> None:
+    def perform(self, effect: Effect) -> None:
         self._effects.append(effect)
 
     def check_content(self, part: PushPart) -> PushPart:
@@ -428,8 +416,7 @@ class ShardCore:
         self._requests.unpark(model, partition)
         if partition.buffered:
             self._queues.add(FlushOperation(model, [partition]))  # does nothing unless the flush is due
-        self._commits.advance(model, partition, now)
-        self._commits.drop_ended(model, partition)
+        self.committed(model, partition, now)
 
     def run_next(self, partition: Partition, operation: Operation) -> None:
         self._queues.insert_next(partition, operation)
@@ -447,12 +434,6 @@ class ShardCore:
         if partition.flush_timer is not None:
             self._timers.cancel(partition.flush_timer)
         partition.flush_timer = self._timers.at(at, due)
-
-    def cut(self, partition: Partition) -> None:
-        self.plan.cut(partition)
-
-    def snapshot_due(self, partition: Partition, now: float) -> None:
-        self.plan.changed(partition, now)
 
     def settings_changed(self, partition: Partition, now: float) -> None:
         self._woken.append(partition)  # outside sync, pulls wait for no clock

@@ -30,22 +30,8 @@ class ShardDesk:
     def join(self, e: JoinShard, now: float) -> None:
         if not is_name(e.name):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a shard", where="name")
-        addresses = tuple(e.addresses)
-        if not 0 < len(addresses) <= ADDRESSES_MAX or not all(isinstance(a, str) and len(a) < 256 for a in addresses):
-            raise problem("invalid_field", "addresses: must be a list of 1 to 16 URLs", where="addresses")
-        wrong = next((a for a in addresses if not is_address(a)), None)
-        if wrong is not None or not is_node_url(addresses[0]):
-            detail = f"addresses: must be like http://HOST:PORT, not {wrong or addresses[0]!r:.80}"
-            raise problem("invalid_field", detail, where="addresses")
-        if e.redis_term is not None and (e.redis_term < self.c.term or e.other_leader):  # a leader stores both first
-            terms = f"their term is {self.c.term}, its Redis has {e.redis_term or 'none'}"
-            if e.other_leader:
-                terms += ", of another leader"
-            raise problem(
-                "conflict",
-                f"shard '{e.name}' uses a different Redis than the schedulers: {terms}",
-                hint="give it the same PARAMSERVER_REDIS, down to the number of the database",
-            )
+        addresses = _addresses(e.addresses)
+        self._check_redis(e)
         old = self.c.shards.get(e.name)
         if (old is None or not old.alive) and len(self.c.live_shards()) >= limits.SHARDS_MAX:
             raise problem("too_many_requests", f"the cluster has {limits.SHARDS_MAX} shards, which is the limit")
@@ -62,6 +48,18 @@ class ShardDesk:
         self.replace(e.name)
         body = {"name": e.name, "epoch": shard.epoch, "lease_s": limits.LEASE_S, "term": self.c.term}
         self.c.answer(e.request, body, 201)
+
+    def _check_redis(self, e: JoinShard) -> None:
+        """Raise ConflictError (`conflict`) if the shard's Redis is not the schedulers'."""
+        if e.redis_term is not None and (e.redis_term < self.c.term or e.other_leader):  # a leader stores both first
+            terms = f"their term is {self.c.term}, its Redis has {e.redis_term or 'none'}"
+            if e.other_leader:
+                terms += ", of another leader"
+            raise problem(
+                "conflict",
+                f"shard '{e.name}' uses a different Redis than the schedulers: {terms}",
+                hint="give it the same PARAMSERVER_REDIS, down to the number of the database",
+            )
 
     def leave(self, e: LeaveShard, now: float) -> None:
         shard = current(self.c.shards.get(e.name), e.epoch, f"shard {e.name!r:.80}", "unknown_node")
@@ -285,6 +283,17 @@ class ShardDesk:
             self.c.give_token(model, index, "init")
             self.c.save_model(model)
             self.c.place_changed(model)
+
+
+def _addresses(given: Sequence[Any]) -> tuple[str, ...]:
+    """Return the addresses of a shard; raises RequestError (`invalid_field`) unless they are such, a URL first."""
+    if not 0 < len(given) <= ADDRESSES_MAX or not all(isinstance(a, str) and len(a) < 256 for a in given):
+        raise problem("invalid_field", f"addresses: must be a list of 1 to {ADDRESSES_MAX} URLs", where="addresses")
+    wrong = next((a for a in given if not is_address(a)), None)
+    if wrong is not None or not is_node_url(given[0]):
+        detail = f"addresses: must be like http://HOST:PORT, not {wrong or given[0]!r:.80}"
+        raise problem("invalid_field", detail, where="addresses")
+    return tuple(given)
 
 
 def _held(model: Model, shards: Sequence[str]) -> dict[str, int]:

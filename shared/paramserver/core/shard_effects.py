@@ -100,17 +100,25 @@ class PushDone(Struct, frozen=True):
     state: PushState
     duplicate: bool
     """Whether every part was a duplicate."""
-    version: int
-    """The lowest over the parts; a duplicate's is the original one, a staged or buffered push's the one before it."""
-    durable_version: int
-    """The lowest over the parts, as of now."""
-    incarnation: Token
-    """The highest over the parts, as of now."""
     parts: tuple[PartVersion, ...]
+    """A duplicate's have the original version, a staged or buffered push's the one before it; the rest is as of now."""
     late: bool = False
     """sync: it was discarded, as its clock was committed without it."""
-    lag_unknown: bool = False
-    """A base version was of another incarnation, so its lag counts as 0."""
+
+    @property
+    def version(self) -> int:
+        """The lowest over the parts; 0 if there are none."""
+        return min([p.version for p in self.parts], default=0)
+
+    @property
+    def durable_version(self) -> int:
+        """The lowest over the parts; 0 if there are none."""
+        return min([p.durable_version for p in self.parts], default=0)
+
+    @property
+    def incarnation(self) -> Token:
+        """The highest over the parts; 0 if there are none."""
+        return max([p.incarnation for p in self.parts], default=0)
 
 
 class PulledPart(Struct, frozen=True):
@@ -127,11 +135,17 @@ class PullDone(Struct, frozen=True):
 
     model: ModelKey
     timeline: int
-    version: int
-    """The lowest over the parts."""
-    incarnation: Token
-    """The highest over the parts."""
     parts: tuple[PulledPart, ...]
+
+    @property
+    def version(self) -> int:
+        """The lowest over the parts."""
+        return min([p.version for p in self.parts])
+
+    @property
+    def incarnation(self) -> Token:
+        """The highest over the parts."""
+        return max([p.incarnation for p in self.parts])
 
 
 Outcome: TypeAlias = PushDone | PullDone | Capture | PsError
@@ -184,8 +198,6 @@ class AskWorker(Struct, frozen=True):
 
 class Resync(Struct, frozen=True):
     """Reconnect the feed, which then sends everything again: a commit is missing."""
-
-    model: ModelKey
 
 
 Effect: TypeAlias = LoadPartition | Apply | Reply | StoreSnapshot | Journal | Report | AskWorker | Resync

@@ -5,6 +5,7 @@ from typing import Any, Self, TypeAlias
 
 from msgspec import Struct, field
 
+from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout, Range
 from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.spec import ModelSpec
@@ -21,44 +22,18 @@ class MapChanged(Struct, frozen=True):
     map_epoch: int
 
 
-class Contribution(Struct, frozen=True):
-    """One entry of a commit's list: what (worker, epoch) pushed for `clock`."""
-
-    worker: str
-    epoch: int
-    rank: int
-    clock: int
-    weight: float = 1.0
-    """The amount it adds to the divisor."""
-
-
 class CommitDecided(Struct, frozen=True):
-    """The leader has decided commit `t`: exactly these contributions, in (rank, clock) order, on every partition."""
+    """The leader has decided a commit."""
 
     model: ModelKey
-    timeline: int
-    t: int
-    contributions: tuple[Contribution, ...]
-    revision: int
-    live_workers: int
-    cut: bool
-    """Whether every partition must store a cut right after this commit."""
+    commit: Commit
     needs_report: bool = False
     """Whether workers must report this clock to the scheduler themselves, because it has something to tell them."""
 
     @classmethod
-    def from_document(cls, doc: Mapping[str, Any], model: ModelKey) -> Self:
-        """Parse a feed document of type `commit`, or an entry of `commits` in one of type `model`."""
-        return cls(
-            model,
-            int(doc["timeline"]),
-            int(doc["t"]),
-            tuple(Contribution(str(w), int(e), int(r), int(c), float(x)) for w, e, r, c, x in doc["contributions"]),
-            int(doc["revision"]),
-            int(doc["live_workers"]),
-            bool(doc["cut"]),
-            bool(doc.get("asks")),
-        )
+    def from_document(cls, doc: Mapping[str, Any]) -> Self:
+        """Parse a feed document of type `commit`."""
+        return cls(ModelKey(doc["model"], doc["generation"]), Commit.of(doc), bool(doc.get("asks")))
 
 
 Source: TypeAlias = str | int
@@ -76,15 +51,14 @@ class ModelView(Struct, frozen=True):
     timeline: int
     clock: int
     """sync: the next commit's `t`."""
-    live_workers: int
     ready: bool
     """False while the initial values are incomplete."""
     owned: Mapping[int, Token]
     """Partitions of this shard, with their owner tokens."""
     source: Source
-    workers: Mapping[str, tuple[int, int]]
-    """The live roster: worker -> (epoch, rank)."""
-    commits: tuple[CommitDecided, ...] = ()
+    workers: Mapping[str, int]
+    """The live roster: worker -> epoch."""
+    commits: tuple[Commit, ...] = ()
     """The newest commits of this timeline, oldest first."""
     release: Mapping[int, int] = field(default_factory=dict)
     """Partition -> release number, for those of `owned` that are to be handed over.
@@ -106,42 +80,40 @@ class ModelView(Struct, frozen=True):
     @classmethod
     def from_document(cls, doc: Mapping[str, Any], shard: str, spec: ModelSpec, layout: Layout) -> Self:
         """Parse a feed document of type `model` for the shard of that name."""
-        model = ModelKey(str(doc["name"]), int(doc["generation"]))
-        own = {i: owner for i, owner in enumerate(doc["owners"]) if owner and owner[0] == shard}
+        own = {i: owner for i, owner in enumerate(doc["owners"]) if owner[0] == shard}
         options = {i: owner[2] for i, owner in own.items() if len(owner) > 2}
         return cls(
-            model,
-            spec,
-            layout,
-            int(doc["revision"]),
-            int(doc["timeline"]),
-            int(doc["clock"]),
-            int(doc["live_workers"]),
-            doc["state"] == "ready",
-            {i: int(owner[1]) for i, owner in own.items()},
-            _source(doc.get("source", "snapshot")),
-            {str(w): (int(v[0]), int(v[1])) for w, v in doc.get("workers", {}).items()},
-            tuple(CommitDecided.from_document(c, model) for c in doc.get("commits", ())),
-            {i: int(o["release"]) for i, o in options.items() if o.get("release")},
-            {i: int(o["from"]) for i, o in options.items() if o.get("from") is not None},
-            {i: _source(o["source"]) for i, o in options.items() if o.get("source") is not None},
-            None if doc.get("cut_asked") is None else int(doc["cut_asked"]),
-            int(doc["began"]),
-            bool(doc.get("opening")),
+            model=ModelKey(doc["name"], doc["generation"]),
+            spec=spec,
+            layout=layout,
+            revision=doc["revision"],
+            timeline=doc["timeline"],
+            clock=doc["clock"],
+            ready=doc["state"] == "ready",
+            owned={i: owner[1] for i, owner in own.items()},
+            source=_source(doc["source"]),
+            workers={worker: epoch for worker, (epoch, _) in doc["workers"].items()},
+            commits=tuple(Commit.of(c) for c in doc["commits"]),
+            release={i: o["release"] for i, o in options.items() if "release" in o},
+            kept_from={i: o["from"] for i, o in options.items() if "from" in o},
+            sources={i: _source(o["source"]) for i, o in options.items() if "source" in o},
+            cut_asked=doc["cut_asked"],
+            began=doc["began"],
+            opening=doc["opening"],
         )
 
 
 def _source(value: Any) -> Source:
-    return int(value["cut"]) if isinstance(value, Mapping) else str(value)
+    source: Source = value["cut"] if isinstance(value, Mapping) else value
+    return source
 
 
 class RosterChanged(Struct, frozen=True):
     """Workers have joined, left or died."""
 
     model: ModelKey
-    workers: Mapping[str, tuple[int, int]]
-    """The live roster: worker -> (epoch, rank)."""
-    live_workers: int
+    workers: Mapping[str, int]
+    """The live roster: worker -> epoch."""
 
 
 class ModelGone(Struct, frozen=True):
@@ -285,7 +257,6 @@ class WorkerAnswered(Struct, frozen=True):
     request: Request
     epoch: int | None
     """The newest epoch issued to that worker; None: it never joined."""
-    rank: int = 0
     live: bool = False
     error: PsError | None = None
     """Why the scheduler could not be asked."""
@@ -311,11 +282,10 @@ class Applied(Struct, frozen=True):
 
 
 class SnapshotStored(Struct, frozen=True):
-    """`StoreSnapshot` succeeded: that version is durable."""
+    """`StoreSnapshot` succeeded: its capture is durable."""
 
     key: PartitionKey
     token: Token
-    version: int
     urgent: bool = False
     """As in `StoreSnapshot`."""
 
@@ -325,7 +295,6 @@ class SnapshotFailed(Struct, frozen=True):
 
     key: PartitionKey
     token: Token
-    version: int
     urgent: bool = False
     """As in `StoreSnapshot`."""
 

@@ -5,6 +5,8 @@ comes back as new events.  All of them are frozen; big arrays are passed by refe
 handed over.  A `request` is a number chosen by the runtime, unique among its open requests.
 """
 
+from paramserver.core.commit import Commit as Commit
+from paramserver.core.commit import Contribution as Contribution
 from paramserver.core.journal import JournalEntry as JournalEntry
 from paramserver.core.partition_state import Capture as Capture
 from paramserver.core.partition_state import HeldPart as HeldPart
@@ -32,7 +34,6 @@ from paramserver.core.shard_events import Applied as Applied
 from paramserver.core.shard_events import AssignPart as AssignPart
 from paramserver.core.shard_events import CaptureReceived as CaptureReceived
 from paramserver.core.shard_events import CommitDecided as CommitDecided
-from paramserver.core.shard_events import Contribution as Contribution
 from paramserver.core.shard_events import Event as Event
 from paramserver.core.shard_events import Journaled as Journaled
 from paramserver.core.shard_events import JournalLost as JournalLost

@@ -174,4 +174,4 @@ class TaskDesk:
             self.c.answer_waiter(model, w, body, now)
         if rested:
             # Barriers do not wait for resting workers, so others may be released now.
-            self.c.requeue(model)
+            self.c.mark_dirty(model)

@@ -50,13 +50,12 @@ class RangeSet:
         else:
             self.runs.insert(i, [n, n + 1])
 
-    def missing(self, size: int) -> Iterator[int]:
-        """Yield the numbers of [0, size) that are not in the set, ascending."""
-        at = 0
+    def missing(self, start: int, stop: int) -> Iterator[int]:
+        """Yield the numbers of [start, stop) that are not in the set, ascending; all in the set are below `stop`."""
         for a, b in self.runs:
-            yield from range(at, a)
-            at = b
-        yield from range(at, size)
+            yield from range(start, a)
+            start = max(start, b)
+        yield from range(start, stop)
 
 
 class DatasetSpec(Struct, frozen=True):
@@ -174,18 +173,13 @@ class Dataset:
         return self.spec.passes is not None and self.complete >= self.spec.passes
 
     def _free(self, number: int, position: int, workers: int) -> int | None:
-        done = self.done[number]
         static = self.spec.assignment == "static"
-        for i in done.missing(len(self.spec.ranges)):
-            if not static and i < self.cursor.get(number, 0):
-                continue
-            if (number, i) in self.leases:
-                continue
-            if static and i % max(1, workers) != position:
-                continue
-            if not static:
-                self.cursor[number] = i
-            return i
+        first = 0 if static else self.cursor.get(number, 0)
+        for i in self.done[number].missing(first, len(self.spec.ranges)):
+            if (number, i) not in self.leases and (not static or i % workers == position):
+                if not static:
+                    self.cursor[number] = i
+                return i
         return None
 
     def lease(self, worker: str, epoch: int, position: int, workers: int) -> dict[str, Any] | None:
@@ -231,9 +225,6 @@ class Dataset:
             del self.done[self.complete]
             self.cursor.pop(self.complete, None)
             self.complete += 1
-            if self.complete == self.opened and (self.spec.passes is None or self.opened < self.spec.passes):
-                self.done[self.opened] = RangeSet()
-                self.opened += 1
 
     def release(self, worker: str, epoch: int, holding: Collection[str] = ()) -> bool:
         """Free the worker's leases, except the task ids in `holding`; return whether there were any."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from paramserver.errors import PsError, problem
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Waiter:
     """A request that is parked until its condition holds or its deadline passes."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paramserver.core.shard_io import PushDone, Request
+from paramserver.core.timers import Timer
 from paramserver.types import LEVELS
 
 if TYPE_CHECKING:
@@ -19,10 +20,11 @@ class Waiting:
     done: PushDone
     partitions: list["Partition"]
     """In the order of the reply's parts."""
-    until: float
     left: int = 0
     """Partitions that are not durable enough yet."""
     answered: bool = False
+    timer: Timer | None = None
+    """Refuses it at its deadline."""
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
+from paramserver.core.commit import Commit
 from paramserver.core.documents import check_document, size_of
 from paramserver.core.fields import INTEGER_MAX, WORKER_NAME, finite, is_integer, wait_seconds
 from paramserver.core.membership import Worker, expired
@@ -293,41 +294,25 @@ class WorkerDesk:
 
     def advance(self, model: Model, now: float) -> None:
         """Open the gate once enough workers have joined, and decide the commits that are possible."""
-        if model.gate.open(model.roster):
+        gate = model.gate
+        if gate.open(model.roster):
             self.c.save_clock(model)
-        self._commit(model, now)
+        if gate.sync and model.ready and not model.restoring and not model.checkpoints.reading_current:
+            self._commit(model, now)
 
     def _commit(self, model: Model, now: float) -> None:
-        gate = model.gate
-        if not gate.sync or not model.ready or model.restoring or model.checkpoints.reading_current:
-            return
-        made = False
+        """Make the commits that are possible; if there are none, make the current clock a cut if that is due."""
         if model.durable and len(model.commits) >= COMMITS_KEPT:
             self._prune(model, now)  # First, because the next commit needs the room.
-        for _ in range(COMMITS_PER_EVENT):
-            if model.durable and len(model.commits) >= COMMITS_KEPT:
-                break  # Some partition has not stored the oldest one, and would lack it after a failure.
-            if gate.opening:
-                # Partitions apply nothing of this phase before this commit, so all of them must be served and in place.
-                if not model.may_cut:
-                    break
-                commit = gate.empty_commit(model.roster, model.timeline, model.revision)
-            else:
-                due = not model.durable and now - model.cuts.began_s >= limits.SNAPSHOT_INTERVAL_S
-                cut = (model.cuts.wanted or due) and model.may_cut
-                decided = gate.decide(model.roster, model.timeline, model.revision, cut)
-                if decided is None:
-                    break
-                commit = decided
-            made = True
+        made = 0
+        while made < COMMITS_PER_EVENT and (commit := self._decide(model, now)) is not None:
+            made += 1
             if commit.cut:
                 model.begin_cut(now)
             model.last_commit_s = now
             model.commits.append((now, commit))
             self.c.save_commit(model, commit)
-            self.c.publish(commit.document(model.name, model.generation) | {"asks": self._must_tell_workers(model)})
-        else:
-            self.c.requeue(model)
+            self.c.publish(commit.document(model.key) | {"asks": self._must_tell_workers(model)})
         if made:
             self._prune(model, now)
             self.c.save_clock(model)
@@ -336,6 +321,19 @@ class WorkerDesk:
             model.cuts.wanted_now = False
             self.c.save_clock(model)
             self.c.model_changed(model)
+        if made == COMMITS_PER_EVENT:
+            self.c.mark_dirty(model)  # there may be more
+
+    def _decide(self, model: Model, now: float) -> Commit | None:
+        """Decide the next commit; None if that is not possible now."""
+        if model.durable and len(model.commits) >= COMMITS_KEPT:
+            return None  # Some partition has not stored the oldest one, and would lack it after a failure.
+        if model.gate.opening:
+            # Partitions apply nothing of this phase before this commit, so all of them must be served and in place.
+            return model.gate.empty_commit(model.roster, model.timeline, model.revision) if model.may_cut else None
+        due = not model.durable and now - model.cuts.began_s >= limits.SNAPSHOT_INTERVAL_S
+        cut = (model.cuts.wanted or due) and model.may_cut
+        return model.gate.decide(model.roster, model.timeline, model.revision, cut)
 
     def _prune(self, model: Model, now: float) -> None:
         for old in model.prune_commits(now):

@@ -29,6 +29,7 @@ from paramserver.core.shard_io import (
     AskWorker,
     AssignTask,
     Capture,
+    Commit,
     CommitDecided,
     Contribution,
     Effect,
@@ -293,10 +294,10 @@ class ShardDriver:
             case LoadPartition(key, token):
                 return [PartitionLoaded(key, token, self.store.load(effect))]
             case StoreSnapshot(capture) if capture.token < self.store.tokens.get(capture.key, 0):
-                return [SnapshotFailed(capture.key, capture.token, capture.version, effect.urgent)]
+                return [SnapshotFailed(capture.key, capture.token, effect.urgent)]
             case StoreSnapshot(capture):
                 self.store.save(effect)
-                return [SnapshotStored(capture.key, capture.token, capture.version, effect.urgent)]
+                return [SnapshotStored(capture.key, capture.token, effect.urgent)]
             case Journal(entries):
                 reached: dict[tuple[PartitionKey, Token], Event] = {}
                 missed: list[JournalEntry] = []
@@ -344,7 +345,7 @@ class ShardDriver:
         """Send and return a view in which this shard owns all partitions of a model, with `changes` to its fields."""
         layout = Layout(spec)
         owned = {i: 1 for i in range(spec.partitions)}
-        view = ModelView(ModelKey(spec.name, 1), spec, layout, 1, 0, 0, 1, True, owned, "init", {})
+        view = ModelView(ModelKey(spec.name, 1), spec, layout, 1, 0, 0, True, owned, "init", {})
         view = replace(view, **changes)
         self.send(view)
         return view
@@ -408,9 +409,11 @@ class ShardDriver:
             raise outcome
         return outcome
 
-    def commit(self, t: int, *contributions: Contribution, cut: bool = False, **fields: Any) -> None:
+    def commit(
+        self, t: int, *contributions: Contribution, cut: bool = False, needs_report: bool = False, **fields: Any
+    ) -> None:
         """Send commit `t` with this list of contributions."""
         assert self.view is not None
         view = self.view
-        commit = CommitDecided(view.model, view.timeline, t, contributions, view.revision, view.live_workers, cut)
-        self.send(replace(commit, **fields))
+        commit = Commit(t, view.timeline, contributions, view.revision, len(view.workers), cut)
+        self.send(CommitDecided(view.model, replace(commit, **fields), needs_report))

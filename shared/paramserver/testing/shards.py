@@ -244,10 +244,10 @@ class SimShard(Node):
                 layout = self.layouts.setdefault(key, Layout(spec))
                 self._view(sio.ModelView.from_document(doc, self.name, spec, layout))
             case "commit":
-                self.handle(sio.CommitDecided.from_document(doc, ModelKey(doc["model"], doc["generation"])))
+                self.handle(sio.CommitDecided.from_document(doc))
             case "roster":
-                workers = {w: (v[0], v[1]) for w, v in doc["workers"].items()}
-                self.handle(sio.RosterChanged(ModelKey(doc["model"], doc["generation"]), workers, doc["live_workers"]))
+                workers = {w: v[0] for w, v in doc["workers"].items()}
+                self.handle(sio.RosterChanged(ModelKey(doc["model"], doc["generation"]), workers))
             case "gone":
                 self.handle(sio.ModelGone(ModelKey(doc["model"], doc["generation"])))
 
@@ -318,7 +318,7 @@ class SimShard(Node):
 
         def done(verdict: Verdict | None) -> None:
             kind = sio.SnapshotStored if verdict is Verdict.DONE else sio.SnapshotFailed
-            self.handle(kind(capture.key, capture.token, capture.version, effect.urgent))
+            self.handle(kind(capture.key, capture.token, effect.urgent))
 
         self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned), done)
 
@@ -374,7 +374,7 @@ class SimShard(Node):
     def _ask_worker(self, request: int, model: ModelKey, worker: str) -> None:
         def done(found: Any) -> None:
             if not isinstance(found, PsError):
-                answer = sio.WorkerAnswered(request, int(found["epoch"]), int(found["rank"]), bool(found["alive"]))
+                answer = sio.WorkerAnswered(request, int(found["epoch"]), bool(found["alive"]))
             elif found.code == "unknown_worker":
                 answer = sio.WorkerAnswered(request, None)
             else:
