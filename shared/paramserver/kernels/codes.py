@@ -9,6 +9,8 @@ F32_CODE, F64_CODE, F16_CODE, BF16_CODE, INT8_CODE, TOPK_CODE, MEAN_CODE = range
 
 INT8_BLOCK = 256
 """Elements that share one scale of the int8 codec."""
+INT8_ROW = 4 + INT8_BLOCK
+"""Bytes of a scale and its elements."""
 
 # Optimizer codes.  ADAM covers adamw, whose decay is a factor of w.
 SGD, MOMENTUM, NESTEROV, ADAGRAD, RMSPROP, ADAM, FTRL, SUM = range(8)
