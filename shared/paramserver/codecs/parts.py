@@ -8,9 +8,9 @@ from math import ceil, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.codecs.codec import INT8_BLOCK, Codec, int8_bytes, topk_count_max
+from paramserver.codecs.codec import Codec, int8_bytes, topk_count_max
 from paramserver.errors import problem
-from paramserver.types import F32, AnyArray
+from paramserver.types import F32, INT8_BLOCK, AnyArray
 
 U8 = npt.NDArray[np.uint8]
 _ABS_BITS = np.uint32(0x7FFFFFFF)
@@ -36,7 +36,7 @@ def _encode_int8(values: F32, residual: F32 | None, new_residual: F32 | None) ->
     from paramserver.kernels import encoding  # imported here, because importing compiles it
 
     out = np.empty(int8_bytes(values.size), np.uint8)
-    scales = 4 * -(-values.size // INT8_BLOCK)
+    scales = out.size - values.size
     none = np.empty(0, np.float32)
     squares = encoding.int8(
         values,
@@ -91,7 +91,7 @@ def check_content(coding: str, data: AnyArray, elements: int) -> None:
 def decode_partition(coding: str, data: AnyArray, elements: int) -> F32:
     """Return the float32 values of a checked part.  The server's kernels decode block by block instead."""
     if coding == "int8":
-        scales = 4 * -(-elements // INT8_BLOCK)
+        scales = data.size - elements
         each: F32 = np.repeat(data[:scales].view(np.float32), INT8_BLOCK)[:elements]
         each *= data[scales:].view(np.int8).astype(np.float32)
         return each

@@ -10,6 +10,7 @@ import numpy as np
 from paramserver.kernels import codes
 from paramserver.kernels.intrinsics import float32_at, float64_at, int8_at, uint16_at, uint32_at
 from paramserver.kernels.jit import jit_internal
+from paramserver.types import INT8_BLOCK
 
 _ABS_BITS = np.uint32(0x7FFFFFFF)
 
@@ -57,8 +58,8 @@ def _load_int8(raw: Any, start: int, g: Any) -> None:
     scales, q = int8_views(raw)
     i = 0
     while i < g.size:
-        block = (start + i) // codes.INT8_BLOCK
-        stop = min(g.size, (block + 1) * codes.INT8_BLOCK - start)
+        block = (start + i) // INT8_BLOCK
+        stop = min(g.size, (block + 1) * INT8_BLOCK - start)
         scale = scales[block]
         for j in range(i, stop):
             g[j] = scale * np.float32(q[start + j])

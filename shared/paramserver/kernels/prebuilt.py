@@ -40,17 +40,8 @@ ENTRIES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 
 def digest() -> str:
     """Return the digest of a library's source, including this file, because it declares the calls' other side."""
-    names = (
-        "build.py",
-        "codes.py",
-        "compiled.py",
-        "intrinsics.py",
-        "jit.py",
-        "loads.py",
-        "prebuilt.py",
-        "socket_loops.py",
-    )
-    text = b"".join(Path(__file__).with_name(name).read_bytes() for name in names)
+    names = "build codes compiled intrinsics jit loads prebuilt socket_loops ../types".split()
+    text = b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:16]
 
 
