@@ -34,6 +34,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.tensor_file import TensorFile
 from paramserver.types import F32, AnyArray
+from paramserver.wire.tensor import HANDED_OUT
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
@@ -41,12 +42,6 @@ PARAMS: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 WORKERS: Final = "workers.json"
 
-_FILE_DTYPE: Final[Mapping[str, Any]] = {
-    "float16": np.float16,
-    "bfloat16": np.float32,
-    "float32": np.float32,
-    "float64": np.float64,
-}
 _RESERVED: Final = "__metadata__"
 """The one key that a safetensors file cannot hold; a parameter of that name is stored with a '~' appended."""
 
@@ -121,7 +116,7 @@ def write(
         if value.shape != p.shape:
             raise problem("invalid_shape", f"'{p.name}' has shape {value.shape}, the spec says {p.shape}")
         with np.errstate(over="ignore"):
-            held[_key(p.name)] = _contiguous(value, _FILE_DTYPE[p.dtype])
+            held[_key(p.name)] = _contiguous(value, HANDED_OUT[p.dtype])
         if p.dtype == "float16":
             state[f"master:{p.name}"] = _contiguous(value, np.float32)
         for i, slot in enumerate(slots.get(p.name, ())):

@@ -20,12 +20,14 @@ from paramserver.types import F32, ITEMSIZE, AnyArray
 
 assert sys.byteorder == "little", "paramserver runs on little-endian machines only"
 
-NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
+NUMPY_DTYPE: Final[dict[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
 }
+HANDED_OUT: Final = NUMPY_DTYPE | {"bfloat16": np.dtype("<f4")}
+"""The same in pulls and files, where bfloat16 is widened, which is exact."""
 
 _RANGE: Final = struct.Struct("<QQ")
 _BLOCK: Final = 1 << 13
@@ -36,9 +38,14 @@ _SHORT_MAX: Final = 1 << 16
 
 def bf16_to_f32(a: AnyArray) -> F32:
     """Return the float32 values of bfloat16 bits (uint16, any shape); exact."""
-    wide = np.asarray(a).astype(np.uint32)
-    wide <<= np.uint32(16)
-    return wide.view(np.float32)
+    out = np.empty(a.shape, np.float32)
+    bf16_bits_to_f32(a, out)
+    return out
+
+
+def bf16_bits_to_f32(bits: AnyArray, out: F32) -> None:
+    """Like `bf16_to_f32`, into `out`, of the same shape."""
+    np.left_shift(bits, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
 
 
 def f32_to_bf16(a: F32) -> AnyArray:
