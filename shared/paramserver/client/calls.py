@@ -186,13 +186,13 @@ def error_of(response: Response) -> PsError:
         doc = json.loads(response.body) if response.body else {}
     except ValueError:
         doc = {}
-    if not isinstance(doc, dict) or "code" not in doc:
+    if not isinstance(doc, dict) or not isinstance(doc.get("code"), str):
         if response.status < 500 and response.status != 429:
             return foreign(response)
-        doc = {"status": response.status, "detail": f"{response.url} answered HTTP {response.status}"}
+        doc = {"detail": f"{response.url} answered HTTP {response.status}"}
     if "retry_after_s" not in doc and after.isdecimal():
         doc["retry_after_s"] = float(after)
-    return from_document(doc)
+    return from_document({**doc, "status": response.status})
 
 
 def foreign(response: Response) -> PsError:
