@@ -93,11 +93,11 @@ def _wrappers(loops: list[Any]) -> list[Any]:
     columns = codes.COLUMNS
 
     def step(  # type: ignore[no-untyped-def]
-        kind, slots, h, n_h, spans, n_spans, table, n_rows, w, n_w, s0, n0, s1, n1, s2, n2, raw, n_raw, code,
+        kind, h, n_h, spans, n_spans, table, n_rows, w, n_w, s0, n0, s1, n1, s2, n2, raw, n_raw, code,
         parts, n_parts, weights, n_weights, out, n_out, o0, m0, o1, m1, o2, m2, nontemporal,
     ):  # fmt: skip
         return c_step(
-            kind, slots, array(h, n_h), array(spans, (n_spans, 3)), array(table, (n_rows, columns)), array(w, n_w),
+            kind, array(h, n_h), array(spans, (n_spans, 3)), array(table, (n_rows, columns)), array(w, n_w),
             array(s0, n0), array(s1, n1), array(s2, n2), array(raw, n_raw), code, array(parts, n_parts),
             array(weights, n_weights), array(out, n_out), array(o0, m0), array(o1, m1), array(o2, m2), nontemporal,
         )  # fmt: skip

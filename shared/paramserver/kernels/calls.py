@@ -271,7 +271,7 @@ def _step(
             raise ValueError(f"lengths differ: the values have {size} elements, another array {a.size}")
     rest = (_NO_SLOT,) * (3 - count)
     ok = loops.step(
-        _KINDS[optimizer.name], count, constants, spans, table, w, *slots, *rest,
+        _KINDS[optimizer.name], constants, spans, table, w, *slots, *rest,
         *gradient, parts, weights, w_out, *slots_out, *rest, nontemporal,
     )  # fmt: skip
     return bool(ok)

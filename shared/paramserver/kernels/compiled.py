@@ -248,28 +248,25 @@ _step_block_nontemporal = _block_step(_store_nontemporal)
 
 
 @jit_internal
-def _copy(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, slots: int, a: int, b: int) -> None:
-    """Copy elements [a, b) of values and slots."""
+def _copy(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, a: int, b: int) -> None:
+    """Copy elements [a, b) of values and slots; the arrays of slots that the optimizer does not have are empty."""
     out[a:b] = w[a:b]
-    if slots > 0:
-        o0[a:b] = s0[a:b]
-    if slots > 1:
-        o1[a:b] = s1[a:b]
-    if slots > 2:
-        o2[a:b] = s2[a:b]
+    o0[a:b] = s0[a:b]
+    o1[a:b] = s1[a:b]
+    o2[a:b] = s2[a:b]
 
 
 @jit_entry_point
 def step(
-    kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
+    kind: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
     raw: Any, code: int, parts: Any, weights: Any,
     out: Any, o0: Any, o1: Any, o2: Any, nontemporal: Any,
 ) -> Any:  # fmt: skip
     """Make one optimizer step of a partition; return whether the gradient read and every result is finite.
 
     Each row of `spans` is (start, stop, row of `table`), sorted and disjoint; all other elements are copied.
-    `nontemporal`: use nontemporal stores for blocks that start on a cache line.  For `parts` and `weights`, see
-    `load_mean`.
+    `nontemporal`: use nontemporal stores for blocks that start on a cache line.  The gradient is `raw` and `code` (see
+    `loads`), or with `MEAN_CODE` the mean of `parts` with `weights` (see `load_mean`).
     """
     f = np.float32
     h0, h1, h2, h3, h4 = f(h[0]), f(h[1]), f(h[2]), f(h[3]), f(h[4])
@@ -282,7 +279,7 @@ def step(
     at = 0
     for k in range(spans.shape[0]):
         start, stop = spans[k, 0], spans[k, 1]
-        _copy(w, s0, s1, s2, out, o0, o1, o2, slots, at, start)
+        _copy(w, s0, s1, s2, out, o0, o1, o2, at, start)
         at = stop
         r = spans[k, 2]
         scale, clip, decay = f(table[r, codes.SCALE]), f(table[r, codes.CLIP]), f(table[r, codes.DECAY])
@@ -311,7 +308,7 @@ def step(
                 new = _step_block(kind, wb, b0, b1, b2, g, ob, p0, p1, p2, roots, h0, h1, h2, h3, h4, a, b, c)
             worst = max(worst, new)
             start += n
-    _copy(w, s0, s1, s2, out, o0, o1, o2, slots, at, out.size)
+    _copy(w, s0, s1, s2, out, o0, o1, o2, at, out.size)
     if nontemporal:
         fence()
     return worst < _INF_BITS
@@ -402,7 +399,7 @@ def squares(raw: Any, code: int, size: int) -> float:
 
 _grad = (types.Array(types.uint8, 1, "C", readonly=True), types.int64)
 SIGNATURES = (
-    (step, (types.int64, types.int64, _numbers, _spans, _table, _in32, _in32, _in32, _in32, *_grad,
+    (step, (types.int64, _numbers, _spans, _table, _in32, _in32, _in32, _in32, *_grad,
             _addresses, _numbers, _out32, _out32, _out32, _out32, types.boolean)),
     (add, (types.boolean, _out32, *_grad, types.int64, types.float64)),
     (finite, _grad),
