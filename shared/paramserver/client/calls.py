@@ -189,7 +189,7 @@ def error_of(response: Response) -> PsError:
     if not isinstance(doc, dict) or not isinstance(doc.get("code"), str):
         if response.status < 500 and response.status != 429:
             return foreign(response)
-        doc = {"detail": f"{response.url} answered HTTP {response.status}"}
+        doc = {"status": response.status, "detail": f"{response.url} answered HTTP {response.status}"}
     if "retry_after_s" not in doc and after.isdecimal():
         doc["retry_after_s"] = float(after)
     return from_document({**doc, "status": response.status})
