@@ -21,7 +21,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,7 +61,7 @@ class Checkpoint:
     """Version of each partition when the checkpoint was taken; all equal in sync."""
     worker_states: dict[str, Any]
     """Each worker's `w.state`, by worker id."""
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any]
     """Additional members of the manifest, such as `clock`, `timeline`, `created_at` (seconds since the epoch)."""
 
     @property
