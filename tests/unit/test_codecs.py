@@ -10,6 +10,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.decoding import decode_partition
 from tests.golden.codecs import generate
 from tests.refusals import refused_with
 
@@ -19,7 +20,6 @@ from paramserver.codecs import (
     Codec,
     check_content,
     check_encoded_size,
-    decode_partition,
     encode_partition,
     int8_bytes,
     topk_count,

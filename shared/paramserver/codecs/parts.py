@@ -1,4 +1,4 @@
-"""Encodes, checks and decodes one part's bytes on the CPU, with the residual that error feedback keeps.
+"""Encodes and checks one part's bytes on the CPU, with the residual that error feedback keeps; the kernels decode them.
 
 `paramserver.torch.device_codecs` produces the same bytes on a device; both are tested against golden files.
 """
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from paramserver.codecs.codec import Codec, int8_bytes, topk_count_max
 from paramserver.errors import problem
-from paramserver.types import F32, INT8_BLOCK, AnyArray
+from paramserver.types import F32, AnyArray
 
 U8 = npt.NDArray[np.uint8]
 _ABS_BITS = np.uint32(0x7FFFFFFF)
@@ -86,15 +86,3 @@ def check_content(coding: str, data: AnyArray, elements: int) -> None:
         at = data[: data.size // 2].view("<u4")
         if int(at[-1]) >= elements or not bool((at[1:] > at[:-1]).all()):
             raise problem("invalid_encoding", f"topk indices must ascend and lie below {elements}")
-
-
-def decode_partition(coding: str, data: AnyArray, elements: int) -> F32:
-    """Return the float32 values of a checked part.  The server's kernels decode block by block instead."""
-    if coding == "int8":
-        scales = data.size - elements
-        each: F32 = np.repeat(data[:scales].view(np.float32), INT8_BLOCK)[:elements]
-        each *= data[scales:].view(np.int8).astype(np.float32)
-        return each
-    out = np.zeros(elements, np.float32)
-    out[data[: data.size // 2].view("<u4")] = data[data.size // 2 :].view("<f4")
-    return out
