@@ -217,6 +217,9 @@ def test_kernels_refuse_bytes_of_another_partition() -> None:
         kernels.mean([(encoded("int8", noise(90))[0], "int8", 1.0)], 1.0, out, 10)
     with pytest.raises(ValueError, match="does not hold"):
         kernels.mean([(w, "int8", 1.0)], 1.0, out)
+    for coding, size in (("int8", 3), ("int8", 264), ("topk", 12)):
+        with pytest.raises(ValueError, match=f"no gradient in {coding} has {size} bytes"):
+            kernels.all_finite(np.zeros(size, np.uint8), coding)
     assert not out.any()
 
 
