@@ -26,6 +26,7 @@ import numba
 import numpy as np
 
 from paramserver import kernels
+from paramserver.core.optimizer import SegmentStep, slot_count
 from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.types import ITEMSIZE, AnyArray
 
@@ -66,10 +67,10 @@ def measure(elements: int, dtype: str, names: list[str], repeats: int) -> list[d
     w, g, out = paged(w), paged(gradient(elements, dtype)), paged(zeros)
     for name in names:
         o = OptimizerSpec(name, lr=1e-3, momentum=0.9 if name in ("momentum", "nesterov") else 0.0)
-        slots = [paged(zeros + 1) for _ in range(kernels.slot_count(o))]
+        slots = [paged(zeros + 1) for _ in range(slot_count(o))]
         new = [paged(zeros) for _ in slots]
         nontemporal = kernels.exceeds_cache(o, elements)
-        steps = [kernels.SegmentStep(0, elements, 1e-3)]
+        steps = [SegmentStep(0, elements, 1e-3)]
         step = partial(kernels.apply, o, steps, w, slots, g, dtype, out, new, nontemporal=nontemporal)
         if not step():
             raise SystemExit(f"{name} gave a result that is not finite")

@@ -30,6 +30,7 @@ from paramserver.client.credentials import Credentials
 from paramserver.client.gradients import Scan, prepare, write
 from paramserver.client.transport import BlockingTransport
 from paramserver.core.layout import Layout
+from paramserver.core.optimizer import SegmentStep
 from paramserver.core.spec import ModelSpec
 from paramserver_node.redis_server import free_port
 from paramserver_node.server import serve_tcp
@@ -84,7 +85,7 @@ def passes(elements: int, repeats: int) -> Iterator[Stage]:
 
     def apply() -> None:
         for w, g, new in zip(values, parts, results, strict=True):
-            kernels.apply(optimizer, [kernels.SegmentStep(0, w.size, 2.0**-10)], w, (), g, "float32", new, ())
+            kernels.apply(optimizer, [SegmentStep(0, w.size, 2.0**-10)], w, (), g, "float32", new, ())
 
     yield Stage("shard: apply SGD into the next version", "push", timed(apply, repeats), "2 reads, 1 write")
 

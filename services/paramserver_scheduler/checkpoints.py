@@ -74,7 +74,7 @@ class CheckpointStore:
         meta["workers"] = {w: {k: v for k, v in d.items() if k != "state"} for w, d in document["workers"].items()}
         path = self.path(model, name)
         free = not self.taken(model, name, document["creation"])
-        manifest = checkpoint.write(path, spec.document(), params, slots, steps, numbers, workers, meta, overwrite=free)
+        manifest = checkpoint.write(path, spec, params, slots, steps, numbers, workers, meta, overwrite=free)
         return sum(f["bytes"] for f in manifest["files"].values()), str(path)
 
     def taken(self, model: str, name: str, creation: str) -> bool:

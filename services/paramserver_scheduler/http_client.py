@@ -33,4 +33,4 @@ def check(response: httpx.Response) -> None:
         document = response.json()
     except ValueError:
         document = {}
-    raise from_document({"status": response.status_code, **(document if isinstance(document, dict) else {})})
+    raise from_document({**(document if isinstance(document, dict) else {}), "status": response.status_code})

@@ -100,7 +100,7 @@ def _refusal(status: int, body: bytes) -> Exception:
         document = json.loads(body)
     except ValueError:
         document = {}
-    error = from_document({"status": status, **(document if isinstance(document, dict) else {})})
+    error = from_document({**(document if isinstance(document, dict) else {}), "status": status})
     if error.status >= 500 and not isinstance(error, Unavailable):
         return problem("unavailable", f"another shard failed: {error.detail}")
     return error

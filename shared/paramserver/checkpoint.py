@@ -21,7 +21,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.tensor_file import TensorFile
 from paramserver.types import F32, AnyArray
+from paramserver.wire.tensor import HANDED_OUT
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
@@ -41,12 +42,6 @@ PARAMS: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 WORKERS: Final = "workers.json"
 
-_FILE_DTYPE: Final[Mapping[str, Any]] = {
-    "float16": np.float16,
-    "bfloat16": np.float32,
-    "float32": np.float32,
-    "float64": np.float64,
-}
 _RESERVED: Final = "__metadata__"
 """The one key that a safetensors file cannot hold; a parameter of that name is stored with a '~' appended."""
 
@@ -66,7 +61,7 @@ class Checkpoint:
     """Version of each partition when the checkpoint was taken; all equal in sync."""
     worker_states: dict[str, Any]
     """Each worker's `w.state`, by worker id."""
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any]
     """Additional members of the manifest, such as `clock`, `timeline`, `created_at` (seconds since the epoch)."""
 
     @property
@@ -83,13 +78,13 @@ class Checkpoint:
 
 def write(
     path: str | os.PathLike[str],
-    spec_document: Mapping[str, Any],
+    spec: ModelSpec,
     params: Mapping[str, AnyArray],
-    slots: Mapping[str, Sequence[AnyArray]] | None = None,
-    steps: Mapping[str, int] | None = None,
-    versions: Sequence[int] = (),
-    worker_states: Mapping[str, Any] | None = None,
-    meta: Mapping[str, Any] | None = None,
+    slots: Mapping[str, Sequence[AnyArray]],
+    steps: Mapping[str, int],
+    versions: Sequence[int],
+    worker_states: Mapping[str, Any],
+    meta: Mapping[str, Any],
     *,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -97,7 +92,7 @@ def write(
 
     Args:
         path: the folder to create; a missing parent is created too.
-        spec_document: the model's spec as `ModelSpec.document()` gives it.
+        spec: the model's spec.
         params: every parameter of the spec in its shape; any float dtype, float32 loses nothing.
         slots: for each parameter its optimizer state, each array float32 in the parameter's shape.
         steps: for each parameter the number of updates it has had (default 0).
@@ -110,24 +105,7 @@ def write(
     fit the spec, OSError with a file name if writing fails.
     """
     target = Path(path)
-    spec = ModelSpec.parse(dict(spec_document))
-    slots = slots or {}
-    held: dict[str, AnyArray] = {}
-    state: dict[str, AnyArray] = {}
-    for p in spec.params:
-        if p.name not in params:
-            raise problem("unknown_parameter", f"the checkpoint lacks parameter '{p.name}'")
-        value = np.asarray(params[p.name])
-        if value.shape != p.shape:
-            raise problem("invalid_shape", f"'{p.name}' has shape {value.shape}, the spec says {p.shape}")
-        with np.errstate(over="ignore"):
-            held[_key(p.name)] = _contiguous(value, _FILE_DTYPE[p.dtype])
-        if p.dtype == "float16":
-            state[f"master:{p.name}"] = _contiguous(value, np.float32)
-        for i, slot in enumerate(slots.get(p.name, ())):
-            if np.shape(slot) != p.shape:
-                raise problem("invalid_shape", f"optimizer state {i} of '{p.name}' has shape {np.shape(slot)}")
-            state[f"{i}:{p.name}"] = _contiguous(slot, np.float32)
+    held, state = _arrays(spec, params, slots)
     if target.exists() and not (overwrite and (target / MANIFEST).is_file()):
         raise problem("conflict", f"'{target}' exists already", hint="choose another path, or allow overwriting")
 
@@ -137,15 +115,15 @@ def write(
     try:
         _save(held, part / PARAMS, {"format": "np", "model": spec.name})
         _save(state, part / OPTIMIZER, {"format": "np"})
-        (part / WORKERS).write_text(json.dumps(dict(worker_states or {})), encoding="utf-8")
+        (part / WORKERS).write_text(json.dumps(dict(worker_states)), encoding="utf-8")
         manifest = {
-            **(meta or {}),
+            **meta,
             "format": FORMAT,
             "model": spec.name,
             "spec": spec.document(),
             "version": min(versions, default=0),
             "versions": list(versions),
-            "steps": {p.name: int((steps or {}).get(p.name, 0)) for p in spec.params},
+            "steps": {p.name: int(steps.get(p.name, 0)) for p in spec.params},
             "slots": {p.name: len(slots.get(p.name, ())) for p in spec.params},
             "files": {name: _describe(part / name) for name in (PARAMS, OPTIMIZER, WORKERS)},
         }
@@ -162,6 +140,29 @@ def write(
             e.filename = str(e.filename or target).replace(str(part), str(target))
         raise
     return manifest
+
+
+def _arrays(
+    spec: ModelSpec, params: Mapping[str, AnyArray], slots: Mapping[str, Sequence[AnyArray]]
+) -> tuple[dict[str, AnyArray], dict[str, AnyArray]]:
+    """Return the contents of the files of parameters and of optimizer state; raises RequestError if they do not fit."""
+    held: dict[str, AnyArray] = {}
+    state: dict[str, AnyArray] = {}
+    for p in spec.params:
+        if p.name not in params:
+            raise problem("unknown_parameter", f"the checkpoint lacks parameter '{p.name}'")
+        value = params[p.name]
+        if value.shape != p.shape:
+            raise problem("invalid_shape", f"'{p.name}' has shape {value.shape}, the spec says {p.shape}")
+        with np.errstate(over="ignore"):
+            held[_key(p.name)] = _contiguous(value, HANDED_OUT[p.dtype])
+        if p.dtype == "float16":
+            state[f"master:{p.name}"] = _contiguous(value, np.float32)
+        for i, slot in enumerate(slots.get(p.name, ())):
+            if slot.shape != p.shape:
+                raise problem("invalid_shape", f"optimizer state {i} of '{p.name}' has shape {slot.shape}")
+            state[f"{i}:{p.name}"] = _contiguous(slot, np.float32)
+    return held, state
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:

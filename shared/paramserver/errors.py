@@ -19,6 +19,7 @@ A node sends a PsError as RFC 9457 problem details, and the client raises the sa
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 from paramserver import limits
@@ -34,6 +35,7 @@ class PsError(Exception):
         self,
         code: str,
         detail: str,
+        /,
         *,
         hint: str = "",
         retry_after_s: float | None = None,
@@ -75,7 +77,7 @@ class PsError(Exception):
             body["request_id"] = request_id
         return body | dict(self.members)
 
-    def plus(self, **members: Any) -> "PsError":
+    def plus(self, /, **members: Any) -> "PsError":
         """Return the same error with these additional members; `retryable` may be one of them."""
         more = {"retryable": self.retryable, **self.members, **members}
         return type(self)(
@@ -212,6 +214,7 @@ CODES: Final[Mapping[str, CodeInfo]] = {
 def problem(
     code: str,
     detail: str,
+    /,
     *,
     hint: str = "",
     retry_after_s: float | None = None,
@@ -271,10 +274,13 @@ _STANDARD = {
 
 
 def from_document(doc: Mapping[str, Any]) -> PsError:
-    """Return the error that a problem document describes; an unknown code falls back to one of its status' class."""
-    code = str(doc.get("code", ""))
+    """Return the error that a problem document describes, also one of a newer version or of another service.
+
+    For an unknown code, it is one of its status' class; what has not the type that we send is left out.
+    """
+    code, status, after, errors = str(doc.get("code")), doc.get("status"), doc.get("retry_after_s"), doc.get("errors")
     if code not in CODES:
-        status = int(doc.get("status", 500))
+        status = status if isinstance(status, int) else 500
         if status == 429 or status >= 502:
             code = "unavailable"
         elif 400 <= status < 500:
@@ -283,10 +289,10 @@ def from_document(doc: Mapping[str, Any]) -> PsError:
             code = "internal"
     return problem(
         code,
-        str(doc.get("detail") or doc.get("title") or f"HTTP {doc.get('status')}"),
-        hint=str(doc.get("hint", "")),
-        retry_after_s=doc.get("retry_after_s"),
+        str(doc.get("detail") or doc.get("title") or f"HTTP {status}"),
+        hint=str(doc.get("hint") or ""),
+        retry_after_s=after if isinstance(after, int | float) and 0 <= after < inf else None,
         retryable=doc.get("retryable") if code == doc.get("code") else None,
-        errors=tuple(doc.get("errors", ())),
+        errors=tuple([e for e in errors if isinstance(e, dict)]) if isinstance(errors, list) else (),
         **{k: v for k, v in doc.items() if k not in _STANDARD and k.isidentifier()},
     )

@@ -21,6 +21,9 @@ Coding: TypeAlias = Literal["float16", "bfloat16", "float32", "float64", "int8",
 PER_PARTITION: Final = ("int8", "topk")
 """Codings that encode whole partitions, and lose something; the worker adds that to its next gradient."""
 
+INT8_BLOCK: Final = 256
+"""Elements that share one scale in int8."""
+
 ITEMSIZE: Final[dict[str, int]] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 LEVELS: Final[dict[str, int]] = {"applied": 0, "journaled": 1, "fsynced": 2}

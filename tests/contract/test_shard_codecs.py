@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import asdict
+from tests.decoding import decode_partition
 from tests.waiting import eventually
 
-from paramserver.codecs import Codec, decode_partition, encode_partition
+from paramserver.codecs import Codec, encode_partition
 from paramserver.codecs.stage import pack
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec

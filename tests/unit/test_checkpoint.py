@@ -17,7 +17,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError
 
 
-def _spec() -> dict[str, Any]:
+def _spec() -> ModelSpec:
     return ModelSpec.parse(
         {
             "name": "demo",
@@ -30,15 +30,15 @@ def _spec() -> dict[str, Any]:
             },
             "optimizer": {"name": "adam"},
         }
-    ).document()
+    )
 
 
-def _params(spec: dict[str, Any]) -> dict[str, Any]:
+def _params(spec: ModelSpec) -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    return {n: rng.standard_normal(p["shape"]).astype(np.float32) for n, p in spec["params"].items()}
+    return {p.name: np.asarray(rng.standard_normal(p.shape), np.float32) for p in spec.params}
 
 
-def _write(path: Path, **more: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, list[Any]]]:
+def _write(path: Path, **more: Any) -> tuple[ModelSpec, dict[str, Any], dict[str, list[Any]]]:
     spec = _spec()
     params = _params(spec)
     slots = {n: [v * 2, v * v] for n, v in params.items()}
@@ -59,7 +59,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
     got = checkpoint.read(tmp_path / "a" / "ckpt")
 
-    assert got.spec.document() == spec
+    assert got.spec == spec
     assert got.versions == [3, 4]
     assert got.steps["half"] == 7
     assert got.steps["double"] == 0
@@ -222,9 +222,9 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     spec = _spec()
 
     with pytest.raises(PsError, match="shape"):
-        checkpoint.write(tmp_path / "ckpt", spec, {n: np.zeros(1) for n in spec["params"]})
+        checkpoint.write(tmp_path / "ckpt", spec, {p.name: np.zeros(1) for p in spec.params}, {}, {}, [], {}, {})
     with pytest.raises(TypeError):
-        checkpoint.write(tmp_path / "ckpt", spec, _params(spec), worker_states={"w": object()})
+        checkpoint.write(tmp_path / "ckpt", spec, _params(spec), {}, {}, [], {"w": object()}, {})
 
     assert list(tmp_path.iterdir()) == []
 
@@ -247,11 +247,12 @@ def test_a_disk_that_refuses_is_an_os_error(tmp_path: Path, workers: int, file: 
     import resource
 
     target, bytes_max = tmp_path / "ckpt", 64 if file else 8192
+    states = {f"w{i}": i for i in range(workers)}
     _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_max, hard))
     try:
         with pytest.raises(OSError, match="too large") as e:
-            checkpoint.write(target, _spec(), _params(_spec()), worker_states={f"w{i}": i for i in range(workers)})
+            checkpoint.write(target, _spec(), _params(_spec()), {}, {}, [], states, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (e.value.errno, e.value.strerror) == (errno.EFBIG, os.strerror(errno.EFBIG))

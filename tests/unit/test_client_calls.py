@@ -19,7 +19,15 @@ def answer(status: int, body: bytes = b"", **headers: str) -> Response:
     return Response(status, {k.replace("_", "-"): v for k, v in headers.items()}, body, "http://n:1")
 
 
-@pytest.mark.parametrize("body", [b"<html>not here</html>", b"[]", b'{"message":"not here"}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>not here</html>",
+        b"[]",
+        b'{"message":"not here"}',
+        b'{"code":404,"status":"Failure","message":"not here"}',
+    ],
+)
 def test_a_refusal_that_is_no_paramservers_asks_for_the_address(body: bytes) -> None:
     """A 404 without an error code, as a proxy sends it, is a NotFoundError that quotes it and asks for the address."""
     error = error_of(answer(404, body))
@@ -53,6 +61,19 @@ def test_a_failure_of_a_proxy_is_no_wrong_address() -> None:
     error = error_of(answer(500, b"oops"))
 
     assert (error.code, error.detail, error.hint) == ("internal", "http://n:1 answered HTTP 500", "")
+
+
+def test_a_refusal_is_what_its_status_says_whatever_the_document_holds() -> None:
+    """A document of another service, with our members in other types, is an error of the answer's status."""
+    body = (
+        b'{"code":"NoSuchKey","status":"error","errors":null,"retry_after_s":"soon","self":"/x","detail":"no such key"}'
+    )
+
+    error = error_of(answer(404, body))
+
+    assert isinstance(error, NotFoundError)
+    assert (error.detail, error.errors, error.retry_after_s) == ("no such key", (), None)
+    assert error.members == {"self": "/x"}
 
 
 def test_how_long_to_wait_is_said_by_the_document_before_the_header() -> None:

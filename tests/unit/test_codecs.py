@@ -10,6 +10,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.decoding import decode_partition
 from tests.golden.codecs import generate
 from tests.refusals import refused_with
 
@@ -19,7 +20,6 @@ from paramserver.codecs import (
     Codec,
     check_content,
     check_encoded_size,
-    decode_partition,
     encode_partition,
     int8_bytes,
     topk_count,
@@ -27,6 +27,7 @@ from paramserver.codecs import (
 )
 from paramserver.codecs.stage import pack, packed_bytes_max, unpack
 from paramserver.core.layout import Layout
+from paramserver.core.optimizer import SegmentStep, initial_slots
 from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
@@ -171,11 +172,11 @@ def test_a_fused_step_equals_decoding_first(text: str, name: str) -> None:
     size = 10_007
     optimizer = OptimizerSpec(name, lr=0.1)
     w, (data, g) = noise(size, 3), encoded(text, noise(size, 4))
-    slots = kernels.initial_slots(optimizer, w)
+    slots = initial_slots(optimizer, w)
     steps = [
-        kernels.SegmentStep(0, 301, 0.1),
-        kernels.SegmentStep(301, 999, 0.1, active=False),
-        kernels.SegmentStep(999, size, 0.05, 0.01, 3, 0.5, 2.0),
+        SegmentStep(0, 301, 0.1),
+        SegmentStep(301, 999, 0.1, active=False),
+        SegmentStep(999, size, 0.05, 0.01, 3, 0.5, 2.0),
     ]
     results = []
     for grad, coding in ((data, Codec.parse(text).coding), (g, "float32")):
@@ -207,7 +208,7 @@ def test_kernels_refuse_bytes_of_another_partition() -> None:
     It is not a RequestError, because such bytes would be a bug of ours.
     """
     w, out = noise(100), np.zeros(100, np.float32)
-    steps = [kernels.SegmentStep(0, 100, 0.1)]
+    steps = [SegmentStep(0, 100, 0.1)]
     for text in ("int8", "topk:0.5"):
         data, _ = encoded(text, noise(300))
         with pytest.raises(ValueError, match="lengths differ"):
@@ -216,6 +217,9 @@ def test_kernels_refuse_bytes_of_another_partition() -> None:
         kernels.mean([(encoded("int8", noise(90))[0], "int8", 1.0)], 1.0, out, 10)
     with pytest.raises(ValueError, match="does not hold"):
         kernels.mean([(w, "int8", 1.0)], 1.0, out)
+    for coding, size in (("int8", 3), ("int8", 264), ("topk", 12)):
+        with pytest.raises(ValueError, match=f"no gradient in {coding} has {size} bytes"):
+            kernels.all_finite(np.zeros(size, np.uint8), coding)
     assert not out.any()
 
 

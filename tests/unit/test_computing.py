@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from paramserver import kernels
 from paramserver.core.layout import Layout
+from paramserver.core.optimizer import slot_count
 from paramserver.core.shard_io import PartitionState, UpdateTask
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import UpdateInput, single_task
@@ -83,7 +83,7 @@ def test_steps_tell_apart_only_what_the_optimizer_does(name: str) -> None:
     values = np.zeros(100, np.float32)
     found = []
     for count in range(3):
-        slots = tuple(np.zeros(100, np.float32) for _ in range(kernels.slot_count(spec.optimizer)))
+        slots = tuple(np.zeros(100, np.float32) for _ in range(slot_count(spec.optimizer)))
         state = PartitionState(values, slots, (count,))
         inputs = UpdateInput(PartitionKey(ModelKey("m", 1), 0), state, spec, Layout(spec).segments[0])
         task = single_task(inputs, np.ones(100, np.float32), "float32", None, 1.0, 0.5)

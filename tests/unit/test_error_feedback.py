@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.decoding import decode_partition
 
 from paramserver.client import transfer
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Draft, Feedback
-from paramserver.codecs import Codec, decode_partition
+from paramserver.codecs import Codec
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError, Unavailable
 from paramserver.types import F32

@@ -10,8 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import kernels
+from paramserver.core.optimizer import SegmentStep, initial_slots, slot_count, slot_names
 from paramserver.core.optimizer_spec import OptimizerSpec
-from paramserver.kernels import SegmentStep, compiled
+from paramserver.kernels import compiled
 from paramserver.types import F32, AnyArray
 
 SIZE = 5000  # more than two blocks, and not a multiple of one
@@ -41,7 +42,7 @@ def vector(seed: int, size: int = SIZE) -> F32:
 
 def state(o: OptimizerSpec, size: int = SIZE) -> list[F32]:
     """Return the optimizer's slots, filled with nonnegative numbers."""
-    return [np.abs(vector(10 + i, size)) + F(2 - i) for i in range(kernels.slot_count(o))]
+    return [np.abs(vector(10 + i, size)) + F(2 - i) for i in range(slot_count(o))]
 
 
 def run(
@@ -277,7 +278,7 @@ def test_centered_rmsprop_stays_finite_when_rounding_makes_its_variance_negative
     """Centered RMSprop stays finite under a constant gradient, whose variance of about zero may round below zero."""
     o = OptimizerSpec("rmsprop", centered=True, alpha=0.9)
     g = np.abs(vector(0)) + F(0.1)
-    w, slots = np.zeros(SIZE, F), list(kernels.initial_slots(o, np.zeros(SIZE, F)))
+    w, slots = np.zeros(SIZE, F), list(initial_slots(o, np.zeros(SIZE, F)))
     below = False
     for t in range(300):
         ok, (w, *slots) = run(o, [SegmentStep(0, SIZE, 1e-6, step=t + 1)], w, slots, g)
@@ -471,8 +472,8 @@ def test_nothing_is_compiled_after_warm_up() -> None:
 def test_slots_have_names_and_first_values() -> None:
     """Each slot has a name, and starts at zero for zero values, except for Adagrad's initial accumulator value."""
     for o in ALL:
-        assert len(kernels.slot_names(o)) == kernels.slot_count(o)
-        assert all(not s.any() for s in kernels.initial_slots(o, np.zeros(4, F)))
-    assert kernels.slot_names(ALL[7]) == ("square_avg", "grad_avg", "momentum_buffer")
-    (accumulator,) = kernels.initial_slots(OptimizerSpec("adagrad", initial_accumulator_value=0.5), np.ones(3, F))
+        assert len(slot_names(o)) == slot_count(o)
+        assert all(not s.any() for s in initial_slots(o, np.zeros(4, F)))
+    assert slot_names(ALL[7]) == ("square_avg", "grad_avg", "momentum_buffer")
+    (accumulator,) = initial_slots(OptimizerSpec("adagrad", initial_accumulator_value=0.5), np.ones(3, F))
     np.testing.assert_array_equal(accumulator, np.full(3, 0.5, F))

@@ -10,6 +10,7 @@ import pytest
 from tests.golden.optimizers import generate
 
 from paramserver import kernels
+from paramserver.core.optimizer import SegmentStep, initial_slots
 from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.schedule import learning_rate
 from paramserver.core.spec import ModelSpec
@@ -38,12 +39,12 @@ def trajectory(
     o: OptimizerSpec, w: F32, grads: F32, decay: float | None = None, rates: Sequence[float] | None = None
 ) -> F32:
     """Return the values after each step, float32 [steps, size], for gradients of the same shape."""
-    slots = kernels.initial_slots(o, w)
+    slots = initial_slots(o, w)
     out = np.empty_like(grads)
     weight_decay = o.weight_decay if decay is None else decay
     for i, g in enumerate(grads):
         new = tuple(np.empty_like(s) for s in slots)
-        steps = [kernels.SegmentStep(0, w.size, rates[i] if rates else o.lr, weight_decay, i + 1)]
+        steps = [SegmentStep(0, w.size, rates[i] if rates else o.lr, weight_decay, i + 1)]
         assert kernels.apply(o, steps, w, slots, g, "float32", out[i], new)
         w, slots = out[i], new
     return out

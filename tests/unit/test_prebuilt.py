@@ -13,7 +13,7 @@ import pytest
 from tests.unit.moved_bodies import both_ways, connected_pair
 
 from paramserver import kernels
-from paramserver.core.optimizer import SegmentStep
+from paramserver.core.optimizer import SegmentStep, slot_count
 from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.kernels import calls, prebuilt, sockets
 from paramserver.types import F32, AnyArray
@@ -58,7 +58,7 @@ def everything() -> list[bytes | float | bool]:
     w: F32 = rng.standard_normal(SIZE).astype(np.float32)
     for name, (dtype, grad) in itertools.product(NAMES, grads.items()):
         o = OptimizerSpec(name, momentum=0.9 if name in ("momentum", "nesterov", "rmsprop") else 0.0)
-        slots = [np.abs(w) + np.float32(i) for i in range(kernels.slot_count(o))]
+        slots = [np.abs(w) + np.float32(i) for i in range(slot_count(o))]
         for nontemporal in (False, True):
             out = [np.frombuffer(mmap(-1, 4 * SIZE), np.float32) for _ in range(1 + len(slots))]
             finite = kernels.apply(o, STEPS, w, slots, grad, dtype, out[0], out[1:], nontemporal=nontemporal)

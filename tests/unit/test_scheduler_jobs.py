@@ -148,8 +148,8 @@ def test_a_checkpoint_that_cannot_be_opened_now_is_not_another_models(tmp_path: 
     """Without a free file descriptor nobody is told that a checkpoint is missing, damaged or of an earlier model."""
     import resource
 
-    store, spec = CheckpointStore(tmp_path), ModelSpec.parse(SPEC).document()
-    checkpoint.write(store.path("m", "c"), spec, {"w": np.zeros(64)}, meta={"creation": "1-2.0"})
+    store, spec = CheckpointStore(tmp_path), ModelSpec.parse(SPEC)
+    checkpoint.write(store.path("m", "c"), spec, {"w": np.zeros(64)}, {}, {}, [], {}, {"creation": "1-2.0"})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
@@ -378,7 +378,7 @@ def saved(state_dir: Path) -> Driver:
     """Return a cluster with a model that has a checkpoint `mine` on disk."""
     d = Driver.with_model()
     values = {"w": np.zeros(64, np.float32)}
-    checkpoint.write(state_dir / "checkpoints" / "m" / "mine", ModelSpec.parse(SPEC).document(), values)
+    checkpoint.write(state_dir / "checkpoints" / "m" / "mine", ModelSpec.parse(SPEC), values, {}, {}, [], {}, {})
     return d
 
 

@@ -9,14 +9,6 @@ from msgspec import Struct
 from paramserver.core.selection import Selection
 from paramserver.types import AnyArray
 
-HANDED_OUT: Final[Mapping[str, np.dtype[Any]]] = {
-    "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype("<f4"),  # numpy has no bfloat16: widened on arrival, which is exact
-    "float32": np.dtype("<f4"),
-    "float64": np.dtype("<f8"),
-}
-"""The numpy dtype in which a pull returns elements of each wire dtype."""
-
 
 class Origin(Struct, frozen=True):
     """The model, timeline and versions that the values of one pull come from."""
@@ -107,8 +99,3 @@ class Params(NamedArrays):
         shapes = ", ".join(f"{n}: {list(a.shape)}" for n, a in list(self._arrays.items())[:6])
         more = ", ..." if len(self._arrays) > 6 else ""
         return f"<Params of {self._origin.model!r} at version {self.version}: {shapes}{more}>"
-
-
-def bf16_bits_to_f32(bits: AnyArray, out: AnyArray) -> None:
-    """Widen bfloat16 bits, given as uint16, to float32 in `out`."""
-    np.left_shift(bits, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")

@@ -186,7 +186,7 @@ def error_of(response: Response) -> PsError:
         doc = json.loads(response.body) if response.body else {}
     except ValueError:
         doc = {}
-    if not isinstance(doc, dict) or "code" not in doc:
+    if not isinstance(doc, dict) or not isinstance(doc.get("code"), str):
         if response.status < 500 and response.status != 429:
             return foreign(response)
         doc = {"status": response.status, "detail": f"{response.url} answered HTTP {response.status}"}
@@ -194,7 +194,7 @@ def error_of(response: Response) -> PsError:
             doc["code"] = "in_doubt"
     if "retry_after_s" not in doc and after.isdecimal():
         doc["retry_after_s"] = float(after)
-    return from_document(doc)
+    return from_document({**doc, "status": response.status})
 
 
 def is_gateway_failure(response: Response) -> bool:

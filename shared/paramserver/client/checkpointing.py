@@ -52,7 +52,7 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
     params, slots, steps = gather(model_map.layout, taken_out(states, model_map.spec.optimizer))
     return checkpoint.write(
         os.fspath(path),
-        model_map.spec.document(),
+        model_map.spec,
         params,
         slots,
         steps,

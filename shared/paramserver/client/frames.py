@@ -11,7 +11,6 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.calls import Request, Response, foreign
 from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Encoded
@@ -35,6 +34,7 @@ from paramserver.wire.frame import (
     header_end,
 )
 from paramserver.wire.sink import pour
+from paramserver.wire.tensor import bf16_bits_to_f32
 
 _HEADERS: Final = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
 

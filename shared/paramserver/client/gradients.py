@@ -15,7 +15,6 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.gradient_arrays import ArrayMemory, GradientArrays
 from paramserver.client.values import array_of, not_held
 from paramserver.codecs.elements import Encoder, encoder
@@ -23,7 +22,7 @@ from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
-from paramserver.wire.tensor import NUMPY_DTYPE, f32_to_bf16_bits
+from paramserver.wire.tensor import NUMPY_DTYPE, bf16_bits_to_f32, f32_to_bf16_bits
 
 Grads: TypeAlias = Mapping[str, Any] | Any
 """Arrays by parameter name, or one flat vector of the whole model."""

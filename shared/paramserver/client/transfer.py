@@ -6,7 +6,7 @@ from typing import Any, Final, cast
 import numpy as np
 from msgspec.structs import replace
 
-from paramserver.client.arrays import HANDED_OUT, Origin, Params
+from paramserver.client.arrays import Origin, Params
 from paramserver.client.arrivals import Arrivals
 from paramserver.client.calls import POLL_S, Call, Deadline, Pause, plain, seconds
 from paramserver.client.cluster import Cluster, ModelMap
@@ -30,6 +30,7 @@ from paramserver.core.selection import Names, Ranges, Selection, listed, select
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
 from paramserver.types import ITEMSIZE, LEVELS, AnyArray, DType
 from paramserver.wire.frame import PullReply, PushReply
+from paramserver.wire.tensor import HANDED_OUT
 
 ANSWER_S: Final = 1.0
 """Time of a call that no node is asked to wait in, so that its answer comes before the deadline; at most a fifth."""

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Final, Self, cast
 
 from paramserver.errors import problem
-from paramserver.types import ITEMSIZE, PER_PARTITION, Coding
+from paramserver.types import INT8_BLOCK, ITEMSIZE, PER_PARTITION, Coding
 
 ELEMENTS: Final[dict[str, Coding]] = {
     "fp32": "float32",
@@ -57,10 +57,9 @@ class Codec:
     @classmethod
     def of_frame(cls, text: str) -> Self:
         """Parse a name from a frame, where a fraction is not allowed.  Raises RequestError (`unknown_codec`)."""
-        codec = cls.parse(text) if ":" not in text else None
-        if codec is None:
+        if ":" in text:
             raise _unknown(text)
-        return codec
+        return cls.parse(text)
 
     @property
     def per_partition(self) -> bool:
@@ -82,10 +81,6 @@ class Codec:
                 return int8_bytes(elements)
             case _:
                 return elements * ITEMSIZE[self.coding]
-
-
-INT8_BLOCK: Final = 256
-"""Elements that share one scale."""
 
 
 def int8_bytes(elements: int) -> int:

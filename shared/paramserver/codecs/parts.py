@@ -1,4 +1,4 @@
-"""Encodes, checks and decodes one part's bytes on the CPU, with the residual that error feedback keeps.
+"""Encodes and checks one part's bytes on the CPU, with the residual that error feedback keeps; the kernels decode them.
 
 `paramserver.torch.device_codecs` produces the same bytes on a device; both are tested against golden files.
 """
@@ -8,7 +8,7 @@ from math import ceil, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.codecs.codec import INT8_BLOCK, Codec, int8_bytes, topk_count_max
+from paramserver.codecs.codec import Codec, int8_bytes, topk_count_max
 from paramserver.errors import problem
 from paramserver.types import F32, AnyArray
 
@@ -36,7 +36,7 @@ def _encode_int8(values: F32, residual: F32 | None, new_residual: F32 | None) ->
     from paramserver.kernels import encoding  # imported here, because importing compiles it
 
     out = np.empty(int8_bytes(values.size), np.uint8)
-    scales = 4 * -(-values.size // INT8_BLOCK)
+    scales = out.size - values.size
     none = np.empty(0, np.float32)
     squares = encoding.int8(
         values,
@@ -86,15 +86,3 @@ def check_content(coding: str, data: AnyArray, elements: int) -> None:
         at = data[: data.size // 2].view("<u4")
         if int(at[-1]) >= elements or not bool((at[1:] > at[:-1]).all()):
             raise problem("invalid_encoding", f"topk indices must ascend and lie below {elements}")
-
-
-def decode_partition(coding: str, data: AnyArray, elements: int) -> F32:
-    """Return the float32 values of a checked part.  The server's kernels decode block by block instead."""
-    if coding == "int8":
-        scales = 4 * -(-elements // INT8_BLOCK)
-        each: F32 = np.repeat(data[:scales].view(np.float32), INT8_BLOCK)[:elements]
-        each *= data[scales:].view(np.int8).astype(np.float32)
-        return each
-    out = np.zeros(elements, np.float32)
-    out[data[: data.size // 2].view("<u4")] = data[data.size // 2 :].view("<f4")
-    return out

@@ -15,7 +15,7 @@ class PartitionState(Struct, frozen=True):
     values: F32
     """The parameters, of the partition's length."""
     slots: tuple[F32, ...]
-    """The optimizer's state: `kernels.slot_count(optimizer)` arrays of the partition's length."""
+    """The optimizer's state: `slot_count(optimizer)` arrays of the partition's length."""
     steps: tuple[int, ...]
     """Number of updates that touched each `Segment` of the partition in the model's `Layout`."""
 

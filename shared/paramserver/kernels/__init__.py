@@ -10,7 +10,6 @@
     all_finite(a, dtype=None) -> bool        no NaN, no infinity
     norm2(a, dtype=None) -> float            2-norm, summed in float64
     warm_up()                                compile these functions, or load them from the cache on disk
-    slot_count, slot_names, initial_slots, SegmentStep     re-exported from `core.optimizer`
 
 All arrays are one-dimensional and C-contiguous.  `w`, slots and outputs are float32 and equally long.  A gradient is
 float32, float64, float16 (as NumPy's float16, or as uint16 bits), bfloat16 (as uint16 bits), or a whole partition in
@@ -20,19 +19,6 @@ every machine.  The functions release the GIL and are thread-safe.  Arguments of
 caller, and raise ValueError before anything is written.
 """
 
-from paramserver.core.optimizer import SegmentStep, initial_slots, slot_count, slot_names
 from paramserver.kernels.calls import all_finite, apply, apply_mean, exceeds_cache, mean, norm2, warm_up
 
-__all__ = [
-    "SegmentStep",
-    "all_finite",
-    "apply",
-    "apply_mean",
-    "exceeds_cache",
-    "initial_slots",
-    "mean",
-    "norm2",
-    "slot_count",
-    "slot_names",
-    "warm_up",
-]
+__all__ = ["all_finite", "apply", "apply_mean", "exceeds_cache", "mean", "norm2", "warm_up"]

@@ -52,32 +52,8 @@ def build(folder: Path) -> list[Path]:
     return made
 
 
-def _pointers(numba_types: Any) -> dict[str, Any]:
-    t = numba_types
-    p = t.CPointer
-    arrays = (p(t.float32), p(t.float64), p(t.uint16), p(t.int8), p(t.uint32))
-    grad = (*(x for array in arrays for x in (array, t.int64)), t.int64)
-    f = p(t.float32)
-    tables = (p(t.float64), p(t.int64), t.int64, p(t.float64), t.int64)
-    slots = (f, t.int64) * 3
-    mean = (p(t.int64), t.int64, p(t.float64))
-    return {
-        "step": t.boolean(
-            t.int64, t.int64, *tables, f, *slots, *grad, *mean, f, f, f, f, t.int64, t.boolean,
-        ),
-        "add": t.void(t.boolean, f, t.int64, *grad, t.int64, t.float64),
-        "finite": t.boolean(*grad),
-        "squares": t.float64(*grad, t.int64),
-        "write_rows": t.int64(t.int64, p(t.int64), t.int64, t.int64, t.int64, p(t.int32)),
-        "read_data_frames": t.int64(
-            t.int64, p(t.int64), t.int64, p(t.int64), p(t.int64), p(t.uint8),
-            t.int64, t.int64, t.int64, t.int64, p(t.int32),
-        ),
-    }  # fmt: skip
-
-
-def _entries() -> dict[str, Any]:
-    """Return the C functions by name, each a wrapper of the loop of that name."""
+def _loops() -> list[Any]:
+    """Return the loops in the order of `prebuilt.ENTRIES`, compiled for this process's level."""
     import numba
     from numba import types
 
@@ -85,7 +61,6 @@ def _entries() -> dict[str, Any]:
 
     own = types.Array(types.float32, 1, "C")
     _numba: Any = numba  # some versions of numba have no types for it
-    carray = _numba.carray
     loops = []
     for function, signature in (*compiled.SIGNATURES, *socket_loops.SIGNATURES):
         # Outputs are our own, aligned arrays; numba does not convert those to array types that may be unaligned.
@@ -93,57 +68,74 @@ def _entries() -> dict[str, Any]:
         loop.compile(tuple(own if t == compiled.OUT else t for t in signature))
         loop.disable_compile()
         loops.append(loop)
+    return loops
+
+
+def _c_signature(loop: Any) -> Any:
+    """Return the type of the C function that wraps a loop (see `prebuilt.ENTRIES`)."""
+    import numba
+
+    types: Any = numba.types
+    (signature,) = loop.nopython_signatures
+    arguments: list[Any] = []
+    for t in signature.args:
+        arguments += (types.CPointer(t.dtype), types.int64) if isinstance(t, types.Array) else (t,)
+    return signature.return_type(*arguments)
+
+
+def _wrappers(loops: list[Any]) -> list[Any]:
+    """Return the C functions, each of which calls a loop."""
+    import numba
+
+    _numba: Any = numba
+    array = _numba.carray  # (address, shape) -> the array there
     c_step, c_add, c_finite, c_squares, c_write_rows, c_read_data_frames = loops
     columns = codes.COLUMNS
 
     def step(  # type: ignore[no-untyped-def]
-        kind, slots, h, spans, n_spans, table, n_rows, w, s0, n0, s1, n1, s2, n2,
-        g32, a, g64, b, g16, c, g8, d, at, e, code, parts, n_parts, weights, out, o0, o1, o2, n, nontemporal,
+        kind, h, n_h, spans, n_spans, table, n_rows, w, n_w, s0, n0, s1, n1, s2, n2, raw, n_raw, code,
+        parts, n_parts, weights, n_weights, out, n_out, o0, m0, o1, m1, o2, m2, nontemporal,
     ):  # fmt: skip
         return c_step(
-            kind, slots, carray(h, 5), carray(spans, (n_spans, 3)), carray(table, (n_rows, columns)), carray(w, n),
-            carray(s0, n0), carray(s1, n1), carray(s2, n2), carray(g32, a), carray(g64, b), carray(g16, c),
-            carray(g8, d), carray(at, e), code, carray(parts, n_parts), carray(weights, n_parts + 1),
-            carray(out, n), carray(o0, n0), carray(o1, n1), carray(o2, n2), nontemporal,
+            kind, array(h, n_h), array(spans, (n_spans, 3)), array(table, (n_rows, columns)), array(w, n_w),
+            array(s0, n0), array(s1, n1), array(s2, n2), array(raw, n_raw), code, array(parts, n_parts),
+            array(weights, n_weights), array(out, n_out), array(o0, m0), array(o1, m1), array(o2, m2), nontemporal,
         )  # fmt: skip
 
-    def add(first, out, n, g32, a, g64, b, g16, c, g8, d, at, e, code, start, weight):  # type: ignore[no-untyped-def]
-        grad = (carray(g32, a), carray(g64, b), carray(g16, c), carray(g8, d), carray(at, e))
-        c_add(first, carray(out, n), grad[0], grad[1], grad[2], grad[3], grad[4], code, start, weight)
+    def add(first, out, n, raw, n_raw, code, start, weight):  # type: ignore[no-untyped-def]
+        c_add(first, array(out, n), array(raw, n_raw), code, start, weight)
 
-    def finite(g32, a, g64, b, g16, c, g8, d, at, e, code):  # type: ignore[no-untyped-def]
-        return c_finite(carray(g32, a), carray(g64, b), carray(g16, c), carray(g8, d), carray(at, e), code)
+    def finite(raw, n_raw, code):  # type: ignore[no-untyped-def]
+        return c_finite(array(raw, n_raw), code)
 
-    def squares(g32, a, g64, b, g16, c, g8, d, at, e, code, size):  # type: ignore[no-untyped-def]
-        return c_squares(carray(g32, a), carray(g64, b), carray(g16, c), carray(g8, d), carray(at, e), code, size)
+    def squares(raw, n_raw, code, size):  # type: ignore[no-untyped-def]
+        return c_squares(array(raw, n_raw), code, size)
 
-    def write_rows(fd, rows, n, wait_ms, waits, words):  # type: ignore[no-untyped-def]
-        return c_write_rows(fd, carray(rows, (n, 2)), wait_ms, waits, carray(words, 2))
+    def write_rows(fd, rows, n, wait_ms, waits, words, n_words):  # type: ignore[no-untyped-def]
+        return c_write_rows(fd, array(rows, (n, 2)), wait_ms, waits, array(words, n_words))
 
     def read_data_frames(  # type: ignore[no-untyped-def]
-        fd, rows, n, scratch, frame, head, low, bytes_max, wait_ms, waits, words,
+        fd, rows, n, scratch, n_scratch, frame, n_frame, head, n_head, low, bytes_max, wait_ms, waits, words, n_words,
     ):  # fmt: skip
         return c_read_data_frames(
-            fd, carray(rows, (n, 2)), carray(scratch, (n + 1, 2)), carray(frame, 4), carray(head, 9),
-            low, bytes_max, wait_ms, waits, carray(words, 2),
+            fd, array(rows, (n, 2)), array(scratch, (n_scratch, 2)), array(frame, n_frame), array(head, n_head),
+            low, bytes_max, wait_ms, waits, array(words, n_words),
         )  # fmt: skip
 
-    return {f.__name__: f for f in (step, add, finite, squares, write_rows, read_data_frames)}
+    return [step, add, finite, squares, write_rows, read_data_frames]
 
 
 def _compile(level: str, target: Path) -> None:
     import numba
     from llvmlite import binding as llvm
-    from numba import types
 
-    signatures = _pointers(types)
-    entries = _entries()  # this also makes numba initialize LLVM
+    loops = _loops()  # this also makes numba initialize LLVM
     triple = llvm.get_process_triple()
     machine = llvm.Target.from_triple(triple).create_target_machine(level, "", 3, reloc="pic", codemodel="default")
     with tempfile.TemporaryDirectory() as scratch:
         objects = []
-        for name, function in entries.items():
-            compiled: Any = numba.cfunc(signatures[name])(function)
+        for name, loop, function in zip(prebuilt.ENTRIES, loops, _wrappers(loops), strict=True):
+            compiled: Any = numba.cfunc(_c_signature(loop))(function)
             text = str(compiled._library._final_module).replace(compiled.native_name, f"ps_{name}")
             objects.append(Path(scratch) / f"{name}.o")
             objects[-1].write_bytes(machine.emit_object(llvm.parse_assembly(text)))
@@ -152,16 +144,8 @@ def _compile(level: str, target: Path) -> None:
         runtime = Path(scratch) / "runtime.c"
         runtime.write_text(RUNTIME + "\n".join(f"ABORTS({name})" for name in sorted(missing)))
         exported = [f"-Wl,--export-dynamic-symbol=ps_{name}" for name in prebuilt.ENTRIES]
-        flags = [
-            "-O2",
-            "-w",
-            "-fPIC",
-            "-fno-builtin",
-            "-shared",
-            "-s",
-            "-Wl,-Bsymbolic,-z,text,-z,noexecstack",
-            *exported,
-        ]
+        strict = "-Wl,-Bsymbolic,-z,text,-z,noexecstack"
+        flags = ["-O2", "-w", "-fPIC", "-fno-builtin", "-shared", "-s", strict, *exported]
         subprocess.run(["cc", *flags, "-o", str(target), *map(str, objects), str(runtime)], check=True)
 
 

@@ -25,13 +25,14 @@ def _load_loops() -> Any:
 
 loops: Final = _load_loops()
 _CODES = {
-    "float32": codes.F32_CODE,
-    "float64": codes.F64_CODE,
-    "float16": codes.F16_CODE,
-    "bfloat16": codes.BF16_CODE,
-    "int8": codes.INT8_CODE,
-    "topk": codes.TOPK_CODE,
+    "float32": (codes.F32_CODE, "f"),
+    "float64": (codes.F64_CODE, "d"),
+    "float16": (codes.F16_CODE, "eH"),
+    "bfloat16": (codes.BF16_CODE, "H"),
+    "int8": (codes.INT8_CODE, "B"),
+    "topk": (codes.TOPK_CODE, "B"),
 }
+"""The code of a gradient in each coding, and NumPy's characters of the dtypes of arrays that hold it."""
 _KINDS = {
     "sgd": codes.SGD,
     "momentum": codes.MOMENTUM,
@@ -43,11 +44,7 @@ _KINDS = {
     "ftrl": codes.FTRL,
     "sum": codes.SUM,
 }
-_NONE32 = np.empty(0, np.float32)
-_NONE64 = np.empty(0, np.float64)
-_NONE16 = np.empty(0, np.uint16)
-_NONE8 = np.empty(0, np.int8)
-_NONE_AT = np.empty(0, np.uint32)
+_NO_SLOT = np.empty(0, np.float32)
 _NO_PARTS = np.empty(0, np.int64)
 _NO_WEIGHTS = np.ones(1)
 _MEAN_BLOCK = 1 << 16
@@ -78,63 +75,41 @@ def warm_up() -> None:
         _compiled = True
 
 
-Views = tuple[F32, npt.NDArray[np.float64], npt.NDArray[np.uint16], npt.NDArray[np.int8], npt.NDArray[np.uint32], int]
-
-_MEAN: Final[Views] = (_NONE32, _NONE64, _NONE16, _NONE8, _NONE_AT, codes.MEAN_CODE)
-
-
-def int8_views(a: AnyArray) -> tuple[F32, npt.NDArray[np.int8]]:
-    """Return (scales, numbers) of a partition in the int8 codec, as views of its uint8 bytes."""
-    scales = 4 * -(-a.size // (codes.INT8_BLOCK + 4))
-    return a[:scales].view(np.float32), a[scales:].view(np.int8)
+_U8: Final = np.dtype(np.uint8)
+_MEAN: Final = (np.empty(0, _U8), codes.MEAN_CODE)
 
 
-def topk_views(a: AnyArray) -> tuple[npt.NDArray[np.uint32], F32]:
-    """Return (indices, values) of a partition in the topk codec, as views of its uint8 bytes."""
-    return a[: a.size // 2].view(np.uint32), a[a.size // 2 :].view(np.float32)
+def _code(a: AnyArray, dtype: str | None) -> int:
+    """Return the code of a gradient; raises ValueError if the array cannot hold it.
 
-
-def _encoded_views(a: AnyArray, code: int) -> Views:
-    if a.dtype != np.uint8:
-        raise ValueError(f"an array of {a.dtype} does not hold an encoded gradient")
-    if code == codes.INT8_CODE:
-        scales, q = int8_views(a)
-        return scales, _NONE64, _NONE16, q, _NONE_AT, code
-    at, values = topk_views(a)
-    return values, _NONE64, _NONE16, _NONE8, at, code
-
-
-def _check_length(a: AnyArray, views: Views, dtype: str, size: int) -> None:
-    """Raise ValueError if a gradient does not have `size` elements (topk: if its last index is beyond them)."""
-    code = views[-1]
-    if code == codes.TOPK_CODE:
-        at = views[4]
-        wrong = at.size > 0 and int(at[-1]) >= size
-    else:
-        wrong = (views[3].size if code == codes.INT8_CODE else a.size) != size
-    if wrong:
-        raise ValueError(f"lengths differ: the values have {size} elements, a gradient in {dtype} has {a.nbytes} bytes")
-
-
-def _views(a: AnyArray, dtype: str | None) -> Views:
-    """Return the loops' five gradient arguments, those of other types empty, and the gradient's code."""
+    The loops take a gradient as its bytes and this code.
+    """
     if not _compiled:
         warm_up()
     if a.ndim != 1 or not a.flags.c_contiguous or not a.dtype.isnative:
         raise ValueError(f"need a contiguous vector in native byte order, not shape {a.shape} of {a.dtype}")
     name = dtype or ("bfloat16" if a.dtype == np.uint16 else a.dtype.name)
-    code = _CODES.get(name, -1)
-    if code >= codes.INT8_CODE:
-        return _encoded_views(a, code)
-    if code == codes.F32_CODE and a.dtype == np.float32:
-        return a, _NONE64, _NONE16, _NONE8, _NONE_AT, code
-    if code == codes.F64_CODE and a.dtype == np.float64:
-        return _NONE32, a, _NONE16, _NONE8, _NONE_AT, code
-    if code >= codes.F16_CODE and a.dtype == np.uint16:
-        return _NONE32, _NONE64, a, _NONE8, _NONE_AT, code
-    if code == codes.F16_CODE and a.dtype == np.float16:
-        return _NONE32, _NONE64, a.view(np.uint16), _NONE8, _NONE_AT, code
-    raise ValueError(f"an array of {a.dtype} does not hold {name}")
+    code, held_by = _CODES.get(name, (-1, ""))
+    if a.dtype.char not in held_by:
+        raise ValueError(f"an array of {a.dtype} does not hold {name}")
+    if code >= codes.INT8_CODE and (a.size % 8 if code == codes.TOPK_CODE else 0 < a.size % codes.INT8_ROW < 5):
+        raise ValueError(f"no gradient in {name} has {a.size} bytes")
+    return code
+
+
+def _elements(a: AnyArray, code: int) -> int:
+    """Return the number of elements of a gradient that is not in topk, which does not tell."""
+    return a.size - 4 * -(-a.size // codes.INT8_ROW) if code == codes.INT8_CODE else a.size
+
+
+def _check_length(a: AnyArray, code: int, elements: int) -> None:
+    """Raise ValueError if a gradient does not have that many (topk: if its last index is beyond them)."""
+    if code == codes.TOPK_CODE:
+        wrong = a.size > 0 and int(a[: a.size // 2].view(np.uint32)[-1]) >= elements
+    else:
+        wrong = _elements(a, code) != elements
+    if wrong:
+        raise ValueError(f"lengths differ: the values have {elements} elements, not so a gradient of {a.nbytes} bytes")
 
 
 def _constants(o: OptimizerSpec) -> npt.NDArray[np.float64]:
@@ -244,9 +219,10 @@ def apply(
     Returns False if the gradient read, or any value or slot computed, is NaN or infinite in float32; the outputs are
     then garbage.  Raises ValueError if arrays or steps do not fit.
     """
-    views = _views(grad, dtype)
-    _check_length(grad, views, dtype, w.size)
-    return _step(optimizer, steps, w, slots, views, _NO_PARTS, _NO_WEIGHTS, w_out, slots_out, nontemporal)
+    code = _code(grad, dtype)
+    _check_length(grad, code, w.size)
+    gradient = grad.view(_U8), code
+    return _step(optimizer, steps, w, slots, gradient, _NO_PARTS, _NO_WEIGHTS, w_out, slots_out, nontemporal)
 
 
 def apply_mean(
@@ -268,7 +244,7 @@ def apply_mean(
     if not parts or not divisor > 0.0:
         raise ValueError("a mean needs at least one part and a positive divisor")
     for grad, _ in parts:
-        _check_length(grad, _views(grad, "float32"), "float32", w.size)
+        _check_length(grad, _code(grad, "float32"), w.size)
     addresses = np.array([grad.__array_interface__["data"][0] for grad, _ in parts], np.int64)
     weights = np.array([*[weight for _, weight in parts], divisor], np.float64)
     return _step(optimizer, steps, w, slots, _MEAN, addresses, weights, w_out, slots_out, nontemporal)
@@ -279,7 +255,7 @@ def _step(
     steps: Sequence[SegmentStep],
     w: F32,
     slots: Sequence[F32],
-    views: Views,
+    gradient: tuple[AnyArray, int],
     parts: npt.NDArray[np.int64],
     weights: npt.NDArray[np.float64],
     w_out: F32,
@@ -293,10 +269,10 @@ def _step(
     for a in (w_out, *slots, *slots_out):
         if a.size != size:
             raise ValueError(f"lengths differ: the values have {size} elements, another array {a.size}")
-    rest = (_NONE32,) * (3 - count)
+    rest = (_NO_SLOT,) * (3 - count)
     ok = loops.step(
-        _KINDS[optimizer.name], count, constants, spans, table, w, *slots, *rest,
-        *views, parts, weights, w_out, *slots_out, *rest, nontemporal,
+        _KINDS[optimizer.name], constants, spans, table, w, *slots, *rest,
+        *gradient, parts, weights, w_out, *slots_out, *rest, nontemporal,
     )  # fmt: skip
     return bool(ok)
 
@@ -311,18 +287,19 @@ def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32,
     """
     if not parts or not divisor > 0.0:
         raise ValueError("a mean needs at least one part and a positive divisor")
-    views = [_views(grad, dtype) for grad, dtype, _ in parts]
-    offsets = [start if view[-1] >= codes.INT8_CODE else 0 for view in views]
-    for view, (grad, dtype, _) in zip(views, parts, strict=True):
-        if view[-1] < codes.INT8_CODE:
-            _check_length(grad, view, dtype, out.size)
-        elif view[-1] == codes.INT8_CODE and view[3].size < start + out.size:
-            raise ValueError(f"a gradient of {view[3].size} elements has none at [{start}, {start + out.size})")
+    pieces: list[tuple[AnyArray, int, int, float]] = []
+    for grad, dtype, weight in parts:
+        code = _code(grad, dtype)
+        if code < codes.INT8_CODE:
+            _check_length(grad, code, out.size)
+        elif code == codes.INT8_CODE and (elements := _elements(grad, code)) < start + out.size:
+            raise ValueError(f"a gradient of {elements} elements has none at [{start}, {start + out.size})")
+        pieces.append((grad.view(_U8), code, start if code >= codes.INT8_CODE else 0, weight))
     divide = np.float32(divisor)
     for at in range(0, out.size, _MEAN_BLOCK):
         block = out[at : at + _MEAN_BLOCK]
-        for i, (view, (_, _, weight)) in enumerate(zip(views, parts, strict=True)):
-            loops.add(i == 0, block, *view, at + offsets[i], weight)
+        for i, (raw, code, offset, weight) in enumerate(pieces):
+            loops.add(i == 0, block, raw, code, at + offset, weight)
         if divide != 1.0:
             np.divide(block, divide, out=block)
 
@@ -332,17 +309,13 @@ def all_finite(a: AnyArray, dtype: str | None = None) -> bool:
 
     `dtype` is needed for codecs, and for float16 given as bits.
     """
-    views = _views(a, dtype)
-    if dtype == "int8":
-        with np.errstate(over="ignore", invalid="ignore"):
-            views = (views[0] * np.float32(128.0), *views[1:])  # the largest magnitude that each scale can decode to
-    return bool(loops.finite(*views))
+    code = _code(a, dtype)
+    return bool(loops.finite(a.view(_U8), code))
 
 
 def norm2(a: AnyArray, dtype: str | None = None) -> float:
     """Return the vector's 2-norm, summed in float64; `math.hypot` combines the norms of several vectors."""
-    views = _views(a, dtype)
-    if views[-1] == codes.TOPK_CODE:  # elements that were not sent are zero
-        views = (views[0], _NONE64, _NONE16, _NONE8, _NONE_AT, codes.F32_CODE)
-        a = views[0]
-    return sqrt(loops.squares(*views, views[3].size or a.size))
+    code = _code(a, dtype)
+    if code == codes.TOPK_CODE:  # elements that were not sent are zero
+        a, code = a[a.size // 2 :].view(np.float32), codes.F32_CODE
+    return sqrt(loops.squares(a.view(_U8), code, _elements(a, code)))

@@ -10,36 +10,20 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from paramserver.kernels.codes import (
-    ADAGRAD,
-    ADAM,
-    BLOCK,
-    CLIP,
-    DECAY,
-    F16_CODE,
-    F32_CODE,
-    F64_CODE,
-    FTRL,
-    INT8_CODE,
-    MEAN_CODE,
-    MOMENTUM,
-    NESTEROV,
-    RMSPROP,
-    SCALE,
-    SGD,
-    A,
-    B,
-    C,
+from paramserver.kernels import codes
+from paramserver.kernels.intrinsics import (
+    LINE_BYTES,
+    fence,
+    float32_at,
+    float64_at,
+    store_nontemporal,
+    subarray,
+    uint16_at,
 )
-from paramserver.kernels.intrinsics import LINE_BYTES, fence, store_nontemporal, subarray
 from paramserver.kernels.jit import jit_entry_point, jit_internal
-from paramserver.kernels.loads import add_to, load, load_mean, magnitude_bits
+from paramserver.kernels.loads import add_to, int8_views, load, load_mean, magnitude_bits, topk_views
 
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
-_in64 = types.Array(types.float64, 1, "C", readonly=True, aligned=False)
-_in16 = types.Array(types.uint16, 1, "C", readonly=True, aligned=False)
-_in8 = types.Array(types.int8, 1, "C", readonly=True, aligned=False)
-_indices = types.Array(types.uint32, 1, "C", readonly=True, aligned=False)
 OUT = _out32 = types.Array(types.float32, 1, "C", aligned=False)
 _spans = types.Array(types.int64, 2, "C")
 _table = types.Array(types.float64, 2, "C")
@@ -230,19 +214,19 @@ def _block_step(store: Any) -> Any:
         roots: Any, h0: Any, h1: Any, h2: Any, h3: Any, h4: Any, a: Any, b: Any, c: Any,
     ) -> Any:  # fmt: skip
         """Step one block; return the largest `magnitude_bits` of the results."""
-        if kind == SGD:
+        if kind == codes.SGD:
             return _sgd(w, g, out, a)
-        if kind == MOMENTUM:
+        if kind == codes.MOMENTUM:
             return _momentum(w, s0, g, out, o0, a, h0)
-        if kind == NESTEROV:
+        if kind == codes.NESTEROV:
             return _nesterov(w, s0, g, out, o0, a, h0)
-        if kind == ADAGRAD:
+        if kind == codes.ADAGRAD:
             return _adagrad(w, s0, g, out, o0, a, h0)
-        if kind == ADAM:
+        if kind == codes.ADAM:
             return _adam(w, s0, s1, g, out, o0, o1, h0, h1, h2, h3, h4, a, b, c)
-        if kind == FTRL:
+        if kind == codes.FTRL:
             return _ftrl(w, s0, s1, g, out, o0, o1, a, h0, h1, h2)
-        if kind != RMSPROP:
+        if kind != codes.RMSPROP:
             return _sum(w, g, out)
         root = subarray(roots, 0, g.size, out)
         # h: alpha, 1 - alpha, eps, momentum, centered
@@ -264,61 +248,58 @@ _step_block_nontemporal = _block_step(_store_nontemporal)
 
 
 @jit_internal
-def _copy(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, slots: int, a: int, b: int) -> None:
-    """Copy elements [a, b) of values and slots."""
+def _copy(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, a: int, b: int) -> None:
+    """Copy elements [a, b) of values and slots; the arrays of slots that the optimizer does not have are empty."""
     out[a:b] = w[a:b]
-    if slots > 0:
-        o0[a:b] = s0[a:b]
-    if slots > 1:
-        o1[a:b] = s1[a:b]
-    if slots > 2:
-        o2[a:b] = s2[a:b]
+    o0[a:b] = s0[a:b]
+    o1[a:b] = s1[a:b]
+    o2[a:b] = s2[a:b]
 
 
 @jit_entry_point
 def step(
-    kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
-    g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, parts: Any, weights: Any,
+    kind: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
+    raw: Any, code: int, parts: Any, weights: Any,
     out: Any, o0: Any, o1: Any, o2: Any, nontemporal: Any,
 ) -> Any:  # fmt: skip
     """Make one optimizer step of a partition; return whether the gradient read and every result is finite.
 
     Each row of `spans` is (start, stop, row of `table`), sorted and disjoint; all other elements are copied.
-    `nontemporal`: use nontemporal stores for blocks that start on a cache line.  For `parts` and `weights`, see
-    `load_mean`.
+    `nontemporal`: use nontemporal stores for blocks that start on a cache line.  The gradient is `raw` and `code` (see
+    `loads`), or with `MEAN_CODE` the mean of `parts` with `weights` (see `load_mean`).
     """
     f = np.float32
     h0, h1, h2, h3, h4 = f(h[0]), f(h[1]), f(h[2]), f(h[3]), f(h[4])
-    scratch = np.empty(BLOCK, np.float32)
-    roots = np.empty(BLOCK, np.float32)
+    scratch = np.empty(codes.BLOCK, np.float32)
+    roots = np.empty(codes.BLOCK, np.float32)
     worst = np.uint32(0)
-    out_of_place = out.ctypes.data != g32.ctypes.data  # in-place loops are not vectorized
+    out_of_place = out.ctypes.data != raw.ctypes.data  # in-place loops are not vectorized
     nontemporal = nontemporal and _line_aligned(out) and _line_aligned(o0) and _line_aligned(o1) and _line_aligned(o2)
     lanes = LINE_BYTES // 4
     at = 0
     for k in range(spans.shape[0]):
         start, stop = spans[k, 0], spans[k, 1]
-        _copy(w, s0, s1, s2, out, o0, o1, o2, slots, at, start)
+        _copy(w, s0, s1, s2, out, o0, o1, o2, at, start)
         at = stop
         r = spans[k, 2]
-        scale, clip, decay = f(table[r, SCALE]), f(table[r, CLIP]), f(table[r, DECAY])
-        a, b, c = f(table[r, A]), f(table[r, B]), f(table[r, C])
-        ready = out_of_place and code == F32_CODE and scale == f(1.0) and clip == f(np.inf) and decay == f(0.0)
+        scale, clip, decay = f(table[r, codes.SCALE]), f(table[r, codes.CLIP]), f(table[r, codes.DECAY])
+        a, b, c = f(table[r, codes.A]), f(table[r, codes.B]), f(table[r, codes.C])
+        ready = out_of_place and code == codes.F32_CODE and scale == f(1.0) and clip == f(np.inf) and decay == f(0.0)
         while start < stop:
-            n = min(BLOCK - start % lanes, stop - start)  # so that the next block starts on a cache line
+            n = min(codes.BLOCK - start % lanes, stop - start)  # so that the next block starts on a cache line
             wb, ob = subarray(w, start, n, w), subarray(out, start, n, out)
             b0, b1, b2 = subarray(s0, start, n, s0), subarray(s1, start, n, s1), subarray(s2, start, n, s2)
             p0, p1, p2 = subarray(o0, start, n, o0), subarray(o1, start, n, o1), subarray(o2, start, n, o2)
             if ready:
-                g = subarray(g32, start, n, g32)
+                g = float32_at(raw.ctypes.data, start, n)
             else:
                 block = subarray(scratch, 0, n, out)
-                if code == MEAN_CODE:
-                    worst = max(worst, load_mean(parts, weights, start, g32, block))
+                if code == codes.MEAN_CODE:
+                    worst = max(worst, load_mean(parts, weights, start, block))
                 else:
-                    worst = max(worst, load(g32, g64, g16, g8, places, code, start, block))
+                    worst = max(worst, load(raw, code, start, block))
                 _prepare(block, wb, scale, clip, decay)
-                g = subarray(scratch, 0, n, g32)
+                g = subarray(scratch, 0, n, w)
             if nontemporal and start % lanes == 0:
                 new = _step_block_nontemporal(
                     kind, wb, b0, b1, b2, g, ob, p0, p1, p2, roots, h0, h1, h2, h3, h4, a, b, c
@@ -327,68 +308,80 @@ def step(
                 new = _step_block(kind, wb, b0, b1, b2, g, ob, p0, p1, p2, roots, h0, h1, h2, h3, h4, a, b, c)
             worst = max(worst, new)
             start += n
-    _copy(w, s0, s1, s2, out, o0, o1, o2, slots, at, out.size)
+    _copy(w, s0, s1, s2, out, o0, o1, o2, at, out.size)
     if nontemporal:
         fence()
     return worst < _INF_BITS
 
 
 @jit_entry_point
-def add(
-    first: Any, out: Any, g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, start: int, weight: float
-) -> None:
+def add(first: Any, out: Any, raw: Any, code: int, start: int, weight: float) -> None:
     """out (+)= weight * gradient[start : start + out.size] in float32; `first` assigns instead of adding."""
     factor = np.float32(weight)
-    if code == F32_CODE:
-        add_to(first, g32[start : start + out.size], factor, out)
+    if code == codes.F32_CODE:
+        add_to(first, float32_at(raw.ctypes.data, start, out.size), factor, out)
         return
-    scratch = np.empty(BLOCK, np.float32)
+    scratch = np.empty(codes.BLOCK, np.float32)
     at = 0
     while at < out.size:
-        end = min(at + BLOCK, out.size)
+        end = min(at + codes.BLOCK, out.size)
         g = scratch[: end - at]
-        load(g32, g64, g16, g8, places, code, start + at, g)
+        load(raw, code, start + at, g)
         add_to(first, g, factor, out[at:end])
         at = end
 
 
+@jit_internal
+def _largest(values: Any, factor: Any) -> Any:
+    """Return the largest `magnitude_bits` of the products."""
+    worst = np.uint32(0)
+    for i in range(values.size):
+        worst = max(worst, magnitude_bits(factor * values[i]))
+    return worst
+
+
 @jit_entry_point
-def finite(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int) -> Any:
-    """Whether a gradient is finite in float32; of an encoded one, only `g32` is tested."""
-    if code == F32_CODE or code >= INT8_CODE:
-        worst = np.uint32(0)
-        for i in range(g32.size):
-            worst = max(worst, magnitude_bits(g32[i]))
-        return worst < _INF_BITS
-    elif code == F64_CODE:
-        bits = g64.view(np.uint64)
+def finite(raw: Any, code: int) -> Any:
+    """Whether a gradient is finite in float32; of int8, whether no scale is so large that a number might not be."""
+    if code == codes.F64_CODE:
+        wide = float64_at(raw.ctypes.data, 0, raw.size // 8).view(np.uint64)
         widest = np.uint64(0)
-        for i in range(bits.size):
-            widest = max(widest, np.uint64(bits[i] & np.uint64(0x7FFFFFFFFFFFFFFF)))
+        for i in range(wide.size):
+            widest = max(widest, np.uint64(wide[i] & np.uint64(0x7FFFFFFFFFFFFFFF)))
         return widest < np.uint64(0x47EFFFFFF0000000)  # 2**128 - 2**103, halfway above the largest float32: rounds up
-    top = np.uint16(0x7C00) if code == F16_CODE else np.uint16(0x7F80)
-    most = np.uint16(0)
-    for i in range(g16.size):
-        most = max(most, np.uint16(g16[i] & np.uint16(0x7FFF)))
-    return most < top
+    if code == codes.F16_CODE or code == codes.BF16_CODE:
+        half = uint16_at(raw.ctypes.data, 0, raw.size // 2)
+        top = np.uint16(0x7C00) if code == codes.F16_CODE else np.uint16(0x7F80)
+        most = np.uint16(0)
+        for i in range(half.size):
+            most = max(most, np.uint16(half[i] & np.uint16(0x7FFF)))
+        return most < top
+    if code == codes.INT8_CODE:
+        return _largest(int8_views(raw)[0], np.float32(128.0)) < _INF_BITS
+    values = topk_views(raw)[1] if code == codes.TOPK_CODE else float32_at(raw.ctypes.data, 0, raw.size // 4)
+    return _largest(values, np.float32(1.0)) < _INF_BITS
 
 
 @jit_entry_point
-def squares(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, size: int) -> float:
-    """Return the sum of squares in float64, from 16 interleaved partial sums: vectorizable, in a fixed order."""
+def squares(raw: Any, code: int, size: int) -> float:
+    """Return the sum of squares of `size` elements in float64, in a fixed order.
+
+    They are added to 16 interleaved partial sums, which can be vectorized.
+    """
     lanes = np.empty(16, np.float64)
     for k in range(16):
         lanes[k] = 0.0
-    scratch = np.empty(BLOCK, np.float32)
+    scratch = np.empty(codes.BLOCK, np.float32)
     at = 0
     while at < size:
-        end = min(at + BLOCK, size)
-        if code == F64_CODE:
-            for i in range(at, end):
-                lanes[(i - at) & 15] += g64[i] * g64[i]
+        end = min(at + codes.BLOCK, size)
+        if code == codes.F64_CODE:
+            wide = float64_at(raw.ctypes.data, at, end - at)
+            for i in range(wide.size):
+                lanes[i & 15] += wide[i] * wide[i]
         else:
             g = scratch[: end - at]
-            load(g32, g64, g16, g8, places, code, at, g)
+            load(raw, code, at, g)
             whole = g.size // 16 * 16
             for i in range(0, whole, 16):
                 for k in range(16):
@@ -404,9 +397,9 @@ def squares(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, size:
     return total
 
 
-_grad = (_in32, _in64, _in16, _in8, _indices, types.int64)
+_grad = (types.Array(types.uint8, 1, "C", readonly=True), types.int64)
 SIGNATURES = (
-    (step, (types.int64, types.int64, _numbers, _spans, _table, _in32, _in32, _in32, _in32, *_grad,
+    (step, (types.int64, _numbers, _spans, _table, _in32, _in32, _in32, _in32, *_grad,
             _addresses, _numbers, _out32, _out32, _out32, _out32, types.boolean)),
     (add, (types.boolean, _out32, *_grad, types.int64, types.float64)),
     (finite, _grad),

@@ -6,8 +6,8 @@ from typing import Any, Final
 import numpy as np
 from numba import types
 
-from paramserver.kernels.codes import INT8_BLOCK
 from paramserver.kernels.jit import jit_entry_point
+from paramserver.types import INT8_BLOCK
 
 SCALE: Final = np.float32(1.0 / 127.0)
 SMALLEST: Final = np.float32(2.0**-126)

@@ -24,15 +24,21 @@ def _subarray(typing_context: Any, array: Any, start: Any, size: Any, model: Any
     return model(array, types.intp, types.intp, model), generate
 
 
-def _array_at(typing_context: Any, address: Any, start: Any, size: Any, model: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        made = context.make_array(model)(context, builder)
-        first = builder.gep(builder.inttoptr(args[0], made.data.type), [args[1]])
-        item_bytes = context.get_constant(types.intp, model.dtype.bitwidth // 8)
-        _arrays.populate_array(made, first, [args[2]], [item_bytes], item_bytes, None)
-        return made._getvalue()
+def _elements(item: Any) -> Any:
+    """Return the intrinsic that is described below, for items of that type."""
+    model = types.Array(item, 1, "C", readonly=True, aligned=False)
 
-    return model(types.intp, types.intp, types.intp, model), generate
+    def at(typing_context: Any, address: Any, start: Any, size: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            made = context.make_array(model)(context, builder)
+            first = builder.gep(builder.inttoptr(args[0], made.data.type), [args[1]])
+            item_bytes = context.get_constant(types.intp, item.bitwidth // 8)
+            _arrays.populate_array(made, first, [args[2]], [item_bytes], item_bytes, None)
+            return made._getvalue()
+
+        return model(types.intp, types.intp, types.intp), generate
+
+    return intrinsic(at)
 
 
 def _store_nontemporal(typing_context: Any, array: Any, at: Any, value: Any) -> Any:
@@ -58,8 +64,10 @@ subarray: Any = intrinsic(_subarray)
 compiled for one type only.  The view keeps no memory alive: reference counting takes a locked instruction, which waits
 for all earlier stores."""
 
-array_at: Any = intrinsic(_array_at)
-"""array_at(address, start, size, model): the same of the array that begins at that address."""
+float32_at, float64_at = _elements(types.float32), _elements(types.float64)
+int8_at, uint16_at, uint32_at = _elements(types.int8), _elements(types.uint16), _elements(types.uint32)
+"""float32_at(address, start, size): elements [start, start + size) of the array at that address, which may be
+unaligned, as such a view; likewise for other items."""
 
 store_nontemporal: Any = intrinsic(_store_nontemporal)
 """store_nontemporal(array, at, value): array[at] = value as a nontemporal store, which neither reads the cache line nor

@@ -1,12 +1,16 @@
-"""Conversion of gradients of every dtype and codec to float32, a block at a time, for the compiled entry points."""
+"""Conversion of gradients of every dtype and codec to float32, a block at a time, for the compiled entry points.
+
+A gradient is (raw, code): its bytes, uint8 of any alignment, and what they are.
+"""
 
 from typing import Any
 
 import numpy as np
 
-from paramserver.kernels.codes import F16_CODE, F32_CODE, F64_CODE, INT8_BLOCK, INT8_CODE, TOPK_CODE
-from paramserver.kernels.intrinsics import array_at
+from paramserver.kernels import codes
+from paramserver.kernels.intrinsics import float32_at, float64_at, int8_at, uint16_at, uint32_at
 from paramserver.kernels.jit import jit_internal
+from paramserver.types import INT8_BLOCK
 
 _ABS_BITS = np.uint32(0x7FFFFFFF)
 
@@ -35,8 +39,23 @@ def _load_half(half: Any, g: Any) -> None:
 
 
 @jit_internal
-def _load_int8(scales: Any, q: Any, start: int, g: Any) -> None:
+def int8_views(raw: Any) -> Any:
+    """Return (scales, numbers) of a partition in int8."""
+    blocks = -(-raw.size // codes.INT8_ROW)
+    return float32_at(raw.ctypes.data, 0, blocks), int8_at(raw.ctypes.data, 4 * blocks, raw.size - 4 * blocks)
+
+
+@jit_internal
+def topk_views(raw: Any) -> Any:
+    """Return (indices, values) of a partition in topk."""
+    count = raw.size // 8
+    return uint32_at(raw.ctypes.data, 0, count), float32_at(raw.ctypes.data, count, count)
+
+
+@jit_internal
+def _load_int8(raw: Any, start: int, g: Any) -> None:
     """g[:] = the int8 numbers from `start` on, each times the scale of its block."""
+    scales, q = int8_views(raw)
     i = 0
     while i < g.size:
         block = (start + i) // INT8_BLOCK
@@ -48,8 +67,9 @@ def _load_int8(scales: Any, q: Any, start: int, g: Any) -> None:
 
 
 @jit_internal
-def _load_topk(values: Any, at: Any, start: int, g: Any) -> None:
-    """g[:] = the elements from `start` on: `values` at the ascending indices `at`, zero elsewhere."""
+def _load_topk(raw: Any, start: int, g: Any) -> None:
+    """g[:] = the elements from `start` on: the values at the ascending indices, zero elsewhere."""
+    at, values = topk_views(raw)
     for i in range(g.size):
         g[i] = np.float32(0.0)
     low, high = 0, at.size
@@ -69,28 +89,28 @@ def _load_topk(values: Any, at: Any, start: int, g: Any) -> None:
 
 
 @jit_internal
-def load(g32: Any, g64: Any, g16: Any, g8: Any, at: Any, code: int, start: int, g: Any) -> Any:
+def load(raw: Any, code: int, start: int, g: Any) -> Any:
     """g[:] = the gradient from `start` on, as float32; returns the largest `magnitude_bits`."""
     n = g.size
     worst = np.uint32(0)
-    if code == F32_CODE:
-        src = g32[start : start + n]
+    if code == codes.F32_CODE:
+        src = float32_at(raw.ctypes.data, start, n)
         for i in range(n):
             g[i] = src[i]
             worst = max(worst, magnitude_bits(src[i]))
         return worst
-    if code == F64_CODE:
-        wide = g64[start : start + n]
+    if code == codes.F64_CODE:
+        wide = float64_at(raw.ctypes.data, start, n)
         for i in range(n):
             g[i] = np.float32(wide[i])
-    elif code == F16_CODE:
-        _load_half(g16[start : start + n], g)
-    elif code == INT8_CODE:
-        _load_int8(g32, g8, start, g)
-    elif code == TOPK_CODE:
-        _load_topk(g32, at, start, g)
+    elif code == codes.F16_CODE:
+        _load_half(uint16_at(raw.ctypes.data, start, n), g)
+    elif code == codes.INT8_CODE:
+        _load_int8(raw, start, g)
+    elif code == codes.TOPK_CODE:
+        _load_topk(raw, start, g)
     else:
-        brain = g16[start : start + n]
+        brain = uint16_at(raw.ctypes.data, start, n)
         bits = g.view(np.uint32)
         for i in range(n):
             bits[i] = np.uint32(np.uint32(brain[i]) << np.uint32(16))
@@ -111,14 +131,13 @@ def add_to(first: Any, g: Any, factor: Any, out: Any) -> None:
 
 
 @jit_internal
-def load_mean(parts: Any, weights: Any, start: int, model: Any, g: Any) -> Any:
+def load_mean(parts: Any, weights: Any, start: int, g: Any) -> Any:
     """g[:] = the weighted mean of float32 gradients, from `start` on; returns the largest `magnitude_bits`.
 
     `parts` are the gradients' addresses, in the order of addition; `weights` holds a weight for each, then the divisor.
-    `model` is any array of the gradients' type.
     """
     for k in range(parts.size):
-        add_to(k == 0, array_at(parts[k], start, g.size, model), np.float32(weights[k]), g)
+        add_to(k == 0, float32_at(parts[k], start, g.size), np.float32(weights[k]), g)
     divisor = np.float32(weights[parts.size])
     if divisor != np.float32(1.0):
         for i in range(g.size):

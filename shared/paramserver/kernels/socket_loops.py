@@ -9,6 +9,7 @@ Buffers are rows of (address, bytes), like the system's `iovec`; rows are advanc
 import socket
 from typing import Any, Final
 
+import numpy as np
 from numba import types
 
 from paramserver.kernels.jit import jit_entry_point, jit_internal
@@ -124,8 +125,9 @@ def read_data_frames(
         if due == 0 and frame[2] & _END:
             break
         if have == _HEAD_BYTES:
-            length = head[0] << 16 | head[1] << 8 | head[2]
-            stream = (head[5] & 127) << 24 | head[6] << 16 | head[7] << 8 | head[8]
+            # Signed, like `due`: numba makes a float of what is signed or unsigned.
+            length = np.int64(head[0] << 16 | head[1] << 8 | head[2])
+            stream = np.int64((head[5] & 127) << 24 | head[6] << 16 | head[7] << 8 | head[8])
             if head[3] != _DATA or head[4] & _PADDED or stream != frame[0] or not 0 < length <= bytes_max:
                 break
             due, frame[2], have = length, head[4], 0

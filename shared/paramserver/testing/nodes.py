@@ -88,7 +88,7 @@ class Node:
             if self.up:
                 self.later(0.0, what, lambda: take(answer))
 
-        return Call(f"{source} to {self.name}: {what}", deliver, self.name, source, once=once)
+        return Call(f"{source} to {self.name}: {what}", deliver, self.name, source, once)
 
     def ask_redis(self, what: str, work: Callable[[SimRedis], T], done: Callable[[T | None], None]) -> None:
         """Run one atomic command and pass its result to `done`; None if no answer came, whether it ran or not."""

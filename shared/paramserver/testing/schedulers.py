@@ -75,8 +75,8 @@ class SimScheduler(Node):
         self._refilling = False
         """Redis was emptied and is not refilled yet."""
         self._storage_down = False
-        self._asked_s = self.world.now
-        """When it sent the last lease renewal that succeeded; -inf after a pause, until one does."""
+        self._confirmed = True
+        """Whether its lease has been renewed since its last pause."""
         self._deferred: list[Callable[[], None]] = []
 
     # --- the lease
@@ -120,7 +120,7 @@ class SimScheduler(Node):
         self._tick(self.term)
 
     def _renew(self) -> None:
-        term, asked_s = self.term, self.world.now
+        term = self.term
 
         def renewed(answer: tuple[Verdict, int] | None) -> None:
             if not self.leading or term != self.term:
@@ -133,7 +133,7 @@ class SimScheduler(Node):
             if verdict is Verdict.FENCED:
                 self._step_down()
                 return
-            self._asked_s = asked_s
+            self._confirmed = True
             self._storage("")
             if verdict is Verdict.EMPTIED and not self._refilling:
                 self._refilling = True
@@ -159,12 +159,8 @@ class SimScheduler(Node):
 
     def _recheck_lease(self) -> None:
         if self.leading:
-            self._asked_s = float("-inf")
+            self._confirmed = False
             self._renew()
-
-    @property
-    def _lease_confirmed(self) -> bool:
-        return self._asked_s > float("-inf")
 
     def _storage(self, reason: str) -> None:
         if self._storage_down != bool(reason):
@@ -182,7 +178,7 @@ class SimScheduler(Node):
 
     def handle(self, event: io.Event) -> None:
         """Handle one event; effects are performed once its decisions are stored, except replies that need not wait."""
-        if not self._lease_confirmed:
+        if not self._confirmed:
             self._deferred.append(lambda: self.handle(event))
             return
         batch = _Batch()
@@ -289,7 +285,7 @@ class SimScheduler(Node):
         """Return a read-only request."""
 
         def take(answer: Answer) -> None:
-            if not self.leading or not self._lease_confirmed:
+            if not self.leading or not self._confirmed:
                 answer(_no_leader())
                 return
             try:

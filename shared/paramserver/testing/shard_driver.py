@@ -64,7 +64,7 @@ from paramserver.core.shard_io import (
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.types import F32, AnyArray, DType, ModelKey, PartitionKey, PushId, Token
-from paramserver.wire.tensor import bf16_to_f32, slice_crc
+from paramserver.wire.tensor import slice_crc, to_f32
 
 
 class InMemoryStore:
@@ -150,7 +150,7 @@ def perform(task: Task) -> TaskResult:
     if isinstance(task, AssignTask):
         part, at = task.part, 0
         values[:] = state.values
-        data = bf16_to_f32(part.data) if part.dtype == "bfloat16" else part.data
+        data = to_f32(part.data, part.dtype)
         for start, stop in part.ranges or ((0, values.size),):
             values[start:stop] = data[at : at + stop - start]
             at += stop - start

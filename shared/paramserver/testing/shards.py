@@ -17,7 +17,7 @@ from paramserver.testing.nodes import Node
 from paramserver.testing.schedulers import Document, SimScheduler
 from paramserver.testing.shard_driver import check_superseded, checked_part, perform, pullable
 from paramserver.testing.storage import SimRedis, Verdict
-from paramserver.testing.world import Answer, Call, World
+from paramserver.testing.world import Answer, Call, Delivery, World
 from paramserver.types import ModelKey, PartitionKey, Token
 
 RETRY_S = 0.3
@@ -389,23 +389,16 @@ class SimShard(Node):
 
     def ask(self, source: str, what: str, make: Callable[[int], sio.Event]) -> Call:
         """Return a request to this shard."""
+        return self._request(source, what, lambda answer: self.handle(make(self.number(answer))))
 
-        def take(answer: Answer) -> None:
-            if self.serving:
-                self.handle(make(self.number(answer)))
-            else:
-                answer(_no_contact())
-
-        return self.call(what, source, take)
+    def _request(self, source: str, what: str, take: Delivery) -> Call:
+        """Return a request that `take` handles if this shard may serve."""
+        return self.call(what, source, lambda answer: take(answer) if self.serving else answer(_no_contact()))
 
     def ask_last_push(self, source: str, what: str, event: Callable[[int], sio.PushReceived], shards: int) -> Call:
         """Return a push that ends its worker's iteration on `shards` shards; this one reports its part of the clock."""
 
         def take(answer: Answer) -> None:
-            if not self.serving:
-                answer(_no_contact())
-                return
-
             def pushed(outcome: Any) -> None:
                 if isinstance(outcome, sio.PushDone):
                     self._report_clock(made, outcome, shards)
@@ -414,7 +407,7 @@ class SimShard(Node):
             made = event(self.number(pushed))
             self.handle(made)
 
-        return self.call(what, source, take)
+        return self._request(source, what, take)
 
     def _report_clock(self, push: sio.PushReceived, done: sio.PushDone, shards: int) -> None:
         served, indices = self.core.find_model(done.model), [p.partition for p in push.parts]
@@ -437,22 +430,17 @@ class SimShard(Node):
         def take(answer: Answer) -> None:
             def pulled(outcome: Any) -> None:
                 served = self.core.find_model(outcome.model) if isinstance(outcome, sio.PullDone) else None
-                if isinstance(outcome, PsError) and outcome.code == "version_not_reached":
-                    answer(None)
-                elif served is not None and not served.may_continue(indices, i.worker, i.epoch, clock):
-                    answer(None)
-                else:
-                    answer(outcome)
+                too_early = isinstance(outcome, PsError) and outcome.code == "version_not_reached"
+                if too_early or (served and not served.may_continue(indices, i.worker, i.epoch, clock)):
+                    outcome = None
+                answer(outcome)
 
-            if not self.serving:
-                answer(_no_contact())
-                return
             pull = sio.PullReceived(
                 self.number(pulled), push.model, indices, timeline=push.timeline, wait_s=wait_s, min_clock=clock + 1
             )
             self.handle(pull)
 
-        return self.call(f"commit {clock} {indices}", source, take)
+        return self._request(source, f"commit {clock} {indices}", take)
 
 
 def _no_contact() -> PsError:

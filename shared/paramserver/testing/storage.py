@@ -25,8 +25,6 @@ class Verdict(Enum):
 class SimRedis:
     """State that outlives every process: the lease, the scheduler's fields, tokens, fences, snapshots and journals."""
 
-    name = "redis"
-
     def __init__(self) -> None:
         self.down = False
         self.times_emptied = 0

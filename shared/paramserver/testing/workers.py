@@ -138,25 +138,25 @@ class SimWorker(SimClient):
         while clock < self.sim.clocks and (not self.sim.own_elements or self.seq < SEQS_MAX - 1):
             self.seq += 1
             ends = sync and self.sim.world.chance(0.7)
-            pushes: list[tuple[str, sio.PushReceived]] | None = [] if ends else None
             push_id = PushId(me["worker"], me["epoch"], self.seq)
-            outcome = yield from self._push(push_id, clock, timeline, pushes)
-            if outcome is None and pushes and (yield from self._released(pushes)):
-                outcome = {"clock": clock + 1}
-            elif outcome is None:
-                outcome = yield from self._report(me, clock + 1, timeline, since)
+            outcome = yield from self._push(push_id, clock, timeline, ends)
+            if not isinstance(outcome, PsError):
+                if outcome and (yield from self._released(outcome)):
+                    outcome = {"clock": clock + 1}
+                else:
+                    outcome = yield from self._report(me, clock + 1, timeline, since)
             if isinstance(outcome, PsError):
                 if outcome.code != "rolled_back":
                     return False
                 clock, timeline = int(outcome.members["clock"]), int(outcome.members["timeline"])
                 since = clock
                 if self.sim.own_elements:  # else it perhaps loses its lease, which is to be seen, too
-                    beating.clock, beating.timeline, beating.since = clock, timeline, since
+                    beating.at = clock, timeline, since
                 continue
             self.sim.ended[self.index, self.seq] = (timeline, clock)
             before, clock = clock, max(clock + 1, int(outcome["clock"])) if sync else clock + 1
             since = since if clock == before + 1 else clock
-            beating.clock, beating.timeline, beating.since = clock, timeline, since
+            beating.at = clock, timeline, since
             self.sim.observe(self.index, (yield from self.pull(clock if sync else 0)))
             if self.sim.own_elements:
                 yield self.sim.world.rng.uniform(0.0, 0.6)
@@ -170,19 +170,18 @@ class SimWorker(SimClient):
         gradient[element_of(self.index, seq)] = 1.0
         return gradient
 
-    def _push(
-        self, push_id: PushId, clock: int, timeline: int, ends: list[tuple[str, sio.PushReceived]] | None = None
-    ) -> Script:
-        """Push ones to every partition, under one id until all have answered; return None, or the error that ended it.
+    def _push(self, push_id: PushId, clock: int, timeline: int, ends: bool) -> Script:
+        """Push ones to every partition, under one id until all have answered; return the error that ended it, if any.
 
-        With `ends`, the first attempt is marked as the iteration's last push if it covers all partitions; its requests
-        are added to `ends` if all of them succeed.  Retries are not marked, because the reports of two attempts cannot
-        be combined.
+        With `ends`, the first attempt is marked as the iteration's last push if it covers all partitions, and if all of
+        its requests succeed they are returned, as (shard, push); else none.  Retries are not marked, because the
+        reports of two attempts cannot be combined.
         """
-        left, first = set(range(self.sim.spec.partitions)), ends is not None
+        left = set(range(self.sim.spec.partitions))
+        ending: list[tuple[str, sio.PushReceived]] = []
         while left:
             owners = yield from self.owners(left)
-            first = first and sum(map(len, owners.values())) == self.sim.spec.partitions
+            ends = ends and sum(map(len, owners.values())) == self.sim.spec.partitions
             for shard, indices in owners.items():
                 sizes = {i: self.layout.partition_size(i) for i in indices}
                 parts = tuple(push_part(i, self._gradient(push_id.seq, n), n) for i, n in sizes.items())
@@ -192,24 +191,24 @@ class SimWorker(SimClient):
                 what, make = f"push {push_id.seq} {indices}", lambda r, push=push: replace(push, request=r)
                 node = self.sim.shards[shard]
                 self._may_die()
-                if first:
+                if ends:
                     done = yield node.ask_last_push(self.name, what, make, len(owners))
                 else:
                     done = yield node.ask(self.name, what, make)
                 if isinstance(done, sio.PushDone):
                     left -= set(indices)
-                    if first and ends is not None:
-                        ends.append((shard, push))
+                    if ends:
+                        ending.append((shard, push))
                     for i in indices:
                         self.sim.acknowledged.setdefault(i, set()).add(push_id)
-                elif isinstance(done, PsError) and not done.retryable:
+                elif not done.retryable:
                     return done
-                elif isinstance(done, PsError):
+                else:
                     yield from self.failed()
-            if first and left and ends:
-                ends.clear()  # by the time the rest is accepted, no request waits for the commit any more
-            first = False
-        return None
+            if left:
+                ending.clear()  # by the time the rest is accepted, no request waits for the commit any more
+            ends = False
+        return ending
 
     def _released(self, pushes: list[tuple[str, sio.PushReceived]]) -> Script:
         """Whether all shards say that the push's clock is over; what they return then is checked like a pull."""
@@ -249,9 +248,8 @@ class _Heartbeat:
 
     def __init__(self, worker: SimWorker, me: Any) -> None:
         self.over = False
-        self.clock: int | None = None
-        self.timeline: int | None = None
-        self.since: int | None = None
+        self.at: tuple[int | None, int | None, int | None] = (None, None, None)
+        """(clock, timeline, since) to tell; None: nothing yet."""
         self._client = SimClient(worker.sim, worker.name)
         self._me = me
 
@@ -260,6 +258,6 @@ class _Heartbeat:
         worker, epoch, model = self._me["worker"], self._me["epoch"], self._client.sim.spec.name
         while not self.over:
             yield from self._client.ask(
-                lambda r: io.WorkerHeartbeat(r, model, worker, epoch, self.clock, self.timeline, since=self.since)
+                lambda r: io.WorkerHeartbeat(r, model, worker, epoch, *self.at[:2], since=self.at[2])
             )
             yield 1.0

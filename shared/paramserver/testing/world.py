@@ -9,9 +9,12 @@ import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Final
 
 from paramserver.errors import PsError, problem
+
+TIMEOUT_S: Final = 5.0
+"""Timeout of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +59,18 @@ class Call:
 
     what: str
     deliver: Delivery
-    target: str = ""
+    target: str
     """The process it is sent to."""
-    source: str = ""
-    timeout_s: float = 5.0
-    once: bool = False
+    source: str
+    once: bool
     """Never delivered twice: the second delivery would count as another request."""
 
 
 class World:
     """One simulated run."""
 
-    def __init__(self, seed: int, faults: Faults | None = None) -> None:
-        self.seed = seed
-        self.faults = faults or Faults()
+    def __init__(self, seed: int, faults: Faults) -> None:
+        self.faults = faults
         self.rng = random.Random(seed)
         self.now = 0.0
         self.events = 0
@@ -144,8 +145,8 @@ class World:
         for _ in range(copies):
             if self.arrives(call.source, call.target):
                 self.after(self.delay(), call.what, lambda: call.deliver(answered))
-        late = problem("in_doubt", f"{call.what}: no answer within {call.timeout_s} s")
-        self.after(call.timeout_s, f"timeout {call.what}", lambda: settle(late))
+        late = problem("in_doubt", f"{call.what}: no answer within {TIMEOUT_S} s")
+        self.after(TIMEOUT_S, f"timeout {call.what}", lambda: settle(late))
 
     def play(self, script: Script) -> None:
         """Run a client's script to its end."""

@@ -20,11 +20,11 @@ from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Encoded, stored
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.values import not_held
-from paramserver.codecs.codec import INT8_BLOCK, Codec
+from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Selection, select
 from paramserver.errors import combined, problem
 from paramserver.torch import device_codecs
-from paramserver.types import AnyArray
+from paramserver.types import INT8_BLOCK, AnyArray
 
 
 @dataclass(frozen=True, slots=True)

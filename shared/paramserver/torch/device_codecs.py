@@ -9,8 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from paramserver.codecs.codec import INT8_BLOCK, Codec
+from paramserver.codecs.codec import Codec
 from paramserver.codecs.parts import topk_count
+from paramserver.types import INT8_BLOCK
 
 _SCALE: Final = 1.0 / 127.0
 _SMALLEST: Final = 2.0**-126

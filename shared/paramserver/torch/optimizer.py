@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paramserver.client.arrays import HANDED_OUT, Origin, Params
+from paramserver.client.arrays import Origin, Params
 from paramserver.client.client import Client, connect
 from paramserver.client.cluster import ModelMap
 from paramserver.client.consistency import Consistency
@@ -29,6 +29,7 @@ from paramserver.errors import ConflictError, NotFoundError, Unavailable, proble
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
 from paramserver.torch.fitting import as_params, check_dense, check_fit, named_parameters, other_settings
+from paramserver.wire.tensor import HANDED_OUT
 
 log = logging.getLogger("paramserver")
 PULL_CODINGS: Final = ("float32", "float16", "bfloat16")

@@ -19,13 +19,21 @@ from paramserver.errors import problem
 
 Buffer = bytes | bytearray | memoryview
 
-_FIXED: Final = (
-    {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8}
-    | {0xCC + i: 1 << i for i in range(4)}
-    | {0xD0 + i: 1 << i for i in range(4)}
+_NOTHING: Final = (0, 0, 0, 0)
+_LEADS: Final = (
+    dict.fromkeys((*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3), _NOTHING)  # small integers, nil, booleans
+    | {0x80 + i: (0, 0, i, 2) for i in range(16)}  # maps
+    | {0x90 + i: (0, 0, i, 1) for i in range(16)}  # arrays
+    | {0xA0 + i: (0, i, 0, 0) for i in range(32)}  # text
+    | {0xCA + i: (0, 4 << i, 0, 0) for i in range(2)}  # floats
+    | {first + i: (0, 1 << i, 0, 0) for first in (0xCC, 0xD0) for i in range(4)}  # integers
+    | {first + i: (1 << i, 0, 0, 0) for first in (0xC4, 0xD9) for i in range(3)}  # bytes and text
+    | {first + i: (2 << i, 0, 0, per) for first, per in ((0xDC, 1), (0xDE, 2)) for i in range(2)}  # arrays and maps
 )
-_SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_LONG: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+"""What follows the first byte of a msgpack value: bytes of a length, bytes of content, members, and values in each.
+
+The length, if there is one, is that of the content or, of a container, the number of members.
+"""
 
 
 def _measure(buf: memoryview) -> None:
@@ -37,42 +45,27 @@ def _measure(buf: memoryview) -> None:
             open_items.pop()
             continue
         open_items[-1] -= 1
-        if at >= end:
-            raise problem("malformed", "the msgpack body is truncated")
-        b = buf[at]
-        at += 1
-        items, per = 0, 1
-        if b <= 0x7F or b >= 0xE0:
-            continue
-        if b <= 0x8F:
-            items, per = (b & 0x0F) * 2, 2
-        elif b <= 0x9F:
-            items = b & 0x0F
-        elif b <= 0xBF:
-            at += b & 0x1F
-        elif b in _FIXED:
-            at += _FIXED[b]
-        elif b in _SIZED:
-            n = _SIZED[b]
-            at += n + int.from_bytes(buf[at : at + n], "big")
-        elif b in _LONG:
-            n, per = _LONG[b]
-            items = int.from_bytes(buf[at : at + n], "big") * per
-            at += n
-        else:
+        lead = _LEADS.get(buf[at]) if at < end else _NOTHING
+        if lead is None:
             raise problem("malformed", "msgpack extension types are not understood")
+        length_bytes, size, members, per = lead
+        at += 1 + length_bytes
+        if length_bytes:
+            length = int.from_bytes(buf[at - length_bytes : at], "big")
+            size, members = (0, length) if per else (length, 0)
+        at += size
         if at > end:
             raise problem("malformed", "the msgpack body is truncated")
-        if items:
-            total += items
-            if items > limits.MSGPACK_CONTAINER_MAX * per:
+        if members:
+            total += members * per
+            if members > limits.MSGPACK_CONTAINER_MAX:
                 detail = f"a msgpack container holds more than {limits.MSGPACK_CONTAINER_MAX} items"
                 raise problem("too_large", detail)
             if len(open_items) > limits.MSGPACK_DEPTH_MAX:
                 raise problem("too_large", f"the msgpack body is nested deeper than {limits.MSGPACK_DEPTH_MAX}")
             if total > limits.MSGPACK_ITEMS_MAX:
                 raise problem("too_large", f"the msgpack body holds more than {limits.MSGPACK_ITEMS_MAX} values")
-            open_items.append(items)
+            open_items.append(members * per)
     if at != end:
         raise problem("malformed", f"{end - at} bytes follow the msgpack body")
 

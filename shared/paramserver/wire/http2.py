@@ -217,9 +217,9 @@ class Scanner:
                 continue
             padding = 0
             if flags & PADDED:
-                if size == 0 or end - at == HEAD_BYTES:
-                    if size == 0:
-                        raise Http2Error(FRAME_SIZE_ERROR, "padding exceeds the frame")
+                if size == 0:
+                    raise Http2Error(FRAME_SIZE_ERROR, "padding exceeds the frame")
+                if end - at == HEAD_BYTES:
                     break  # the length of the padding has not arrived yet
                 padding = data[at + HEAD_BYTES] + 1
                 if padding > size:

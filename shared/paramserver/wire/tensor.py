@@ -20,12 +20,14 @@ from paramserver.types import F32, ITEMSIZE, AnyArray
 
 assert sys.byteorder == "little", "paramserver runs on little-endian machines only"
 
-NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
+NUMPY_DTYPE: Final[dict[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
 }
+HANDED_OUT: Final = NUMPY_DTYPE | {"bfloat16": np.dtype("<f4")}
+"""The same in pulls and files, where bfloat16 is widened, which is exact."""
 
 _RANGE: Final = struct.Struct("<QQ")
 _BLOCK: Final = 1 << 13
@@ -36,9 +38,14 @@ _SHORT_MAX: Final = 1 << 16
 
 def bf16_to_f32(a: AnyArray) -> F32:
     """Return the float32 values of bfloat16 bits (uint16, any shape); exact."""
-    wide = np.asarray(a).astype(np.uint32)
-    wide <<= np.uint32(16)
-    return wide.view(np.float32)
+    out = np.empty(a.shape, np.float32)
+    bf16_bits_to_f32(a, out)
+    return out
+
+
+def bf16_bits_to_f32(bits: AnyArray, out: F32) -> None:
+    """Like `bf16_to_f32`, into `out`, of the same shape."""
+    np.left_shift(bits, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
 
 
 def f32_to_bf16(a: F32) -> AnyArray:
@@ -143,33 +150,19 @@ def from_json(value: Any, where: str) -> tuple[F32, str]:
 
     Raises RequestError (`invalid_shape` when ragged, `malformed` for anything but numbers, `non_finite` past float32).
     """
-
-    numbers = {int, float}  # not bool; lists are checked as a whole, in C, because this blocks the event loop
-    probe, rank = value, 0
-    while isinstance(probe, list):
-        rank += 1
-        if rank > limits.RANK_MAX:
-            raise _wrong(where, f"has more than {limits.RANK_MAX} dimensions")
-        if not probe:
-            break
-        probe = probe[0]
-    if not isinstance(value, list) and type(value) not in numbers:
-        raise _wrong(where, "must be a number or nested lists of numbers", "malformed")
     flat: list[Any] = [value]
     shape: list[int] = []
-    for _ in range(rank):
-        if not set(map(type, flat)) <= {list} or len(set(map(len, flat))) > 1:
+    while (types := set(map(type, flat))) == {list}:  # whole levels are checked in C, as this blocks the event loop
+        if len(shape) == limits.RANK_MAX:
+            raise _wrong(where, f"has more than {limits.RANK_MAX} dimensions")
+        if len(set(map(len, flat))) > 1:
             raise _wrong(where, "is ragged: lists of one level differ in length")
-        shape.append(len(flat[0]) if flat else 0)
+        shape.append(len(flat[0]))
         flat = list(chain.from_iterable(flat))
-    types = set(map(type, flat))
-    if not types <= numbers:
-        ragged = list in types
-        raise _wrong(
-            where,
-            "is ragged" if ragged else "holds something that is not a number",
-            "invalid_shape" if ragged else "malformed",
-        )
+    if list in types:
+        raise _wrong(where, "is ragged: numbers and lists are mixed")
+    if not types <= {int, float}:  # bool is another type
+        raise _wrong(where, "must be a number or nested lists of numbers", "malformed")
     try:
         with np.errstate(over="ignore"):
             out = np.array(flat, np.float64).astype(np.float32).reshape(shape)
