@@ -4,10 +4,11 @@ import asyncio
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +210,47 @@ def test_blocks_of_ports_that_overlap_exclude_each_other(tmp_path: Path, monkeyp
             with pytest.raises(PsError, match=f"{base + half} to|{base - half} to"):
                 ports.reserve(3, base=at)
         ports.reserve(3, base=base + ports.STRIDE).lock.close()
+
+
+@pytest.fixture
+def stretch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The first port of two strides that nothing else uses, and that are all the ports there are for clusters."""
+    held = ports.reserve(150)
+    base = held.schedulers[0]
+    monkeypatch.setattr("paramserver_cli.ports.tempfile.gettempdir", lambda: str(tmp_path))  # not that lock
+    monkeypatch.setattr(ports, "BASE", base)
+    monkeypatch.setattr(ports, "LAST_BASE", base + 2 * ports.STRIDE)
+    with closing(held.lock):
+        yield base
+
+
+@pytest.mark.parametrize(("offset", "host"), [(0, "127.0.0.1"), (2, "127.0.0.1"), (99, "127.0.0.1"), (1, "::1")])
+def test_a_block_with_a_port_in_use_is_passed_over(stretch: int, offset: int, host: str) -> None:
+    """A block is refused, and by default passed over, while another program listens on a port that it needs."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, stretch + offset), family=family):
+        with pytest.raises(PsError, match=f"some of the ports {stretch} to {stretch + 99} are in use"):
+            ports.reserve(2, host, stretch)
+        other = ports.reserve(2, host)
+        with closing(other.lock), pytest.raises(PsError, match="no block of ports is free"):
+            ports.reserve(2, host)
+    assert other.schedulers == [stretch + ports.STRIDE]
+    ports.reserve(2, host, stretch).lock.close()
+
+
+def test_a_cluster_can_start_again_at_once_on_its_ports(stretch: int) -> None:
+    """A port counts as free although the kernel still remembers connections that its last server has closed."""
+    with socket.create_server(("127.0.0.1", stretch)) as server, socket.create_connection(server.getsockname()):
+        server.accept()[0].close()
+    ports.reserve(2, base=stretch).lock.close()
+
+
+@pytest.mark.parametrize(("shards", "schedulers", "size"), [(98, 1, 100), (99, 1, 200), (96, 3, 100), (97, 3, 200)])
+def test_a_block_is_no_larger_than_its_processes_need(stretch: int, shards: int, schedulers: int, size: int) -> None:
+    """A block has a port for each scheduler, each shard and Redis, rounded up to whole strides."""
+    block = ports.reserve(shards, schedulers=schedulers)
+    block.lock.close()
+    assert block.redis + 1 - block.schedulers[0] == size
 
 
 def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
