@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from tests.refusals import refused_with
 
-from paramserver.errors import Unavailable
+from paramserver.errors import Unavailable, problem
 from paramserver.limits import EVENT_STREAMS_MAX, WAITERS_MAX
 from paramserver_scheduler import hub as hub_module
 from paramserver_scheduler.hub import BACKLOG_MAX, Hub
@@ -108,3 +108,23 @@ def test_so_many_long_polls_wait_at_the_same_time() -> None:
             assert refused.value.code == "too_many_requests"
         with hub.polling():
             pass
+
+
+async def test_what_a_node_streams_is_read_until_it_ends_or_the_hub_does() -> None:
+    """Reading a node's stream ends when the stream ends, with its error if it fails, or when the hub closes."""
+
+    async def failing() -> None:
+        raise problem("malformed", "a line is too long")
+
+    async def endless() -> None:
+        await asyncio.Event().wait()
+
+    hub = Hub(lambda _: None)
+    with refused_with("malformed"):
+        await hub.while_open(failing())
+    reading = asyncio.ensure_future(hub.while_open(endless()))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    hub.close()
+    async with asyncio.timeout(20):
+        await reading
