@@ -62,7 +62,6 @@ class _Parser(httptools.HttpRequestParser):
     def __init__(self, protocol: "Http1") -> None:
         super().__init__(protocol)
         self._protocol = protocol
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn, which answers before it closes
 
     def feed_data(self, data: "bytes | bytearray | memoryview | array[int]") -> None:
         """Parse the next bytes."""

@@ -333,6 +333,16 @@ async def test_an_offer_with_the_last_request_is_ignored(connection: bytes, cut:
     assert answer.endswith(b"hello")
 
 
+@pytest.mark.parametrize("more", [GET, b"FOO", b"\r\n"])
+@pytest.mark.parametrize("last", [GET[:-2] + b"connection: close\r\n\r\n", GET.replace(b"1.1", b"1.0")])
+async def test_what_follows_the_last_request_is_ignored(last: bytes, more: bytes) -> None:
+    """Whatever a client sends behind the request that it calls its last, that request is answered, and nothing else."""
+    async with serving() as (client, _):
+        await client.send(last + more)
+        answer = await client.to_the_end()
+    assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200 ") == 1
+
+
 @pytest.mark.parametrize(
     "asked",
     [
