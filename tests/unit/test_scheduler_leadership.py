@@ -170,3 +170,28 @@ async def test_a_leader_that_is_asked_nothing_for_long_was_not_paused(monkeypatc
     assert await leads is True
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_requests_after_a_pause_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests that come after a pause wait for one and the same renewal."""
+    s = Stood(monkeypatch)
+    s.now += 30.0
+    leads = [asyncio.ensure_future(s.leadership.confirm()) for _ in range(3)]
+    (await s.asked.get()).set_result(None)
+
+    assert await asyncio.gather(*leads) == [True, True, True]
+    assert s.asked.empty()
+
+
+async def test_a_pause_while_redis_is_asked_makes_the_answer_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that was paused in the middle of a renewal renews again before it answers."""
+    s = Stood(monkeypatch)
+    s.now += 30.0
+    leads = asyncio.ensure_future(s.leadership.confirm())
+    asked = await s.asked.get()
+    s.now += 30.0
+    asked.set_result(None)
+    async with asyncio.timeout(10):
+        (await s.asked.get()).set_exception(Deposed("a newer scheduler leads"))
+
+    assert await leads is False
