@@ -289,6 +289,29 @@ async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch
             await turn.wait()
 
 
+async def test_an_app_waits_for_a_client_that_reads_nothing() -> None:
+    """Pieces of a response do not pile up: the app waits while the client reads nothing, and goes on once it reads."""
+    count, size, sent = 1000, 1 << 16, 0
+
+    async def pieces(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(count):
+            await send({"type": "http.response.body", "body": bytes(size), "more_body": True})
+            sent += 1
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving(pieces) as (client, _):
+        await client.send(GET)
+        await client.until(b"\r\n\r\n")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert sent < count / 2
+        await client.some(count * size)
+        while sent < count:
+            await asyncio.sleep(0)
+
+
 async def test_a_connection_that_has_ended_is_let_go() -> None:
     """A connection that has ended is freed, without reference cycles that keep it alive."""
     gc.disable()
