@@ -85,7 +85,7 @@ class Directory:
         known = self.models.get(name)
         if known is not None and known.key.generation > generation:
             return
-        if known is not None and known.key.generation == generation and known.spec.document() == document["spec"]:
+        if known is not None and known.spec.document() == document["spec"]:
             layout = known.layout
         else:
             layout = Layout(ModelSpec.parse(document["spec"]))

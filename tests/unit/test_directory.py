@@ -42,14 +42,16 @@ def test_a_partition_is_reached_at_its_owner_if_it_has_one() -> None:
         directory.address("")
 
 
-def test_what_is_told_of_an_earlier_creation_of_a_model_changes_nothing() -> None:
-    """Documents of an earlier creation are ignored, those of a later one replace it; equal settings keep the layout."""
+async def test_what_is_told_of_an_earlier_creation_of_a_model_changes_nothing() -> None:
+    """Documents of an earlier creation are ignored, those of a later one replace it; a layout is kept while it holds."""
     d = Driver.with_model()
     directory = told(d)
-    (first,) = (known.layout for known in directory.models.values())
-    old = d.document()
+    first, old = directory.models["m"], d.document()
     follow(directory, d)
-    assert directory.models["m"].layout is first
+    assert directory.models["m"].layout is first.layout
+    d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}))
+    follow(directory, d)
+    assert directory.models["m"].spec.optimizer.lr == 0.5
 
     d.ask(lambda n: io.DeleteModel(n, "m"))
     gone: dict[str, Any] = {**d.published[-1], "name": "m"}
@@ -60,6 +62,8 @@ def test_what_is_told_of_an_earlier_creation_of_a_model_changes_nothing() -> Non
     for document in (old, gone):
         directory.update(document)
         assert directory.models["m"] == new
+    with refused_with("model_replaced", FencedError):
+        await directory.newer(first, 0.01)
     directory.update(gone | {"generation": 2})
     assert not directory.models
 
