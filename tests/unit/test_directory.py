@@ -43,7 +43,7 @@ def test_a_partition_is_reached_at_its_owner_if_it_has_one() -> None:
 
 
 async def test_what_is_told_of_an_earlier_creation_of_a_model_changes_nothing() -> None:
-    """Documents of an earlier creation are ignored, those of a later one replace it; a layout is kept while it holds."""
+    """Documents of an earlier creation are ignored, a later one replaces it; equal settings keep their layout."""
     d = Driver.with_model()
     directory = told(d)
     first, old = directory.models["m"], d.document()

@@ -171,6 +171,24 @@ async def test_a_refusal_is_not_taken_for_the_answer_to_the_request_before_it(re
         await client.send(times * asked + rest)
         answer = await client.to_the_end()
     assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200 ") == answer.count(b"hello") == times
+    if LONG not in rest:  # else the answers may be there before it is known to be too long
+        assert answer.count(b"\r\nconnection: close\r\n") == 1
+
+
+async def test_a_body_at_fault_adds_nothing_to_a_response_that_has_begun() -> None:
+    """If a body turns out to be invalid while its response is being sent, the connection just ends."""
+
+    async def early(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with serving(early) as (client, _):
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+        await client.until(b"begun")
+        await client.send(b"zz\r\n")
+        assert b"HTTP" not in await client.to_the_end()
 
 
 @pytest.mark.parametrize("chunk", [b"0\r\n" + LONG, b"1;" + LONG[3:]], ids=["trailers", "extension"])
