@@ -397,8 +397,9 @@ async def test_what_follows_the_last_request_is_ignored(last: bytes, more: bytes
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
     ],
-    ids=["method", "header", "line feeds", "target", "no host", "hosts", "length", "coding", "codings", "chunk"],
+    ids="method,header,line feeds,target,no host,hosts,length,coding,codings,chunk,connect".split(","),
 )
 async def test_what_is_no_http_is_told_in_a_problem_document(asked: bytes) -> None:
     """Invalid HTTP and transfer codings other than `chunked` are answered once, with 400 and a problem document."""
