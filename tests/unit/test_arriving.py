@@ -10,6 +10,7 @@ from tests.refusals import refused_with
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
+from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import Coding, ModelKey
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
 from paramserver.wire.tensor import slice_crc
@@ -153,6 +154,13 @@ def test_each_part_of_a_body_is_handed_on_once_it_is_whole(sizes: tuple[int, ...
     assert len(body.room()) == 0
     with refused_with("malformed"):
         body.feed(b"!")
+
+
+def test_a_body_has_a_limit() -> None:
+    """A body that is announced to be larger than BODY_BYTES_MAX is refused before any memory is taken for it."""
+    assert Body((BODY_BYTES_MAX - 1, 1), unpacked_bytes=7).memory_bytes == BODY_BYTES_MAX + 7
+    with refused_with("too_large"):
+        Body((BODY_BYTES_MAX, 1))
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
