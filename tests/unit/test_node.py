@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paramserver.errors import CODES, InternalError, as_problem, problem
+from paramserver.errors import CODES, InternalError, RequestError, as_problem, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver_node import health, middleware, negotiate, problems, roles
 from paramserver_node.deadlines import Deadlines
@@ -482,3 +482,27 @@ async def test_chunked_bodies_are_read_whole() -> None:
             yield piece
 
     assert (await ask("POST", "/echo", content=pieces())).json() == {"a": [1, 2]}
+
+
+async def test_a_chunked_body_has_the_same_limit() -> None:
+    """A body of unknown length is read no further than its limit, and refused."""
+    read = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal read
+        for _ in range(100):
+            read += 600
+            yield b" " * 600
+
+    with pytest.raises(RequestError) as refused:
+        await negotiate.read_body(Request(scope_of("POST", b"/", []), received(pieces())), SIZE_MAX)
+    assert (refused.value.code, read) == ("too_large", 1200)
+
+
+def received(pieces: AsyncIterator[bytes]) -> Receive:
+    """Return what a server receives of a body in these pieces."""
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": await anext(pieces), "more_body": True}
+
+    return receive
