@@ -21,8 +21,6 @@ from typing import IO, Any, Literal
 
 import psutil
 
-from paramserver.errors import problem
-
 if sys.platform != "win32":
     import fcntl
 
@@ -123,11 +121,9 @@ class StateDir:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            value = json.loads((self.path / f"{name}.json").read_text())
+            value: dict[str, Any] = json.loads((self.path / f"{name}.json").read_text())
         except FileNotFoundError:
             return None
-        if not isinstance(value, dict):
-            raise problem("corrupt_state", f"{self.path / name}.json is not an object")
         return value
 
     def plan(self) -> Plan | None:
@@ -138,8 +134,7 @@ class StateDir:
     def cluster(self) -> Cluster | None:
         """Return the cluster as last written; None before it is ready."""
         value = self._read("cluster")
-        # A cluster that an earlier version of psctl keeps running has one scheduler, and no such field.
-        return None if value is None else Cluster(**{"schedulers": [value.get("scheduler")], **value})
+        return None if value is None else Cluster(**value)
 
     def supervisor(self) -> SupervisorState | None:
         """Return the supervisor's state as last written; None if there is none."""

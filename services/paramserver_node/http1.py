@@ -42,20 +42,15 @@ TOO_LONG: Final = refusal(_HEAD_TOO_LONG)
 
 
 def _without_chunks(send: Send) -> Send:
-    """Return `send` for an HTTP/1.0 client, to which a response of unknown length ends with the connection.
+    """Return `send` for an HTTP/1.0 client, to which a response ends with the connection.
 
-    uvicorn would send it chunked, as it does to any client.
+    uvicorn would send one of unknown length chunked, as it does to any client.
     """
     cycle: Any = send.__self__  # type: ignore[attr-defined]
-    has_length = False
 
     async def unframed(message: Message) -> None:
-        nonlocal has_length
-        if message["type"] == "http.response.start":
-            has_length = any([name.lower() == b"content-length" for name, _ in message.get("headers", ())])
-            cycle.chunked_encoding = None if has_length else False
-        elif not has_length:
-            cycle.expected_content_length = len(message.get("body", b""))
+        cycle.chunked_encoding = False
+        cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
     return unframed
@@ -67,7 +62,6 @@ class _Parser(httptools.HttpRequestParser):
     def __init__(self, protocol: "Http1") -> None:
         super().__init__(protocol)
         self._protocol = protocol
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn, which answers before it closes
 
     def feed_data(self, data: "bytes | bytearray | memoryview | array[int]") -> None:
         """Parse the next bytes."""

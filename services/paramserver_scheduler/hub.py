@@ -109,15 +109,11 @@ class Hub:
     def subscribe(self, first: list[Mapping[str, Any]]) -> Feed:
         """Return a new feed that begins with these documents and continues with the next one published."""
         feed = Feed(first)
-        if self.closed:
-            feed.end()
-        else:
-            self._feeds.add(feed)
+        self._feeds.add(feed)
         return feed
 
     def unsubscribe(self, feed: Feed) -> None:
         """Remove a feed whose reader is gone."""
-        feed.open = False
         self._feeds.discard(feed)
 
     def check_capacity(self) -> None:
@@ -138,8 +134,7 @@ class Hub:
 
     async def next_change(self) -> None:
         """Wait until the next document is published or the hub closes."""
-        if not self.closed:
-            await self._changed.wait()
+        await self._changed.wait()
 
     async def while_open(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` until it ends or the hub closes; raises what `work` raises."""

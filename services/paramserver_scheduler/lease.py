@@ -171,7 +171,7 @@ class Lease:
         self._note(leader, others)
         if won:
             self.term, self.written = int(term), ""
-        elif int(term) == 0 and not leader and self._expect_state and not self.known_term:
+        elif self._expect_state and not self.known_term:
             raise problem(
                 "corrupt_state",
                 "Redis holds no state, but --expect-state requires one",

@@ -24,7 +24,7 @@ class KnownModel:
     state: str
     """`initializing` (initial values are awaited) or `ready`."""
     owners: tuple[tuple[str, Token], ...]
-    """(shard, owner token) of each partition; ("", 0) for one without an owner."""
+    """(shard, owner token) of each partition; the shard is "" for one without an owner."""
     cut: int | None
     """sync: clock of the newest cut stored by all partitions."""
     upload_token: str | None
@@ -88,7 +88,7 @@ class Directory:
         known = self.models.get(name)
         if known is not None and known.key.generation > generation:
             return
-        if known is not None and known.key.generation == generation and known.spec.document() == document["spec"]:
+        if known is not None and known.spec.document() == document["spec"]:
             layout = known.layout
         else:
             layout = Layout(ModelSpec.parse(document["spec"]))
@@ -98,8 +98,8 @@ class Directory:
             layout,
             int(document["timeline"]),
             str(document["state"]),
-            tuple((str(o[0]), int(o[1])) if o else ("", 0) for o in document["owners"]),
-            None if document.get("cut") is None else int(document["cut"]),
+            tuple((o[0] or "", int(o[1])) for o in document["owners"]),
+            document["cut"],
             upload["token"],
             frozenset(upload["missing"]),
             frozenset(upload["lost"]),
@@ -109,7 +109,8 @@ class Directory:
         """Return a base URL of a shard.  Raises Unavailable (`unavailable`) if it is not known to be alive."""
         addresses = self.addresses.get(shard)
         if not addresses:
-            raise problem("unavailable", f"shard '{shard}' is unreachable; its partitions are being reassigned")
+            lost = f"shard '{shard}' is unreachable" if shard else "the shard that owned it is gone"
+            raise problem("unavailable", f"{lost}; its partitions are being reassigned")
         return addresses[0]
 
     async def changed(self, timeout_s: float) -> bool:

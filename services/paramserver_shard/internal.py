@@ -7,7 +7,6 @@ from msgspec.structs import replace
 from paramserver import kernels
 from paramserver.core.shard_io import AssignPart, CaptureReceived, SetReceived
 from paramserver.errors import problem
-from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import F32, AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, encode_header
 from paramserver.wire.state import SetFrame, StateFrame
@@ -77,7 +76,7 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
 def check_frame(known: KnownModel, frame: SetFrame) -> None:
     """Check that a frame's parts fit the model.
 
-    Raises RequestError (`invalid_range`, `malformed`, `too_large`).
+    Raises RequestError (`invalid_range`, `malformed`).
     """
     for part in frame.parts:
         if not part.partition < known.spec.partitions:
@@ -94,8 +93,6 @@ def check_frame(known: KnownModel, frame: SetFrame) -> None:
             raise problem("malformed", f"partition {part.partition} has {segments} segments, not {len(part.steps)}")
     if not frame.parts or len({p.partition for p in frame.parts}) != len(frame.parts):
         raise problem("malformed", "a set frame names at least one partition and each at most once")
-    if frame.body_bytes() > BODY_BYTES_MAX:
-        raise problem("too_large", f"the body has {frame.body_bytes()} bytes; the limit is {BODY_BYTES_MAX}")
 
 
 def assignments(frame: SetFrame, body: AnyArray) -> tuple[AssignPart, ...]:

@@ -207,12 +207,9 @@ class _Lane:
 
     async def _rest(self, now: float) -> None:
         """Wait for new entries, for the next attempt of those held up, or, with probes, for Redis to come back."""
-        until_s = min((at for o, at in self._retry_at.items() if o in self.queues), default=None)
-        timeout_s = None if until_s is None else max(0.0, until_s - now)
-        if self.reason:
-            timeout_s = PROBE_S
+        until_s = now + PROBE_S if self.reason else min(self._retry_at.values(), default=None)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(until_s):
                 await self._wake.wait()
         except TimeoutError:
             if self.reason:

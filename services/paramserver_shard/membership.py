@@ -281,10 +281,17 @@ class Membership:
             await asyncio.sleep(RETRY_S)
 
     async def _read_feed(self) -> None:
+        untold = dict(self._views)
         async with aclosing(self.link.feed(self.name, self.epoch)) as documents:
             async for document in documents:
                 self._take(document)
                 self.followed.set()
+                if document["type"] == "model":
+                    untold.pop(document["name"], None)
+                elif document["type"] == "ping":  # the first follows the complete state: the others were deleted
+                    for name, view in untold.items():
+                        self._take({**document, "type": "gone", "name": name, "generation": view.model.generation})
+                    untold = {}
 
     def _take(self, document: Mapping[str, Any]) -> None:
         self._terms.check(document)

@@ -25,14 +25,14 @@ Ready = Callable[[Sequence[tuple[int, AnyArray]]], None]
 
 def has_own_buffers(sizes: Sequence[int]) -> bool:
     """Return whether each part of a body gets its own buffer: if they average at least `SMALL_BYTES`."""
-    return len(sizes) > 0 and sum(sizes) >= SMALL_BYTES * len(sizes)
+    return sum(sizes) >= SMALL_BYTES * len(sizes)
 
 
 class Body:
     """The receive buffer of one body. Parts that are large on average get a buffer each, which can be reused alone."""
 
     def __init__(self, sizes: Sequence[int], ready: Ready | None = None, unpacked_bytes: int = 0) -> None:
-        """`sizes` are the bytes of each part, `unpacked_bytes` what they take once a compression stage is undone.
+        """`sizes` are the bytes of each part (none is empty), `unpacked_bytes` what they take once a stage is undone.
 
         Raises RequestError (`too_large`).
         """
@@ -87,21 +87,17 @@ class Body:
         """Note that `size` more bytes were written to that memory."""
         self._received += size
         self._at += size
-        self._hand_on()
+        whole: list[tuple[int, AnyArray]] = []
+        while self._index < len(self.parts) and self._at >= (part_bytes := self.parts[self._index].size):
+            whole.append((self._index, self.parts[self._index]))
+            self._index, self._at = self._index + 1, self._at - part_bytes
+        if whole and self._ready is not None:
+            self._ready(whole)
 
     def end(self) -> None:
         """Finish the body; raises RequestError if it is incomplete."""
         if self._received != self.size:
             raise problem("malformed", f"the body has {self._received} bytes, its header announces {self.size}")
-        self._hand_on()
-
-    def _hand_on(self) -> None:
-        whole: list[tuple[int, AnyArray]] = []
-        while self._index < len(self.parts) and self._at >= (size := self.parts[self._index].size):
-            whole.append((self._index, self.parts[self._index]))
-            self._index, self._at = self._index + 1, self._at - size
-        if whole and self._ready is not None:
-            self._ready(whole)
 
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from paramserver.types import ModelKey, PartitionKey
 from paramserver_node import redis_server
 from paramserver_node.redis import LEADER_KEY, connect
 from paramserver_scheduler.leadership import Leadership
-from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
+from paramserver_scheduler.lease import SCHEDULERS_KEY, Deposed, Leader, Lease, RedisDataLost
 from paramserver_scheduler.store import StateStore
 
 pytestmark = pytest.mark.process
@@ -333,3 +333,35 @@ async def test_an_emptied_redis_is_left_to_the_leader(redis_url: str, plain: Red
         assert standby.emptied
         assert await standby.try_acquire(even_if_emptied=True)
         assert standby.term == leader.term + 1
+
+
+async def test_everybody_knows_who_leads_and_who_was_seen_when(redis_url: str, plain: Redis) -> None:
+    """Each scheduler knows the holder of the lease, hears of its successor, and how long ago each one was seen.
+
+    One that was not seen for 10 s is listed no longer.
+    """
+    async with connect(redis_url) as redis:
+        old, standby, new = leases(redis, 3)
+        assert await old.try_acquire()
+        assert not await standby.try_acquire()
+        first = Leader(old.id, "place-1", "http://127.0.0.1:1", old.term)
+        assert old.leader == standby.leader == first
+        waiting = asyncio.ensure_future(standby.wait_for_successor(first))
+        await old.renew()
+        assert not await standby.try_acquire()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+
+        seen = json.loads(plain.hget(SCHEDULERS_KEY, "place-1") or b"")
+        await old.release()
+        plain.hset(SCHEDULERS_KEY, "place-1", json.dumps(seen | {"seen": seen["seen"] - 4000}))
+        plain.hset(SCHEDULERS_KEY, "place-9", json.dumps(seen | {"name": "s9", "seen": seen["seen"] - 11_000}))
+        assert await new.try_acquire()
+        assert not await standby.try_acquire()
+        async with asyncio.timeout(20):
+            await waiting
+        assert standby.leader == Leader(new.id, "place-3", "http://127.0.0.1:3", old.term + 1)
+        assert standby.known_term == old.term + 1
+        ages = {s.name: s.age_s for s in standby.schedulers}
+        assert sorted(ages) == ["s1", "s2", "s3"]
+        assert ages["s2"] == 0 <= ages["s3"] < 4 <= ages["s1"] < 10

@@ -227,3 +227,24 @@ def test_the_newest_process_of_a_name_serves(tmp_path: Path) -> None:
         finally:
             first.kill()
             first.wait()
+
+
+def test_a_deletion_is_heard_of_by_shards_that_were_cut_off(cluster: Nodes) -> None:
+    """A model that is deleted while a shard hears nothing is unknown to it once it follows a scheduler again."""
+    name = made(cluster)
+    push(cluster, name, 1)
+    for shard in cluster.shard_ports:
+        cluster.processes[shard].send_signal(signal.SIGSTOP)
+    try:
+        cluster.kill("scheduler")
+        cluster.start_scheduler()
+        cluster.call("DELETE", f"/models/{name}", status=204)
+    finally:
+        for shard in cluster.shard_ports:
+            cluster.processes[shard].send_signal(signal.SIGCONT)
+
+    def forgotten(shard: int) -> bool:
+        answer = cluster.http.post(f"{url(cluster, shard)}/pull", json={"model": name})
+        return answer.status_code == 404 and answer.json()["code"] == "unknown_model"
+
+    eventually(lambda: all(map(forgotten, range(2))), within_s=20.0, what="the news of the deletion")

@@ -5,19 +5,23 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tests.refusals import refused_with
 
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
+from paramserver.errors import problem
+from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import Coding, ModelKey
-from paramserver.wire.frame import PushFrame, PushPart
+from paramserver.wire.frame import PushFrame, PushPart, encode_header
 from paramserver.wire.tensor import slice_crc
 from paramserver_shard.arriving import BLOCK_BYTES, Arriving, Threads, checked
-from paramserver_shard.buffers import BufferPool
+from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange
+from paramserver_shard.inflight import InFlight
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
-from paramserver_shard.receiving import Body
+from paramserver_shard.receiving import Body, FrameReader
 
 DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -111,3 +115,94 @@ async def test_a_held_part_of_a_push_by_name_keeps_only_its_own_bytes_in_memory(
     parts = pushed[0].parts
     assert len(parts) == 20
     assert all(part.data.base is None and part.data.tolist() == [1.0] * part.data.size for part in parts)
+
+
+SIZES = [(), (5,), (5, 1, 7), (SMALL_BYTES, 2 * SMALL_BYTES), (3, SMALL_BYTES, 9)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("cuts", [1, 3, 12])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_each_part_of_a_body_is_handed_on_once_it_is_whole(sizes: tuple[int, ...], cuts: int, in_place: bool) -> None:
+    """However a body is cut, its parts are handed on in order, each at once when complete; no byte may be missing."""
+    data = np.arange(sum(sizes)).astype(np.uint8).tobytes()
+    ends = np.cumsum(sizes).tolist()
+    parts = [data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    came: list[tuple[int, bytes]] = []
+    body = Body(sizes, lambda ready: came.extend((i, part.tobytes()) for i, part in ready))
+    body.allocate(BufferPool())
+
+    step = max(1, -(-len(data) // cuts))
+    for at in range(0, len(data), step):
+        with refused_with("malformed"):
+            body.end()
+        piece = data[at : at + step]
+        if in_place:
+            left = piece
+            for memory in body.rest():
+                memory[: len(left)], left = left[: len(memory)], left[len(memory) :]
+                if not left:
+                    break
+            body.filled(len(piece))
+        else:
+            body.feed(piece)
+        assert sum(map(len, body.rest())) == len(data) - at - len(piece)
+        assert len(came) == sum(end <= at + len(piece) for end in ends)
+    body.end()
+
+    assert came == list(enumerate(parts))
+    assert len(body.room()) == 0
+    with refused_with("malformed"):
+        body.feed(b"!")
+
+
+def test_a_body_has_a_limit() -> None:
+    """A body that is announced to be larger than BODY_BYTES_MAX is refused before any memory is taken for it."""
+    assert Body((BODY_BYTES_MAX - 1, 1), unpacked_bytes=7).memory_bytes == BODY_BYTES_MAX + 7
+    with refused_with("too_large"):
+        Body((BODY_BYTES_MAX, 1))
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+async def test_a_frame_is_read_however_it_is_cut(piece: int) -> None:
+    """A frame is read whole from pieces of any size; one that is cut off, or refused, has no effect.
+
+    What is left of a refused one is read before its sender is told.
+    """
+    gradient = np.arange(100, dtype=np.float32)
+    frame = encode_header(PushFrame("m", [PushPart(0, None, None), PushPart(1, None, None)])) + gradient.tobytes()
+    messages: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+    def send(data: bytes) -> None:
+        cut = [data[at : at + piece] for at in range(0, len(data), piece)]
+        messages[:] = [{"type": "http.request", "body": b, "more_body": n < len(frame)} for n, b in counted(cut)]
+
+    def counted(pieces: list[bytes]) -> list[tuple[int, bytes]]:
+        return list(zip(np.cumsum([len(p) for p in pieces]).tolist(), pieces, strict=True))
+
+    async def sized(header: PushFrame) -> tuple[Body, Body]:
+        body = Body((4, 396))
+        return body, body
+
+    async def refuse(header: PushFrame) -> tuple[Body, Body]:
+        raise problem("unknown_model", "no model m")
+
+    async def read(of: Any) -> Body:
+        with InFlight().request("") as account:
+            found: Body = await FrameReader(BufferPool()).read({"state": {"account": account}}, receive, PushFrame, of)
+            assert account.size_bytes == 400
+        return found
+
+    send(frame)
+    assert b"".join(part.tobytes() for part in (await read(sized)).parts) == gradient.tobytes()
+    for size in (5, len(frame) - 399, len(frame) - 1):
+        send(frame[:size])
+        with refused_with("malformed", match="cut off"):
+            await read(sized)
+    send(frame)
+    with refused_with("unknown_model"):
+        await read(refuse)
+    assert not messages

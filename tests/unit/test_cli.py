@@ -1,14 +1,16 @@
 """The parts of psctl that need no cluster."""
 
 import asyncio
+import errno
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from paramserver.errors import PsError, problem
 from paramserver_cli import config, demo, exits, moves, ports, runs, supervisor, train, up
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.children import Guard
-from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
+from paramserver_cli.cluster_file import MODULE, Cluster, Plan, StateDir, SupervisorState, running
 from paramserver_cli.display import picture, plain_line, sparkline
 from paramserver_cli.launch import Failed
 from paramserver_cli.main import app
@@ -211,6 +213,47 @@ def test_blocks_of_ports_that_overlap_exclude_each_other(tmp_path: Path, monkeyp
         ports.reserve(3, base=base + ports.STRIDE).lock.close()
 
 
+@pytest.fixture
+def stretch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The first port of two strides that nothing else uses, and that are all the ports there are for clusters."""
+    held = ports.reserve(150)
+    base = held.schedulers[0]
+    monkeypatch.setattr("paramserver_cli.ports.tempfile.gettempdir", lambda: str(tmp_path))  # not that lock
+    monkeypatch.setattr(ports, "BASE", base)
+    monkeypatch.setattr(ports, "LAST_BASE", base + 2 * ports.STRIDE)
+    with closing(held.lock):
+        yield base
+
+
+@pytest.mark.parametrize(("offset", "host"), [(0, "127.0.0.1"), (2, "127.0.0.1"), (99, "127.0.0.1"), (1, "::1")])
+def test_a_block_with_a_port_in_use_is_passed_over(stretch: int, offset: int, host: str) -> None:
+    """A block is refused, and by default passed over, while another program listens on a port that it needs."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, stretch + offset), family=family):
+        with pytest.raises(PsError, match=f"some of the ports {stretch} to {stretch + 99} are in use"):
+            ports.reserve(2, host, stretch)
+        other = ports.reserve(2, host)
+        with closing(other.lock), pytest.raises(PsError, match="no block of ports is free"):
+            ports.reserve(2, host)
+    assert other.schedulers == [stretch + ports.STRIDE]
+    ports.reserve(2, host, stretch).lock.close()
+
+
+def test_a_cluster_can_start_again_at_once_on_its_ports(stretch: int) -> None:
+    """A port counts as free although the kernel still remembers connections that its last server has closed."""
+    with socket.create_server(("127.0.0.1", stretch)) as server, socket.create_connection(server.getsockname()):
+        server.accept()[0].close()
+    ports.reserve(2, base=stretch).lock.close()
+
+
+@pytest.mark.parametrize(("shards", "schedulers", "size"), [(98, 1, 100), (99, 1, 200), (96, 3, 100), (97, 3, 200)])
+def test_a_block_is_no_larger_than_its_processes_need(stretch: int, shards: int, schedulers: int, size: int) -> None:
+    """A block has a port for each scheduler, each shard and Redis, rounded up to whole strides."""
+    block = ports.reserve(shards, schedulers=schedulers)
+    block.lock.close()
+    assert block.redis + 1 - block.schedulers[0] == size
+
+
 def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
     """Plan, cluster and supervisor state are read as written, or None if missing; `remove_run_files` keeps the plan."""
     state = StateDir(tmp_path)
@@ -345,8 +388,9 @@ def test_the_secret_at_hand_is_for_all_schedulers_of_its_cluster(tmp_path: Path,
 
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
     """A cluster counts as running exactly while its lock is held."""
-    state = StateDir(tmp_path)
+    state = StateDir(tmp_path / "new" / "state")
     assert not state.is_running()
+    assert not state.path.exists()
     lock = state.lock()
     assert lock is not None
     assert state.is_running()
@@ -362,6 +406,44 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     state.log("x").write_text("\n".join(f"line {i}" for i in range(1000)) + "\n")
     assert state.tail("x", 2) == "line 998\nline 999"
     assert state.tail("y") == ""
+
+
+def test_the_tail_of_a_log_is_text_whatever_is_cut(tmp_path: Path) -> None:
+    """The tail of a short log is all of it, and that of a long line begins anywhere, even within a character."""
+    state = StateDir(tmp_path)
+    state.logs.mkdir()
+    state.log("short").write_text("one\ntwo\n")
+    state.log("long").write_text("€" * 1000)
+    assert state.tail("short") == "one\ntwo"
+    assert state.tail("long", 1).endswith("€" * 60)
+
+
+def test_running_clusters_are_those_whose_supervisor_holds_the_lock(tmp_path: Path) -> None:
+    """A cluster is listed if a process says that it supervises the folder, and its lock is held."""
+    held, free = StateDir(tmp_path / "held"), StateDir(tmp_path / "free")
+    with ExitStack() as stack:
+        for folder in ([str(held.path)], [str(free.path)], [str(held.path)], []):
+            argv = [sys.executable, "-c", "input()", MODULE, *folder]
+            process = stack.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE))
+            stack.callback(process.kill)
+        lock = held.lock()
+        assert lock is not None
+        with lock:
+            found = [state.path for state in running() if tmp_path in state.path.parents]
+    assert found == [held.path]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file", "x/y"), "x/y: No such file"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.EBADF, "Bad file descriptor"), ""),
+    ],
+)
+def test_an_error_of_a_file_or_a_full_disk_is_told_in_a_line(error: OSError, text: str) -> None:
+    """Errors that name a file, and a full disk, are told in one line; another one is a bug and keeps its traceback."""
+    assert exits.os_error_text(error) == text
 
 
 def test_what_to_train_is_a_script_or_a_function(tmp_path: Path) -> None:

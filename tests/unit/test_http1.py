@@ -110,7 +110,7 @@ async def kept(scope: Scope, receive: Receive, send: Send) -> None:
 async def serving(app: ASGIApp = echo, **settings: Any) -> AsyncIterator[tuple[Client, ServerState]]:
     """Yield a connected client and the server's state; at the end, wait for all connections and tasks to end."""
     loop, state = asyncio.get_running_loop(), ServerState()
-    config = Config(app, log_config=None, ws="none", **settings)
+    config = Config(app, log_config=None, ws="none", **{"timeout_keep_alive": 75, **settings})
     config.load()
     made: dict[str, Any] = {}
     server = await loop.create_server(lambda: ProtocolDetector(config, state, made), "127.0.0.1", 0)
@@ -171,6 +171,24 @@ async def test_a_refusal_is_not_taken_for_the_answer_to_the_request_before_it(re
         await client.send(times * asked + rest)
         answer = await client.to_the_end()
     assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200 ") == answer.count(b"hello") == times
+    if LONG not in rest:  # else the answers may be there before it is known to be too long
+        assert answer.count(b"\r\nconnection: close\r\n") == 1
+
+
+async def test_a_body_at_fault_adds_nothing_to_a_response_that_has_begun() -> None:
+    """If a body turns out to be invalid while its response is being sent, the connection just ends."""
+
+    async def early(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with serving(early) as (client, _):
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+        await client.until(b"begun")
+        await client.send(b"zz\r\n")
+        assert b"HTTP" not in await client.to_the_end()
 
 
 @pytest.mark.parametrize("chunk", [b"0\r\n" + LONG, b"1;" + LONG[3:]], ids=["trailers", "extension"])
@@ -216,8 +234,8 @@ async def test_half_a_head_behind_a_request_is_not_waited_for(monkeypatch: pytes
 
 
 async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HEAD_S limits only the arrival of a head: once it is complete, the response may take longer."""
-    monkeypatch.setattr(http1, "HEAD_S", 0.05)
+    """HEAD_S limits the arrival of each head and no more: once it is complete, the response may take longer."""
+    monkeypatch.setattr(http1, "HEAD_S", 0.3)
     late = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -227,10 +245,14 @@ async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest
     async with serving(slow) as (client, _):
         for _ in range(2):
             late.clear()
-            asyncio.get_running_loop().call_later(0.15, late.set)
+            asyncio.get_running_loop().call_later(0.45, late.set)
             await client.send(GET[:20])
+            for _ in range(10):  # so that the server reads the rest by itself
+                await asyncio.sleep(0)
             await client.send(GET[20:])
             assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        await client.send(GET[:20])
+        assert await client.to_the_end() == b""
 
 
 @pytest.mark.parametrize("ask", [b"connection: close\r\n", b""], ids=["closed", "failed"])
@@ -289,6 +311,29 @@ async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch
             await turn.wait()
 
 
+async def test_an_app_waits_for_a_client_that_reads_nothing() -> None:
+    """Pieces of a response do not pile up: the app waits while the client reads nothing, and goes on once it reads."""
+    count, size, sent = 1000, 1 << 16, 0
+
+    async def pieces(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(count):
+            await send({"type": "http.response.body", "body": bytes(size), "more_body": True})
+            sent += 1
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving(pieces) as (client, _):
+        await client.send(GET)
+        await client.until(b"\r\n\r\n")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert sent < count / 2
+        await client.some((count - 2) * size)
+        while sent < count:
+            await asyncio.sleep(0)
+
+
 async def test_a_connection_that_has_ended_is_let_go() -> None:
     """A connection that has ended is freed, without reference cycles that keep it alive."""
     gc.disable()
@@ -333,6 +378,16 @@ async def test_an_offer_with_the_last_request_is_ignored(connection: bytes, cut:
     assert answer.endswith(b"hello")
 
 
+@pytest.mark.parametrize("more", [GET, b"FOO", b"\r\n"])
+@pytest.mark.parametrize("last", [GET[:-2] + b"connection: close\r\n\r\n", GET.replace(b"1.1", b"1.0")])
+async def test_what_follows_the_last_request_is_ignored(last: bytes, more: bytes) -> None:
+    """Whatever a client sends behind the request that it calls its last, that request is answered, and nothing else."""
+    async with serving() as (client, _):
+        await client.send(last + more)
+        answer = await client.to_the_end()
+    assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200 ") == 1
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -346,8 +401,9 @@ async def test_an_offer_with_the_last_request_is_ignored(connection: bytes, cut:
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
     ],
-    ids=["method", "header", "line feeds", "target", "no host", "hosts", "length", "coding", "codings", "chunk"],
+    ids="method,header,line feeds,target,no host,hosts,length,coding,codings,chunk,connect".split(","),
 )
 async def test_what_is_no_http_is_told_in_a_problem_document(asked: bytes) -> None:
     """Invalid HTTP and transfer codings other than `chunked` are answered once, with 400 and a problem document."""

@@ -1,14 +1,17 @@
 """The feeds of a scheduler: what each reader gets; they and long polls are bounded."""
 
+import asyncio
 import json
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from tests.refusals import refused_with
 
-from paramserver.errors import Unavailable
+from paramserver.errors import Unavailable, problem
 from paramserver.limits import EVENT_STREAMS_MAX, WAITERS_MAX
-from paramserver_scheduler.hub import Hub
+from paramserver_scheduler import hub as hub_module
+from paramserver_scheduler.hub import BACKLOG_MAX, Hub
 
 
 async def test_a_document_is_encoded_once_for_all_feeds() -> None:
@@ -28,6 +31,55 @@ async def test_a_document_is_encoded_once_for_all_feeds() -> None:
     ]
     assert all(line.endswith(b"\n") for line in one)
     assert [id(line) for line in one] == [id(line) for line in other]
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+async def test_a_reader_that_is_too_slow_is_cut_off_after_what_was_queued(excess: int) -> None:
+    """A feed whose queue overflows, or whose hub closes while it is full, ends after what is queued, without a gap."""
+    hub = Hub(lambda _: None)
+    slow, gone = hub.subscribe([{"type": "map"}]), hub.subscribe([])
+    hub.unsubscribe(gone)
+    for n in range(BACKLOG_MAX + excess):
+        hub.publish({"type": "commit", "n": n})
+    if not excess:
+        hub.close()
+
+    documents = slow.documents()
+    got = [await anext(documents) for _ in range(2)]
+    hub.publish({"type": "commit", "n": -1})  # although there is room again
+    async with asyncio.timeout(20):
+        got += [document async for document in documents]
+
+    assert got == [{"type": "map"}, *({"type": "commit", "n": n} for n in range(BACKLOG_MAX))]
+
+
+async def test_a_feed_with_nothing_to_say_sends_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader hears a `ping` after each second of silence, a document at once, and the end of the hub at once."""
+    monkeypatch.setattr(hub_module, "PING_S", 0.01)
+    hub = Hub(lambda _: None)
+    silent = hub.subscribe([])
+    lines = silent.lines()
+
+    assert [json.loads(await anext(lines)) for _ in range(2)] == [{"type": "ping"}] * 2
+    hub.publish({"type": "map"})
+    assert json.loads(await anext(lines)) == {"type": "map"}
+    rest = asyncio.ensure_future(anext(lines, None))
+    await asyncio.sleep(0)
+    hub.close()
+    assert await rest is None
+
+
+async def test_a_long_poll_is_woken_by_the_next_document_or_the_end() -> None:
+    """A long poll waits for a document that is published after it began to wait, or for the hub to close."""
+    hub = Hub(lambda _: None)
+    publish = partial(hub.publish, {"type": "map"})
+    for end in (publish, publish, hub.close):
+        poll = asyncio.ensure_future(hub.next_change())
+        await asyncio.sleep(0)
+        assert not poll.done()
+        end()
+        async with asyncio.timeout(20):
+            await poll
 
 
 def test_clients_may_open_so_many_event_streams_and_shards_any_number() -> None:
@@ -56,3 +108,23 @@ def test_so_many_long_polls_wait_at_the_same_time() -> None:
             assert refused.value.code == "too_many_requests"
         with hub.polling():
             pass
+
+
+async def test_what_a_node_streams_is_read_until_it_ends_or_the_hub_does() -> None:
+    """Reading a node's stream ends when the stream ends, with its error if it fails, or when the hub closes."""
+
+    async def failing() -> None:
+        raise problem("malformed", "a line is too long")
+
+    async def endless() -> None:
+        await asyncio.Event().wait()
+
+    hub = Hub(lambda _: None)
+    with refused_with("malformed"):
+        await hub.while_open(failing())
+    reading = asyncio.ensure_future(hub.while_open(endless()))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    hub.close()
+    async with asyncio.timeout(20):
+        await reading

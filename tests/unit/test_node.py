@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paramserver.errors import CODES, InternalError, as_problem, problem
+from paramserver.errors import CODES, InternalError, RequestError, as_problem, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver_node import health, middleware, negotiate, problems, roles
 from paramserver_node.deadlines import Deadlines
@@ -205,6 +205,48 @@ async def test_media_types_are_negotiated(content_type: str | None, accept: str 
 
     assert answer.headers["content-type"] == answered
     assert (msgpack.unpackb(answer.content) if answered == negotiate.MSGPACK else answer.json()) == value
+
+
+@pytest.mark.parametrize(
+    ("accept", "answered"),
+    [
+        ("application/msgpack;q=0.5, application/json;q=0.5", negotiate.JSON),
+        ("application/json;q=0.4, application/*;q=0.6", negotiate.MSGPACK),
+        ("*/*;q=0.1, application/*;q=0", None),
+        ("application/*;q=0, application/x-msgpack;q=0.1", negotiate.MSGPACK),
+        ("application/json;q=0.2;version=1, Application/VND.MsgPack; version=1; Q=0.3", negotiate.MSGPACK),
+        ("application/json;q=0.2, application/json;q=0.9, application/msgpack;q=0.5", negotiate.JSON),
+        ("application/problem+json, application/msgpack;q=0.9", negotiate.JSON),
+        ("application/msgpack;q=2", None),
+        ("application/msgpack;q=-1", None),
+        ("application/msgpack;q=", None),
+        ("application/msgpack;q=1, application/json;q=0", negotiate.MSGPACK),
+    ],
+)
+async def test_the_most_specific_range_of_a_type_gives_its_quality(accept: str, answered: str | None) -> None:
+    """Of the ranges in `Accept` the most specific one that names a type counts; a quality that is none counts as 0."""
+    answer = await ask("POST", "/echo", content=b"{}", headers={"accept": accept})
+
+    if answered is None:
+        assert (answer.status_code, code_of(answer)) == (406, "not_acceptable")
+    else:
+        assert answer.headers["content-type"] == answered
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": ""},
+        {"content-type": " Application/JSON ;charset=utf-8"},
+        {"content-encoding": " Identity "},
+        {"content-length": "2"},
+    ],
+)
+async def test_headers_of_a_json_body_are_read_as_they_are_meant(headers: dict[str, str]) -> None:
+    """A body is JSON in whatever case that is said, or if nothing is said."""
+    answer = await ask("POST", "/echo", content=b"{}", headers=headers)
+
+    assert (answer.status_code, answer.json()) == (200, {})
 
 
 async def test_what_a_media_type_cannot_say_does_not_break_an_answer() -> None:
@@ -440,3 +482,27 @@ async def test_chunked_bodies_are_read_whole() -> None:
             yield piece
 
     assert (await ask("POST", "/echo", content=pieces())).json() == {"a": [1, 2]}
+
+
+async def test_a_chunked_body_has_the_same_limit() -> None:
+    """A body of unknown length is read no further than its limit, and refused."""
+    read = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal read
+        for _ in range(100):
+            read += 600
+            yield b" " * 600
+
+    with pytest.raises(RequestError) as refused:
+        await negotiate.read_body(Request(scope_of("POST", b"/", []), received(pieces())), SIZE_MAX)
+    assert (refused.value.code, read) == ("too_large", 1200)
+
+
+def received(pieces: AsyncIterator[bytes]) -> Receive:
+    """Return what a server receives of a body in these pieces."""
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": await anext(pieces), "more_body": True}
+
+    return receive

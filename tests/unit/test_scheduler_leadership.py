@@ -7,7 +7,7 @@ import pytest
 
 from paramserver.errors import problem
 from paramserver_scheduler.leadership import Leadership
-from paramserver_scheduler.lease import Deposed
+from paramserver_scheduler.lease import Deposed, RedisDataLost
 
 
 class AskedLease:
@@ -35,11 +35,28 @@ class Stood:
         self.asked = lease.asked
         self.told: list[str] = []
         """Why Redis is away, as told after each renewal."""
-        self.leadership = Leadership(lease, self.told.append, lambda: None, self.nobody)
+        self.lost: list[str] = []
+        """One entry for each time that Redis was found to have lost data."""
+        self.newer = False
+        """Whether another scheduler says that it leads."""
+        self.leadership = Leadership(
+            lease, self.told.append, lambda: self.lost.append("lost"), self.newer_leader_exists
+        )
 
-    async def nobody(self) -> bool:
-        """Report that no other scheduler leads."""
-        return False
+    async def newer_leader_exists(self) -> bool:
+        """Report whether another scheduler leads."""
+        return self.newer
+
+    async def confirmed(self, error: Exception | None) -> bool:
+        """Return whether the leader may answer, once the renewal that it begins ends like this."""
+        leads = asyncio.ensure_future(self.leadership.confirm())
+        async with asyncio.timeout(10):
+            answer = await self.asked.get()
+            if error is None:
+                answer.set_result(None)
+            else:
+                answer.set_exception(error)
+            return await leads
 
 
 async def test_an_answer_that_is_older_than_the_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +109,89 @@ async def test_a_renewal_tells_why_redis_is_away(monkeypatch: pytest.MonkeyPatch
         await renewal
 
     assert s.told == ["Redis refuses: MISCONF No space left on device", ""]
+
+
+AWAY = problem("storage_unavailable", "Redis does not answer")
+
+
+@pytest.mark.parametrize(("silence_s", "newer", "leads"), [(2.0, True, True), (4.0, True, False), (4.0, False, True)])
+async def test_a_leader_without_redis_asks_the_others_once_its_lease_has_ended(
+    monkeypatch: pytest.MonkeyPatch, silence_s: float, newer: bool, leads: bool
+) -> None:
+    """While Redis is away, a leader goes on within its lease of 3 s, and after that if no other scheduler leads."""
+    s = Stood(monkeypatch)
+    s.newer = newer
+    s.now += 2.0
+    assert await s.confirmed(None) is True
+    s.now += silence_s
+
+    assert await s.confirmed(AWAY) is leads
+
+
+async def test_a_leader_that_finds_data_lost_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renewal that finds data lost has the state written again; the leader still leads, and Redis is not away."""
+    s = Stood(monkeypatch)
+    s.now += 30.0
+
+    assert await s.confirmed(RedisDataLost("emptied")) is True
+    assert (s.lost, s.told) == (["lost"], [""])
+
+
+async def test_a_leader_renews_until_another_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader renews its lease again and again; once another leads, it ends with `Deposed` and answers no more."""
+    monkeypatch.setattr("paramserver_scheduler.leadership.RENEW_S", 0.0)
+    s = Stood(monkeypatch)
+    running = asyncio.ensure_future(s.leadership.run())
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            (await s.asked.get()).set_result(None)
+        (await s.asked.get()).set_exception(Deposed("a newer scheduler leads"))
+        with pytest.raises(ExceptionGroup) as ended:
+            await running
+
+    assert ended.group_contains(Deposed)
+    assert await s.leadership.confirm() is False
+
+
+async def test_a_leader_that_is_asked_nothing_for_long_was_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader whose process runs answers at once, without asking Redis, however long ago the last request was."""
+    monkeypatch.setattr("paramserver_scheduler.leadership.BEAT_S", 0.0)
+    s = Stood(monkeypatch)
+    running = asyncio.ensure_future(s.leadership.run())
+    (await s.asked.get()).set_result(None)
+    for _ in range(10):
+        s.now += 0.9
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    leads = asyncio.ensure_future(s.leadership.confirm())
+    await asyncio.sleep(0)
+    assert s.asked.empty()
+    assert await leads is True
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_requests_after_a_pause_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests that come after a pause wait for one and the same renewal."""
+    s = Stood(monkeypatch)
+    s.now += 30.0
+    leads = [asyncio.ensure_future(s.leadership.confirm()) for _ in range(3)]
+    (await s.asked.get()).set_result(None)
+
+    assert await asyncio.gather(*leads) == [True, True, True]
+    assert s.asked.empty()
+
+
+async def test_a_pause_while_redis_is_asked_makes_the_answer_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that was paused in the middle of a renewal renews again before it answers."""
+    s = Stood(monkeypatch)
+    s.now += 30.0
+    leads = asyncio.ensure_future(s.leadership.confirm())
+    asked = await s.asked.get()
+    s.now += 30.0
+    asked.set_result(None)
+    async with asyncio.timeout(10):
+        (await s.asked.get()).set_exception(Deposed("a newer scheduler leads"))
+
+    assert await leads is False

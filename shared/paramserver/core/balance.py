@@ -220,7 +220,7 @@ class _Table:
             return False
         trial = _Table((), self.shards.values(), 1 << 30)
         trial.partitions = {n: list(ps) for n, ps in self.partitions.items()}
-        trial.bytes, trial.load, trial.free = dict(self.bytes), dict(self.load), dict.fromkeys(self.free)
+        trial.bytes, trial.free = dict(self.bytes), dict.fromkeys(self.free)
         trial._shift(partition, target, 0)
         if back is not None:
             free = self.free[partition.shard]

@@ -215,7 +215,7 @@ class Dataset:
 
     def finish(self, number: int, index: int) -> None:
         """Mark a range as done; idempotent.  Raises NotFoundError (`unknown_task`)."""
-        if not 0 <= index < len(self.spec.ranges) or not 0 <= number < self.opened:
+        if index >= len(self.spec.ranges) or number >= self.opened:
             raise problem("unknown_task", f"dataset '{self.spec.name}' has no task {number}:{index}")
         if number < self.complete:
             return
