@@ -19,7 +19,7 @@ import paramserver as ps
 from paramserver.errors import PsError
 from paramserver_cli import launch
 from paramserver_cli.cluster_file import Cluster, StateDir, running
-from paramserver_cli.config import StateDirOption, Url, client_settings, connect, state_dir
+from paramserver_cli.config import StateDirOption, Url, client_settings, connect, listed, state_dir
 from paramserver_cli.launch import Failed
 
 POLL_S: Final = 0.25
@@ -185,9 +185,8 @@ def _print_commands(number: int) -> None:
 # --- the cluster ---
 
 
-def _shards(client: ps.Client) -> list[Line]:
-    items: list[Line] = client.request("GET", "/shards?limit=1000")["items"]
-    return items
+def _shards(client: ps.Client) -> Sequence[Line]:
+    return listed(client, "/shards")
 
 
 def _set(client: ps.Client, shard: str, state: str) -> Line:
