@@ -13,7 +13,7 @@ import typer
 
 from paramserver.errors import problem
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir
-from paramserver_cli.config import StateDirOption, client_settings, state_dir
+from paramserver_cli.config import StateDirOption, client_settings, secret_of, state_dir
 from paramserver_cli.launch import Failed
 from paramserver_node import tokens
 from paramserver_node.roles import Role
@@ -42,8 +42,7 @@ def token(
 
         psctl token reader --name ci --days 30
     """
-    secret = client_settings({})["secret"][0] or state_dir(state).secret()
-    keys = tokens.keys_of(secret)
+    keys = tokens.keys_of(secret_of(state_dir(state)))
     if not keys:
         raise Failed(
             "no secret found; it is needed to make tokens: set PARAMSERVER_SECRET_FILE to the nodes' file, "
@@ -97,16 +96,13 @@ def node_environment(state: StateDir, plan: Plan) -> Mapping[str, str]:
 
 def printable_cluster(cluster: Cluster) -> dict[str, object]:
     """Return a cluster as the object to print: with an admin token, if a secret is known here."""
-    secret = client_settings({})["secret"][0] or StateDir(Path(cluster.state_dir)).secret()
+    secret = secret_of(StateDir(Path(cluster.state_dir)))
     return asdict(replace(cluster, token=tokens.of_secret(secret, "admin")))
 
 
 def worker_environment(state: StateDir) -> Mapping[str, str]:
     """Return environment variables for the workers: a token, if there is a secret and no token that they inherit."""
-    found = client_settings({})
-    if found["token"][0]:
-        return {}
-    token = tokens.of_secret(found["secret"][0] or state.secret(), "worker")
+    token = None if client_settings({}).token else tokens.of_secret(secret_of(state), "worker")
     return {} if token is None else {"PARAMSERVER_TOKEN": token}
 
 

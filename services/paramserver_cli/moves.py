@@ -148,7 +148,7 @@ def _local_cluster(url: str | None, state: Any) -> _LocalCluster | None:
     """
     folder = state_dir(state)
     cluster = folder.cluster() if folder.is_running() else None
-    meant = str(client_settings({"url": url})["url"][0])
+    meant = client_settings({"url": url}).url
     if cluster is not None and (state is not None or cluster.is_at(meant)):
         return _LocalCluster(folder, cluster)
     if state is not None:

@@ -29,6 +29,7 @@ from paramserver_cli.launch import Failed
 from paramserver_cli.main import app
 from paramserver_cli.models import read_spec
 from paramserver_cli.training import Sample, Training, WorkerLine
+from paramserver_node.settings import ClientSettings
 
 
 @pytest.mark.parametrize(
@@ -340,7 +341,7 @@ def test_the_secret_at_hand_is_for_all_schedulers_of_its_cluster(tmp_path: Path,
     state = StateDir(tmp_path)
     state.write(Cluster(schedulers[0], [], "redis://h:3", None, {}, str(tmp_path), schedulers))
     state.secret_file.write_text("a secret")
-    assert config._secret({"secret": "", "state_dir": str(tmp_path), "url": url}) == ("a secret" if found else "")
+    assert config._secret(ClientSettings(state_dir=str(tmp_path), url=url)) == ("a secret" if found else "")
 
 
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
