@@ -9,14 +9,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import redis
 from benchmarks.meters import memory_bytes
 from benchmarks.systems.system import Running
-from benchmarks.workloads import Client, Parts, Work
+from benchmarks.workloads import Parts, Work
 
 from paramserver.errors import PsError
 from paramserver.types import F32
@@ -31,7 +31,7 @@ class RedisClient:
 
     fused, pairs = False, 1
 
-    def __init__(self, work: Work, port: int) -> None:
+    def __init__(self, work: Work, rank: int, port: int) -> None:
         self._redis, self._rate = redis.Redis(port=port, socket_timeout=120.0), np.float32(work.rate)
 
     def _get(self) -> F32:
@@ -51,16 +51,6 @@ class RedisClient:
 
     def close(self) -> None:
         self._redis.close()
-
-
-@dataclass(frozen=True)
-class Connect:
-    """Factory of the clients."""
-
-    port: int
-
-    def __call__(self, work: Work, rank: int) -> Client:
-        return RedisClient(work, self.port)
 
 
 class RedisLock:
@@ -93,7 +83,8 @@ class RedisLock:
             with redis.Redis(port=port) as client:
                 client.set(VALUES, work.initial().tobytes())
                 about = client.info("server")
-            yield Running([process.pid], base, Connect(port), versions=_versions(str(about.get("redis_version"))))
+            versions = _versions(str(about.get("redis_version")))
+            yield Running([process.pid], base, partial(RedisClient, port=port), versions=versions)
         finally:
             process.terminate()
             process.wait()
