@@ -131,7 +131,7 @@ class GrpcPython:
     key, label = "grpc", "gRPC Python"
 
     def missing(self) -> str:
-        return lacking("grpc", "google.protobuf") if not lacking("grpc") else lacking("grpc")
+        return lacking("grpc") or lacking("google.protobuf")
 
     @contextmanager
     def start(self, work: Work) -> Iterator[Running]:

@@ -158,7 +158,7 @@ class RayActors:
             actors = [int(p) for p, _ in about]
 
             def others() -> list[int]:
-                return [pid, *(p for p in descendants(pid) if p not in actors)]
+                return [pid, *(p.pid for p in descendants(pid) if p.pid not in actors)]
 
             base = sum(int(b) for _, b in about)
             connect = partial(RayClient, address=answers.next(), token=token)

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paramserver.client.credentials import NO_CREDENTIALS, Credentials
+from paramserver.client.credentials import Credentials
 from paramserver.client.transport import trusting
 from paramserver.errors import PsError, problem
 from paramserver_node.conditions import idempotency_key
@@ -52,9 +52,9 @@ class Forwarder:
     Once `stop` is set, streams end, and requests that wait for an answer and change nothing are refused.
     """
 
-    def __init__(self, credentials: Credentials = NO_CREDENTIALS, *, stop: asyncio.Event | None = None) -> None:
+    def __init__(self, credentials: Credentials, stop: asyncio.Event) -> None:
         self._credentials = credentials
-        self._stop = stop or asyncio.Event()
+        self._stop = stop
         self._client = (
             trusting(ClientBuilder(), credentials)
             .http1_only()

@@ -96,7 +96,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     others = OtherSchedulers(lease, checkpoints, credentials(settings))
     leadership = Leadership(lease, runtime.note_redis, runtime.redis_data_lost, others.newer_leader_exists)
     runtime.confirm = leadership.confirm
-    shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings), stop=stop)
+    shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings), stop)
     try:
         async with asyncio.TaskGroup() as group:
             jobs = Jobs(runtime, checkpoints, others, shards, redis, history, group, lease.name)
@@ -167,7 +167,7 @@ async def serve(settings: SchedulerSettings) -> None:
     http = make_app()
     http.state.checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
     redis = connect(settings.redis, timeout_s=2.0)
-    lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings), stop=stop)
+    lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings), stop)
     freeze_gc()
     try:
         async with asyncio.TaskGroup() as group:

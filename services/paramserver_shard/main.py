@@ -143,8 +143,8 @@ class Shard:
 def assemble(
     settings: ShardSettings,
     group: asyncio.TaskGroup,
-    access: Access | LocalOnly | None = None,
-    stop: asyncio.Event | None = None,
+    access: Access | LocalOnly | None,
+    stop: asyncio.Event,
 ) -> Shard:
     """Build a shard from its settings; `group` owns its tasks. Nothing is connected yet.
 
@@ -177,7 +177,7 @@ def assemble(
     names = NameService(models, exchange)
     frames = FrameService(directory, models, runtime, exchange, clocks, lending)
     arrays = ArrayService(models, exchange, names, link)
-    reader, forwarder = FrameReader(pool), Forwarder(own_credentials, stop=stop)
+    reader, forwarder = FrameReader(pool), Forwarder(own_credentials, stop)
     services = Services(
         membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, lending, access
     )

@@ -24,7 +24,7 @@ from paramserver_cli import config, demo, exits, moves, ports, runs, supervisor,
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.children import Guard
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
-from paramserver_cli.display import picture, plain_line, sparkline
+from paramserver_cli.display import CHART_WIDTH, picture, plain_line, sparkline
 from paramserver_cli.launch import Failed
 from paramserver_cli.main import app
 from paramserver_cli.models import read_spec
@@ -419,7 +419,7 @@ def test_a_training_is_good_when_its_last_evaluations_are() -> None:
 def test_a_workers_lag_is_what_the_shards_measured() -> None:
     """A worker's lag is taken from the shards' measurement, not from the metrics that the worker reports."""
     worker = {"worker": "m/w0", "clock": 3, "lag": 1.5, "metrics": {"loss": 0.5}, "state": "active", "alive": True}
-    model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "series": [], "waiting_for": []}
+    model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "series": []}
     status = {"models": [model | {"workers": [worker | {"heartbeat_age_s": 0.1}]}]}
     client: Any = SimpleNamespace(status=lambda timeout: status)
     training = Training(client, "m", "async")
@@ -452,7 +452,7 @@ def test_the_live_picture_has_curves_and_workers() -> None:
 def test_a_sparkline_spans_its_range() -> None:
     """The lowest value is the lowest bar, the highest the highest; gaps are kept, and long series are thinned out."""
     assert sparkline([0.0, None, 1.0], 0.0, 1.0) == "▁ █"
-    assert len(sparkline([0.5] * 1000, 0.0, 1.0, width=20)) == 20
+    assert len(sparkline([0.5] * 1000, 0.0, 1.0)) == CHART_WIDTH
 
 
 OWNER = """

@@ -1,5 +1,6 @@
 """Requests that each worker, member or shard sends every second or iteration, which bypass the scheduler's router."""
 
+import asyncio
 import json
 import time
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from fastapi import FastAPI
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Scope
 
+from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.core.scheduler import SchedulerCore
 from paramserver_node.forward import Forwarder
 from paramserver_node.redis import connect
@@ -44,7 +46,7 @@ def leading() -> tuple[FastAPI, ASGIApp]:
     app.state.service = SimpleNamespace(
         runtime=runtime, read=core.read, large_bodies=LargeBodies(), leadership=SimpleNamespace(confirm=confirm)
     )
-    return app, served(app, lease, Forwarder())
+    return app, served(app, lease, Forwarder(NO_CREDENTIALS, asyncio.Event()))
 
 
 async def sent(
