@@ -134,8 +134,9 @@ class Runtime:
             disconnected: an async function that returns when the client hangs up; the wait then ends with Unavailable.
             on_reply: called with the answer at the moment it becomes visible, before any later document is published.
 
-        Raises the PsError that the core replied, the reason for which the runtime was closed, or Unavailable:
-        `storage_unavailable` if Redis is away for too long, `too_many_requests` if too many requests are pending.
+        Raises the PsError that the core replied or `on_reply` raised, the reason for which the runtime was closed, or
+        Unavailable: `storage_unavailable` if Redis is away for too long, `too_many_requests` if too many requests are
+        pending.
         """
         number = next(self._request_numbers)
         event = make(number)
@@ -230,9 +231,13 @@ class Runtime:
             waiter.future.set_exception(outcome)
             return
         answer = Answer(status, outcome)
-        if waiter.on_reply is not None:
-            waiter.on_reply(answer)
-        waiter.future.set_result(answer)
+        try:
+            if waiter.on_reply is not None:
+                waiter.on_reply(answer)
+        except PsError as error:
+            waiter.future.set_exception(error)
+        else:
+            waiter.future.set_result(answer)
 
     async def _await_reply(self, future: asyncio.Future[Answer], disconnected: Callable[[], Any]) -> None:
         """Wait for the reply; raises Unavailable if the client hangs up first."""
