@@ -104,7 +104,7 @@ class Forwarder:
             try:
                 if changes_something(request.scope):
                     return _Answer(stream, await stream.__aenter__(), self._stop)
-                opened = await race(_opened(stream), self._stop.wait())
+                opened = await race(stream.__aenter__(), self._stop.wait())
                 if opened is None:
                     raise problem(code, "this node is stopping")
                 return _Answer(stream, opened[0], self._stop)
@@ -219,10 +219,6 @@ class _Answer(Response):
             for at in range(0, len(view), _CHUNK_BYTES_MAX):
                 piece = bytes(view[at : at + _CHUNK_BYTES_MAX])
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-
-
-async def _opened(stream: StreamRequest) -> Upstream:
-    return await stream.__aenter__()
 
 
 def _text(value: bytes) -> str:

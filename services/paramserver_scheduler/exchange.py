@@ -14,7 +14,6 @@ from paramserver.core.reading import Reading
 from paramserver.errors import problem
 from paramserver_node import negotiate, value_docs
 from paramserver_node.forward import Forwarder
-from paramserver_node.race import hung_up
 from paramserver_scheduler import bodies
 from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs
@@ -124,7 +123,7 @@ async def read_optional(request: Request, kind: type[B]) -> B:
 async def ask(request: Request, make: Callable[[int], io.Event]) -> Answer:
     """Return the core's answer to this request's event; the wait ends when the client hangs up."""
     negotiate.check_accept(request)
-    return await service(request).runtime.ask(make, lambda: hung_up(request.receive))
+    return await service(request).runtime.ask(make, request.receive)
 
 
 async def reply(
