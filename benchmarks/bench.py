@@ -12,8 +12,6 @@ launches every system once, so a disturbance of the machine affects all of them.
 
 import argparse
 import json
-import os
-import platform
 import signal
 import subprocess
 import sys
@@ -22,14 +20,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 from benchmarks import cost, stages
 from benchmarks.cells import CELLS, Cell, order, systems
 from benchmarks.launch import Failed, launch
+from benchmarks.machine import ROOT, about
 from benchmarks.tables import cell_table, loaded, number, summarized, table, write
 from benchmarks.targets import in_place, outcomes, target_table
 
-ROOT = Path(__file__).parents[1]
 PARTS = ("W1", "W3", "W4", "W5", "cost", "stages")
 START_S = 8.0
 """Initial estimate of the time of a launch besides its windows."""
@@ -141,36 +138,10 @@ def progress(plan: Sequence[Any], seconds: float) -> Iterator[tuple[Any, Any]]:
 
 def kernels() -> dict[str, Any]:
     """Run `kernels.py` in a separate process and return its results."""
-    program = [sys.executable, "-P", str(Path(__file__).with_name("kernels.py")), "--json"]
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    program = [sys.executable, "-m", "benchmarks.kernels", "--json"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
-
-
-def about() -> dict[str, str]:
-    """Describe the machine and our version."""
-    model = ""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-        memory = Path("/proc/meminfo").read_text().split()[1]
-    except OSError:
-        memory = "0"
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return {
-        "cores": str(os.cpu_count()),
-        "cpu": model or platform.machine(),
-        "memory": f"{int(memory) / 2**20:.0f} GiB",
-        "system": system(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "commit": commit.stdout.strip() or "unknown",
-    }
-
-
-def system() -> str:
-    """Return the operating system with its major and minor version, without build-specific parts."""
-    return f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}"
 
 
 def command() -> str:

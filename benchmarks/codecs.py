@@ -1,8 +1,8 @@
 """Cost and loss of each codec: bytes on the wire, GB/s of float32, cosine, accuracy on handwritten digits.
 
-    python benchmarks/codecs.py                        all codecs; training runs on a private cluster
-    python benchmarks/codecs.py --steps 0              without training
-    python benchmarks/codecs.py --codecs int8 topk:0.02+zstd --elements 1048576
+    python -m benchmarks.codecs                        all codecs; training runs on a private cluster
+    python -m benchmarks.codecs --steps 0              without training
+    python -m benchmarks.codecs --codecs int8 topk:0.02+zstd --elements 1048576
 
 Encoding is the work of a worker before it sends: checking for NaN, adding the error feedback, encoding, compressing.
 Decoding is the work of a shard after receiving: undoing the second stage, checking, and adding the gradient to a sum,
@@ -12,17 +12,13 @@ accuracy is that of a model after `--steps` steps of one synchronous worker with
 """
 
 import argparse
-import platform
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.machine import about
+from benchmarks.meters import median_s
 
 import paramserver as ps
 from paramserver import kernels
@@ -41,17 +37,6 @@ CODECS = (
     "fp32+zstd", "fp32+lz4", "bf16+zstd", "int8+zstd", "int8+lz4", "topk:0.01+zstd",
 )  # fmt: skip
 PARTITION_ELEMENTS = 1 << 20
-
-
-def median_s(run: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of a call, after one untimed call."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def bodies(content: Content) -> list[AnyArray]:
@@ -123,14 +108,6 @@ def accuracy(client: ps.Client, text: str, steps: int, seed: int) -> float:
     return found
 
 
-def machine() -> str:
-    """Describe machine and versions, which the figures depend on."""
-    git = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    cpu = import_module("llvmlite.binding").get_host_cpu_name()
-    return f"{platform.machine()} {cpu}, Python {platform.python_version()}, NumPy {np.__version__}, commit {commit}"
-
-
 def main() -> None:
     """Measure the codecs given on the command line and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,7 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of each training; 0: none")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each codec")
     chosen = parser.parse_args()
-    say(f"{machine()}; {chosen.elements} elements\n\n")
+    say(f"{' · '.join(f'{k} {v}' for k, v in about().items())}; {chosen.elements} elements\n\n")
     say("| codec | bytes of fp32 | encode GB/s | decode GB/s | cosine | accuracy |\n|---|--:|--:|--:|--:|--:|\n")
     rows = [measure(text, chosen.elements, chosen.repeats) for text in chosen.codecs]
     found: dict[str, str] = dict.fromkeys(chosen.codecs, "")

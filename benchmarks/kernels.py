@@ -1,7 +1,7 @@
 """Throughput of the fused optimizer steps, compared with a plain copy of as many bytes on the same machine.
 
-    python benchmarks/kernels.py                       one partition of 4 MiB, then one too large for any cache
-    python benchmarks/kernels.py --elements 1048576 --dtype bfloat16 --optimizers adam ftrl
+    python -m benchmarks.kernels                       one partition of 4 MiB, then one too large for any cache
+    python -m benchmarks.kernels --elements 1048576 --dtype bfloat16 --optimizers adam ftrl
 
 A rate counts each operand once: values, slots and gradient read, values and slots written.  The copy reads and writes
 the same total number of bytes, because small arrays fit in a cache and large ones do not.  Steps and copies take turns;
@@ -11,19 +11,15 @@ each figure is the median of `--repeats` runs on one thread.  `of copy` is the s
 import argparse
 import json
 import mmap
-import platform
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
+from benchmarks.machine import about
+from benchmarks.meters import medians_s
 
 from paramserver import kernels
 from paramserver.core.optimizer import SegmentStep, slot_count
@@ -32,19 +28,6 @@ from paramserver.types import ITEMSIZE, AnyArray
 
 DEFAULT_ELEMENTS = (1 << 20, 25_000_000)
 DEFAULT_OPTIMIZERS = ("sgd", "momentum", "adam")
-
-
-def medians_s(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the median seconds of a call of each, measured in turns, after one untimed call."""
-    times: list[list[float]] = [[] for _ in runs]
-    for run in runs:
-        run()
-    for _ in range(repeats):
-        for run, taken in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in times]
 
 
 def gradient(elements: int, dtype: str) -> AnyArray:
@@ -90,22 +73,6 @@ def measure(elements: int, dtype: str, names: list[str], repeats: int) -> list[d
     return rows
 
 
-def machine() -> dict[str, Any]:
-    """Describe machine and versions, which the figures depend on."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    ).stdout.strip()
-    return {
-        "machine": platform.machine(),
-        "cpu": str(import_module("llvmlite.binding").get_host_cpu_name()),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "numba": numba.__version__,
-        "commit": commit or "unknown",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, nargs="+", default=DEFAULT_ELEMENTS, help="elements of the partition")
@@ -120,13 +87,13 @@ def main() -> None:
     start = time.perf_counter()
     kernels.warm_up()
     warm_s = time.perf_counter() - start
-    about = machine() | {"warm_up_s": round(warm_s, 2)}
+    facts = about() | {"numba": numba.__version__, "warm_up_s": f"{warm_s:.2f}"}
     rows = [r for n in options.elements for r in measure(n, options.dtype, list(options.optimizers), options.repeats)]
     if options.json:
-        json.dump({"about": about, "rows": rows}, sys.stdout, indent=1)
+        json.dump({"about": facts, "rows": rows}, sys.stdout, indent=1)
         print()
         return
-    print(" · ".join(f"{k} {v}" for k, v in about.items()))
+    print(" · ".join(f"{k} {v}" for k, v in facts.items()))
     print(
         f"\n{'step':10} {'elements':>12} {'gradient':>9} {'ms':>9} {'copy ms':>9} {'GB/s':>7} {'M/s':>7} {'of copy':>8}"
     )

@@ -4,7 +4,10 @@ import multiprocessing as mp
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
@@ -25,35 +28,75 @@ class Failed(Exception):
     """A launch failed and has no figures."""
 
 
-def work_through(
-    connect: Callable[[Work, int], Client],
-    work: Work,
-    rank: int,
-    seconds: float,
-    together: Barrier,
-    stop: "Synchronized[int]",
-    pushed: "Synchronized[int]",
-    results: "Queue[Any]",
-) -> None:
+@dataclass(frozen=True)
+class Meeting:
+    """What the workers of a launch and their parent have in common; the methods are for the parent."""
+
+    seconds: float
+    """Length of the timed window."""
+    together: Barrier
+    """They all wait here for each other between two steps."""
+    stop: "Synchronized[int]"
+    """See `Rounds`."""
+    pushed: "Synchronized[int]"
+    """Pushes of all workers, once they have ended."""
+    results: "Queue[Any]"
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time for a step."""
+        return PATIENCE_S + max(self.seconds, GIVE_UP_S)
+
+    def meet(self) -> None:
+        """Wait until all workers have ended a step.  Raises Failed."""
+        try:
+            self.together.wait(self.patience_s)
+        except Exception:  # a worker broke the barrier and has reported why
+            raise (self._first_failure() or Failed("the workers did not meet")) from None
+
+    def result(self) -> Any:
+        """Return what a worker has reported.  Raises Failed."""
+        try:
+            found = self.results.get(timeout=self.patience_s)
+        except Empty:
+            raise Failed(f"a worker did not answer in {self.patience_s:g} s") from None
+        if isinstance(found, Failed):
+            raise found
+        return found
+
+    def _first_failure(self) -> Failed | None:
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            try:
+                found = self.results.get(timeout=0.2)
+            except Empty:
+                continue
+            if isinstance(found, Failed) and "BrokenBarrierError" not in str(found):
+                return found
+        return None
+
+
+def work_through(connect: Callable[[Work, int], Client], work: Work, rank: int, meeting: Meeting) -> None:
     """Run one worker process from start to end."""
+    m = meeting
     try:
         client = connect(work, rank)
-        rounds = Rounds(work, client, rank, stop)
+        rounds = Rounds(work, client, rank, m.stop)
         for warm in (True, False):
-            together.wait()  # the parent takes a reading
-            together.wait()
-            results.put(rounds.run(warm_s(work, seconds) if warm else seconds, warm=warm))
-            together.wait()  # the parent takes another reading
-        with pushed.get_lock():
-            pushed.value += rounds.done
-        together.wait()
+            m.together.wait()  # the parent takes a reading
+            m.together.wait()
+            m.results.put(rounds.run(warm_s(work, m.seconds) if warm else m.seconds, warm=warm))
+            m.together.wait()  # the parent takes another reading
+        with m.pushed.get_lock():
+            m.pushed.value += rounds.done
+        m.together.wait()
         if rank == 0:
-            results.put("" if work.kind == "W4" else verdict(work, client.pull(), pushed.value))
-        together.wait()
+            m.results.put("" if work.kind == "W4" else verdict(work, client.pull(), m.pushed.value))
+        m.together.wait()
         client.close()
     except BaseException:
-        results.put(Failed(traceback.format_exc(limit=-4)))
-        together.abort()
+        m.results.put(Failed(traceback.format_exc(limit=-4)))
+        m.together.abort()
 
 
 def warm_s(work: Work, seconds: float) -> float:
@@ -77,50 +120,37 @@ def launch(system: System, work: Work, seconds: float) -> dict[str, Any]:
 def _drive(running: Running, work: Work, seconds: float) -> dict[str, Any]:
     context = mp.get_context("spawn")
     together, results = context.Barrier(work.workers + 1), context.Queue()
-    stop: Synchronized[int] = context.Value("q", 0)
-    pushed: Synchronized[int] = context.Value("q", 0)
-    common = (seconds, together, stop, pushed, results)
+    meeting = Meeting(seconds, together, context.Value("q", 0), context.Value("q", 0), results)
     workers = [
-        context.Process(target=work_through, args=(running.connect, work, rank, *common), daemon=True)
+        context.Process(target=work_through, args=(running.connect, work, rank, meeting), daemon=True)
         for rank in range(work.workers)
     ]
-    patience_s = PATIENCE_S + max(seconds, GIVE_UP_S)
-
-    def result() -> Any:
-        try:
-            found = results.get(timeout=patience_s)
-        except Empty:
-            raise Failed(f"a worker did not answer in {patience_s:g} s") from None
-        if isinstance(found, Failed):
-            raise found
-        return found
-
-    def meet() -> None:
-        try:
-            together.wait(patience_s)
-        except Exception:  # a worker broke the barrier and has reported why
-            raise (_first_failure(results) or Failed("the workers did not meet")) from None
-
-    for p in workers:
-        p.start()
-    try:
-        worker_pids = [p.pid for p in workers if p.pid is not None]
-        windows: list[Window] = []
+    with _started(workers) as pids:
         for warm in (True, False):
-            meet()
-            stop.value = 0
+            meeting.meet()
+            meeting.stop.value = 0
             if warm:
                 forget_peaks(running.servers)
             servers = [*running.servers, *running.others()]
-            before = Reading.now(servers, worker_pids)
-            meet()
-            windows = [result() for _ in workers]
-            after = Reading.now(servers, worker_pids)
-            meet()
+            before = Reading.now(servers, pids)
+            meeting.meet()
+            windows: list[Window] = [meeting.result() for _ in workers]
+            after = Reading.now(servers, pids)
+            meeting.meet()
         peak = memory_bytes(running.servers, "VmHWM")
-        meet()
-        check = str(result())
-        meet()
+        meeting.meet()
+        check = str(meeting.result())
+        meeting.meet()
+    return figures(work, windows, before, after, peak - running.base_bytes, check) | {"versions": running.versions}
+
+
+@contextmanager
+def _started(workers: Sequence[BaseProcess]) -> Iterator[list[int]]:
+    """Start the processes and yield their ids; they end by themselves after the block, or are killed if it failed."""
+    for p in workers:
+        p.start()
+    try:
+        yield [p.pid for p in workers if p.pid is not None]
         for p in workers:
             p.join(PATIENCE_S)
     finally:
@@ -128,19 +158,6 @@ def _drive(running: Running, work: Work, seconds: float) -> dict[str, Any]:
             if p.is_alive():
                 p.kill()
             p.join()
-    return figures(work, windows, before, after, peak - running.base_bytes, check) | {"versions": running.versions}
-
-
-def _first_failure(results: "Queue[Any]") -> Failed | None:
-    until = time.monotonic() + 2.0
-    while time.monotonic() < until:
-        try:
-            found = results.get(timeout=0.2)
-        except Empty:
-            continue
-        if isinstance(found, Failed) and "BrokenBarrierError" not in str(found):
-            return found
-    return None
 
 
 def figures(

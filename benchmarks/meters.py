@@ -5,7 +5,8 @@ CPU time and memory are read from /proc; on systems other than Linux they are 0 
 
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,24 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def median(values: Sequence[float]) -> float:
     """Return the median; 0 if there are no values."""
     return statistics.median(values) if values else 0.0
+
+
+def medians_s(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Return the median seconds of a call of each, measured in turns, after one untimed call."""
+    times: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run()
+    for _ in range(repeats):
+        for run, taken in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def median_s(run: Callable[[], object], repeats: int) -> float:
+    """Return the median seconds of a call, after one untimed call."""
+    return medians_s([run], repeats)[0]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from benchmarks.meters import median
+from benchmarks.meters import median_s
 from benchmarks.tables import number, table
 
 from paramserver import kernels
@@ -52,33 +52,24 @@ class Stage:
     """Reads and writes of each byte, for the table."""
 
 
-def timed(run: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of a call, after two untimed calls."""
-    times = []
-    for i in range(repeats + 2):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-        del times[: len(times) if i < 2 else 0]
-    return median(times)
-
-
 def passes(elements: int, repeats: int) -> Iterator[Stage]:
     """Measure the stages that touch the bytes, without any transport."""
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [elements]}}}))
     source, target = np.ones(elements, np.float32), np.ones(elements, np.float32)
-    yield Stage("copy the vector (the floor)", "", timed(lambda: np.copyto(target, source), repeats), "1 read, 1 write")
+    yield Stage(
+        "copy the vector (the floor)", "", median_s(lambda: np.copyto(target, source), repeats), "1 read, 1 write"
+    )
 
     gradient = prepare(layout, source)
     content = gradient.selection.parts
-    seen = timed(lambda: gradient.views(content, Scan(exact=False)), repeats)
+    seen = median_s(lambda: gradient.views(content, Scan(exact=False)), repeats)
     yield Stage("worker: gradient tested for NaN where it lies", "push to several shards", seen, "1 look")
     out = np.ones(elements, np.float32).view(np.uint8)
-    copied = timed(lambda: write(gradient, content, out.data, Scan(exact=False, scan_unconverted=False)), repeats)
+    copied = median_s(lambda: write(gradient, content, out.data, Scan(exact=False, scan_unconverted=False)), repeats)
     yield Stage("worker: gradient into a slot", "push, same host", copied, "1 read, 1 write")
 
     parts = [np.ones(layout.partition_size(i), np.float32) for i in range(layout.spec.partitions)]
-    looked = timed(lambda: [checked(p, "float32", ((0, p.size),)) for p in parts], repeats)
+    looked = median_s(lambda: [checked(p, "float32", ((0, p.size),)) for p in parts], repeats)
     yield Stage("shard: finite, and checksum of the push id", "push", looked, "1 read, 1 more in the cache")
     values, results = [np.ones_like(p) for p in parts], [np.ones_like(p) for p in parts]
     optimizer = layout.spec.optimizer
@@ -87,7 +78,7 @@ def passes(elements: int, repeats: int) -> Iterator[Stage]:
         for w, g, new in zip(values, parts, results, strict=True):
             kernels.apply(optimizer, [SegmentStep(0, w.size, 2.0**-10)], w, (), g, "float32", new, ())
 
-    yield Stage("shard: apply SGD into the next version", "push", timed(apply, repeats), "2 reads, 1 write")
+    yield Stage("shard: apply SGD into the next version", "push", median_s(apply, repeats), "2 reads, 1 write")
 
 
 @contextmanager
@@ -195,8 +186,12 @@ def transports(size: int, repeats: int) -> Iterator[Stage]:
             peer.sendall(buffer)
             peer.recv(1)
 
-        yield Stage("bytes over plain TCP, pull (the floor)", "pull, HTTP/2", timed(pull, repeats), "2 in the kernel")
-        yield Stage("bytes over plain TCP, push (the floor)", "push, HTTP/2", timed(push, repeats), "2 in the kernel")
+        yield Stage(
+            "bytes over plain TCP, pull (the floor)", "pull, HTTP/2", median_s(pull, repeats), "2 in the kernel"
+        )
+        yield Stage(
+            "bytes over plain TCP, push (the floor)", "push, HTTP/2", median_s(push, repeats), "2 in the kernel"
+        )
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with child(_http, port, size):
@@ -210,7 +205,7 @@ def transports(size: int, repeats: int) -> Iterator[Stage]:
                 if not isinstance(outcome, Response) or outcome.status != 200:
                     raise RuntimeError(f"not moved: {outcome}")
 
-            yield Stage(f"bytes over HTTP/2, {name}", f"{name}, HTTP/2", timed(once, repeats), "2 in the kernel")
+            yield Stage(f"bytes over HTTP/2, {name}", f"{name}, HTTP/2", median_s(once, repeats), "2 in the kernel")
         transport.close()
 
 

@@ -70,8 +70,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _pair(first: str, second: str, shown: Callable[[float], str] = number) -> Callable[[Mapping[str, float]], str]:
-    return lambda f: f"{shown(f[first])} / {shown(f[second])}"
+def _pair(first: str, second: str) -> Callable[[Mapping[str, float]], str]:
+    return lambda f: f"{number(f[first])} / {number(f[second])}"
 
 
 Column = tuple[str, Callable[[Mapping[str, float]], str]]

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -17,7 +16,7 @@ import numpy as np
 from benchmarks.meters import memory_bytes
 from benchmarks.systems.process import attend_each, serving, wait_for_end
 from benchmarks.systems.system import Running
-from benchmarks.workloads import Client, Parts, Work
+from benchmarks.workloads import Parts, Work
 
 from paramserver.types import F32
 
@@ -72,7 +71,7 @@ class SocketClient:
 
     fused, pairs = False, 1
 
-    def __init__(self, work: Work, address: tuple[str, int]) -> None:
+    def __init__(self, work: Work, rank: int, address: tuple[str, int]) -> None:
         self._connection = socket.create_connection(address)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._values = np.zeros(work.elements, np.float32)
@@ -99,16 +98,6 @@ class SocketClient:
         self._connection.close()
 
 
-@dataclass(frozen=True)
-class Connect:
-    """Factory of the clients."""
-
-    address: tuple[str, int]
-
-    def __call__(self, work: Work, rank: int) -> Client:
-        return SocketClient(work, self.address)
-
-
 class BareSocket:
     """The TCP floor as a system; async only, one server."""
 
@@ -122,4 +111,4 @@ class BareSocket:
         """See `System.start`."""
         with serving(serve, work) as (pid, answers):
             base = int(answers.next())
-            yield Running([pid], base, Connect(answers.next()))
+            yield Running([pid], base, partial(SocketClient, address=answers.next()))

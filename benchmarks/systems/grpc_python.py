@@ -5,8 +5,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from benchmarks.meters import memory_bytes
 from benchmarks.systems.process import serving, wait_for_end
 from benchmarks.systems.system import Running, lacking
-from benchmarks.workloads import Client, Parts, Work
+from benchmarks.workloads import Parts, Work
 
 from paramserver.types import F32
 
@@ -94,7 +93,7 @@ class GrpcClient:
 
     fused, pairs = False, 1
 
-    def __init__(self, work: Work, ports: tuple[int, ...]) -> None:
+    def __init__(self, work: Work, rank: int, ports: tuple[int, ...]) -> None:
         import grpc
 
         self._work, kind = work, message()
@@ -126,23 +125,13 @@ class GrpcClient:
             c.close()
 
 
-@dataclass(frozen=True)
-class Connect:
-    """Factory of the clients."""
-
-    ports: tuple[int, ...]
-
-    def __call__(self, work: Work, rank: int) -> Client:
-        return GrpcClient(work, self.ports)
-
-
 class GrpcPython:
     """gRPC as a system."""
 
     key, label = "grpc", "gRPC Python"
 
     def missing(self) -> str:
-        return lacking("grpc", "google.protobuf") if not lacking("grpc") else lacking("grpc")
+        return lacking("grpc") or lacking("google.protobuf")
 
     @contextmanager
     def start(self, work: Work) -> Iterator[Running]:
@@ -150,5 +139,5 @@ class GrpcPython:
         with ExitStack() as stack:
             up = [stack.enter_context(serving(serve, work, i)) for i in range(work.servers)]
             base = sum(int(answers.next()) for _, answers in up)
-            ports = tuple(int(answers.next()) for _, answers in up)
-            yield Running([p for p, _ in up], base, Connect(ports), versions={"grpcio": version("grpcio")})
+            connect = partial(GrpcClient, ports=tuple(int(answers.next()) for _, answers in up))
+            yield Running([p for p, _ in up], base, connect, versions={"grpcio": version("grpcio")})

@@ -13,9 +13,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from benchmarks.meters import memory_bytes
@@ -59,7 +60,9 @@ class OurClient:
 
     pairs = 1
 
-    def __init__(self, work: Work, url: str, token: str | None, *, mapped: bool, fused: bool, in_place: bool) -> None:
+    def __init__(
+        self, work: Work, rank: int, url: str, token: str | None, *, mapped: bool, fused: bool, in_place: bool
+    ) -> None:
         self._client = ps.connect(url, token=token)
         self._model = self._client.model(MODEL)
         self._worker = self._model.worker().__enter__()
@@ -109,7 +112,7 @@ class StreamsClient:
 
     fused = True
 
-    def __init__(self, work: Work, url: str, token: str | None) -> None:
+    def __init__(self, work: Work, rank: int, url: str, token: str | None) -> None:
         self._runner = asyncio.Runner()
         self._client = ps.AsyncClient(url, token=token)
         self._model = self._client.model(MODEL)
@@ -142,23 +145,6 @@ class StreamsClient:
 
 
 @dataclass(frozen=True)
-class Connect:
-    """Factory of the clients."""
-
-    url: str
-    token: str | None
-    mapped: bool
-    fused: bool
-    in_place: bool
-
-    def __call__(self, work: Work, rank: int) -> Client:
-        if work.streams > 1:
-            return StreamsClient(work, self.url, self.token)
-        options = {"mapped": self.mapped, "fused": self.fused, "in_place": self.in_place}
-        return OurClient(work, self.url, self.token, **options)
-
-
-@dataclass(frozen=True)
 class Ours:
     """One way of using paramserver."""
 
@@ -181,9 +167,14 @@ class Ours:
             shards = [int(p) for p in found["pids"]["shards"]]
             others = [int(p) for kind in ("scheduler", "redis") for p in found["pids"][kind] if p]
             base = memory_bytes(shards, "VmRSS")
-            with ps.connect(found["scheduler"], token=found.get("token")) as client:
+            url, token = found["scheduler"], found.get("token")
+            with ps.connect(url, token=token) as client:
                 create(client, work)
-            connect = Connect(found["scheduler"], found.get("token"), self.mapped, self.fused, self.in_place)
+            connect: Callable[[Work, int], Client] = partial(
+                OurClient, url=url, token=token, mapped=self.mapped, fused=self.fused, in_place=self.in_place
+            )
+            if work.streams > 1:
+                connect = partial(StreamsClient, url=url, token=token)
             yield Running(shards, base, connect, lambda: others, {"paramserver": ps.__version__})
 
 

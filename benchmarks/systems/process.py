@@ -1,7 +1,6 @@
 """Server processes for systems without a launcher of their own."""
 
 import multiprocessing as mp
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ def serving(serve: Callable[..., None], *args: Any) -> Iterator[tuple[int, "Answ
     try:
         yield process.pid, Answers(ours)
     finally:
-        family = _descendants(process.pid)
+        family = descendants(process.pid)
         ours.close()
         process.join(STOP_S)
         for p in [*family, *([psutil.Process(process.pid)] if process.is_alive() else [])]:
@@ -80,12 +79,8 @@ def wait_for_end(pipe: Connection) -> None:
         return
 
 
-def descendants(pid: int | None = None) -> list[int]:
-    """Return the process ids of all descendants of a process, by default of this one."""
-    return [p.pid for p in _descendants(os.getpid() if pid is None else pid)]
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return all descendants of a process."""
     try:
         return list(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:

@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.meters import memory_bytes
 from benchmarks.systems.process import descendants, serving, wait_for_end
 from benchmarks.systems.system import Running, lacking
-from benchmarks.workloads import Client, Parts, Work
+from benchmarks.workloads import Parts, Work
 
 from paramserver.types import F32
 
@@ -117,7 +117,7 @@ class RayClient:
 
     fused, pairs = False, 1
 
-    def __init__(self, work: Work, address: str, token: str) -> None:
+    def __init__(self, work: Work, rank: int, address: str, token: str) -> None:
         prepare(token)
         import ray
 
@@ -141,17 +141,6 @@ class RayClient:
         self._ray.shutdown()
 
 
-@dataclass(frozen=True)
-class Connect:
-    """Factory of the clients."""
-
-    address: str
-    token: str
-
-    def __call__(self, work: Work, rank: int) -> Client:
-        return RayClient(work, self.address, self.token)
-
-
 class RayActors:
     """Ray as a system."""
 
@@ -169,7 +158,8 @@ class RayActors:
             actors = [int(p) for p, _ in about]
 
             def others() -> list[int]:
-                return [pid, *(p for p in descendants(pid) if p not in actors)]
+                return [pid, *(p.pid for p in descendants(pid) if p.pid not in actors)]
 
             base = sum(int(b) for _, b in about)
-            yield Running(actors, base, Connect(answers.next(), token), others, {"ray": version("ray")})
+            connect = partial(RayClient, address=answers.next(), token=token)
+            yield Running(actors, base, connect, others, {"ray": version("ray")})

@@ -3,26 +3,24 @@
 No persistence; async only, one server.
 """
 
-import shutil
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy as np
 import redis
 from benchmarks.meters import memory_bytes
 from benchmarks.systems.system import Running
-from benchmarks.workloads import Client, Parts, Work
+from benchmarks.workloads import Parts, Work
 
 from paramserver.errors import PsError
 from paramserver.types import F32
-from paramserver_node.redis_server import find_binary, free_port, serving_pid
+from paramserver_node.redis_server import find_binary, free_port, running, serving_pid
 
-START_S = 10.0
+OPTIONS = ("--appendonly", "no", "--proto-max-bulk-len", "1gb")
 VALUES, LOCK = "values", "lock"
 
 
@@ -31,7 +29,7 @@ class RedisClient:
 
     fused, pairs = False, 1
 
-    def __init__(self, work: Work, port: int) -> None:
+    def __init__(self, work: Work, rank: int, port: int) -> None:
         self._redis, self._rate = redis.Redis(port=port, socket_timeout=120.0), np.float32(work.rate)
 
     def _get(self) -> F32:
@@ -53,16 +51,6 @@ class RedisClient:
         self._redis.close()
 
 
-@dataclass(frozen=True)
-class Connect:
-    """Factory of the clients."""
-
-    port: int
-
-    def __call__(self, work: Work, rank: int) -> Client:
-        return RedisClient(work, self.port)
-
-
 class RedisLock:
     """Redis as a system."""
 
@@ -78,26 +66,16 @@ class RedisLock:
     @contextmanager
     def start(self, work: Work) -> Iterator[Running]:
         """See `System.start`."""
-        port, folder = free_port(), tempfile.mkdtemp(prefix="paramserver-bench-")
-        options = {"bind": "127.0.0.1", "port": str(port), "save": "", "appendonly": "no", "dir": folder}
-        options |= {"proto-max-bulk-len": "1gb"}
-        command = [str(find_binary()), *(word for k, v in options.items() for word in (f"--{k}", v))]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + START_S
-            while serving_pid(port) != process.pid:
-                if time.monotonic() > deadline or process.poll() is not None:
-                    raise RuntimeError("the Redis server did not start")
-                time.sleep(0.02)  # Redis sends no ready signal, so poll until it answers
-            base = memory_bytes([process.pid], "VmRSS")
+        port = free_port()
+        with tempfile.TemporaryDirectory(prefix="paramserver-bench-") as folder, running(Path(folder), port, OPTIONS):
+            pid = serving_pid(port)
+            assert pid is not None
+            base = memory_bytes([pid], "VmRSS")
             with redis.Redis(port=port) as client:
                 client.set(VALUES, work.initial().tobytes())
                 about = client.info("server")
-            yield Running([process.pid], base, Connect(port), versions=_versions(str(about.get("redis_version"))))
-        finally:
-            process.terminate()
-            process.wait()
-            shutil.rmtree(folder, ignore_errors=True)
+            versions = _versions(str(about.get("redis_version")))
+            yield Running([pid], base, partial(RedisClient, port=port), versions=versions)
 
 
 def _versions(server: str) -> dict[str, str]:

@@ -42,7 +42,7 @@ class System(Protocol):
         """Start servers for this work and stop them at the end of the block."""
 
 
-def lacking(*packages: str, extra: str = "bench") -> str:
+def lacking(*packages: str) -> str:
     """Return the installation hint for those of these Python packages that are missing; empty if there are none."""
     gone = [p for p in packages if importlib.util.find_spec(p) is None]
-    return f"needs {', '.join(gone)}: pip install 'paramserver[{extra}]'" if gone else ""
+    return f"needs {', '.join(gone)}: pip install 'paramserver[bench]'" if gone else ""

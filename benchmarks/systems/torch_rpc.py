@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from benchmarks.systems.process import serving
 from benchmarks.systems.system import Running, lacking
-from benchmarks.workloads import Client, Parts, Work
+from benchmarks.workloads import Parts, Work
 
 from paramserver.types import F32
 from paramserver_node.redis_server import free_port
@@ -54,17 +55,6 @@ class TorchClient:
 
 
 @dataclass(frozen=True)
-class Connect:
-    """Factory of the clients."""
-
-    port: int
-    tcp: bool
-
-    def __call__(self, work: Work, rank: int) -> Client:
-        return TorchClient(work, rank, self.port, self.tcp)
-
-
-@dataclass(frozen=True)
 class TorchRpc:
     """Torch RPC with one choice of transports."""
 
@@ -84,7 +74,8 @@ class TorchRpc:
         with ExitStack() as stack:
             up = [stack.enter_context(serving(torch_state.serve, work, i, port, self.tcp)) for i in range(work.servers)]
             base = sum(int(answers.next()) for _, answers in up)
-            yield Running([p for p, _ in up], base, Connect(port, self.tcp), versions={"torch": version("torch")})
+            connect = partial(TorchClient, port=port, tcp=self.tcp)
+            yield Running([p for p, _ in up], base, connect, versions={"torch": version("torch")})
 
 
 VARIANTS = (

@@ -17,7 +17,7 @@ import re
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, BinaryIO, Literal
 
 import psutil
 
@@ -171,11 +171,16 @@ class StateDir:
     def tail(self, name: str, lines: int = 20) -> str:
         """Return the last lines of one log; empty if there is none."""
         try:
-            with self.log(name).open("rb") as f:
-                f.seek(max(0, f.seek(0, os.SEEK_END) - 200 * lines))
-                return "\n".join(f.read().decode(errors="replace").splitlines()[-lines:])
+            with self.log(name).open("rb") as log:
+                return "\n".join(last_lines(log, lines))
         except FileNotFoundError:
             return ""
+
+
+def last_lines(log: BinaryIO, lines: int) -> list[str]:
+    """Return the last lines of a log, which is then at its end."""
+    log.seek(max(0, log.seek(0, os.SEEK_END) - 200 * lines))
+    return log.read().decode(errors="replace").splitlines()[-lines:]
 
 
 def running() -> list[StateDir]:

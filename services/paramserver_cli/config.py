@@ -4,6 +4,7 @@ from __future__ import annotations  # client classes are named, but not imported
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ StateDirOption = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def client_settings(flags: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+def _client_sources(flags: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Return each client setting as (value, origin).
 
     If no URL is set, the URL is that of the cluster running under the state directory, if any: after `psctl up` the
@@ -47,9 +48,23 @@ def client_settings(flags: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     return found
 
 
+def client_settings(flags: Mapping[str, Any]) -> ClientSettings:
+    """Return the client's settings; the URL is that of the cluster under the state directory if none is set."""
+    return _values(_client_sources(flags))
+
+
+def _values(sources: Mapping[str, tuple[Any, str]]) -> ClientSettings:
+    return ClientSettings(**{name: value for name, (value, _) in sources.items()})
+
+
 def state_dir(flag: Path | None) -> StateDir:
     """Return the state directory of a command: `flag` if given, else the setting `state_dir`."""
-    return StateDir(Path(client_settings({"state_dir": None if flag is None else str(flag)})["state_dir"][0]))
+    return StateDir(Path(client_settings({"state_dir": None if flag is None else str(flag)}).state_dir))
+
+
+def secret_of(state: StateDir) -> str:
+    """Return the secret that is set, else the one of the cluster in that directory; empty if there is neither."""
+    return client_settings({}).secret or state.secret()
 
 
 def redis_url(flag: str | None) -> str | None:
@@ -71,26 +86,33 @@ def connect(url: str | None, *, timeout_s: float | None = None, state_dir: str |
     Without a token setting, the client gets an admin token made from the cluster's secret, if that is known here.
     Raises Unreachable if no URL answers, RequestError (`invalid_field`) if the CA file cannot be used.
     """
-    settings = client_settings({"url": url, "timeout_s": timeout_s, "state_dir": state_dir})
-    check_ca(*settings["ca"])
-    found = {name: value for name, (value, _) in settings.items()}
-    token = found["token"] or tokens.of_secret(_secret(found), "admin", "psctl")
-    return ps.connect(found["url"], timeout=found["timeout_s"], token=token, ca=found["ca"] or None)
+    sources = _client_sources({"url": url, "timeout_s": timeout_s, "state_dir": state_dir})
+    check_ca(*sources["ca"])
+    found = _values(sources)
+    token = found.token or tokens.of_secret(_secret(found), "admin", "psctl")
+    return ps.connect(found.url, timeout=found.timeout_s, token=token, ca=found.ca or None)
+
+
+def listed(client: ps.Client, path: str) -> list[dict[str, Any]]:
+    """Return all items of one of the cluster's lists, which come in pages."""
+    from paramserver.client import control  # loaded with the client
+
+    return client.run(control.listed(path, client.deadline(None)))
 
 
 def worker_token(url: str | None) -> str | None:
     """Return a token for workers of the cluster; None if no secret is known here, or a token is set (inherited)."""
-    found = {name: value for name, (value, _) in client_settings({"url": url}).items()}
-    return None if found["token"] else tokens.of_secret(_secret(found), "worker")
+    found = client_settings({"url": url})
+    return None if found.token else tokens.of_secret(_secret(found), "worker")
 
 
-def _secret(settings: dict[str, Any]) -> str:
+def _secret(settings: ClientSettings) -> str:
     """Return the secret that is set, or that of the cluster under `state_dir` if all URLs are its schedulers, or ""."""
-    if settings["secret"]:
-        return str(settings["secret"])
-    state = StateDir(Path(settings["state_dir"]))
+    if settings.secret:
+        return settings.secret
+    state = StateDir(Path(settings.state_dir))
     cluster = state.cluster()
-    return state.secret() if cluster is not None and all(map(cluster.is_at, settings["url"].split(","))) else ""
+    return state.secret() if cluster is not None and all(map(cluster.is_at, settings.url.split(","))) else ""
 
 
 def _printable(name: str, value: Any) -> Any:
@@ -107,7 +129,7 @@ def config(as_json: Json = False) -> None:
 
     psctl config
     """
-    parts: dict[str, dict[str, tuple[Any, str]]] = {"client": client_settings({})}
+    parts: dict[str, dict[str, tuple[Any, str]]] = {"client": _client_sources({})}
     for service in (SchedulerSettings, ShardSettings, WorkerSettings):
         parts[service.section] = service.sources({}, os.environ, Path.cwd() / FILE)
     rows = [

@@ -92,10 +92,10 @@ def numbers(s: Sample) -> str:
     return "  ".join(parts)
 
 
-def sparkline(values: Sequence[float | None], low: float, high: float, width: int = CHART_WIDTH) -> str:
-    """Return the values as bars, sampled to at most `width` characters; None gives a blank."""
-    if len(values) > width:
-        values = [values[i * len(values) // width] for i in range(width)]
+def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
+    """Return the values as bars, sampled to at most `CHART_WIDTH` characters; None gives a blank."""
+    if len(values) > CHART_WIDTH:
+        values = [values[i * len(values) // CHART_WIDTH] for i in range(CHART_WIDTH)]
     span = (high - low) or 1.0
     top = len(_BARS) - 1
     return "".join(" " if v is None else _BARS[max(0, min(top, round((v - low) / span * top)))] for v in values)

@@ -87,7 +87,7 @@ def running_redis(url: str | None) -> tuple[str | None, bool]:
 
     (None, False) if the cluster does not run on this machine under this user.
     """
-    meant = str(client_settings({"url": url})["url"][0])
+    meant = client_settings({"url": url}).url
     for state in running():
         found, plan = state.cluster(), state.plan()
         if found is not None and plan is not None and found.is_at(meant):

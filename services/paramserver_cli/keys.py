@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from paramserver.errors import problem
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir
-from paramserver_cli.config import StateDirOption, client_settings, state_dir
+from paramserver_cli.config import StateDirOption, client_settings, secret_of, state_dir
 from paramserver_cli.launch import Failed
 from paramserver_node import tokens
 from paramserver_node.roles import Role
@@ -42,15 +42,14 @@ def token(
 
         psctl token reader --name ci --days 30
     """
-    secret = client_settings({})["secret"][0] or state_dir(state).secret()
-    keys = tokens.keys_of(secret)
+    keys = tokens.keys_of(secret_of(state_dir(state)))
     if not keys:
         raise Failed(
             "no secret found; it is needed to make tokens: set PARAMSERVER_SECRET_FILE to the nodes' file, "
             "or run this where a node runs (a cluster that only this machine can reach has none, and needs no token)"
         )
     expires_at_s = 0 if days is None else int(time.time() + days * DAY_S)
-    typer.echo(tokens.make(keys[0], _role(role), name, expires_at_s))
+    typer.echo(tokens.make(keys[0], cast(Role, role), name, expires_at_s))
 
 
 def secret(
@@ -97,21 +96,11 @@ def node_environment(state: StateDir, plan: Plan) -> Mapping[str, str]:
 
 def printable_cluster(cluster: Cluster) -> dict[str, object]:
     """Return a cluster as the object to print: with an admin token, if a secret is known here."""
-    secret = client_settings({})["secret"][0] or StateDir(Path(cluster.state_dir)).secret()
+    secret = secret_of(StateDir(Path(cluster.state_dir)))
     return asdict(replace(cluster, token=tokens.of_secret(secret, "admin")))
 
 
 def worker_environment(state: StateDir) -> Mapping[str, str]:
     """Return environment variables for the workers: a token, if there is a secret and no token that they inherit."""
-    found = client_settings({})
-    if found["token"][0]:
-        return {}
-    token = tokens.of_secret(found["secret"][0] or state.secret(), "worker")
+    token = None if client_settings({}).token else tokens.of_secret(secret_of(state), "worker")
     return {} if token is None else {"PARAMSERVER_TOKEN": token}
-
-
-def _role(text: str) -> Role:
-    for role in ("reader", "worker", "node", "admin"):
-        if text == role:
-            return role
-    raise problem("invalid_field", f"there is no role '{text:.40}'", hint="reader, worker, node or admin")

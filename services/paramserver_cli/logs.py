@@ -1,11 +1,12 @@
 """psctl logs: shows the output of the processes of a cluster on this machine."""
 
 import time
-from pathlib import Path
-from typing import IO, Annotated
+from contextlib import ExitStack
+from typing import Annotated
 
 import typer
 
+from paramserver_cli.cluster_file import last_lines
 from paramserver_cli.config import StateDirOption, state_dir
 from paramserver_cli.launch import Failed
 
@@ -32,22 +33,16 @@ def logs(
         raise Failed(f"there is no log of '{node}' in {folder.logs}; there are: {', '.join(found)}")
     chosen = found if node is None else {node: found[node]}
     width = max(map(len, chosen)) if node is None else 0
-    files: dict[str, IO[str]] = {}
-    for name, path in chosen.items():
-        for line in folder.tail(name, lines).splitlines() if lines else []:
-            _print(name, line, width)
-        files[name] = _open_at_end(path)
-    while follow:
+    with ExitStack() as opened:
+        files = {name: opened.enter_context(path.open("rb")) for name, path in chosen.items()}
         for name, file in files.items():
-            for line in file:
-                _print(name, line.rstrip("\n"), width)
-        time.sleep(FOLLOW_S)  # poll: nothing notifies us that a file has grown
-
-
-def _open_at_end(path: Path) -> IO[str]:
-    file = path.open(errors="replace")
-    file.seek(0, 2)
-    return file
+            for line in last_lines(file, lines):
+                _print(name, line, width)
+        while follow:
+            for name, file in files.items():
+                for written in file:
+                    _print(name, written.decode(errors="replace").rstrip("\n"), width)
+            time.sleep(FOLLOW_S)  # poll: nothing notifies us that a file has grown
 
 
 def _print(name: str, line: str, width: int) -> None:

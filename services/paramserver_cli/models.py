@@ -14,7 +14,7 @@ import yaml
 
 import paramserver as ps
 from paramserver_cli.assignments import merge_patch
-from paramserver_cli.config import Json, Url, connect
+from paramserver_cli.config import Json, Url, connect, listed
 from paramserver_cli.launch import Failed
 
 
@@ -141,11 +141,11 @@ def models(as_json: Json = False, url: Url = None) -> None:
 
     psctl models
     """
-    items = connect(url).request("GET", "/models")
+    items = listed(connect(url), "/models")
     if as_json:
-        typer.echo(json.dumps(items))
+        typer.echo(json.dumps({"items": items, "next": None}))
         return
-    if not items["items"]:  # on standard error, so that a script does not read it as a model
+    if not items:  # on standard error, so that a script does not read it as a model
         typer.echo("there are no models yet; psctl create makes one", err=True)
-    for m in items["items"]:
+    for m in items:
         typer.echo(f"{m['name']:24} {m['state']:12} version {m['version']:<8} {m.get('mode', '')}")

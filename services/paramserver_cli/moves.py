@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import quote
 
@@ -19,7 +20,7 @@ import paramserver as ps
 from paramserver.errors import PsError
 from paramserver_cli import launch
 from paramserver_cli.cluster_file import Cluster, StateDir, running
-from paramserver_cli.config import StateDirOption, Url, client_settings, connect, state_dir
+from paramserver_cli.config import StateDirOption, Url, client_settings, connect, listed, state_dir
 from paramserver_cli.launch import Failed
 
 POLL_S: Final = 0.25
@@ -83,10 +84,10 @@ def scale(
         client = connect(",".join(local.cluster.schedulers), state_dir=str(local.state.path))
     else:
         client = connect(url)
-    before = sorted((x["name"] for x in _shards(client) if x["alive"]), key=_natural)
-    if local is not None:
-        before = local.names
-    for line in _shards(client):  # left draining by an earlier attempt that was interrupted
+    lines = _shards(client)
+    alive = sorted((x["name"] for x in lines if x["alive"]), key=_natural)
+    before = alive if local is None else local.names
+    for line in lines:  # left draining by an earlier attempt that was interrupted
         if line["state"] == "draining" and line["name"] in before[:number]:
             _set(client, line["name"], "active")
     if number < len(before):
@@ -141,14 +142,14 @@ class _LocalCluster:
             time.sleep(POLL_S)  # the supervisor adopts the plan in its own process
 
 
-def _local_cluster(url: str | None, state: Any) -> _LocalCluster | None:
+def _local_cluster(url: str | None, state: Path | None) -> _LocalCluster | None:
     """Return the cluster of psctl up that a command addresses; None if it addresses another cluster.
 
     It is the cluster of the state directory given with `--state-dir`, else the one on this machine that the URL names.
     """
     folder = state_dir(state)
     cluster = folder.cluster() if folder.is_running() else None
-    meant = str(client_settings({"url": url})["url"][0])
+    meant = client_settings({"url": url}).url
     if cluster is not None and (state is not None or cluster.is_at(meant)):
         return _LocalCluster(folder, cluster)
     if state is not None:
@@ -185,9 +186,8 @@ def _print_commands(number: int) -> None:
 # --- the cluster ---
 
 
-def _shards(client: ps.Client) -> list[Line]:
-    items: list[Line] = client.request("GET", "/shards?limit=1000")["items"]
-    return items
+def _shards(client: ps.Client) -> Sequence[Line]:
+    return listed(client, "/shards")
 
 
 def _set(client: ps.Client, shard: str, state: str) -> Line:

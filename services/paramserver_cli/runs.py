@@ -39,7 +39,7 @@ def list_runs(as_json: Json = False, url: Url = None) -> None:
 
     psctl run list
     """
-    items = sorted(connect(url).runs(), key=lambda r: -r["created_s"])
+    items = connect(url).runs()
     if as_json:
         typer.echo(json.dumps({"items": items, "next": None}))
         return

@@ -13,11 +13,10 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from paramserver.errors import PsError
 from paramserver_cli import ports
@@ -25,6 +24,7 @@ from paramserver_cli.children import ChildSpec, Guard, signal_group, start
 from paramserver_cli.cluster_file import Cluster, Phase, Plan, StateDir, SupervisorState
 from paramserver_cli.processes import Processes
 from paramserver_node import redis_server
+from paramserver_node.race import race
 from paramserver_node.setting_checks import shown
 
 log = logging.getLogger("paramserver.supervisor")
@@ -181,11 +181,11 @@ class Supervisor:
                     async with asyncio.timeout(START_TIMEOUT_S):
                         for spec in redis:
                             children.create_task(self.run_child(spec))
-                            await self._unless_stopped(self._until_redis_serves())
+                            await race(self._until_redis_serves(), self.stop.wait())
                         for spec in (*schedulers, *shards):
                             children.create_task(self.run_child(spec))
                         if schedulers:
-                            await self._unless_stopped(self._until_servers_are_ready())
+                            await race(self._until_servers_are_ready(), self.stop.wait())
                 except TimeoutError:
                     logs = f"what its processes say is in {self.state.logs}"
                     raise StartFailed(
@@ -212,14 +212,6 @@ class Supervisor:
             told = [line for line in self.state.tail(name).splitlines() if " WARNING " in line or " ERROR " in line]
             found += f"\n{name}: {told[-1]}" if told else ""
         return found
-
-    async def _unless_stopped(self, step: Coroutine[Any, Any, None]) -> None:
-        """Run one step of the start; cancel it if `stop` is set."""
-        async with asyncio.TaskGroup() as both:
-            work, stop = both.create_task(step), both.create_task(self.stop.wait())
-            await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-            work.cancel()
-            stop.cancel()
 
     async def _follow_plan(self, children: asyncio.TaskGroup) -> None:
         """Start or stop shards whenever the plan in the state directory has changed."""
@@ -286,7 +278,7 @@ async def _main(state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guar
         await supervisor.run()
     except* (StartFailed, PsError, OSError) as failures:
         cause: BaseException = failures
-        while isinstance(cause, BaseExceptionGroup):  # a step of the start has a group of its own
+        while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
         supervisor.phase, supervisor.error = "failed", str(cause)
         log.error("%s", supervisor.error)

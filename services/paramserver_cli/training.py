@@ -41,7 +41,6 @@ class Sample:
     lag: float | None
     """Mean version lag of the workers."""
     workers: tuple[WorkerLine, ...] = ()
-    waiting_for: tuple[str, ...] = ()
 
 
 @dataclass
@@ -110,7 +109,6 @@ class Training:
             pushes_per_s=float(model["pushes_per_s"]),
             lag=model["lag"],
             workers=workers,
-            waiting_for=tuple(model["waiting_for"]),
         )
 
     def has_reached(self, accuracy: float) -> bool:

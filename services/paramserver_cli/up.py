@@ -146,7 +146,7 @@ def _print_summary(folder: StateDir, as_json: bool, detach: bool) -> None:
 
 def _next(cluster: Cluster) -> str:
     """Return the commands to type next, with the options that make them reach this cluster from here."""
-    url = "" if cluster.is_at(client_settings({})["url"][0]) else f" --url {','.join(cluster.schedulers)}"
+    url = "" if cluster.is_at(client_settings({}).url) else f" --url {','.join(cluster.schedulers)}"
     own = state_dir(None).path == Path(cluster.state_dir)
     state = "" if own else f" --state-dir {shlex.quote(cluster.state_dir)}"
     return f"next: psctl status{url}, psctl new NAME, psctl down{state}"

@@ -8,7 +8,6 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver_node.problems import CutOff
-from paramserver_node.queries import check_query
 
 
 class NodeApp(FastAPI):
@@ -17,15 +16,15 @@ class NodeApp(FastAPI):
     The router has their routes, too, for whatever inspects them.
     """
 
-    def __init__(self, find_endpoint: Callable[[str], ASGIApp | None], **options: Any) -> None:
-        """`find_endpoint` returns the endpoint for the path of a POST, or None to leave the request to the router."""
+    def __init__(self, find_endpoint: Callable[[tuple[str, str]], ASGIApp | None], **options: Any) -> None:
+        """`find_endpoint` returns the endpoint for a (method, path), or None to leave the request to the router."""
         super().__init__(**options)
         self._find_endpoint = find_endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method = scope["method"] if scope["type"] == "http" else ""
-        endpoint = self._find_endpoint(scope["path"]) if method == "POST" else None
-        if method == "HEAD" and _only_get(self.routes, scope):
+        asked = (scope["method"], scope["path"]) if scope["type"] == "http" else ("", "")
+        endpoint = self._find_endpoint(asked)
+        if asked[0] == "HEAD" and _only_get(self.routes, scope):
             await self._head(scope, receive, send)
         elif endpoint is None:
             await super().__call__(scope, receive, send)
@@ -51,18 +50,6 @@ class NodeApp(FastAPI):
         finally:
             if "route" in asked:
                 scope["route"] = asked["route"]
-
-
-def routed(route: BaseRoute, endpoint: ASGIApp) -> ASGIApp:
-    """Wrap an endpoint so that it gets its route in the scope, as from the router, and its query is checked."""
-
-    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["route"] = route
-        if scope["query_string"]:
-            check_query(scope)
-        await endpoint(scope, receive, send)
-
-    return wrapped
 
 
 def _only_get(routes: list[BaseRoute], scope: Scope) -> bool:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paramserver.client.credentials import NO_CREDENTIALS, Credentials
+from paramserver.client.credentials import Credentials
 from paramserver.client.transport import trusting
 from paramserver.errors import PsError, problem
 from paramserver_node.conditions import idempotency_key
@@ -52,9 +52,9 @@ class Forwarder:
     Once `stop` is set, streams end, and requests that wait for an answer and change nothing are refused.
     """
 
-    def __init__(self, credentials: Credentials = NO_CREDENTIALS, *, stop: asyncio.Event | None = None) -> None:
+    def __init__(self, credentials: Credentials, stop: asyncio.Event) -> None:
         self._credentials = credentials
-        self._stop = stop or asyncio.Event()
+        self._stop = stop
         self._client = (
             trusting(ClientBuilder(), credentials)
             .http1_only()
@@ -104,7 +104,7 @@ class Forwarder:
             try:
                 if changes_something(request.scope):
                     return _Answer(stream, await stream.__aenter__(), self._stop)
-                opened = await race(_opened(stream), self._stop.wait())
+                opened = await race(stream.__aenter__(), self._stop.wait())
                 if opened is None:
                     raise problem(code, "this node is stopping")
                 return _Answer(stream, opened[0], self._stop)
@@ -219,10 +219,6 @@ class _Answer(Response):
             for at in range(0, len(view), _CHUNK_BYTES_MAX):
                 piece = bytes(view[at : at + _CHUNK_BYTES_MAX])
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-
-
-async def _opened(stream: StreamRequest) -> Upstream:
-    return await stream.__aenter__()
 
 
 def _text(value: bytes) -> str:

@@ -3,7 +3,7 @@
 import logging
 
 
-def setup(level: str = "INFO") -> None:
+def setup(level: str) -> None:
     """Send this process's logs to standard error; those of third parties from WARNING up."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.WARNING)
     logging.getLogger("paramserver").setLevel(level.upper())

@@ -1,17 +1,18 @@
 """Work that is cancelled when something else ends first: the client disconnects, or the node stops."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
-
-from starlette.types import Receive
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, TypeVar
 
 from paramserver.errors import problem
+
+if TYPE_CHECKING:  # the supervisor runs without a web framework
+    from starlette.types import Receive
 
 T = TypeVar("T")
 
 
-async def race(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, object]) -> tuple[T] | None:
+async def race(work: Awaitable[T], end: Awaitable[object]) -> tuple[T] | None:
     """Return the result of `work` in a tuple, or raise its error; None if `end` is done first, however it ended.
 
     Both are done when this returns or is cancelled.
@@ -26,7 +27,7 @@ async def race(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, object]) -
         await asyncio.gather(working, ending, return_exceptions=True)
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_there(receive: "Receive", work: Awaitable[T]) -> T:
     """Return the result of `work`; raises Unavailable if the client, whose body has been read, disconnects first."""
     found = await race(work, hung_up(receive))
     if found is None:
@@ -34,7 +35,7 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     return found[0]
 
 
-async def hung_up(receive: Receive) -> None:
+async def hung_up(receive: "Receive") -> None:
     """Wait until the client, whose body has been read, disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -72,7 +72,7 @@ def make(key: bytes, role: Role, name: str = "", expires_at_s: int = 0) -> str:
     """
     name = name or role
     if role not in ROLES or role == "open":
-        raise problem("invalid_field", f"no token has the role '{role}'", hint=", ".join(ROLES[1:]))
+        raise problem("invalid_field", f"no token has the role '{role:.40}'", hint="reader, worker, node or admin")
     if not is_name(name):
         raise problem("invalid_field", f"a token's name has 1 to 64 letters, digits, '_' and '-'; not {name!r:.80}")
     payload = f"{_FORMAT}.{role}.{name}.{expires_at_s}"

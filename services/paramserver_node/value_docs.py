@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.types import ITEMSIZE
+from paramserver_node.negotiate import JSON, MSGPACK
 
 Schema = dict[str, Any]
 
@@ -114,10 +115,7 @@ PUSHPULLED_EXAMPLE: Final = {**PUSHED_EXAMPLE, **PULLED_EXAMPLE, "push": PUSHED_
 
 def content(schema: Schema, example: Any) -> dict[str, Any]:
     """Return the content of a body or an answer that is JSON, or the same in msgpack."""
-    return {
-        "application/json": {"schema": schema, "example": example},
-        "application/msgpack": {"schema": {"type": "string", "format": "binary"}},
-    }
+    return {JSON: {"schema": schema, "example": example}, MSGPACK: {"schema": {"type": "string", "format": "binary"}}}
 
 
 def answer(status: int, text: str, schema: Schema, example: Any) -> dict[int | str, dict[str, Any]]:
@@ -125,9 +123,9 @@ def answer(status: int, text: str, schema: Schema, example: Any) -> dict[int | s
     return {status: {"description": text, "content": content(schema, example)}}
 
 
-def body(schema: Schema, example: Any) -> dict[str, Any]:
+def body(schema: Schema, example: Any, required: bool = True) -> dict[str, Any]:
     """Return the request body of a route."""
-    return {"requestBody": {"required": True, "content": content(schema, example)}}
+    return {"requestBody": {"required": required, "content": content(schema, example)}}
 
 
 PUSH_ANSWERS: Final = answer(200, "Applied", PUSHED, PUSHED_EXAMPLE) | answer(

@@ -1,6 +1,7 @@
 """The scheduler's HTTP app: all routes in one FastAPI app, with error handling, probes and the status page."""
 
-import re
+from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 from fastapi import Depends, FastAPI, Request
@@ -10,10 +11,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import paramserver
 from paramserver_node import docs_page, health, problems
 from paramserver_node.access import Access, LocalOnly, guard
-from paramserver_node.app import NodeApp, routed
+from paramserver_node.app import NodeApp
 from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
-from paramserver_node.queries import query_checked
+from paramserver_node.queries import check_query, query_checked
 from paramserver_scheduler import login, page
 from paramserver_scheduler.leader_proxy import LeaderProxy
 from paramserver_scheduler.lease import Lease
@@ -32,27 +33,37 @@ from paramserver_scheduler.routes import (
     workers,
 )  # fmt: skip
 
-CLOCK: Final = re.compile("/models/([^/]+)/clock")
-CLOCK_ROUTE: Final = next(r for r in workers.router.routes if isinstance(r, Route) and r.endpoint is workers.clock)
+FREQUENT: Final = (workers.clock, workers.heartbeat, runs.pool_heartbeat, nodes.shard_heartbeat)
+"""What each worker, member or shard asks for every second or iteration: these requests bypass the router."""
+_FREQUENT_ROUTES: Final = [
+    r for m in (workers, runs, nodes) for r in m.router.routes if isinstance(r, Route) and r.endpoint in FREQUENT
+]
 
 
-def _clock(path: str) -> ASGIApp | None:
-    """The handler of clock reports, which bypass the router because each worker sends one per iteration; else None."""
-    found = CLOCK.fullmatch(path)
-    if found is None:
-        return None
+def _frequent(asked: tuple[str, str]) -> ASGIApp | None:
+    """Return the endpoint of a frequent request, by its (method, path); None for any other."""
+    method, path = asked
+    for route in _FREQUENT_ROUTES:
+        if method in (route.methods or ()) and (found := route.path_regex.match(path)):
+            return partial(_answer, route, found.groupdict())
+    return None
 
-    async def clock(scope: Scope, receive: Receive, send: Send) -> None:
-        answer = await workers.clock(Request(scope, receive), found[1])
-        await answer(scope, receive, send)
 
-    return routed(CLOCK_ROUTE, clock)
+async def _answer(route: Route, names: Mapping[str, str], scope: Scope, receive: Receive, send: Send) -> None:
+    scope["route"] = route
+    request = Request(scope, receive)
+    try:
+        check_query(scope)
+        answer = await route.endpoint(request, **names)
+    except Exception as error:
+        answer = problems.failed(request, error)
+    await answer(scope, receive, send)
 
 
 def make_app() -> FastAPI:
     """Build the app; its routes answer 503 unless `app.state.service` is set, as it is while this scheduler leads."""
     app = NodeApp(
-        _clock,
+        _frequent,
         title="paramserver scheduler",
         version=paramserver.__version__,
         description="Models, workers, runs and checkpoints; pushes and pulls are forwarded to the shards.",

@@ -12,9 +12,8 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.fields import INTEGER_MAX
 from paramserver.core.reading import Reading
 from paramserver.errors import problem
-from paramserver_node import negotiate
+from paramserver_node import negotiate, value_docs
 from paramserver_node.forward import Forwarder
-from paramserver_node.race import hung_up
 from paramserver_scheduler import bodies
 from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs
@@ -124,7 +123,7 @@ async def read_optional(request: Request, kind: type[B]) -> B:
 async def ask(request: Request, make: Callable[[int], io.Event]) -> Answer:
     """Return the core's answer to this request's event; the wait ends when the client hangs up."""
     negotiate.check_accept(request)
-    return await service(request).runtime.ask(make, lambda: hung_up(request.receive))
+    return await service(request).runtime.ask(make, request.receive)
 
 
 async def reply(
@@ -185,12 +184,7 @@ def number_of(request: Request, name: str, default: D, low: int = 0, high: int =
 
 def request_body(kind: type[bodies.Body] | None, example: Any, required: bool = True) -> dict[str, Any]:
     """OpenAPI of a route's request body: its schema and a working example."""
-    schema: dict[str, Any] = {"type": "object"} if kind is None else kind.model_json_schema()
-    content = {
-        negotiate.JSON: {"schema": schema, "example": example},
-        negotiate.MSGPACK: {"schema": {"type": "string", "format": "binary"}},
-    }
-    return {"requestBody": {"required": required, "content": content}}
+    return value_docs.body({"type": "object"} if kind is None else kind.model_json_schema(), example, required)
 
 
 def response_doc(status: int, text: str, example: Any = None) -> dict[int | str, dict[str, Any]]:

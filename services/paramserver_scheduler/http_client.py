@@ -1,7 +1,5 @@
 """The HTTP client with which a scheduler makes requests to the other nodes."""
 
-from collections.abc import Mapping
-
 import httpx
 
 from paramserver.client.credentials import Credentials
@@ -10,18 +8,13 @@ from paramserver.errors import from_document
 TIMEOUT = httpx.Timeout(30.0, connect=2.0)
 
 
-def http_client(
-    credentials: Credentials, timeout: httpx.Timeout = TIMEOUT, headers: Mapping[str, str] | None = None
-) -> httpx.AsyncClient:
+def http_client(credentials: Credentials) -> httpx.AsyncClient:
     """Return a client that sends the node's token and trusts its authorities, whatever proxies the environment names.
 
     The caller closes it.
     """
     return httpx.AsyncClient(
-        headers={**credentials.headers, **(headers or {})},
-        verify=credentials.context(),
-        timeout=timeout,
-        trust_env=False,
+        headers=credentials.headers, verify=credentials.context(), timeout=TIMEOUT, trust_env=False
     )
 
 

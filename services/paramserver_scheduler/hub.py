@@ -42,9 +42,9 @@ PING: Final = Published({"type": "ping"})
 class Feed:
     """The documents for one reader, in order and without gaps."""
 
-    def __init__(self, first: list[Mapping[str, Any]]) -> None:
+    def __init__(self, first: list[Mapping[str, Any]], *, public: bool) -> None:
         self._first = [Published(document) for document in first]
-        self.public = False
+        self.public = public
         """Whether it is a client's, not a shard's."""
         self._queue: asyncio.Queue[Published | None] = asyncio.Queue(BACKLOG_MAX)
         self.open = True
@@ -106,9 +106,14 @@ class Hub:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def subscribe(self, first: list[Mapping[str, Any]]) -> Feed:
-        """Return a new feed that begins with these documents and continues with the next one published."""
-        feed = Feed(first)
+    def subscribe(self, first: list[Mapping[str, Any]], *, public: bool = False) -> Feed:
+        """Return a new feed that begins with these documents and continues with the next one published.
+
+        Raises like `check_capacity` if it is `public`.
+        """
+        if public:
+            self.check_capacity()
+        feed = Feed(first, public=public)
         self._feeds.add(feed)
         return feed
 

@@ -24,7 +24,7 @@ from paramserver_node.redis import fsync_way
 from paramserver_scheduler import checkpoints
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.history import History
-from paramserver_scheduler.remote_checkpoints import RemoteCheckpoints
+from paramserver_scheduler.other_schedulers import OtherSchedulers
 from paramserver_scheduler.runtime import Answer, Runtime
 from paramserver_scheduler.shards import Owner, ShardClient
 
@@ -42,7 +42,7 @@ class Jobs:
         self,
         runtime: Runtime,
         store: CheckpointStore,
-        remote: RemoteCheckpoints,
+        others: OtherSchedulers,
         shards: ShardClient,
         redis: Redis,
         history: History,
@@ -51,7 +51,7 @@ class Jobs:
     ) -> None:
         self._runtime = runtime
         self._store = store
-        self.remote = remote
+        self.others = others
         self._name = name
         self._shards = shards
         self._redis = redis
@@ -157,7 +157,7 @@ class Jobs:
         except NotFoundError:
             if holder == self._name or (creation is None and name in ALIASES):
                 raise
-        await self.remote.fetch(model, name, holder, creation)
+        await self.others.fetch(model, name, holder, creation)
         return await asyncio.to_thread(self._store.read, model, name, creation)
 
     async def _write(self, effect: io.WriteCheckpoint) -> None:
@@ -196,7 +196,7 @@ class Jobs:
             await asyncio.to_thread(self._store.remove, model, name, creation)
         except OSError as e:
             log.warning("checkpoint.stays model=%s name=%s %s", model, name, e)
-        await self.remote.remove(model, name, creation)
+        await self.others.remove(model, name, creation)
 
     async def _load_files(self, effect: io.LoadFiles) -> None:
         try:

@@ -136,6 +136,7 @@ class Lease:
         self.name = name
         self.place = place
         self.id = secrets.token_hex(8)
+        self._identity = (place, url, name, self.id, int(limits.LEADER_LEASE_S * 1000))
         self.term = 0
         """The term this scheduler leads, or last led."""
         self.written = ""
@@ -163,7 +164,7 @@ class Lease:
         `even_if_emptied`.  Raises CorruptState if there is no state although one is expected.
         """
         flags = [self.known_term, int(even_if_emptied), int(self._expect_state), *self._answered_ms]
-        won, term, leader, others, now_ms = await self._run(self._acquire_script, flags)
+        won, term, leader, others, now_ms = await self._run(self._acquire_script, *self._identity, *flags)
         since_ms, last_ms = self._answered_ms
         self._answered_ms = (since_ms if 0 <= now_ms - last_ms <= 2000 else now_ms, now_ms)
         self.emptied = int(term) < self.known_term
@@ -181,7 +182,7 @@ class Lease:
 
     async def renew(self) -> None:
         """Renew the lease for 3 s.  Raises Deposed, or RedisDataLost (the lease is renewed all the same)."""
-        done, _, leader, others = await self._run(self._renew_script, [self.term, self.written])
+        done, _, leader, others = await self._run(self._renew_script, *self._identity, self.term, self.written)
         self._note(leader, others)
         if done == 0:
             raise Deposed(f"a newer scheduler than term {self.term} leads")
@@ -190,7 +191,7 @@ class Lease:
 
     async def release(self) -> None:
         """Release the lease and leave the list of schedulers, so that another can lead at once."""
-        await self._run(self._release_script, None)
+        await self._run(self._release_script, self.place, self.id)
 
     async def wait_for_successor(self, leader: Leader) -> None:
         """Wait until another holder of the lease than `leader` is known."""
@@ -201,9 +202,7 @@ class Lease:
         """The value of `ps:leader` while this scheduler leads, without the time of renewal."""
         return json.dumps({"id": self.id, "place": self.place, "url": self.url, "term": self.term})
 
-    async def _run(self, script: Any, extra: Sequence[Any] | None) -> Any:
-        identity = [self.place, self.url, self.name, self.id, int(limits.LEADER_LEASE_S * 1000)]
-        args = [self.place, self.id] if extra is None else [*identity, *extra]
+    async def _run(self, script: Any, *args: str | int) -> Any:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 result = await script(keys=[LEADER_KEY, TERM_KEY, SCHEDULERS_KEY, WRITTEN_KEY], args=args)

@@ -32,8 +32,7 @@ from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Deposed, Lease
 from paramserver_scheduler.login import LINK_S
-from paramserver_scheduler.peer_schedulers import PeerSchedulers
-from paramserver_scheduler.remote_checkpoints import RemoteCheckpoints
+from paramserver_scheduler.other_schedulers import OtherSchedulers
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.shards import ShardClient
 from paramserver_scheduler.store import StateStore
@@ -95,14 +94,13 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     history = History(time.time() - time.monotonic())
     history.begin(core.read)
     runtime = Runtime(core, store, Hub(lambda document: history.note(document, time.monotonic())))
-    peers = PeerSchedulers(lease, credentials(settings))
-    leadership = Leadership(lease, runtime.note_redis, runtime.redis_data_lost, peers.newer_leader_exists)
+    others = OtherSchedulers(lease, checkpoints, credentials(settings))
+    leadership = Leadership(lease, runtime.note_redis, runtime.redis_data_lost, others.newer_leader_exists)
     runtime.confirm = leadership.confirm
-    shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings), stop=stop)
-    remote = RemoteCheckpoints(lease, checkpoints, credentials(settings))
+    shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings), stop)
     try:
         async with asyncio.TaskGroup() as group:
-            jobs = Jobs(runtime, checkpoints, remote, shards, redis, history, group, lease.name)
+            jobs = Jobs(runtime, checkpoints, others, shards, redis, history, group, lease.name)
             runtime.jobs = jobs
             http.state.service = Service(runtime, leadership, jobs, forwarder, history, lease, time.monotonic())
             log.info("scheduler.leads term=%d models=%d url=%s", store.term, len(core.read.models()), lease.url)
@@ -116,8 +114,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
         http.state.service = None
         # Ends feeds and long polls: their clients retry and are forwarded to the next leader.
         runtime.close(problem("no_leader", "this scheduler is no longer the leader"))
-        await peers.aclose()
-        await remote.aclose()
+        await others.aclose()
         await shards.aclose()
         await forwarder.aclose()
 
@@ -171,7 +168,7 @@ async def serve(settings: SchedulerSettings) -> None:
     http = make_app()
     http.state.checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
     redis = connect(settings.redis, timeout_s=2.0)
-    lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings), stop=stop)
+    lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings), stop)
     freeze_gc()
     try:
         async with asyncio.TaskGroup() as group:

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Final, Protocol
 
+from starlette.types import Receive
+
 from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
+from paramserver_node.race import while_there
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.lease import Deposed, RedisDataLost
 from paramserver_scheduler.store import StateStore
@@ -124,18 +127,19 @@ class Runtime:
     async def ask(
         self,
         make: Callable[[int], io.Event],
-        disconnected: Callable[[], Any] | None = None,
+        receive: Receive | None = None,
         on_reply: Callable[[Answer], None] | None = None,
     ) -> Answer:
         """Pass the core the event that `make` builds from a request number, and return its reply.
 
         Args:
             make: builds the event.
-            disconnected: an async function that returns when the client hangs up; the wait then ends with Unavailable.
+            receive: tells when the client hangs up (ASGI); the wait then ends with Unavailable.
             on_reply: called with the answer at the moment it becomes visible, before any later document is published.
 
-        Raises the PsError that the core replied, the reason for which the runtime was closed, or Unavailable:
-        `storage_unavailable` if Redis is away for too long, `too_many_requests` if too many requests are pending.
+        Raises the PsError that the core replied or `on_reply` raised, the reason for which the runtime was closed, or
+        Unavailable: `storage_unavailable` if Redis is away for too long, `too_many_requests` if too many requests are
+        pending.
         """
         number = next(self._request_numbers)
         event = make(number)
@@ -152,9 +156,7 @@ class Runtime:
         self._waiters[number] = _Waiter(future, on_reply, since)
         try:
             self.send(event)
-            if not future.done() and disconnected is not None:
-                await self._await_reply(future, disconnected)
-            return await future
+            return await (future if receive is None or future.done() else while_there(receive, future))
         finally:
             if self._waiters.pop(number, None) is not None and (not future.done() or future.cancelled()):
                 self.send(io.RequestGone(number))
@@ -230,20 +232,13 @@ class Runtime:
             waiter.future.set_exception(outcome)
             return
         answer = Answer(status, outcome)
-        if waiter.on_reply is not None:
-            waiter.on_reply(answer)
-        waiter.future.set_result(answer)
-
-    async def _await_reply(self, future: asyncio.Future[Answer], disconnected: Callable[[], Any]) -> None:
-        """Wait for the reply; raises Unavailable if the client hangs up first."""
-        watch = asyncio.ensure_future(disconnected())
         try:
-            await asyncio.wait({future, watch}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-        if not future.done():
-            raise problem("unavailable", "the client disconnected")
+            if waiter.on_reply is not None:
+                waiter.on_reply(answer)
+        except PsError as error:
+            waiter.future.set_exception(error)
+        else:
+            waiter.future.set_result(answer)
 
     async def _wait_for_redis(self) -> None:
         try:

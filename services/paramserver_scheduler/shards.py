@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 import httpx
 
-from paramserver.client.credentials import NO_CREDENTIALS, Credentials
+from paramserver.client.credentials import Credentials
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, PsError, StaleMapError, Unavailable, problem
 from paramserver.types import AnyArray, ModelKey
@@ -31,7 +31,7 @@ Owner = Callable[[int], str]
 class ShardClient:
     """Transfers whole partitions from and to their current owners."""
 
-    def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
+    def __init__(self, credentials: Credentials) -> None:
         self._http = http_client(credentials)
 
     async def aclose(self) -> None:

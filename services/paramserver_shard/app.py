@@ -6,18 +6,18 @@ from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paramserver import __version__
 from paramserver.errors import problem
 from paramserver.limits import NAMED_BODY_BYTES_MAX
 from paramserver_node import docs_page, health, negotiate, problems
 from paramserver_node.access import Access, LocalOnly, guard
-from paramserver_node.app import NodeApp, routed
+from paramserver_node.app import NodeApp
 from paramserver_node.conditions import Conditions
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
-from paramserver_node.queries import query_checked
+from paramserver_node.queries import check_query, query_checked
 from paramserver_node.roles import role
 from paramserver_shard import openapi, slots
 from paramserver_shard.arrays import NPY_MEDIA, ArrayService, read_npy
@@ -58,7 +58,7 @@ class Services:
 def make_app(services: Services) -> FastAPI:
     """Build the ASGI app of one shard."""
     s, serving = services, services.membership.serving
-    short: dict[str, ASGIApp] = {}
+    short: dict[tuple[str, str], ASGIApp] = {}
     app = NodeApp(
         short.get,
         title="paramserver shard",
@@ -75,7 +75,7 @@ def make_app(services: Services) -> FastAPI:
         asgi = endpoint(serving, s.reader, s.frames, s.names, s.telemetry)
         route = Route(path, asgi, methods=["POST"], include_in_schema=False)
         app.router.routes.append(route)
-        short[path] = NodeMiddleware(InFlightMiddleware(routed(route, route.app), in_flight), guarded)
+        short["POST", path] = NodeMiddleware(InFlightMiddleware(_routed(route), in_flight), guarded)
     app.include_router(docs_page.router)
     app.include_router(health.router("shard", s.membership.unready, lambda: s.membership.cluster))
     app.include_router(internal_router(serving, s.models, s.runtime, s.reader))
@@ -84,6 +84,17 @@ def make_app(services: Services) -> FastAPI:
     _add_forwarding(app, s)
     openapi.describe(app)
     return app
+
+
+def _routed(route: Route) -> ASGIApp:
+    """Return the route's endpoint with what the router does: the route is in the scope, and the query is checked."""
+
+    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = route
+        check_query(scope)
+        await route.app(scope, receive, send)
+
+    return routed
 
 
 def _add_arrays(app: FastAPI, s: Services) -> None:

@@ -2,12 +2,12 @@
 
 import mmap
 import os
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from paramserver.wire.board import FILE, UNTIL, VALID_FROM, WORDS, slot_index
-from paramserver_shard.shared_folder import SharedFolder
 
 _NS: Final = 1e9
 
@@ -15,9 +15,9 @@ _NS: Final = 1e9
 class Board:
     """Writer of the board.  Used only by the event loop's thread."""
 
-    def __init__(self, folder: SharedFolder) -> None:
+    def __init__(self, folder: Path) -> None:
         """Create the board's file.  Raises OSError if the folder has no room for it."""
-        file = os.open(folder.path / FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, 8 * WORDS)
             self._words = np.frombuffer(mmap.mmap(file, 8 * WORDS, flags=mmap.MAP_SHARED), "<i8")

@@ -13,7 +13,7 @@ import uvloop
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from paramserver import __version__, kernels
+from paramserver import kernels
 from paramserver.core.fields import MODEL_NAME_HINT, is_name
 from paramserver.core.shard import ShardCore
 from paramserver.core.urls import listed_urls
@@ -38,7 +38,6 @@ from paramserver_node.transfer_threads import TransferThreads
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.arriving import check_part
-from paramserver_shard.board import Board
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
@@ -144,8 +143,8 @@ class Shard:
 def assemble(
     settings: ShardSettings,
     group: asyncio.TaskGroup,
-    access: Access | LocalOnly | None = None,
-    stop: asyncio.Event | None = None,
+    access: Access | LocalOnly | None,
+    stop: asyncio.Event,
 ) -> Shard:
     """Build a shard from its settings; `group` owns its tasks. Nothing is connected yet.
 
@@ -158,44 +157,31 @@ def assemble(
         raise problem("invalid_field", f"name: {name!r:.80} is not allowed for a shard", hint=MODEL_NAME_HINT)
     addresses = listed_urls(settings.advertise)
     addresses = addresses or [url_of(settings.host, settings.port, tls=bool(settings.tls_certificate))]
-    folder, board = shared_memory(settings.shared_memory, name)
+    folder = SharedFolder.open(settings.shared_memory, name, SHARED_BYTES_MAX)
     if folder is not None:
         addresses.append(f"unix://{folder.socket}")
     pool, directory, telemetry = BufferPool(folder=folder), Directory(name), Telemetry(time.monotonic)
-    lending = None if folder is None or board is None else Lending(pool, BufferPool(folder=folder), board, clock)
+    lending = None if folder is None else Lending(pool, BufferPool(folder=folder), folder.board, clock)
     redis, bulk_redis = node_redis.connect(settings.redis), node_redis.connect(settings.redis, timeout_s=None)
     link = SchedulerLink(listed_urls(settings.scheduler), own_credentials)
     scripts = ScriptRunner(bulk_redis)
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
     runtime = Runtime(ShardCore(check_part), directory, pool, store, Journal(bulk_redis, scripts), group)
     memory, clocks = Memory(limit_of(settings.memory_limit)), ClockReports()
-    membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory, clocks)
+    membership = Membership(name, addresses, link, redis, directory, runtime, telemetry, memory, clocks)
     runtime.scheduler = membership
-    if board is not None and lending is not None:
-        membership.serving.on_changed, runtime.on_superseded = board.set_serving_window, lending.clear_superseded
+    if folder is not None and lending is not None:
+        membership.serving.on_changed, runtime.on_superseded = folder.board.set_serving_window, lending.clear_superseded
     models = Models(directory, link)
     exchange = Exchange(directory, runtime, PeerClient(pool, own_credentials))
     names = NameService(models, exchange)
     frames = FrameService(directory, models, runtime, exchange, clocks, lending)
     arrays = ArrayService(models, exchange, names, link)
-    reader, forwarder = FrameReader(pool), Forwarder(own_credentials, stop=stop)
+    reader, forwarder = FrameReader(pool), Forwarder(own_credentials, stop)
     services = Services(
         membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, lending, access
     )
     return Shard(services, redis, bulk_redis, folder)
-
-
-def shared_memory(root: str, name: str) -> tuple[SharedFolder, Board] | tuple[None, None]:
-    """Create the folder and board that local clients map; (None, None) if disabled, or on failure (logged)."""
-    folder = SharedFolder.open(root, name, SHARED_BYTES_MAX)
-    if folder is None:
-        return None, None
-    try:
-        return folder, Board(folder)
-    except OSError as error:
-        log.warning("no shared memory for clients on this machine, they use HTTP: %s", error)
-        folder.close()
-        return None, None
 
 
 async def expect_state(url: str) -> None:

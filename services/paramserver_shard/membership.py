@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paramserver import __version__
 from paramserver.core.shard_io import (
     AskWorker,
     CommitDecided,
@@ -51,7 +52,6 @@ class Membership:
         self,
         name: str,
         addresses: Sequence[str],
-        version: str,
         link: SchedulerLink,
         redis: Redis,
         directory: Directory,
@@ -70,7 +70,6 @@ class Membership:
         """Whether the process is shutting down: no longer ready, but still serving what it owns."""
         self.serving: Final = Serving()
         self._addresses = list(addresses)
-        self._version = version
         self.link = link
         self._redis = redis
         self._terms = LeaderTerms(link, redis)
@@ -149,7 +148,7 @@ class Membership:
                     self._check_duplicate_name(joined_at, errors.exceptions[0])
 
     async def _join(self) -> None:
-        body = {"name": self.name, "addresses": self._addresses, "version": self._version}
+        body = {"name": self.name, "addresses": self._addresses, "version": __version__}
         answer = await self.link.request("POST", "/internal/shards", body, await self._redis_leader())
         await self._terms.accept(answer)
         self.epoch = int(answer["epoch"])

@@ -1,9 +1,9 @@
 """Shared-memory files that clients on this machine map: one folder per shard process, removed when it ends.
 
 A folder is `ROOT/paramserver-UID/NAME-RANDOM`, ROOT a tmpfs (`/dev/shm`, or a volume that containers share). It holds
-a locked file `lock`, the socket that the shard serves requests on, and one file for each buffer. The kernel releases
-the lock when the process ends, however it ends; the next shard that starts under the same root removes all folders
-without a locked `lock`. A reader that has mapped a file keeps its bytes after the file is removed.
+a locked file `lock`, the board, the socket that the shard serves requests on, and one file for each buffer. The kernel
+releases the lock when the process ends, however it ends; the next shard that starts under the same root removes all
+folders without a locked `lock`. A reader that has mapped a file keeps its bytes after the file is removed.
 """
 
 import fcntl
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from paramserver.wire.board import LOCK
+from paramserver_shard.board import Board
 
 log = logging.getLogger("paramserver.shard")
 
@@ -38,8 +39,9 @@ _FREE_SHARE: Final = 0.8
 class SharedFolder:
     """The files of one shard process."""
 
-    def __init__(self, path: Path, lock: int, bytes_max: int) -> None:
+    def __init__(self, path: Path, lock: int, board: Board, bytes_max: int) -> None:
         self.path: Final = path
+        self.board: Final = board
         self.bytes_max: Final = bytes_max
         self.bytes = 0
         """Bytes of all buffer files."""
@@ -77,10 +79,11 @@ class SharedFolder:
             fcntl.flock(lock, fcntl.LOCK_EX)
             half_made.rename(path)
             free = os.statvfs(path)
+            board = Board(path)
         except OSError:
             os.close(lock)  # unlocked, the folder is removed by the next sweep
             raise
-        return cls(path, lock, min(bytes_max, int(free.f_bavail * free.f_frsize * _FREE_SHARE)))
+        return cls(path, lock, board, min(bytes_max, int(free.f_bavail * free.f_frsize * _FREE_SHARE)))
 
     @property
     def socket(self) -> Path:

@@ -58,7 +58,9 @@ def marked(app: Any) -> MARKED:
 
 async def shard_routes() -> MARKED:
     async with asyncio.TaskGroup() as group:
-        shard = assemble(ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9"), group)
+        shard = assemble(
+            ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9"), group, None, asyncio.Event()
+        )
         try:
             return marked(shard_app(shard.services))
         finally:

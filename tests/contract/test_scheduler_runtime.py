@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from redis import Redis
+from starlette.types import Message
 
 from paramserver.core import scheduler_io as io
 from paramserver.core.cluster import Cluster
@@ -111,9 +112,14 @@ async def test_who_hangs_up_is_forgotten(redis_url: str) -> None:
     """A request that waits for a model ends with an error when its client disconnects."""
     async with running(redis_url, []) as runtime:
         hung_up = asyncio.Event()
+
+        async def receive() -> Message:
+            await hung_up.wait()
+            return {"type": "http.disconnect"}
+
         await join(runtime, "s")
         spec = {"name": "waits", "params": {"w": {"shape": [1]}}}
-        asking = asyncio.ensure_future(runtime.ask(lambda n: io.CreateModel(n, spec, "x"), hung_up.wait))
+        asking = asyncio.ensure_future(runtime.ask(lambda n: io.CreateModel(n, spec, "x"), receive))
         async with asyncio.timeout(10):
             while not any(m["name"] == "waits" for m in runtime.core.read.models()):
                 await asyncio.sleep(0)

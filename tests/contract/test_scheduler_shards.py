@@ -73,7 +73,7 @@ async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
     worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
     link = SchedulerLink([cluster.url], NO_CREDENTIALS)
     nothing: Any = None
-    shard = Membership("s", [], "", link, nothing, Directory("s"), nothing, nothing, nothing, nothing)
+    shard = Membership("s", [], link, nothing, Directory("s"), nothing, nothing, nothing, nothing)
     try:
         known = await shard.ask_worker(AskWorker(1, ModelKey(name, 1), worker))
         other = await shard.ask_worker(AskWorker(2, ModelKey(name, 1), f"{name}/w9"))

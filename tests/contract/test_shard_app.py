@@ -17,7 +17,9 @@ from paramserver_shard.main import assemble
 async def app() -> AsyncIterator[FastAPI]:
     """The app of a real shard whose scheduler and Redis are not running."""
     async with asyncio.TaskGroup() as group:
-        shard = assemble(ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9"), group)
+        shard = assemble(
+            ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9"), group, None, asyncio.Event()
+        )
         yield make_app(shard.services)
         shard.services.runtime.close()
         await shard.aclose()

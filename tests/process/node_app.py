@@ -13,6 +13,7 @@ import uvloop
 from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
+from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver_node import log, problems
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
@@ -98,12 +99,12 @@ def handing_on(app: FastAPI, forwarder: Forwarder, upstreams: list[str]) -> None
 
 async def main(port: int, upstreams: list[str]) -> None:
     """Serve until SIGTERM, then print a line."""
-    log.setup()
+    log.setup("INFO")
     stop = asyncio.Event()
     stop_on_signals(stop)
     app = FastAPI(redirect_slashes=False)
     problems.install(app)
-    forwarder = Forwarder(stop=stop)
+    forwarder = Forwarder(NO_CREDENTIALS, stop)
     if upstreams:
         handing_on(app, forwarder, upstreams)
     else:

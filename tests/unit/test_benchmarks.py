@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, cast
@@ -380,22 +381,9 @@ class Cheat(SocketClient):
             super().push(gradient)
 
 
-@dataclass(frozen=True)
-class CheatConnect:
-    """Makes `Cheat` clients."""
-
-    address: tuple[str, int]
-
-    def __call__(self, work: Work, rank: int) -> Client:
-        return Cheat(work, self.address)
-
-
-@dataclass(frozen=True)
-class BrokenConnect:
-    """Fails to make a client."""
-
-    def __call__(self, work: Work, rank: int) -> Client:
-        raise ValueError("planted")
+def broken(work: Work, rank: int) -> Client:
+    """Fail to make a client."""
+    raise ValueError("planted")
 
 
 class Planted(BareSocket):
@@ -407,7 +395,7 @@ class Planted(BareSocket):
     @contextmanager
     def start(self, work: Work) -> Iterator[Running]:
         with super().start(work) as found:
-            connect: Any = BrokenConnect() if self._broken else CheatConnect(found.connect.address)  # type: ignore[attr-defined]
+            connect: Any = broken if self._broken else partial(Cheat, **found.connect.keywords)  # type: ignore[attr-defined]
             yield Running(found.servers, found.base_bytes, connect)
 
 

@@ -32,10 +32,9 @@ COUNT = 1 << 16
 @pytest.fixture
 def board(folder: SharedFolder) -> Board:
     """The board of the folder's shard, which is allowed to serve for the next minute."""
-    made = Board(folder)
     now = time.monotonic()
-    made.set_serving_window(now, now + 60.0)
-    return made
+    folder.board.set_serving_window(now, now + 60.0)
+    return folder.board
 
 
 def test_a_lease_stands_on_the_board_until_other_values_take_its_place(
@@ -87,9 +86,9 @@ def test_a_shard_that_may_not_serve_confirms_nothing(folder: SharedFolder, board
 def test_the_board_of_a_process_that_has_ended_confirms_nothing(short_path: Path) -> None:
     """The board of a process that has ended confirms nothing, because the lock has ended with it."""
     code = (
-        "import sys, time; from paramserver_shard.board import Board; "
+        "import sys, time; "
         "from paramserver_shard.shared_folder import SharedFolder\n"
-        "f = SharedFolder.open(sys.argv[1], 's', 1 << 20); b = Board(f)\n"
+        "f = SharedFolder.open(sys.argv[1], 's', 1 << 20); b = f.board\n"
         "b.set_serving_window(time.monotonic(), time.monotonic() + 60.0); b.mark_current(7)\n"
         "print(f.path, flush=True); sys.stdin.read()\n"
     )

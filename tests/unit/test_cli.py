@@ -26,11 +26,12 @@ from paramserver_cli import config, demo, exits, moves, ports, runs, supervisor,
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.children import Guard
 from paramserver_cli.cluster_file import MODULE, Cluster, Plan, StateDir, SupervisorState, running
-from paramserver_cli.display import picture, plain_line, sparkline
+from paramserver_cli.display import CHART_WIDTH, picture, plain_line, sparkline
 from paramserver_cli.launch import Failed
 from paramserver_cli.main import app
 from paramserver_cli.models import read_spec
 from paramserver_cli.training import Sample, Training, WorkerLine
+from paramserver_node.settings import ClientSettings
 
 
 @pytest.mark.parametrize(
@@ -383,7 +384,7 @@ def test_the_secret_at_hand_is_for_all_schedulers_of_its_cluster(tmp_path: Path,
     state = StateDir(tmp_path)
     state.write(Cluster(schedulers[0], [], "redis://h:3", None, {}, str(tmp_path), schedulers))
     state.secret_file.write_text("a secret")
-    assert config._secret({"secret": "", "state_dir": str(tmp_path), "url": url}) == ("a secret" if found else "")
+    assert config._secret(ClientSettings(state_dir=str(tmp_path), url=url)) == ("a secret" if found else "")
 
 
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
@@ -500,7 +501,7 @@ def test_a_training_is_good_when_its_last_evaluations_are() -> None:
 def test_a_workers_lag_is_what_the_shards_measured() -> None:
     """A worker's lag is taken from the shards' measurement, not from the metrics that the worker reports."""
     worker = {"worker": "m/w0", "clock": 3, "lag": 1.5, "metrics": {"loss": 0.5}, "state": "active", "alive": True}
-    model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "series": [], "waiting_for": []}
+    model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "series": []}
     status = {"models": [model | {"workers": [worker | {"heartbeat_age_s": 0.1}]}]}
     client: Any = SimpleNamespace(status=lambda timeout: status)
     training = Training(client, "m", "async")
@@ -533,7 +534,7 @@ def test_the_live_picture_has_curves_and_workers() -> None:
 def test_a_sparkline_spans_its_range() -> None:
     """The lowest value is the lowest bar, the highest the highest; gaps are kept, and long series are thinned out."""
     assert sparkline([0.0, None, 1.0], 0.0, 1.0) == "▁ █"
-    assert len(sparkline([0.5] * 1000, 0.0, 1.0, width=20)) == 20
+    assert len(sparkline([0.5] * 1000, 0.0, 1.0)) == CHART_WIDTH
 
 
 OWNER = """

@@ -116,7 +116,7 @@ async def test_a_standby_refuses_reports_without_waiting_for_their_end() -> None
         answers.append(message)
 
     redis = connect("redis://127.0.0.1:1/0")  # never asked
-    forwarder = Forwarder(NO_CREDENTIALS)
+    forwarder = Forwarder(NO_CREDENTIALS, asyncio.Event())
     lease = Lease(redis, name="s1", place="here", url="http://127.0.0.1:1")
     scope = {"type": "http", "method": "POST", "path": "/internal/shards/shard-0/clocks", "query_string": b"epoch=1"}
     headers = [(b"transfer-encoding", b"chunked")]

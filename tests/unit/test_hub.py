@@ -85,13 +85,12 @@ async def test_a_long_poll_is_woken_by_the_next_document_or_the_end() -> None:
 def test_clients_may_open_so_many_event_streams_and_shards_any_number() -> None:
     """While EVENT_STREAMS_MAX streams of clients are open another one is refused; feeds of shards do not count."""
     hub = Hub(lambda _: None)
-    feeds = [hub.subscribe([]) for _ in range(EVENT_STREAMS_MAX + 1)]
-    hub.check_capacity()
-    for feed in feeds[1:]:
-        feed.public = True
-
+    feeds = [hub.subscribe([], public=i > 0) for i in range(EVENT_STREAMS_MAX + 1)]
     with refused_with("too_many_requests", Unavailable):
         hub.check_capacity()
+    with refused_with("too_many_requests", Unavailable):
+        hub.subscribe([], public=True)
+    hub.subscribe([])
     hub.unsubscribe(feeds[-1])
     hub.check_capacity()
 

@@ -22,7 +22,6 @@ from paramserver.core.spec import ModelSpec
 from paramserver.limits import PARTITIONS_MAX, SHARED_LEASE_S, SNAPSHOT_INTERVAL_S
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId, Token
-from paramserver_shard.board import Board
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.lending import Lending
 from paramserver_shard.loading import Loader, Submit
@@ -160,7 +159,7 @@ def test_a_lease_that_runs_out_costs_by_its_partitions() -> None:
         folder = SharedFolder.open(root, "s", 1 << 26)
         assert folder is not None
         pool = BufferPool(folder=folder)
-        lending = Lending(pool, BufferPool(folder=folder), Board(folder), now)
+        lending = Lending(pool, BufferPool(folder=folder), folder.board, now)
         values = [pool.take_bytes(SMALL_BYTES, shared=True).view(np.float32) for _ in range(partitions)]
         assert lending.lease(values) is not None
         pool._lent = looks.mapping(pool._lent)

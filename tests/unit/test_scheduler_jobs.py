@@ -18,6 +18,7 @@ import pytest
 from tests.refusals import refused_with
 
 from paramserver import checkpoint
+from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
@@ -186,7 +187,7 @@ async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
     (tmp_path / "first.safetensors").write_bytes(tensor_file("F32", 4))
     layout = Layout(ModelSpec.parse(SPEC | {"params": FROM_FILE}))
     values = CheckpointStore(tmp_path).read_parameters(layout, {"w": "first.safetensors"})
-    shards = ShardClient()
+    shards = ShardClient(NO_CREDENTIALS)
 
     with refused_with("unavailable"):
         await shards.states(ModelKey("m", 1), 2, lambda index: "http://shard:port", None)
@@ -200,7 +201,7 @@ async def test_what_a_restore_sets_is_sent_again_on_the_timeline_that_a_death_be
 ) -> None:
     """A restore request that is refused with `rolled_back` is sent again with the model's present timeline."""
     monkeypatch.setattr("paramserver_scheduler.shards.RETRY_S", 0.0)
-    shards, timelines = ShardClient(), iter([1, 2, 2])
+    shards, timelines = ShardClient(NO_CREDENTIALS), iter([1, 2, 2])
     named: list[int | None] = []
 
     async def refuse_the_first(url: str, frame: SetFrame, arrays: Sequence[AnyArray]) -> None:

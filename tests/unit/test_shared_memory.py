@@ -20,7 +20,6 @@ from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, RemappableMemory, W
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.types import F32
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
-from paramserver_shard.board import Board
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.inflight import InFlight
 from paramserver_shard.lending import Lending
@@ -44,7 +43,7 @@ def versions(folder: SharedFolder) -> BufferPool:
 @pytest.fixture
 def lending(folder: SharedFolder, versions: BufferPool, now: Now) -> Lending:
     """The leases and slots of the folder's shard."""
-    return Lending(versions, BufferPool(folder=folder), Board(folder), now)
+    return Lending(versions, BufferPool(folder=folder), folder.board, now)
 
 
 def slot(lending: Lending, size_bytes: int) -> str:
@@ -383,7 +382,7 @@ def test_a_full_folder_costs_no_memory_that_is_not_used(short_path: Path, caplog
     folder = SharedFolder.open(str(short_path), "shard-0", 4 * COUNT)
     assert folder is not None
     pool, slots = BufferPool(folder=folder), BufferPool(folder=folder)
-    lending = Lending(pool, slots, Board(folder), Now())
+    lending = Lending(pool, slots, folder.board, Now())
     first = pool.take(COUNT, shared=True)
     for _ in range(3):
         pool.take(COUNT, shared=True)[:] = 1.0

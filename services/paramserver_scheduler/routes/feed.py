@@ -65,9 +65,8 @@ async def events(request: Request) -> StreamingResponse:
     client that reconnects, at any time, gets the whole state again and has missed nothing.
     """
     runtime = service(request).runtime
-    runtime.hub.check_capacity()
-    feed = await open_feed(runtime)
-    feed.public = True
+    runtime.hub.check_capacity()  # before the whole state is collected for it
+    feed = await open_feed(runtime, public=True)
 
     async def lines() -> AsyncIterator[bytes]:
         try:
@@ -83,14 +82,19 @@ async def events(request: Request) -> StreamingResponse:
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
-async def open_feed(runtime: Runtime, shard: str | None = None, epoch: int | None = None) -> Feed:
-    """Open a feed that begins with the whole state and misses no change; raises FencedError if the shard is dead."""
+async def open_feed(
+    runtime: Runtime, shard: str | None = None, epoch: int | None = None, *, public: bool = False
+) -> Feed:
+    """Open a feed that begins with the whole state and misses no change.
+
+    Raises FencedError if the shard is dead, Unavailable (`too_many_requests`) if too many `public` ones are open.
+    """
     opened: list[Feed] = []
 
     def subscribe(answer: Answer) -> None:
         assert answer.body is not None
         # The ping marks the end of the initial state.
-        opened.append(runtime.hub.subscribe([*answer.body["documents"], {"type": "ping"}]))
+        opened.append(runtime.hub.subscribe([*answer.body["documents"], {"type": "ping"}], public=public))
 
     await runtime.ask(lambda n: io.OpenFeed(n, shard, epoch), on_reply=subscribe)
     return opened[0]

@@ -19,7 +19,7 @@ from paramserver_node.roles import role
 from paramserver_scheduler.checkpoints import CheckpointStore, check_name
 from paramserver_scheduler.exchange import response_doc, service
 from paramserver_scheduler.jobs import problem_of
-from paramserver_scheduler.remote_checkpoints import FILES, file_path, of_creation
+from paramserver_scheduler.other_schedulers import FILES, file_path, of_creation
 
 router = APIRouter(tags=["checkpoints"])
 
@@ -97,7 +97,7 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
     name = record["name"]
     if (path := await _local_file(request, m, name, file, creation)) is not None:
         return _file_response(path)
-    url = s.jobs.remote.url(str(record["scheduler"]))
+    url = s.jobs.others.url(str(record["scheduler"]))
     if url == s.url:
         raise _unknown(m, name, file)
     at, query = file_path(m, name, file), urlencode(of_creation(creation))

@@ -41,8 +41,7 @@ export class ModelPanel {
     this.#model = model.name;
     this.#reported = reportedNames(model);
     this.#seen = {};
-    for (const chart of this.#charts.values()) chart.remove();
-    this.#charts.clear();
+    this.#removeCharts();
     this.#series = new Series({
       metric: [...OWN.map(n => "model." + n), "model.durable_behind", "worker.lag", ...this.#reported.map(n => "reported." + n)],
       model: model.name,
@@ -69,9 +68,13 @@ export class ModelPanel {
   /** Nothing to look at. */
   clear() {
     this.#model = null;
+    this.#removeCharts();
+    for (const id of ["model-head", "workers", "partitions"]) show(document.getElementById(id));
+  }
+
+  #removeCharts() {
     for (const chart of this.#charts.values()) chart.remove();
     this.#charts.clear();
-    for (const id of ["model-head", "workers", "partitions"]) show(document.getElementById(id));
   }
 
   #values(model) {
@@ -132,7 +135,8 @@ function reportedNames(model) {
   return names.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b)).slice(0, REPORTED_MAX);
 }
 
-const behind = model => Math.max(0, model.version - model.durable_version);
+/** Newest versions that are in memory only. */
+export const behind = model => Math.max(0, model.version - model.durable_version);
 const notFinite = () => el("span.bad", {}, NOT_FINITE);
 const shortWorker = name => name.split("/").at(-1);
 

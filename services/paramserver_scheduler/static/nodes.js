@@ -44,8 +44,8 @@ export class NodePanel {
     const inRole = (a, b) => a.role === "scheduler" ? 0 : byName(a.name, b.name);  // of schedulers the leader is first
     const nodes = [...found].sort((a, b) => ROLES.indexOf(a.role) - ROLES.indexOf(b.role) || inRole(a, b));
     const values = {
-      "cluster.updates_per_s": sum(models, m => m.updates_per_s),
-      "cluster.bytes_per_s": sum(models, m => m.in_bytes_per_s + m.out_bytes_per_s),
+      "cluster.updates_per_s": updatesOf(models),
+      "cluster.bytes_per_s": trafficOf(models),
     };
     const drawn = nodes.filter(n => n.role !== "pool");
     for (const n of drawn) for (const m of METRICS) if (n.alive) values[line("node." + m, n.name)] = n[m];
@@ -61,7 +61,10 @@ export class NodePanel {
   }
 }
 
-const sum = (items, of) => items.reduce((total, item) => total + of(item), 0);
+/** Versions and bytes per second of all models together. */
+export const updatesOf = models => models.reduce((sum, m) => sum + m.updates_per_s, 0);
+export const trafficOf = models => models.reduce((sum, m) => sum + m.in_bytes_per_s + m.out_bytes_per_s, 0);
+
 const nodeColor = (n, colors) => n.role === "shard" ? color(colors(n.name)) : plainColor();
 
 /** CSS variables of the n-th shard's mark: one of ten colors, striped for the next ten. `null`: of what is no shard. */

@@ -3,7 +3,8 @@
 import {color, spark} from "./charts.js";
 import {el, show} from "./dom.js";
 import {bytes, fixed, seconds, short} from "./format.js";
-import {stateOf} from "./nodes.js";
+import {behind} from "./model.js";
+import {stateOf, trafficOf, updatesOf} from "./nodes.js";
 
 const most = values => values.reduce((high, v) => v !== null && (high === null || v > high) ? v : high, null);
 
@@ -14,21 +15,18 @@ export function drawTiles({nodes, models, cluster}, series) {
   const known = models.flatMap(m => m.workers), workers = known.filter(w => w.alive);
   const gone = known.length > 0 ? `${fixed(known.length)} no longer there` : "none has joined";
   const waited = new Set(models.flatMap(m => m.waiting_for));
-  const traffic = models.reduce((sum, m) => sum + m.in_bytes_per_s + m.out_bytes_per_s, 0);
-  const updates = models.reduce((sum, m) => sum + m.updates_per_s, 0);
   const slow = most(models.map(m => m.push_p99_s)), half = most(models.map(m => m.push_p50_s));
-  const behind = Math.max(0, ...models.map(m => m.version - m.durable_version));
   show(document.getElementById("tiles"),
     tile("Shards alive", `${alive.length} / ${shards.length}`,
       alive.length < shards.length || !alive.length ? "bad" : troubled.length ? "warn" : "good",
       troubled.map(n => `${n.name} ${stateOf(n)}`).join(", ") || (alive.length ? "all responding" : "none has joined")),
     tile("Workers", fixed(workers.length), workers.length ? "good" : "",
       waited.size ? `waiting for ${[...waited].map(w => w.split("/").at(-1)).join(", ")}` : workers.length ? "none is waiting" : gone),
-    tile("Versions per second", short(updates), "", null, spark(series.of("cluster.updates_per_s").slice(-120), color(0))),
+    tile("Versions per second", short(updatesOf(models)), "", null, spark(series.of("cluster.updates_per_s").slice(-120), color(0))),
     tile("Slowest push, p99", seconds(slow), "", half === null ? "no pushes now" : `median ${seconds(half)}`),
-    tile("Traffic", `${bytes(traffic)}/s`, "", null, spark(series.of("cluster.bytes_per_s").slice(-120), color(2))),
+    tile("Traffic", `${bytes(trafficOf(models))}/s`, "", null, spark(series.of("cluster.bytes_per_s").slice(-120), color(2))),
     tile("Redis", cluster.redis === "ok" ? "up" : "away", cluster.redis === "ok" ? "good" : "bad",
-      models.length ? `${fixed(behind)} versions to store` : ""));
+      models.length ? `${fixed(Math.max(...models.map(behind)))} versions to store` : ""));
 }
 
 function tile(name, value, kind, note, picture = null) {

@@ -1,4 +1,4 @@
-"""Access to checkpoints of the other schedulers, which may be on other machines with disks of their own."""
+"""Requests to the other schedulers: for checkpoints, as each may be on a machine of its own, and for who leads."""
 
 import asyncio
 import logging
@@ -12,8 +12,9 @@ from urllib.parse import quote
 import httpx
 
 from paramserver import checkpoint
-from paramserver.client.credentials import NO_CREDENTIALS, Credentials
+from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, problem
+from paramserver_node.forward import FORWARDED_TO_LEADER
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.http_client import check, http_client
 from paramserver_scheduler.lease import Lease
@@ -22,6 +23,8 @@ log = logging.getLogger("paramserver.scheduler")
 
 FILES: Final = (checkpoint.PARAMS, checkpoint.OPTIMIZER, checkpoint.WORKERS, checkpoint.MANIFEST)
 """The files of a checkpoint, the manifest last: a folder that contains it is complete."""
+ASK_S: Final = 1.0
+"""Timeout of the question for the leader's term."""
 
 
 def file_path(model: str, name: str, file: str) -> str:
@@ -34,10 +37,10 @@ def of_creation(creation: str | None) -> dict[str, str]:
     return {} if creation is None else {"creation": creation}
 
 
-class RemoteCheckpoints:
-    """Fetches checkpoints that only other schedulers have, and has them delete theirs."""
+class OtherSchedulers:
+    """The other schedulers, as listed when Redis last answered."""
 
-    def __init__(self, lease: Lease, store: CheckpointStore, credentials: Credentials = NO_CREDENTIALS) -> None:
+    def __init__(self, lease: Lease, store: CheckpointStore, credentials: Credentials) -> None:
         self._lease = lease
         self._store = store
         self._http = http_client(credentials)
@@ -45,6 +48,22 @@ class RemoteCheckpoints:
     async def aclose(self) -> None:
         """Close the connections."""
         await self._http.aclose()
+
+    async def newer_leader_exists(self) -> bool:
+        """Whether one of them leads in a higher term, in case Redis is unreachable for this leader alone.
+
+        One that does not answer counts as no.
+        """
+        return max(await asyncio.gather(*map(self._term, self._urls())), default=0) > self._lease.term
+
+    async def _term(self, url: str) -> int:
+        """Return the term in which that scheduler leads; 0 if it does not, or does not answer."""
+        only_a_leader_answers = {FORWARDED_TO_LEADER: "0"}
+        try:
+            answer = await self._http.get(f"{url}/map", headers=only_a_leader_answers, timeout=ASK_S)
+            return int(answer.json()["term"]) if answer.is_success else 0
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return 0
 
     def url(self, name: str) -> str:
         """URL of the scheduler with that name; raises Unavailable if it is not running."""
@@ -64,7 +83,7 @@ class RemoteCheckpoints:
         (`unknown_checkpoint`) if no scheduler has it, Unavailable if none has it and `holder` is not running, and
         OSError if it cannot be written.
         """
-        for url in self._others(holder):
+        for url in self._urls(holder):
             try:
                 await self._copy(url, model, name, creation)
             except (PsError, httpx.HTTPError, httpx.InvalidURL) as e:
@@ -78,14 +97,14 @@ class RemoteCheckpoints:
 
     async def remove(self, model: str, name: str, creation: str) -> None:
         """Have all other schedulers delete their copies of that creation; one that does not answer keeps its copy."""
-        for url in self._others():
+        for url in self._urls():
             try:
                 url_of_it = url + file_path(model, name, checkpoint.MANIFEST)
                 await self._http.delete(url_of_it, params=of_creation(creation))
             except (httpx.HTTPError, httpx.InvalidURL) as e:
                 log.warning("checkpoint.stays model=%s name=%s at=%s %s", model, name, url, e)
 
-    def _others(self, first: str | None = None) -> Sequence[str]:
+    def _urls(self, first: str | None = None) -> Sequence[str]:
         others = sorted(self._lease.schedulers, key=lambda s: s.name != first)
         return [s.url for s in others if s.url != self._lease.url]
 

@@ -1,0 +1,36 @@
+"""psctl logs: the ends of logs, and what is written to them afterwards."""
+
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from paramserver_cli import logs
+from paramserver_cli.cluster_file import StateDir
+
+
+@pytest.mark.parametrize(("lines", "shown"), [(2, ["b", "c"]), (0, [])])
+def test_what_is_written_while_the_end_of_a_log_is_shown_follows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int, shown: list[str]
+) -> None:
+    """`--follow` begins where the lines that were shown ended, so that none is left out."""
+    log = StateDir(tmp_path).log("shard-0")
+    log.parent.mkdir()
+    log.write_text("a\nb\nc\n")
+    printed: list[str] = []
+
+    def echo(text: str) -> None:
+        printed.append(text)
+        if text == "b":
+            with log.open("a") as more:
+                more.write("d\n")
+
+    def sleep(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(typer, "echo", echo)
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        logs.logs("shard-0", follow=True, lines=lines, state=tmp_path)
+    assert printed == [*shown, *(["d"] if shown else [])]
