@@ -6,6 +6,7 @@ the flat vector itself.  Each partition's share of it is contiguous, so that eac
 
 import fnmatch
 import operator
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
@@ -157,40 +158,34 @@ def _whole(layout: Layout) -> Selection:
 def _selected(layout: Layout, chosen: Iterable[str], ranged: Mapping[str, tuple[Range, ...]]) -> Selection:
     at = layout.offsets.__getitem__  # order by it, not by the model's parameters, of which there may be thousands
     params = tuple([layout.by_name[n] for n in sorted(chosen, key=at)])
-    flat: list[Range] = []
-    owner: list[tuple[int, int]] = []  # for each flat range: (index into params, offset within its share)
+    end = 0  # of the current partition
+    pieces: dict[int, list[Piece]] = {}
+    flat: list[Range] = []  # adjacent ones joined
     offsets = [0]
     for i, p in enumerate(params):
-        first, share = layout.offsets[p.name][0], 0
-        for start, stop in ranged.get(p.name, ((0, p.size),)):
-            flat.append((first + start, first + stop))
-            owner.append((i, share))
-            share += stop - start
+        (first, last), share = layout.offsets[p.name], 0
+        for begin, past in ranged.get(p.name, ((0, last - first),)):
+            start, stop = first + begin, first + past
+            if flat and flat[-1][1] == start:
+                flat[-1] = (flat[-1][0], stop)
+            else:
+                flat.append((start, stop))
+            while start < stop:
+                if start >= end:
+                    after = bisect_right(layout.bounds, start)
+                    end, here = layout.bounds[after], pieces.setdefault(after - 1, [])
+                length = (stop if stop < end else end) - start
+                here.append(Piece(i, share, length))
+                share, start = share + length, start + length
         offsets.append(offsets[-1] + share)
-    return Selection(params, ranged, tuple(offsets), _parts(layout, flat, owner))
-
-
-def _parts(layout: Layout, flat: Sequence[Range], owner: Sequence[tuple[int, int]]) -> tuple[Part, ...]:
-    """Cut sorted flat ranges at the partition boundaries."""
-    out: list[Part] = []
-    bounds, at, r = layout.bounds, 0, 0
-    split = layout.split(flat)
-    for index in sorted(split):
-        lo, hi = bounds[index], bounds[index + 1]
-        pieces: list[Piece] = []
-        while r < len(flat) and flat[r][0] < hi:
-            start, stop = max(flat[r][0], lo), min(flat[r][1], hi)
-            param, share = owner[r]
-            pieces.append(Piece(param, share + start - flat[r][0], stop - start))
-            if flat[r][1] > hi:
-                break  # the rest of this range lies in the next partition
-            r += 1
-        length = sum(p.length for p in pieces)
-        touched = tuple(split[index])
-        whole = touched == ((0, hi - lo),)
-        out.append(Part(index, None if whole else touched, at, at + length, tuple(pieces)))
-        at += length
-    return tuple(out)
+    parts: list[Part] = []
+    packed = 0
+    for index, ranges in layout.split(flat).items():
+        size = sum([stop - start for start, stop in ranges])
+        touched = None if size == layout.partition_size(index) else tuple(ranges)
+        parts.append(Part(index, touched, packed, packed + size, tuple(pieces[index])))
+        packed += size
+    return Selection(params, ranged, tuple(offsets), tuple(parts))
 
 
 def _checked(layout: Layout, name: str, ranges: Sequence[Sequence[int]]) -> tuple[Range, ...]:
