@@ -47,6 +47,12 @@ def created(optimizer: Any = None, consistency: Any = None, **of_w: Any) -> None
         (lambda: created(optimizer=0.1), r"\(ps.Adam\(lr=1e-3\) or"),
         (lambda: created(optimizer=ps.SGD(schedule=cast(Any, "cosine"))), r"schedule: .* ps.Cosine\(t_max=1000\)"),
         (lambda: created(optimizer=ps.SGD(schedule=cast(Any, ps.Cosine))), r"schedule: .* ps.Cosine\(t_max=1000\)"),
+        (
+            lambda: cast(Any, ps.SGD)(**{"momentum": "0.9"}),
+            r"SGD takes lr, weight_decay and by name schedule, .*; not momentum \(.* of ps.Momentum, ps.Nesterov, ",
+        ),
+        (lambda: cast(Any, ps.Cosine)(100), "Cosine takes by name warmup, t_max, eta_min; not 100 without a name$"),
+        (lambda: cast(Any, ps.Sync)(staleness=3), r"Sync takes quorum and .*; not staleness \(.* of ps.SSP\)$"),
         (lambda: model_document("m", {"l": {"w": np.ones(4)}}, None, None, {}), r"params.l: .*{'l.w': array}\)$"),
         (lambda: prepare(LAYOUT, cast(Any, [np.ones(4)])), r"arrays by name.*push\({'w': array}\)"),
         (

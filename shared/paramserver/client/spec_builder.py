@@ -8,8 +8,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from paramserver.client.calls import plain
+from paramserver.client.choices import Choice
 from paramserver.client.consistency import Consistency
-from paramserver.client.optimizers import Optimizer, Schedule
+from paramserver.client.optimizers import Optimizer
 from paramserver.client.values import values_of
 from paramserver.core.fields import check_param_name
 from paramserver.core.spec import ModelSpec
@@ -90,7 +91,7 @@ def patch_document(
         if key in _CONSISTENCY_FIELDS:
             detail = f"{key}: belongs to the consistency; single fields are the optimizer's"
             raise problem("invalid_field", detail, hint="set(consistency=ps.Sync(quorum=0.75))", where=key)
-        change[key] = _document(key, value) if hasattr(value, "document") else value
+        change[key] = value.document() if isinstance(value, Choice) else value
     if change:
         body["optimizer"] = change
     if consistency is not None:
@@ -116,10 +117,10 @@ def _consistency(value: Consistency | Mapping[str, Any] | str) -> dict[str, Any]
 def _document(where: str, value: Any, example: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
-    if not isinstance(value, type) and hasattr(value, "document"):
-        return dict(value.document())
+    if isinstance(value, Choice):
+        return value.document()
     kind = value if isinstance(value, type) else type(value)
-    ours = [c.__name__ for base in (Optimizer, Consistency, Schedule) for c in base.__subclasses__()]
+    ours = [c.__name__ for family in Choice.__subclasses__() for c in family.__subclasses__()]
     hint = f"ps.{kind.__name__}(...) makes one" if kind.__name__ in ours else example  # torch has an Adam, too
     found = (
         f"{kind.__name__} is a class"
