@@ -38,7 +38,7 @@ def created(optimizer: Any = None, consistency: Any = None, **of_w: Any) -> None
         (lambda: created(init=np.ones(4)), "an array goes in place of the shape"),
         (lambda: created(dtype="fp32"), r'write "float32"\)$'),
         (lambda: created(dtype="bf16"), r'write "bfloat16"\)$'),
-        (lambda: created(dtype=np.float32), "dtype: must be one of float16, bfloat16, float32, float64, not <class"),
+        (lambda: created(dtype=np.int32), "dtype: 'int32' is not one of float16, bfloat16, float32, float64"),
         (lambda: created(consistency="synchronous"), r'write "sync"\)$'),
         (lambda: created(consistency="asynchronous"), r'write "async"\)$'),
         (lambda: created(consistency="BSP"), r'write "sync"\)$'),

@@ -13,6 +13,7 @@ from paramserver.client.arrays import Params
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.shared_arrays import KEPT_MAX, SharedArrays
+from paramserver.client.spec_builder import Param, model_document
 from paramserver.errors import ConflictError, RequestError, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
@@ -39,6 +40,18 @@ def test_a_pull_of_names_and_ranges_is_packed(shards: Shards, now: Now, cluster:
     assert p["w"].tolist() == p.flat.tolist() == [3, 4, 40, 41, 42, 43]
     assert list(p) == ["w"]
     assert sorted(part for f in shards.pulls for part in f.parts) == [(0, [(3, 5)]), (2, [(8, 12)])]
+
+
+@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16")])
+def test_a_dtype_may_be_numpys_own(shards: Shards, now: Now, cluster: Cluster, dtype: Any) -> None:
+    """Pulls, pushes and parameters take a dtype by its name or as NumPy has it."""
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now), dtype=dtype), shards, now)
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), dtype=dtype), shards, now)
+    body, _ = model_document("m", {"w": Param((4,), dtype=dtype), "b": Param(np.ones(4), dtype=dtype)}, None, None, {})
+
+    assert p.flat.dtype == np.float16
+    assert {f.dtype for f in shards.pushes} == {"float16"}
+    assert [spec["dtype"] for spec in body["params"].values()] == ["float16", "float16"]
 
 
 def test_out_is_filled_and_returned(shards: Shards, now: Now, cluster: Cluster) -> None:

@@ -29,6 +29,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import problem
+from paramserver.types import DTypeLike
 
 T = TypeVar("T")
 
@@ -166,7 +167,7 @@ class AsyncModel:
         *,
         ranges: Ranges | None = None,
         out: Params | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float = 0.0,
         copy: bool = True,
@@ -198,7 +199,7 @@ class AsyncModel:
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
@@ -218,7 +219,7 @@ class AsyncModel:
         out: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:

@@ -20,6 +20,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.core.tasks import EVALUATE
 from paramserver.errors import PsError, problem
+from paramserver.types import DTypeLike
 
 if TYPE_CHECKING:
     from paramserver.client.aio import AsyncClient
@@ -86,7 +87,7 @@ class AsyncWorker(WorkerBase):
         *,
         ranges: Ranges | None = None,
         out: Params | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float | None = None,
         timeout: float | None = None,
@@ -108,7 +109,7 @@ class AsyncWorker(WorkerBase):
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
@@ -122,7 +123,7 @@ class AsyncWorker(WorkerBase):
         *,
         base: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
@@ -138,7 +139,7 @@ class AsyncWorker(WorkerBase):
         base: Params | None = None,
         out: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
@@ -157,7 +158,7 @@ class AsyncWorker(WorkerBase):
         loss: SupportsFloat | None = None,
         base: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
@@ -177,7 +178,7 @@ class AsyncWorker(WorkerBase):
         out: Params | None = None,
         copy: bool = True,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,

@@ -13,7 +13,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Ranges, Selection
 from paramserver.errors import PsError, problem
-from paramserver.types import F32, AnyArray, DType
+from paramserver.types import F32, AnyArray, DType, DTypeLike
 
 
 class Feedback:
@@ -168,7 +168,7 @@ def ready(
     generation: int,
     grads: Grads,
     ranges: Ranges | None,
-    dtype: str | None,
+    dtype: DTypeLike | None,
     codec: Codec | None,
     draft: Draft | None,
     partitions: frozenset[int] | None = None,
@@ -198,7 +198,7 @@ def ready(
     return gradient if codec.stage is None else _packed(gradient, codec, generation)
 
 
-def codec_of(text: str | None, dtype: str | None, default: Codec | None) -> Codec | None:
+def codec_of(text: str | None, dtype: DTypeLike | None, default: Codec | None) -> Codec | None:
     """Return the codec of one call: the one named, else the default unless a dtype is named.  Raises RequestError."""
     if text is None:
         return default if dtype is None else None

@@ -17,12 +17,12 @@ from msgspec.structs import replace
 
 from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.gradient_arrays import ArrayMemory, GradientArrays
-from paramserver.client.values import array_of, not_held
+from paramserver.client.values import array_of, not_held, sendable
 from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import ITEMSIZE, AnyArray, DType
+from paramserver.types import ITEMSIZE, AnyArray, DType, DTypeLike
 from paramserver.wire.tensor import NUMPY_DTYPE, f32_to_bf16_bits
 
 Grads: TypeAlias = Mapping[str, Any] | Any
@@ -120,7 +120,7 @@ def prepare(
     layout: Layout,
     grads: Grads,
     ranges: Ranges | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     partitions: frozenset[int] | None = None,
 ) -> Gradient:
     """Check `grads` against the model and return them as a gradient; one error lists every mismatch.
@@ -131,8 +131,7 @@ def prepare(
     Raises NotFoundError (`unknown_parameter`) or RequestError (`invalid_shape`, `invalid_dtype`, `invalid_range`,
     `empty_push`, or `invalid` if several kinds are wrong).
     """
-    if dtype is not None and dtype not in ITEMSIZE:
-        raise problem("invalid_dtype", f"dtype '{dtype}' cannot be sent", hint=f"one of {', '.join(ITEMSIZE)}")
+    dtype = None if dtype is None else sendable(dtype, "sent")
     if isinstance(grads, list | tuple) and any(np.ndim(g) for g in grads):
         hint = f"push({{'{layout.spec.params[0].name}': array}})"
         raise problem(

@@ -22,6 +22,7 @@ from paramserver.client.pushed import Pushed
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.errors import PsError, Unavailable, from_document, problem
+from paramserver.types import DTypeLike
 
 log = logging.getLogger("paramserver")
 
@@ -207,7 +208,7 @@ class Iterations:
         out: Params | None,
         view: bool,
         *,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         **terms: Any,
     ) -> Call[tuple[Pushed, Params | None] | None]:

@@ -22,6 +22,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
+from paramserver.types import DTypeLike
 
 if TYPE_CHECKING:
     from paramserver.client.aio import AsyncModel
@@ -47,7 +48,7 @@ class Model:
         *,
         ranges: Ranges | None = None,
         out: Params | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float = 0.0,
         copy: bool = True,
@@ -59,7 +60,7 @@ class Model:
             names: parameter names or patterns; None: all.
             ranges: flat element ranges [start, stop) of some parameters, whose arrays are then 1-D.
             out: an earlier pull of the same selection, whose memory is reused.
-            dtype: "float16", "bfloat16", "float32" or "float64"; None: the parameters' own.
+            dtype: "float16", "bfloat16", "float32" or "float64", or NumPy's own; None: the parameters' own.
             min_version: the version every partition must have reached, within `wait_s` seconds and before the timeout.
             copy: False for read-only arrays shared by all threads of this client; if `min_version` is given and those
                 of an earlier pull are new enough, they are returned without a request.
@@ -84,7 +85,7 @@ class Model:
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
@@ -118,7 +119,7 @@ class Model:
         out: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:

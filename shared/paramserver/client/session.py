@@ -22,6 +22,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
+from paramserver.types import DTypeLike
 
 T = TypeVar("T")
 log = logging.getLogger("paramserver")
@@ -64,7 +65,7 @@ class Session(Membership):
         names: Names | None = None,
         ranges: Ranges | None = None,
         out: Params | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float | None = None,
         view: bool = False,
@@ -118,7 +119,7 @@ class Session(Membership):
         deadline: Deadline,
         *,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         **terms: Any,
     ) -> Call[Pushed]:
@@ -185,7 +186,7 @@ class Session(Membership):
         deadline: Deadline,
         *,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         partitions: frozenset[int] | None = None,
     ) -> Call[Pushed]:

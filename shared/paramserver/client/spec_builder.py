@@ -11,11 +11,11 @@ from paramserver.client.calls import plain
 from paramserver.client.choices import Choice
 from paramserver.client.consistency import Consistency
 from paramserver.client.optimizers import Optimizer
-from paramserver.client.values import values_of
+from paramserver.client.values import dtype_name, values_of
 from paramserver.core.fields import check_param_name
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import AnyArray
+from paramserver.types import AnyArray, DTypeLike
 
 Init: TypeAlias = str | Mapping[str, Any]
 _INITS: Final = '"zeros" or {"kind": "constant", "value": 0.5}; an array goes in place of the shape'
@@ -31,7 +31,7 @@ class Param:
     """
 
     value: Any
-    dtype: str | None = None
+    dtype: DTypeLike | None = None
     init: Init | None = None
     lr_scale: float = 1.0
     weight_decay: float | None = None
@@ -138,9 +138,10 @@ def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[st
         return dict(value)
     p = value if isinstance(value, Param) else Param(value)
     out: dict[str, Any] = {}
+    dtype = None if p.dtype is None else dtype_name(p.dtype)
     if _is_shape(p.value):
         out["shape"] = [int(n) for n in ((p.value,) if isinstance(p.value, int | np.integer) else p.value)]
-        out["dtype"] = p.dtype or "float32"
+        out["dtype"] = dtype or "float32"
         init = p.init if p.init is not None else "zeros"
         out["init"] = {"kind": init} if isinstance(init, str) else _document(f"params.{name}.init", init, _INITS)
     else:
@@ -149,7 +150,7 @@ def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[st
         array = values_of(name, p.value)
         native = array.dtype.name
         out["shape"] = list(array.shape)
-        out["dtype"] = p.dtype or (native if native in ("float16", "bfloat16") else "float32")
+        out["dtype"] = dtype or (native if native in ("float16", "bfloat16") else "float32")
         out["init"] = {"kind": "upload"}
         uploads[name] = array
     if p.lr_scale != 1.0:

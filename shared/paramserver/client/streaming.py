@@ -23,6 +23,7 @@ from paramserver.client.session import Session
 from paramserver.client.worker_base import of_another_process
 from paramserver.core.layout import Layout
 from paramserver.errors import InDoubt, Unavailable, combined, problem
+from paramserver.types import DTypeLike
 
 BUCKET_BYTES: Final = 4 << 20
 """Approximate size of one send; it bounds how long a more urgent partition that becomes complete meanwhile waits."""
@@ -89,7 +90,9 @@ class Pieces:
 class Stream:
     """The calls of one streamed push.  Safe between the thread that puts and the one that sends."""
 
-    def __init__(self, session: Session, *, dtype: str | None = None, codec: str | None = None, **terms: Any) -> None:
+    def __init__(
+        self, session: Session, *, dtype: DTypeLike | None = None, codec: str | None = None, **terms: Any
+    ) -> None:
         """`terms` are those of `Session.begin`."""
         self._session, self._given_terms = session, terms
         self._encoding: dict[str, Any] = {"dtype": dtype, "codec": codec}

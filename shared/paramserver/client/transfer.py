@@ -24,11 +24,12 @@ from paramserver.client.gradients import Grads, copy_if_aliased
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.same_host import Leased
 from paramserver.client.sends import Transfer, good_and_failed, origin_of
+from paramserver.client.values import sendable
 from paramserver.codecs.codec import Codec
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
-from paramserver.types import ITEMSIZE, LEVELS, AnyArray, DType
+from paramserver.types import LEVELS, AnyArray, DType, DTypeLike
 from paramserver.wire.frame import PullReply, PushReply
 
 ANSWER_S: Final = 1.0
@@ -36,14 +37,12 @@ ANSWER_S: Final = 1.0
 _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
 
 
-def wire_dtype(selection: Selection, dtype: str | None) -> DType:
+def wire_dtype(selection: Selection, dtype: DTypeLike | None) -> DType:
     """Return the dtype in which pulled values are sent: the one asked for, or the widest of the parameters'."""
-    if dtype is not None and dtype not in ITEMSIZE:
-        raise problem("invalid_dtype", f"dtype '{dtype}' cannot be pulled", hint=f"one of {', '.join(ITEMSIZE)}")
-    if dtype is None:
-        kinds = {p.dtype for p in selection.params}
-        dtype = kinds.pop() if len(kinds) == 1 else max("float32", *kinds, key=lambda d: _WIDTH[d])
-    return cast(DType, dtype)
+    if dtype is not None:
+        return sendable(dtype, "pulled")
+    kinds = {p.dtype for p in selection.params}
+    return cast(DType, kinds.pop() if len(kinds) == 1 else max("float32", *kinds, key=lambda d: _WIDTH[d]))
 
 
 def pull(
@@ -54,7 +53,7 @@ def pull(
     names: Names | None = None,
     ranges: Ranges | None = None,
     out: Params | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     min_version: int = 0,
     min_clock: int = 0,
     wait_s: float = 0.0,
@@ -134,7 +133,7 @@ def push(
     terms: PushTerms,
     *,
     ranges: Ranges | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     codec: Codec | None = None,
     feedback: Feedback | None = None,
     partitions: frozenset[int] | None = None,
@@ -185,7 +184,7 @@ def pushpull(
     *,
     out: Params | None = None,
     ranges: Ranges | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     codec: Codec | None = None,
 ) -> Call[tuple[Pushed, Params]]:
     """Push a gradient and pull the whole model after it.
@@ -223,7 +222,7 @@ def exchange(
     out: Params | None = None,
     view: bool = False,
     ranges: Ranges | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     codec: Codec | None = None,
     feedback: Feedback | None = None,
 ) -> Call[tuple[Pushed, Params | None]]:

@@ -20,6 +20,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.core.tasks import EVALUATE
 from paramserver.errors import problem
+from paramserver.types import DTypeLike
 
 if TYPE_CHECKING:
     from paramserver.client.client import Client
@@ -83,7 +84,7 @@ class Worker(WorkerBase):
         *,
         ranges: Ranges | None = None,
         out: Params | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float | None = None,
         timeout: float | None = None,
@@ -101,7 +102,7 @@ class Worker(WorkerBase):
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
@@ -126,7 +127,7 @@ class Worker(WorkerBase):
         *,
         base: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
@@ -150,7 +151,7 @@ class Worker(WorkerBase):
         base: Params | None = None,
         out: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
@@ -173,7 +174,7 @@ class Worker(WorkerBase):
         loss: SupportsFloat | None = None,
         base: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
@@ -196,7 +197,7 @@ class Worker(WorkerBase):
         out: Params | None = None,
         copy: bool = True,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
