@@ -158,33 +158,32 @@ def _whole(layout: Layout) -> Selection:
 def _selected(layout: Layout, chosen: Iterable[str], ranged: Mapping[str, tuple[Range, ...]]) -> Selection:
     at = layout.offsets.__getitem__  # order by it, not by the model's parameters, of which there may be thousands
     params = tuple([layout.by_name[n] for n in sorted(chosen, key=at)])
-    end = 0  # of the current partition
-    pieces: dict[int, list[Piece]] = {}
-    flat: list[Range] = []  # adjacent ones joined
+    touched: dict[int, tuple[int, list[Range], list[Piece]]] = {}
+    base = end = 0  # of the current partition
     offsets = [0]
     for i, p in enumerate(params):
         (first, last), share = layout.offsets[p.name], 0
         for begin, past in ranged.get(p.name, ((0, last - first),)):
             start, stop = first + begin, first + past
-            if flat and flat[-1][1] == start:
-                flat[-1] = (flat[-1][0], stop)
-            else:
-                flat.append((start, stop))
             while start < stop:
                 if start >= end:
-                    after = bisect_right(layout.bounds, start)
-                    end, here = layout.bounds[after], pieces.setdefault(after - 1, [])
-                length = (stop if stop < end else end) - start
-                here.append(Piece(i, share, length))
-                share, start = share + length, start + length
+                    index = bisect_right(layout.bounds, start) - 1
+                    base, end = layout.bounds[index : index + 2]
+                    _, ranges, pieces = touched[index] = (end - base, [], [])
+                until = stop if stop < end else end
+                if ranges and ranges[-1][1] == start - base:
+                    ranges[-1] = (ranges[-1][0], until - base)
+                else:
+                    ranges.append((start - base, until - base))
+                pieces.append(Piece(i, share, until - start))
+                share, start = share + until - start, until
         offsets.append(offsets[-1] + share)
     parts: list[Part] = []
     packed = 0
-    for index, ranges in layout.split(flat).items():
-        size = sum([stop - start for start, stop in ranges])
-        touched = None if size == layout.partition_size(index) else tuple(ranges)
-        parts.append(Part(index, touched, packed, packed + size, tuple(pieces[index])))
-        packed += size
+    for index, (size, ranges, pieces) in touched.items():
+        after = packed + sum([p.length for p in pieces])
+        parts.append(Part(index, None if after - packed == size else tuple(ranges), packed, after, tuple(pieces)))
+        packed = after
     return Selection(params, ranged, tuple(offsets), tuple(parts))
 
 
