@@ -206,10 +206,15 @@ def test_a_clock_is_not_told_whose_push_was_dropped() -> None:
 
 def test_a_codec_that_there_is_not_takes_no_number() -> None:
     """Exchanges refused for an unknown codec, however many, leave no push id in doubt, so that later pushes go on."""
-    node, _, its = sharded()
+    node, session, its = sharded()
+
+    def exchange() -> None:
+        unknown = session.encoding.of_call(codec="no-such-codec")
+        drive(its.exchange(GRAD, {}, deadline(), None, encoding=unknown), node)
+
     for _ in range(limits.WINDOW + 1):
         with pytest.raises(RequestError):
-            drive(its.exchange(GRAD, {}, deadline(), None, codec="no-such-codec"), node)
+            exchange()
 
     drive(its.exchange(GRAD, {}, Deadline.after(0.2), None), node)
     assert len(node.pushes) == 1

@@ -15,6 +15,7 @@ import pytest
 from paramserver.client import transfer
 from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
+from paramserver.client.encoding import Encoding
 from paramserver.client.frames import PushTerms
 from paramserver.client.sends import origin_of
 from paramserver.core.spec import ModelSpec
@@ -198,8 +199,8 @@ def test_a_small_gradient_travels(lenders: Lenders, now: Now, cluster: Cluster) 
     for size, slots in ((1 << 14, 1), ((1 << 14) - 1, 0)):
         lenders.sent.clear()
         cluster.same_host.take_idle()
-        grads, ranges = {"w": GRAD[:size]}, {"w": [(0, size)]}
-        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads, terms(size), ranges=ranges), lenders, now)
+        grads, only = {"w": GRAD[:size]}, Encoding(ranges={"w": [(0, size)]})
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads, terms(size), encoding=only), lenders, now)
         assert np.array_equal(lenders.pushed["a"], GRAD[:size])
         assert lenders.sent.count(("a", "/slots")) == slots
 

@@ -12,6 +12,7 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
+from paramserver.client.encoding import Encoding
 from paramserver.client.shared_arrays import KEPT_MAX, SharedArrays
 from paramserver.client.spec_builder import Param, model_document
 from paramserver.errors import ConflictError, RequestError, problem
@@ -46,7 +47,11 @@ def test_a_pull_of_names_and_ranges_is_packed(shards: Shards, now: Now, cluster:
 def test_a_dtype_may_be_numpys_own(shards: Shards, now: Now, cluster: Cluster, dtype: Any) -> None:
     """Pulls, pushes and parameters take a dtype by its name or as NumPy has it."""
     p = drive(transfer.pull(cluster, "m", Deadline.after(30, now), dtype=dtype), shards, now)
-    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), dtype=dtype), shards, now)
+    drive(
+        transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), encoding=Encoding(dtype=dtype)),
+        shards,
+        now,
+    )
     body, _ = model_document("m", {"w": Param((4,), dtype=dtype), "b": Param(np.ones(4), dtype=dtype)}, None, None, {})
 
     assert p.flat.dtype == np.float16
@@ -247,7 +252,8 @@ def test_out_is_looked_at_before_a_push_is_made(
 def test_ranges_of_a_pushpull_may_be_ones_that_can_be_read_once(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A pushpull takes ranges from iterators, pushes to their elements and pulls the whole model."""
     ranges: Any = {"w": iter([iter((3, 5))])}
-    call = transfer.pushpull(cluster, "m", Deadline.after(30, now), {"w": np.ones(2)}, terms(), ranges=ranges)
+    encoding = Encoding().of_call(ranges=ranges)
+    call = transfer.pushpull(cluster, "m", Deadline.after(30, now), {"w": np.ones(2)}, terms(), encoding=encoding)
     _, p = drive(call, shards, now)
 
     assert (p.flat - np.arange(64)).nonzero()[0].tolist() == [3, 4]

@@ -115,7 +115,7 @@ class AsyncWorker(WorkerBase):
         timeout: float | None = None,
     ) -> Pushed:
         """See `Worker.push`; the arrays must not be changed before it returns."""
-        options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec, "ack": ack}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype, ranges), "ack": ack}
         return await self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
 
     def stream(
@@ -129,7 +129,7 @@ class AsyncWorker(WorkerBase):
         timeout: float | None = None,
     ) -> AsyncPushStream:
         """See `Worker.stream`."""
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec, "ack": ack}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
         return AsyncPushStream(self._run, lambda: self._deadline(timeout), self._session, **options)
 
     async def pushpull(
@@ -144,7 +144,7 @@ class AsyncWorker(WorkerBase):
         timeout: float | None = None,
     ) -> Params:
         """See `Worker.pushpull`."""
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight}
         return await self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
 
     async def clock(self, *, timeout: float | None = None) -> int:
@@ -164,9 +164,9 @@ class AsyncWorker(WorkerBase):
         **metrics: SupportsFloat | None,
     ) -> Pushed:
         """See `Worker.step`."""
-        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        told, deadline, encoding = {"loss": loss, **metrics}, self._deadline(timeout), self._encoding(codec, dtype)
         return await self._run(
-            self._iterations.step(grads, told, deadline, timeout, base=base, weight=weight, dtype=dtype, codec=codec)
+            self._iterations.step(grads, told, deadline, timeout, encoding=encoding, base=base, weight=weight)
         )
 
     async def exchange(
@@ -184,9 +184,9 @@ class AsyncWorker(WorkerBase):
         **metrics: SupportsFloat | None,
     ) -> Params:
         """See `Worker.exchange`."""
-        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        told, deadline, encoding = {"loss": loss, **metrics}, self._deadline(timeout), self._encoding(codec, dtype)
         exchanging = self._iterations.exchange(
-            grads, told, deadline, timeout, out=out, view=not copy, base=base, weight=weight, dtype=dtype, codec=codec
+            grads, told, deadline, timeout, out=out, view=not copy, encoding=encoding, base=base, weight=weight
         )
         return await self._run(exchanging)
 

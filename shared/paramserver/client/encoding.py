@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import hypot, isfinite
+from typing import Final
 
 import numpy as np
 from msgspec import Struct
@@ -11,7 +12,7 @@ from msgspec import Struct
 from paramserver.client.gradients import VIEW_BYTES_MIN, Content, Gradient, Grads, Scan, prepare, write
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
-from paramserver.core.selection import Part, Ranges, Selection
+from paramserver.core.selection import Part, Ranges, Selection, listed
 from paramserver.errors import PsError, problem
 from paramserver.types import F32, AnyArray, DType, DTypeLike
 
@@ -163,13 +164,41 @@ class Encoded(Struct, frozen=True):
         return [self.parts[p.partition][0].data for p in parts]
 
 
+class Encoding(Struct, frozen=True):
+    """Which elements of a gradient a push sends, and as what."""
+
+    codec: Codec | None = None
+    dtype: DTypeLike | None = None
+    """Without a codec, the dtype that elements are sent in; None: float16 and bfloat16 as they are, else float32."""
+    ranges: Ranges | None = None
+    """Flat element ranges by name; the arrays of these parameters hold only these elements, end to end."""
+    feedback: Feedback | None = None
+    """A worker's, which lossy codecs need."""
+
+    def of_call(
+        self, *, codec: str | None = None, dtype: DTypeLike | None = None, ranges: Ranges | None = None
+    ) -> "Encoding":
+        """Return the encoding of one call: what it names, else the codec and feedback of this one.
+
+        Raises RequestError (`unknown_codec`, `invalid_field`, `invalid_range`).
+        """
+        if codec is not None and dtype is not None:
+            raise problem(
+                "invalid_field", "dtype= and codec= exclude each other", hint='codec="fp16" is dtype="float16"'
+            )
+        named = None if codec is None else Codec.parse(codec)
+        chosen = named or (self.codec if dtype is None else None)
+        return Encoding(chosen, dtype, listed(None, ranges)[1] or None, self.feedback)
+
+
+NO_ENCODING: Final = Encoding()
+
+
 def ready(
     layout: Layout,
     generation: int,
     grads: Grads,
-    ranges: Ranges | None,
-    dtype: DTypeLike | None,
-    codec: Codec | None,
+    encoding: Encoding,
     draft: Draft | None,
     partitions: frozenset[int] | None = None,
 ) -> Content:
@@ -185,8 +214,9 @@ def ready(
         if draft is not None:
             draft.encoded(grads)
         return grads
+    codec, ranges = encoding.codec, encoding.ranges
     if codec is None:
-        return prepare(layout, grads, ranges, dtype, partitions)
+        return prepare(layout, grads, ranges, encoding.dtype, partitions)
     if codec.per_partition:
         if draft is None:
             hint = f'with model.worker() as w: w.push(..., codec="{codec.text}")'
@@ -196,15 +226,6 @@ def ready(
         return _whole(gradient, codec, generation, draft)
     gradient = prepare(layout, grads, ranges, codec.coding, partitions)
     return gradient if codec.stage is None else _packed(gradient, codec, generation)
-
-
-def codec_of(text: str | None, dtype: DTypeLike | None, default: Codec | None) -> Codec | None:
-    """Return the codec of one call: the one named, else the default unless a dtype is named.  Raises RequestError."""
-    if text is None:
-        return default if dtype is None else None
-    if dtype is not None:
-        raise problem("invalid_field", "dtype= and codec= exclude each other", hint='codec="fp16" is dtype="float16"')
-    return Codec.parse(text)
 
 
 def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> Encoded:

@@ -16,13 +16,12 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import POLL_S, Call, Deadline
 from paramserver.client.cluster import model_path
-from paramserver.client.encoding import codec_of
+from paramserver.client.encoding import Encoding
 from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.errors import PsError, Unavailable, from_document, problem
-from paramserver.types import DTypeLike
 
 log = logging.getLogger("paramserver")
 
@@ -208,16 +207,15 @@ class Iterations:
         out: Params | None,
         view: bool,
         *,
-        dtype: DTypeLike | None = None,
-        codec: str | None = None,
+        encoding: Encoding | None = None,
         **terms: Any,
     ) -> Call[tuple[Pushed, Params | None] | None]:
         s = self._session
-        options: dict[str, Any] = {"out": out, "view": view, "dtype": dtype, "codec": codec_of(codec, dtype, s.codec)}
         _, agreed = yield from s.begin(deadline, last=True, commit_wait_s=commit_wait_s, **terms)
         if agreed is None:
             return None
-        exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, feedback=s.feedback, **options)
+        how = encoding or s.encoding
+        exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, encoding=how, out=out, view=view)
         try:
             found = yield from s.run_push(exchanging, agreed, deadline)
         finally:

@@ -1,7 +1,7 @@
 """Push, pull and pushpull of one model, as calls; `sends` delivers the parts to their shards."""
 
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import numpy as np
 from msgspec.structs import replace
@@ -10,7 +10,7 @@ from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.arrivals import Arrivals
 from paramserver.client.calls import POLL_S, Call, Deadline, Pause, plain, seconds
 from paramserver.client.cluster import Cluster, ModelMap
-from paramserver.client.encoding import Feedback, draft_for, ready
+from paramserver.client.encoding import NO_ENCODING, Encoding, draft_for, ready
 from paramserver.client.frames import (
     Incoming,
     Outgoing,
@@ -25,7 +25,6 @@ from paramserver.client.pushed import Pushed, summed
 from paramserver.client.same_host import Leased
 from paramserver.client.sends import Transfer, good_and_failed, origin_of
 from paramserver.client.values import sendable
-from paramserver.codecs.codec import Codec
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
@@ -132,16 +131,13 @@ def push(
     grads: Grads,
     terms: PushTerms,
     *,
-    ranges: Ranges | None = None,
-    dtype: DTypeLike | None = None,
-    codec: Codec | None = None,
-    feedback: Feedback | None = None,
+    encoding: Encoding = NO_ENCODING,
     partitions: frozenset[int] | None = None,
 ) -> Call[Pushed]:
     """Deliver a gradient exactly once to every partition it touches, or only to those in `partitions`."""
     model_map = yield from cluster.map_of(model, deadline)
-    with draft_for(feedback) as draft:  # restored if the push fails
-        gradient = ready(model_map.layout, model_map.generation, grads, ranges, dtype, codec, draft, partitions)
+    with draft_for(encoding.feedback) as draft:  # restored if the push fails
+        gradient = ready(model_map.layout, model_map.generation, grads, encoding, draft, partitions)
         whole = partitions is None and gradient.selection.size == model_map.layout.size
         if not whole and terms.commit_wait_s is not None:
             terms = replace(terms, commit_wait_s=None)  # partitions that it does not touch may take the commit later
@@ -182,17 +178,14 @@ def pushpull(
     grads: Grads,
     terms: PushTerms,
     *,
+    encoding: Encoding = NO_ENCODING,
     out: Params | None = None,
-    ranges: Ranges | None = None,
-    dtype: DTypeLike | None = None,
-    codec: Codec | None = None,
 ) -> Call[tuple[Pushed, Params]]:
     """Push a gradient and pull the whole model after it.
 
     This takes one round trip if the gradient covers the whole model (see `exchange`), else a pull follows the push.
     """
-    options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec}
-    pushed, params = yield from exchange(cluster, model, deadline, grads, terms, out=out, **options)
+    pushed, params = yield from exchange(cluster, model, deadline, grads, terms, encoding=encoding, out=out)
     if params is None:
         params = yield from after_push(pull(cluster, model, deadline, out=out))
     return pushed, params
@@ -219,12 +212,9 @@ def exchange(
     grads: Grads,
     terms: PushTerms,
     *,
+    encoding: Encoding = NO_ENCODING,
     out: Params | None = None,
     view: bool = False,
-    ranges: Ranges | None = None,
-    dtype: DTypeLike | None = None,
-    codec: Codec | None = None,
-    feedback: Feedback | None = None,
 ) -> Call[tuple[Pushed, Params | None]]:
     """Push a gradient and, if one round trip can do both, return the values after it; None: they must be pulled.
 
@@ -232,19 +222,16 @@ def exchange(
     `released` in time, if leased values cannot be mapped, and if shards answered from different timelines.
     """
     model_map = yield from cluster.map_of(model, deadline)
-    if ranges is not None:
-        ranges = listed(None, ranges)[1]
     if out is not None:
         check_out(model_map, out)
         grads = copy_if_aliased(grads, out.flat)
-    with draft_for(feedback) as draft:  # restored if the push fails
-        gradient = ready(model_map.layout, model_map.generation, grads, ranges, dtype, codec, draft)
+    with draft_for(encoding.feedback) as draft:  # restored if the push fails
+        gradient = ready(model_map.layout, model_map.generation, grads, encoding, draft)
         selection = gradient.selection
         if len(selection.params) < len(model_map.spec.params) or selection.ranged:
             if draft is not None:
                 draft.give_back()
-            how: Any = {"ranges": ranges, "dtype": dtype, "codec": codec, "feedback": feedback}
-            return (yield from push(cluster, model, deadline, grads, terms, **how)), None
+            return (yield from push(cluster, model, deadline, grads, terms, encoding=encoding)), None
         pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
         flat = _memory(selection, pull_terms.dtype, out)
         outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host)

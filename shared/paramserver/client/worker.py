@@ -112,7 +112,7 @@ class Worker(WorkerBase):
         `base` defaults to what this worker pulled last.  The result's `state` is `dropped` if the model went back to an
         earlier clock meanwhile, or the worker lost its lease.
         """
-        options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec, "ack": ack}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype, ranges), "ack": ack}
         return self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
 
     def gradients(self, *, timeout: float | None = None) -> GradientArrays:
@@ -141,7 +141,7 @@ class Worker(WorkerBase):
 
         It counts as a single push.  The model's optimizer must not have `clip_norm`.  See `PushStream`.
         """
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec, "ack": ack}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
         return PushStream(self._run, lambda: self._deadline(timeout), self._session, **options)
 
     def pushpull(
@@ -156,7 +156,7 @@ class Worker(WorkerBase):
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient, then pull; the clock does not advance."""
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight}
         return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
 
     def clock(self, *, timeout: float | None = None) -> int:
@@ -183,9 +183,9 @@ class Worker(WorkerBase):
 
         Metrics travel with the heartbeat; with many steps per second, only some of the points are kept.
         """
-        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        told, deadline, encoding = {"loss": loss, **metrics}, self._deadline(timeout), self._encoding(codec, dtype)
         return self._run(
-            self._iterations.step(grads, told, deadline, timeout, base=base, weight=weight, dtype=dtype, codec=codec)
+            self._iterations.step(grads, told, deadline, timeout, encoding=encoding, base=base, weight=weight)
         )
 
     def exchange(
@@ -210,9 +210,9 @@ class Worker(WorkerBase):
 
         In sync these are the values after the commit of this clock.  `out` and `copy` are as in `Model.pull`.
         """
-        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        told, deadline, encoding = {"loss": loss, **metrics}, self._deadline(timeout), self._encoding(codec, dtype)
         exchanging = self._iterations.exchange(
-            grads, told, deadline, timeout, out=out, view=not copy, base=base, weight=weight, dtype=dtype, codec=codec
+            grads, told, deadline, timeout, out=out, view=not copy, encoding=encoding, base=base, weight=weight
         )
         return self._run(exchanging)
 

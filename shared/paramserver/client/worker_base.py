@@ -7,11 +7,14 @@ from typing import Any
 from paramserver import limits
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.client_base import ClientBase
+from paramserver.client.encoding import Encoding
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.client.task_requests import TaskRequests
 from paramserver.codecs.codec import Codec
+from paramserver.core.selection import Ranges
 from paramserver.errors import PsError, problem
+from paramserver.types import DTypeLike
 
 log = logging.getLogger("paramserver")
 LEAVE_S = 5.0
@@ -86,6 +89,9 @@ class WorkerBase:
     def evaluation_waits(self) -> bool:
         """Whether an evaluation may be waiting for a worker."""
         return self._session.evaluation_waits
+
+    def _encoding(self, codec: str | None, dtype: DTypeLike | None, ranges: Ranges | None = None) -> Encoding:
+        return self._session.encoding.of_call(codec=codec, dtype=dtype, ranges=ranges)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return self._client.deadline(self._timeout if timeout is None else timeout)
