@@ -10,7 +10,7 @@ from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.arrivals import Arrivals
 from paramserver.client.calls import POLL_S, Call, Deadline, Pause, plain, seconds
 from paramserver.client.cluster import Cluster, ModelMap
-from paramserver.client.encoding import NO_ENCODING, Encoding, draft_for, ready
+from paramserver.client.encoding import NO_ENCODING, Draft, Encoding, draft_for, ready
 from paramserver.client.frames import (
     Incoming,
     Outgoing,
@@ -20,10 +20,10 @@ from paramserver.client.frames import (
     pull_request,
     push_reply,
 )
-from paramserver.client.gradients import Grads, copy_if_aliased
+from paramserver.client.gradients import Content, Grads, copy_if_aliased
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.same_host import Leased
-from paramserver.client.sends import Transfer, good_and_failed, origin_of
+from paramserver.client.sends import PushTransfer, Transfer, good_and_failed, origin_of
 from paramserver.client.values import sendable
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
@@ -76,7 +76,7 @@ def pull(
         if known is not None and (values := known[0].values()) is not None:
             return _lent(selection, values, known[1], out, view=view)
     flat = _memory(selection, terms.dtype, out)
-    transfer = Transfer(cluster, model_map, selection, deadline, reads=True)
+    transfer = Transfer(cluster, model_map, selection, deadline)
     spare_s = min(ANSWER_S, deadline.left_s() / 5)  # kept for the answer, which would come after the deadline
     wait_until = deadline.clock() + min(wait_s, deadline.left_s() - spare_s)
     arrivals, found = Arrivals(cluster.same_host, model_map.layout), None
@@ -138,37 +138,51 @@ def push(
     model_map = yield from cluster.map_of(model, deadline)
     with draft_for(encoding.feedback) as draft:  # restored if the push fails
         gradient = ready(model_map.layout, model_map.generation, grads, encoding, draft, partitions)
-        whole = partitions is None and gradient.selection.size == model_map.layout.size
-        if not whole and terms.commit_wait_s is not None:
-            terms = replace(terms, commit_wait_s=None)  # partitions that it does not touch may take the commit later
-        mapped = whole and cluster.lease_cache.should_request_values(model)
         piece = partitions is not None
-        outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host, mapped=mapped, piece=piece)
-        transfer = Transfer(cluster, model_map, gradient.selection, deadline, draft)
-        replies: list[PushReply] = []
-        leased: list[Leased] = []
-        pending = list(gradient.selection.parts)
-        while pending:
-            groups = transfer.groups(pending)
-            good, failed = good_and_failed(groups, (yield from transfer.sent(outgoing, groups)))
-            for i, response in good:
-                to, parts = groups[i]
-                try:
-                    reply = push_reply(response)
-                except PsError as e:  # what other shards have accepted or refused is told with it
-                    failed.append((to, parts, e))
-                    continue
-                transfer.accepted(parts, reply.state)
-                replies.append(reply)
-                if (lease := leased_by(reply, to, model_map.layout)) is not None:
-                    leased.append(lease)
-            pending = yield from transfer.again(failed, outgoing)
-        pushed = summed(replies)
-        if leased:
-            transfer.remember(replies, leased, _reached(pushed, terms))
-        if pushed.late and draft is not None:
-            draft.give_back()  # the push will not be applied on any partition
-        return pushed
+        return (yield from _push(cluster, model_map, deadline, gradient, terms, draft, piece=piece))
+
+
+def _push(
+    cluster: Cluster,
+    model_map: ModelMap,
+    deadline: Deadline,
+    gradient: Content,
+    terms: PushTerms,
+    draft: Draft | None,
+    *,
+    piece: bool = False,
+) -> Call[Pushed]:
+    """Deliver a gradient that is ready to be sent; `piece`: it is only a part of what the push will have delivered."""
+    whole = not piece and gradient.selection.size == model_map.layout.size
+    if not whole and terms.commit_wait_s is not None:
+        terms = replace(terms, commit_wait_s=None)  # partitions that it does not touch may take the commit later
+    mapped = whole and cluster.lease_cache.should_request_values(model_map.name)
+    outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host, mapped=mapped, piece=piece)
+    transfer = PushTransfer(cluster, model_map, outgoing, deadline, draft)
+    replies: list[PushReply] = []
+    leased: list[Leased] = []
+    pending = list(gradient.selection.parts)
+    while pending:
+        groups = transfer.groups(pending)
+        good, failed = good_and_failed(groups, (yield from transfer.sent(groups)))
+        for i, response in good:
+            to, parts = groups[i]
+            try:
+                reply = push_reply(response)
+            except PsError as e:  # what other shards have accepted or refused is told with it
+                failed.append((to, parts, e))
+                continue
+            transfer.accepted(parts, reply.state)
+            replies.append(reply)
+            if (lease := leased_by(reply, to, model_map.layout)) is not None:
+                leased.append(lease)
+        pending = yield from transfer.again(failed)
+    pushed = summed(replies)
+    if leased:
+        transfer.remember(replies, leased, _reached(pushed, terms))
+    if pushed.late and draft is not None:
+        draft.give_back()  # the push will not be applied on any partition
+    return pushed
 
 
 def pushpull(
@@ -229,29 +243,28 @@ def exchange(
         gradient = ready(model_map.layout, model_map.generation, grads, encoding, draft)
         selection = gradient.selection
         if len(selection.params) < len(model_map.spec.params) or selection.ranged:
-            if draft is not None:
-                draft.give_back()
-            return (yield from push(cluster, model, deadline, grads, terms, encoding=encoding)), None
+            return (yield from _push(cluster, model_map, deadline, gradient, terms, draft)), None
         pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
         flat = _memory(selection, pull_terms.dtype, out)
         outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host)
-        transfer = Transfer(cluster, model_map, selection, deadline, draft)
+        transfer = PushTransfer(cluster, model_map, outgoing, deadline, draft)
         arrivals = Arrivals(cluster.same_host, model_map.layout)
         replies: list[PullReply] = []
         pending = list(selection.parts)
-        while pending:
-            groups = transfer.groups(pending)
-            sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
-            good, failed = good_and_failed(groups, (yield from transfer.sent(outgoing, groups, pull_terms, sinks)))
-            for i, _ in good:
-                transfer.accepted(groups[i][1], _state_in(sinks[i]))
-            try:
-                pending = yield from transfer.again(failed, outgoing)
-            except PsError:
-                arrivals.release_unread(sinks, groups)
-                arrivals.release_all()
-                raise
-            replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
+        try:
+            while pending:
+                groups = transfer.groups(pending)
+                sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
+                good, failed = good_and_failed(groups, (yield from transfer.sent(groups, pull_terms, sinks)))
+                for i, _ in good:
+                    to, parts = groups[i]
+                    replies.append(arrivals.read(sinks[i], to))
+                    done = replies[-1].push
+                    transfer.accepted(parts, "" if done is None else done.state)
+                pending = yield from transfer.again(failed)
+        except PsError:
+            arrivals.release_all()
+            raise
         pushed = summed([r.push for r in replies if r.push is not None])
         if pushed.late and draft is not None:
             draft.give_back()
@@ -267,11 +280,6 @@ def exchange(
         if arrivals.leased_values is not None:
             cluster.lease_cache.pulled(params.origin, arrivals.leased_values, _reached(pushed, terms))
         return pushed, params
-
-
-def _state_in(sink: Incoming) -> str:
-    assert sink.reply is not None
-    return sink.reply.push.state if sink.reply.push is not None else ""
 
 
 def _reached(pushed: Pushed, terms: PushTerms) -> int:
