@@ -150,15 +150,8 @@ def test_what_cannot_be_waited_for_is_refused(
     """An invalid `min_version` or `wait_s` is refused by the argument's name before any request is sent."""
     with pytest.raises(RequestError, match=said):
         drive(transfer.pull(cluster, "m", Deadline.after(30, now), **wrong), shards, now)
-    options = {"names": None, "ranges": None, "dtype": None, "min_version": 0}
     with pytest.raises(RequestError, match=said):
-        SharedArrays(cluster).pull(
-            "m",
-            options | {k: v for k, v in wrong.items() if k in options},
-            wrong.get("wait_s", 0.0),
-            lambda call: drive(call, shards, now),
-            Deadline.after(30, now),
-        )
+        drive(SharedArrays(cluster).pull("m", Deadline.after(30, now), **wrong), shards, now)
     assert not shards.log
 
 
@@ -168,8 +161,8 @@ def test_names_that_can_be_read_once_are_read_once(shards: Shards, now: Now, clu
     shards.versions = [1] * 4
 
     def pull(names: Any, ranges: Any) -> Params:
-        options = {"names": names, "ranges": ranges, "dtype": None, "min_version": 1}
-        return shared.pull("m", options, 0.0, lambda call: drive(call, shards, now), Deadline.after(30, now))
+        call = shared.pull("m", Deadline.after(30, now), names=names, ranges=ranges, min_version=1)
+        return drive(call, shards, now)
 
     first = pull((n for n in "w"), {"w": iter([(3, 5)])})
 
@@ -183,8 +176,8 @@ def test_shared_arrays_in_use_are_kept_longest(shards: Shards, now: Now, cluster
     shards.versions = [1] * 4
 
     def pull(start: int) -> Params:
-        options = {"names": ["w"], "ranges": {"w": [(start, start + 1)]}, "dtype": None, "min_version": 1}
-        return shared.pull("m", options, 0.0, lambda call: drive(call, shards, now), Deadline.after(30, now))
+        call = shared.pull("m", Deadline.after(30, now), names=["w"], ranges={"w": [(start, start + 1)]}, min_version=1)
+        return drive(call, shards, now)
 
     first = pull(0)
     for start in range(1, KEPT_MAX + 2):

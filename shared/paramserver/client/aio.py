@@ -26,7 +26,6 @@ from paramserver.client.pushed import Pushed
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
 from paramserver.client.transport import AsyncTransport
 from paramserver.core.selection import Names, Ranges
-from paramserver.errors import problem
 from paramserver.types import DTypeLike
 
 T = TypeVar("T")
@@ -166,18 +165,8 @@ class AsyncModel(ModelBase):
         timeout: float | None = None,
     ) -> Params:
         """See `Model.pull`."""
-        client = self._client
-        deadline = client.deadline(timeout, wait_s)
         options: dict[str, Any] = {"names": names, "ranges": ranges, "dtype": dtype, "min_version": min_version}
-        if not copy:
-            if out is not None:
-                raise problem("invalid_field", "out= and copy=False exclude each other")
-            kept = client.shared.kept(self.name, options)
-            if kept is not None:
-                return kept
-        call = transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, view=not copy, **options)
-        fresh = await client.run(call)
-        return fresh if copy else client.shared.keep(self.name, options, fresh)
+        return await self._client.run(self._pull(out, timeout, wait_s=wait_s, copy=copy, **options))
 
     async def gradients(self, *, timeout: float | None = None) -> GradientArrays:
         """See `Model.gradients`."""

@@ -18,7 +18,6 @@ from paramserver.client.pushed import Pushed
 from paramserver.client.spec_builder import patch_document
 from paramserver.client.worker import Worker
 from paramserver.core.selection import Names, Ranges
-from paramserver.errors import problem
 from paramserver.types import DTypeLike
 
 if TYPE_CHECKING:
@@ -55,16 +54,8 @@ class Model(ModelBase):
 
         Raises NotFoundError, ConflictError (`version_not_reached`), Unavailable.
         """
-        client = self._client
         options: dict[str, Any] = {"names": names, "ranges": ranges, "dtype": dtype, "min_version": min_version}
-        if not copy:
-            if out is not None:
-                raise problem("invalid_field", "out= and copy=False exclude each other")
-            return client.shared.pull(self.name, options, wait_s, client.run, client.deadline(timeout, wait_s))
-        call = transfer.pull(
-            client.cluster, self.name, client.deadline(timeout, wait_s), out=out, wait_s=wait_s, **options
-        )
-        return client.run(call)
+        return self._client.run(self._pull(out, timeout, wait_s=wait_s, copy=copy, **options))
 
     def push(
         self,

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from paramserver.client import control
+from paramserver.client import control, transfer
+from paramserver.client.arrays import Params
 from paramserver.client.calls import Call
 from paramserver.client.client_base import ClientBase
 from paramserver.client.cluster import model_path
@@ -30,6 +31,17 @@ class ModelBase:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} at {self._client.url}>"
+
+    def _pull(
+        self, out: Params | None, timeout: float | None, *, wait_s: float, copy: bool, **options: Any
+    ) -> Call[Params]:
+        """See `Model.pull`; `options` are those of `transfer.pull` that are not named here."""
+        client, deadline = self._client, self._client.deadline(timeout, wait_s)
+        if copy:
+            return transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, **options)
+        if out is not None:
+            raise problem("invalid_field", "out= and copy=False exclude each other")
+        return client.shared.pull(self.name, deadline, wait_s=wait_s, **options)
 
     def _numbered(
         self,
