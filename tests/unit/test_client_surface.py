@@ -21,7 +21,7 @@ from paramserver.client.cluster import Cluster, urls_of
 from paramserver.client.control import assign, dataset_document, run_document
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.client.gradient_arrays import GradientArrays
-from paramserver.client.gradients import Scan, prepare, write
+from paramserver.client.gradients import Scan, prepare
 from paramserver.client.reports import measured
 from paramserver.client.same_host import SameHost
 from paramserver.client.spec_builder import model_document, patch_document
@@ -433,7 +433,7 @@ def test_the_pass_over_a_gradient_rounds_and_measures(dtype: str) -> None:
     body = np.empty(gradient.body_bytes(gradient.selection.parts), np.uint8)
     scan = Scan()
 
-    write(gradient, gradient.selection.parts, body.data, scan)
+    gradient.write(gradient.selection.parts, body.data, scan)
 
     if dtype == "bfloat16":
         assert np.array_equal(body.view(np.uint16), f32_to_bf16(values))

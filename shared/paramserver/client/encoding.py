@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from msgspec import Struct
 
-from paramserver.client.gradients import VIEW_BYTES_MIN, Content, Gradient, Grads, Scan, prepare, write
+from paramserver.client.gradients import VIEW_BYTES_MIN, Content, Gradient, Grads, Scan, prepare
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Ranges, Selection, listed
@@ -241,7 +241,7 @@ def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> E
         values = in_place = _part_in_place(gradient, part)
         if values is None:
             values = np.empty(part.stop - part.start, np.float32)
-            write(gradient, [part], values.data.cast("B"), scan)
+            gradient.write([part], values.data.cast("B"), scan)
         if scan.bad and in_place is None:
             continue
         residual, new_residual = draft.arrays(generation, part.partition, values.size)
@@ -270,7 +270,7 @@ def _packed(gradient: Gradient, codec: Codec, generation: int) -> Encoded:
     out: dict[int, tuple[AnyArray, int]] = {}
     for part in gradient.selection.parts:
         data = np.empty(gradient.body_bytes([part]), np.uint8)
-        write(gradient, [part], data.data, scan)
+        gradient.write([part], data.data, scan)
         out[part.partition] = stored(codec, data)
     scan.raise_for_bad()
     return Encoded(gradient.selection, codec, out, scan.norm, generation)
