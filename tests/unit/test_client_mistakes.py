@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import paramserver as ps
+from paramserver.client.addresses import urls_of
 from paramserver.client.calls import Deadline
-from paramserver.client.cluster import Cluster, urls_of
+from paramserver.client.cluster import Cluster
 from paramserver.client.control import send
 from paramserver.client.gradients import prepare
 from paramserver.client.membership import Membership

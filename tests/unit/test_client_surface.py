@@ -13,11 +13,12 @@ import pytest
 from tests.refusals import refused_with
 
 import paramserver as ps
+from paramserver.client.addresses import urls_of
 from paramserver.client.aio import AsyncModel
 from paramserver.client.aio_worker import AsyncWorker
 from paramserver.client.calls import Deadline
 from paramserver.client.client import Client
-from paramserver.client.cluster import Cluster, urls_of
+from paramserver.client.cluster import Cluster
 from paramserver.client.control import assign, dataset_document, run_document
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.client.gradient_arrays import GradientArrays
@@ -347,6 +348,7 @@ def test_asyncio_has_the_same_names_and_arguments(blocking: type, awaited: type)
         (None, {}, ("http://127.0.0.1:8700",)),
         (None, {"PARAMSERVER_URL": "http://a:1/, b:2"}, ("http://a:1", "http://b:2")),
         ("https://x/ps/", {"PARAMSERVER_URL": "http://a:1"}, ("https://x/ps",)),
+        ("ps", {}, ("http://ps",)),
     ],
 )
 def test_where_the_cluster_is(url: str | None, env: dict[str, str], urls: tuple[str, ...]) -> None:

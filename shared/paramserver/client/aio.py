@@ -10,11 +10,12 @@ from typing import Any, NoReturn, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control, transfer
+from paramserver.client.addresses import urls_of
 from paramserver.client.aio_worker import AsyncWorker
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call
 from paramserver.client.client_base import ClientBase
-from paramserver.client.cluster import model_path, urls_of
+from paramserver.client.cluster import model_path
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
 from paramserver.client.credentials import Credentials

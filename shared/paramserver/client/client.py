@@ -6,9 +6,9 @@ from typing import Any, NoReturn, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control
+from paramserver.client.addresses import urls_of
 from paramserver.client.calls import Call
 from paramserver.client.client_base import ClientBase
-from paramserver.client.cluster import urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.credentials import Credentials
 from paramserver.client.model import Model

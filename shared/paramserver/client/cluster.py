@@ -6,7 +6,6 @@ shards go to the URL the client was given, whose node forwards them.
 """
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,6 @@ from paramserver.client.retry import Backoff, deliver
 from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.core.urls import listed_urls
 from paramserver.errors import problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, encode_header
 
@@ -35,8 +33,6 @@ _TRY_AGAIN_S: Final = (5.0, 30.0)
 _LOOK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Delays, from the loss of a shard, after which maps are fetched again: it may be back, at a better address.  On a busy
 machine its start takes many seconds."""
-ENV_URL: Final = "PARAMSERVER_URL"
-DEFAULT_URL: Final = "http://127.0.0.1:8700"
 
 
 @dataclass(frozen=True)
@@ -91,22 +87,6 @@ class _Address:
     answers: bool
     tries: int
     again_at: float | None
-
-
-def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the comma-separated base URLs in `url`, else in PARAMSERVER_URL, else the default."""
-    text = url or environment.get(ENV_URL) or DEFAULT_URL
-    if not isinstance(text, str):
-        detail = f"the URL of a cluster is text, not {text!r:.60}"
-        raise problem("malformed", detail, hint="several are one text, separated by commas")
-    urls = tuple(u if "://" in u else f"http://{u}" for u in listed_urls(text))
-    for u in urls:
-        no_host = len(u) < 10 or re.fullmatch(r"https?://\d+", u)  # a port alone would be taken for an IPv4 address
-        if not u.startswith(("http://", "https://")) or any(c in u for c in " ?#") or no_host:
-            raise problem("malformed", f"'{u}' is not a valid cluster URL", hint=f"for example {DEFAULT_URL}")
-    if not urls:
-        raise problem("malformed", f"'{text}' contains no URL", hint=f"for example {DEFAULT_URL}")
-    return urls
 
 
 def model_path(name: str, *rest: str) -> str:
