@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Any, Final
 from urllib.parse import quote
 
-from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
+from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_request
 from paramserver.client.gradient_arrays import GradientArrays, give_back
 from paramserver.client.lease_cache import LeaseCache
-from paramserver.client.retry import Backoff, deliver
+from paramserver.client.retry import deliver_json
 from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
@@ -120,8 +120,8 @@ class Cluster:
             if self._due(model_map, deadline.clock()):
                 yield from self._probe(model_map, deadline)
             return model_map
-        response = yield from deliver(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
-        return (yield from self.store_document(json_of(response), deadline))
+        doc = yield from deliver_json(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
+        return (yield from self.store_document(doc, deadline))
 
     def fetch_map(self, model: str, deadline: Deadline) -> Call[ModelMap]:
         """Return the model's map as the scheduler has it now; raises like `map_of`."""
@@ -263,9 +263,3 @@ class Cluster:
 
     def _direct(self, model_map: ModelMap, shard: str) -> bool:
         return any((k := self._known.get(a)) is not None and k.answers for a in model_map.addresses.get(shard, ()))
-
-
-def control(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Any]:
-    """Send a control request, retrying transient failures; return the JSON value of the answer."""
-    response = yield from deliver(request, deadline, backoff)
-    return json_of(response)

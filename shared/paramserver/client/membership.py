@@ -19,10 +19,10 @@ from urllib.parse import quote
 
 from paramserver import limits
 from paramserver.client.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
-from paramserver.client.cluster import Cluster, control, model_path
+from paramserver.client.cluster import Cluster, model_path
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.reports import Reports, document, numbers_of, refused, send
-from paramserver.client.retry import Backoff
+from paramserver.client.retry import Backoff, deliver_json
 from paramserver.client.tasks import Holding
 from paramserver.errors import PsError, problem
 
@@ -95,12 +95,12 @@ class Membership:
         path, backoff = model_path(self.model, "workers"), Backoff(deadline)
         self._join_in_doubt = True  # until the answer is here; a join that is given up may be granted all the same
         try:
-            doc = yield from control(_request("POST", path, body), deadline, backoff)
+            doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
         except PsError as e:
             if not self.joined or e.code != "conflict" or "rank" not in body:
                 raise
             del body["rank"]  # another worker has taken it meanwhile
-            doc = yield from control(_request("POST", path, body), deadline, backoff)
+            doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
         with self._lock:
             self._join_in_doubt = backoff.in_doubt
             self._enter(doc)
@@ -137,7 +137,7 @@ class Membership:
             yield from self.beat(deadline)
             query = f"?epoch={self.numbers.epoch}"
             request = _request("DELETE", self._path() + query)
-            yield from control(request, deadline)
+            yield from deliver_json(request, deadline)
         except PsError as e:
             log.info("worker.leave_unheard worker=%s error=%s", self.worker, e.code)
 
@@ -172,7 +172,7 @@ class Membership:
         wrong: dict[str, PsError] = {}
         while True:
             try:
-                doc = yield from control(_request("PUT", self._path(), {**body, **fields}), deadline)
+                doc = yield from deliver_json(_request("PUT", self._path(), {**body, **fields}), deadline)
                 break
             except PsError as e:
                 if not fields or not refused(e):
@@ -211,7 +211,7 @@ class Membership:
         now = clock()
         request = _request("POST", path, {"worker": self.worker, "epoch": epoch, **body, "wait_s": wait_s}, wait_s)
         try:
-            doc = yield from control(request, Deadline(now + wait_s + self.silence_s, clock))
+            doc = yield from deliver_json(request, Deadline(now + wait_s + self.silence_s, clock))
         except PsError as e:
             if not self._follows(e):
                 raise
