@@ -149,7 +149,7 @@ class AsyncWorker(WorkerBase):
 
     async def clock(self, *, timeout: float | None = None) -> int:
         """See `Worker.clock`."""
-        return await self._run(self._iterations.advance(self._deadline(timeout), timeout))
+        return await self._run(self._iterations.advance(*self._deadlines(timeout)))
 
     async def step(
         self,
@@ -164,9 +164,9 @@ class AsyncWorker(WorkerBase):
         **metrics: SupportsFloat | None,
     ) -> Pushed:
         """See `Worker.step`."""
-        told, deadline, encoding = {"loss": loss, **metrics}, self._deadline(timeout), self._encoding(codec, dtype)
+        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
         return await self._run(
-            self._iterations.step(grads, told, deadline, timeout, encoding=encoding, base=base, weight=weight)
+            self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, base=base, weight=weight)
         )
 
     async def exchange(
@@ -184,9 +184,9 @@ class AsyncWorker(WorkerBase):
         **metrics: SupportsFloat | None,
     ) -> Params:
         """See `Worker.exchange`."""
-        told, deadline, encoding = {"loss": loss, **metrics}, self._deadline(timeout), self._encoding(codec, dtype)
+        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
         exchanging = self._iterations.exchange(
-            grads, told, deadline, timeout, out=out, view=not copy, encoding=encoding, base=base, weight=weight
+            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, base=base, weight=weight
         )
         return await self._run(exchanging)
 

@@ -165,7 +165,7 @@ class Worker(WorkerBase):
         In sync and ssp it waits for the other workers, for as long as it takes or for `timeout` seconds.  Raises
         Unavailable, naming the workers it waited for.
         """
-        return self._run(self._iterations.advance(self._deadline(timeout), timeout))
+        return self._run(self._iterations.advance(*self._deadlines(timeout)))
 
     def step(
         self,
@@ -183,9 +183,9 @@ class Worker(WorkerBase):
 
         Metrics travel with the heartbeat; with many steps per second, only some of the points are kept.
         """
-        told, deadline, encoding = {"loss": loss, **metrics}, self._deadline(timeout), self._encoding(codec, dtype)
+        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
         return self._run(
-            self._iterations.step(grads, told, deadline, timeout, encoding=encoding, base=base, weight=weight)
+            self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, base=base, weight=weight)
         )
 
     def exchange(
@@ -210,9 +210,9 @@ class Worker(WorkerBase):
 
         In sync these are the values after the commit of this clock.  `out` and `copy` are as in `Model.pull`.
         """
-        told, deadline, encoding = {"loss": loss, **metrics}, self._deadline(timeout), self._encoding(codec, dtype)
+        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
         exchanging = self._iterations.exchange(
-            grads, told, deadline, timeout, out=out, view=not copy, encoding=encoding, base=base, weight=weight
+            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, base=base, weight=weight
         )
         return self._run(exchanging)
 

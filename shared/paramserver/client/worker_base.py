@@ -96,6 +96,11 @@ class WorkerBase:
     def _deadline(self, timeout: float | None) -> Deadline:
         return self._client.deadline(self._timeout if timeout is None else timeout)
 
+    def _deadlines(self, timeout: float | None) -> tuple[Deadline, Deadline | None]:
+        """Return when a call that ends an iteration gives up on the cluster, and on other workers: see `Iterations`."""
+        deadline = self._deadline(timeout)
+        return deadline, None if timeout is None else deadline
+
     def _beat_pause_s(self) -> float:
         return min(limits.HEARTBEAT_S, self._session.lease_s / 5)
 
