@@ -4,14 +4,13 @@ A shard that no longer owns a partition, or that cannot be reached, only delays 
 fetched again, and the parts that are not done are sent to their current owners, under the same push id.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from typing import Final
 
 from msgspec.structs import replace
 
 from paramserver.client.arrays import Origin
-from paramserver.client.arrivals import Arrivals
 from paramserver.client.calls import Call, Deadline, Outcome, Response, error_of, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
@@ -85,9 +84,9 @@ class Transfer:
             self.cluster.forget(self.model_map.name)
         raise refused
 
-    def without_memory(self, arrivals: Arrivals) -> list[Part]:
+    def without_memory(self, lenders: Collection[str]) -> list[Part]:
         """Reach the lenders by their other addresses, because their memory cannot be mapped; return all parts."""
-        for address in arrivals.lenders:
+        for address in lenders:
             self.cluster.lost(address, self.deadline.clock())
         return list(self.selection.parts)
 
@@ -252,7 +251,7 @@ class PushTransfer(Transfer):
         versions = {p: (v, i) for r in replies for p, v, i, _ in r.parts}
         timelines = {r.timeline for r in replies}
         if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.model_map.spec.partitions:
-            origin = origin_of(self.model_map.name, self.model_map.generation, timelines.pop(), versions)
+            origin = Origin.of(self.model_map.name, self.model_map.generation, timelines.pop(), versions)
             self.cluster.lease_cache.pushed(origin, values, clock)
 
 
@@ -281,9 +280,3 @@ def _is_over(outcome: Outcome, sink: Incoming | None) -> bool:
         error = error_of(outcome)
         over = error.code != "slot_gone" and not may_be_done(error)
     return over
-
-
-def origin_of(model: str, generation: int, timeline: int, versions: Mapping[int, tuple[int, int]]) -> Origin:
-    """Return the origin of values with these versions: partition -> (version, incarnation)."""
-    oldest, newest = min([v for v, _ in versions.values()]), max([i for _, i in versions.values()])
-    return Origin(model, generation, timeline, oldest, newest, versions)
