@@ -87,6 +87,11 @@ class _Address:
     answers: bool
     tries: int
     again_at: float | None
+    """When to probe it again, if it is silent; None: no more."""
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is silent, and time to probe it again."""
+        return not self.answers and self.again_at is not None and self.again_at <= now
 
 
 def model_path(name: str, *rest: str) -> str:
@@ -215,26 +220,19 @@ class Cluster:
         machine.
         """
         for owner in model_map.in_use:
-            addresses = model_map.addresses.get(owner, ())
-            for address in addresses:
-                s = self._known.get(address)
-                if s is None:
+            for address in model_map.addresses.get(owner, ()):
+                known = self._known.get(address)
+                if known is None:
                     return True
-                if s.answers or s.again_at is None or s.again_at > now:
-                    continue
-                if is_same_host(address) or not any(k.answers for a in addresses if (k := self._known.get(a))):
+                if known.is_due(now) and (is_same_host(address) or not self._direct(model_map, owner)):
                     return True
         return False
 
     def _probe(self, model_map: ModelMap, deadline: Deadline) -> Call[None]:
         """Probe, concurrently, the owners' addresses that are new or due for another try."""
         now = deadline.clock()
-        found: dict[str, str] = {}
-        for owner in model_map.in_use:
-            for address in model_map.addresses.get(owner, ()):
-                known = self._known.get(address)
-                if known is None or (not known.answers and known.again_at is not None and known.again_at <= now):
-                    found[address] = owner
+        advertised = [a for owner in model_map.in_use for a in model_map.addresses.get(owner, ())]
+        found = [a for a in dict.fromkeys(advertised) if (known := self._known.get(a)) is None or known.is_due(now)]
         if not found:
             return
         self._forget_unnamed()
@@ -262,4 +260,5 @@ class Cluster:
             self._known.pop(address, None)
 
     def _direct(self, model_map: ModelMap, shard: str) -> bool:
+        """Whether the shard answers at an address of its own."""
         return any((k := self._known.get(a)) is not None and k.answers for a in model_map.addresses.get(shard, ()))
