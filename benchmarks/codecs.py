@@ -22,7 +22,7 @@ from benchmarks.meters import median_s
 
 import paramserver as ps
 from paramserver import kernels
-from paramserver.client.encoding import Encoded, Feedback, draft_for, ready
+from paramserver.client.encoding import Encoded, Encoding, Feedback, draft_for, ready
 from paramserver.client.gradients import Content, Scan
 from paramserver.codecs import Codec, check_content
 from paramserver.codecs.stage import unpack
@@ -76,7 +76,7 @@ def measure(text: str, elements: int, repeats: int) -> dict[str, Any]:
 
     def encode(memory: Feedback) -> tuple[Content, list[AnyArray]]:
         with draft_for(memory) as draft:
-            content = ready(layout, 1, {"w": gradient}, None, None, codec, draft)
+            content = ready(layout, 1, {"w": gradient}, Encoding(codec), draft)
         return content, bodies(content)
 
     content, parts = encode(Feedback())

@@ -27,7 +27,7 @@ from benchmarks.tables import number, table
 from paramserver import kernels
 from paramserver.client.calls import Request, Response
 from paramserver.client.credentials import Credentials
-from paramserver.client.gradients import Scan, prepare, write
+from paramserver.client.gradients import Scan, prepare
 from paramserver.client.transport import BlockingTransport
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import SegmentStep
@@ -65,7 +65,7 @@ def passes(elements: int, repeats: int) -> Iterator[Stage]:
     seen = median_s(lambda: gradient.views(content, Scan(exact=False)), repeats)
     yield Stage("worker: gradient tested for NaN where it lies", "push to several shards", seen, "1 look")
     out = np.ones(elements, np.float32).view(np.uint8)
-    copied = median_s(lambda: write(gradient, content, out.data, Scan(exact=False, scan_unconverted=False)), repeats)
+    copied = median_s(lambda: gradient.write(content, out.data, Scan(exact=False, scan_unconverted=False)), repeats)
     yield Stage("worker: gradient into a slot", "push, same host", copied, "1 read, 1 write")
 
     parts = [np.ones(layout.partition_size(i), np.float32) for i in range(layout.spec.partitions)]

@@ -9,7 +9,8 @@ A checkpoint is a folder:
 
 `safetensors.numpy.load_file("model.safetensors")` opens the parameters.  NumPy has no bfloat16, so bfloat16 parameters
 are stored as float32, which is exact.  The folder is written under a temporary name, synced, then renamed, so an
-existing checkpoint is always complete.
+existing checkpoint is always complete.  One that is replaced is moved aside meanwhile; if that is interrupted, it is
+read from there, until the next one has taken its place.
 """
 
 import errno
@@ -22,6 +23,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -106,8 +108,9 @@ def write(
     """
     target = Path(path)
     held, state = _arrays(spec, params, slots)
-    if target.exists() and not (overwrite and (target / MANIFEST).is_file()):
-        raise problem("conflict", f"'{target}' exists already", hint="choose another path, or allow overwriting")
+    existing = _folder(target)
+    if existing.exists() and not (overwrite and (existing / MANIFEST).is_file()):
+        raise problem("conflict", f"'{existing}' exists already", hint="choose another path, or allow overwriting")
 
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
@@ -171,7 +174,7 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState (`corrupt_state`) if it is damaged or has
     another format, OSError with a file name if the OS refuses to read it.
     """
-    file = Path(path) / MANIFEST
+    file = _folder(Path(path)) / MANIFEST
     try:
         with _naming(file):
             data = file.read_bytes()
@@ -182,7 +185,7 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError("it does not match its checksum")
     except (FileNotFoundError, NotADirectoryError):
         raise problem(
-            "unknown_checkpoint", f"no checkpoint at '{Path(path)}'", hint=f"it holds no {MANIFEST}"
+            "unknown_checkpoint", f"no checkpoint at '{file.parent}'", hint=f"it holds no {MANIFEST}"
         ) from None
     except (ValueError, IsADirectoryError) as e:
         raise problem("corrupt_state", f"'{file}' cannot be read as a manifest of format {FORMAT}: {e}") from e
@@ -195,7 +198,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState (`corrupt_state`) naming the file that
     does not match, OSError with a file name if the OS refuses to read one that is there.
     """
-    folder = Path(path)
+    folder = _folder(Path(path))
     manifest = read_manifest(folder)
     try:
         for name in (PARAMS, OPTIMIZER, WORKERS):
@@ -296,11 +299,18 @@ def _sync(path: Path) -> None:
 
 def _rename(part: Path, target: Path) -> None:
     """Rename `part` to `target`; a previous `target` is deleted once the new one is in place."""
-    old = None
     if target.exists():
-        old = part.with_suffix(".old")
-        target.rename(old)
+        target.rename(part.with_suffix(".old"))
     part.rename(target)
     _sync(target.parent)
-    if old is not None:
+    for old in _moved_aside(target):
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _moved_aside(target: Path) -> list[Path]:
+    return sorted(target.parent.glob(f".{escape(target.name)}.{'[0-9a-f]' * 8}.old"))
+
+
+def _folder(target: Path) -> Path:
+    """Return `target`, or the folder that it was moved to when its replacement was interrupted."""
+    return target if target.exists() else next(iter(_moved_aside(target)), target)

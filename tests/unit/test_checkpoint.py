@@ -217,6 +217,28 @@ def test_existing_folders_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt", "mine"]
 
 
+def _killed_while_replacing(path: Path) -> None:
+    """Leave what a process leaves that is killed between the two renames of `checkpoint.write`."""
+    path.rename(path.with_name(f".{path.name}.0123abcd.old"))
+
+
+def test_a_checkpoint_is_found_after_its_replacement_was_interrupted(tmp_path: Path) -> None:
+    """A process killed while it replaces a checkpoint leaves the previous one, which is read under its name."""
+    for name in ("ckpt", "ckpt.2"):
+        _write(tmp_path / name)
+    _killed_while_replacing(tmp_path / "ckpt")
+    _killed_while_replacing(tmp_path / "ckpt.2")
+
+    assert checkpoint.read(tmp_path / "ckpt").versions == [3, 4]
+    assert checkpoint.read_manifest(tmp_path / "ckpt")["clock"] == 9
+    with pytest.raises(PsError, match="exists already"):
+        _write(tmp_path / "ckpt")
+    _write(tmp_path / "ckpt", overwrite=True)
+
+    assert checkpoint.read(tmp_path / "ckpt").versions == [3, 4]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".ckpt.2.0123abcd.old", "ckpt"]
+
+
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     """A failed write leaves neither the folder nor a temporary one."""
     spec = _spec()

@@ -206,10 +206,15 @@ def test_a_clock_is_not_told_whose_push_was_dropped() -> None:
 
 def test_a_codec_that_there_is_not_takes_no_number() -> None:
     """Exchanges refused for an unknown codec, however many, leave no push id in doubt, so that later pushes go on."""
-    node, _, its = sharded()
+    node, session, its = sharded()
+
+    def exchange() -> None:
+        unknown = session.encoding.of_call(codec="no-such-codec")
+        drive(its.exchange(GRAD, {}, deadline(), None, encoding=unknown), node)
+
     for _ in range(limits.WINDOW + 1):
         with pytest.raises(RequestError):
-            drive(its.exchange(GRAD, {}, deadline(), None, codec="no-such-codec"), node)
+            exchange()
 
     drive(its.exchange(GRAD, {}, Deadline.after(0.2), None), node)
     assert len(node.pushes) == 1
@@ -306,7 +311,7 @@ def test_who_does_not_wait_any_longer_is_told_that_the_gradient_is_pushed(way: s
     node.script[CLOCK] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})]
 
     with pytest.raises(Unavailable, match=r"m/w7.*was pushed.*worker\.clock\(\)") as e:
-        drive(getattr(its, way)(GRAD, {}, Deadline.after(0.0), 0.0), node)
+        drive(getattr(its, way)(GRAD, {}, *[Deadline.after(0.0)] * 2), node)
     drive(its.advance(deadline(), None), node)
 
     assert e.value.code == "unavailable"
@@ -331,9 +336,9 @@ def test_a_reported_iteration_takes_no_further_push(way: str, reported: str, end
         "stream": lambda: session.begin(deadline(), streamed=True),
     }
     reports: dict[str, Callable[[float], Call[Any]]] = {
-        "step": lambda s: its.step(GRAD, {}, Deadline.after(s), s),
-        "exchange": lambda s: its.exchange(GRAD, {}, Deadline.after(s), s),
-        "advance": lambda s: its.advance(Deadline.after(s), s),
+        "step": lambda s: its.step(GRAD, {}, *[Deadline.after(s)] * 2),
+        "exchange": lambda s: its.exchange(GRAD, {}, *[Deadline.after(s)] * 2),
+        "advance": lambda s: its.advance(*[Deadline.after(s)] * 2),
     }
 
     if ended == "in time":
@@ -389,7 +394,7 @@ def test_a_scheduler_that_falls_silent_after_the_push_does_not_hide_that_it_is_p
     node.script[CLOCK] = [no("no_leader")]
 
     with refused_with("no_leader", Unavailable, match=r"was pushed.*worker\.clock\(\)"):
-        drive(its.step(GRAD, {}, Deadline.after(0.0), 0.0), node)
+        drive(its.step(GRAD, {}, *[Deadline.after(0.0)] * 2), node)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -403,9 +408,9 @@ def test_a_paused_worker_waits_for_no_longer_than_its_caller_would(way: str, mod
     drive(session.beat(deadline()), node)
 
     with pytest.raises(Unavailable, match=r"paused.*was pushed"):
-        drive(getattr(its, way)(GRAD, {}, Deadline.after(2.0, now), 2.0), node, now)
+        drive(getattr(its, way)(GRAD, {}, *[Deadline.after(2.0, now)] * 2), node, now)
     with pytest.raises(Unavailable, match="paused"):
-        drive(its.advance(Deadline.after(2.0, now), 2.0), node, now)
+        drive(its.advance(*[Deadline.after(2.0, now)] * 2), node, now)
     drive(session.beat(deadline()), node)
     drive(its.advance(deadline(), None), node)
 
@@ -431,7 +436,7 @@ def test_it_waits_at_the_shard_for_no_longer_than_its_caller_would() -> None:
     """
     node, _, its = sharded()
 
-    drive(its.step(GRAD, {}, Deadline.after(1.0), 1.0), node)
+    drive(its.step(GRAD, {}, *[Deadline.after(1.0)] * 2), node)
     drive(its.step(GRAD, {}, deadline(), None), node)
 
     waits: list[Any] = [f.ends and f.ends[1] for f in node.pushes]
@@ -462,7 +467,7 @@ def test_what_it_waited_at_the_shard_is_part_of_its_time(way: str) -> None:
     began_s = now.s
 
     with pytest.raises(Unavailable, match="not released in 5 s"):
-        drive(getattr(its, way)(GRAD, {}, Deadline.after(30.0, now), 5.0), node, now)
+        drive(getattr(its, way)(GRAD, {}, *[Deadline.after(5.0, now)] * 2), node, now)
     assert now.s - began_s == pytest.approx(5.0)
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import paramserver as ps
+from paramserver.client.addresses import urls_of
 from paramserver.client.calls import Deadline
-from paramserver.client.cluster import Cluster, urls_of
+from paramserver.client.cluster import Cluster
 from paramserver.client.control import send
 from paramserver.client.gradients import prepare
 from paramserver.client.membership import Membership
@@ -38,7 +39,7 @@ def created(optimizer: Any = None, consistency: Any = None, **of_w: Any) -> None
         (lambda: created(init=np.ones(4)), "an array goes in place of the shape"),
         (lambda: created(dtype="fp32"), r'write "float32"\)$'),
         (lambda: created(dtype="bf16"), r'write "bfloat16"\)$'),
-        (lambda: created(dtype=np.float32), "dtype: must be one of float16, bfloat16, float32, float64, not <class"),
+        (lambda: created(dtype=np.int32), "dtype: 'int32' is not one of float16, bfloat16, float32, float64"),
         (lambda: created(consistency="synchronous"), r'write "sync"\)$'),
         (lambda: created(consistency="asynchronous"), r'write "async"\)$'),
         (lambda: created(consistency="BSP"), r'write "sync"\)$'),
@@ -47,6 +48,12 @@ def created(optimizer: Any = None, consistency: Any = None, **of_w: Any) -> None
         (lambda: created(optimizer=0.1), r"\(ps.Adam\(lr=1e-3\) or"),
         (lambda: created(optimizer=ps.SGD(schedule=cast(Any, "cosine"))), r"schedule: .* ps.Cosine\(t_max=1000\)"),
         (lambda: created(optimizer=ps.SGD(schedule=cast(Any, ps.Cosine))), r"schedule: .* ps.Cosine\(t_max=1000\)"),
+        (
+            lambda: cast(Any, ps.SGD)(**{"momentum": "0.9"}),
+            r"SGD takes lr, weight_decay and by name schedule, .*; not momentum \(.* of ps.Momentum, ps.Nesterov, ",
+        ),
+        (lambda: cast(Any, ps.Cosine)(100), "Cosine takes by name warmup, t_max, eta_min; not 100 without a name$"),
+        (lambda: cast(Any, ps.Sync)(staleness=3), r"Sync takes quorum and .*; not staleness \(.* of ps.SSP\)$"),
         (lambda: model_document("m", {"l": {"w": np.ones(4)}}, None, None, {}), r"params.l: .*{'l.w': array}\)$"),
         (lambda: prepare(LAYOUT, cast(Any, [np.ones(4)])), r"arrays by name.*push\({'w': array}\)"),
         (

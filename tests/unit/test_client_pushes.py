@@ -11,6 +11,7 @@ from tests.refusals import refused_with
 from paramserver.client import transfer
 from paramserver.client.calls import Deadline, Outcome, Request
 from paramserver.client.cluster import Cluster
+from paramserver.client.encoding import Encoding
 from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver.errors import ConflictError, InDoubt, RequestError, problem
 
@@ -201,7 +202,11 @@ def test_a_shard_that_has_begun_to_clip_gets_the_norm_of_the_whole_gradient(
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     clips_from_now_on(shards, B)
 
-    done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), dtype=dtype), shards, now)
+    done = drive(
+        transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), encoding=Encoding(dtype=dtype)),
+        shards,
+        now,
+    )
 
     assert done.state == "applied"
     assert [f.norm for f in shards.pushes] == [None, pytest.approx((50 + 14 * 4) ** 0.5)]
@@ -230,7 +235,11 @@ def test_a_piece_of_a_push_is_refused_by_a_shard_that_has_begun_to_clip(
 def test_a_push_reaches_all_owners_with_one_norm(now: Now, cluster: Cluster, dtype: str | None, clip: bool) -> None:
     """A push sends each shard one frame in that dtype, with the gradient's norm if the model clips by it."""
     shards = Shards(clip=clip)
-    done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), dtype=dtype), shards, now)
+    done = drive(
+        transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), encoding=Encoding(dtype=dtype)),
+        shards,
+        now,
+    )
 
     assert (done.state, done.version, done.duplicate) == ("applied", 1, False)
     assert shards.flat.tolist() == expected().tolist()
@@ -249,10 +258,9 @@ def test_a_flat_vector_is_a_gradient_too(shards: Shards, now: Now, cluster: Clus
 
 def test_a_push_of_ranges_touches_only_them(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A push of ranges sends only their elements, to the partitions that contain them."""
+    only = Encoding(ranges={"w": [(0, 1), (49, 50)]})
     drive(
-        transfer.push(
-            cluster, "m", Deadline.after(30, now), {"w": [5.0, 7.0]}, terms(), ranges={"w": [(0, 1), (49, 50)]}
-        ),
+        transfer.push(cluster, "m", Deadline.after(30, now), {"w": [5.0, 7.0]}, terms(), encoding=only),
         shards,
         now,
     )
@@ -298,7 +306,11 @@ def test_values_that_are_not_finite_on_the_way_are_refused(
     bad["w"][9, 4] = value
 
     with refused_with("non_finite", RequestError, match=f"'w' {why}"):
-        drive(transfer.push(cluster, "m", Deadline.after(30, now), bad, terms(), dtype=dtype), shards, now)
+        drive(
+            transfer.push(cluster, "m", Deadline.after(30, now), bad, terms(), encoding=Encoding(dtype=dtype)),
+            shards,
+            now,
+        )
     assert shards.pushes == []
 
 

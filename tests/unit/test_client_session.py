@@ -218,7 +218,7 @@ def test_waiting_has_an_end_only_when_asked_for() -> None:
     node.script["/models/m/clock"] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})]
 
     with pytest.raises(Unavailable, match="m/w7"):
-        drive(Iterations(session).advance(deadline(), 0.0), node)
+        drive(Iterations(session).advance(deadline(), Deadline.after(0.0)), node)
 
     assert session.clock == 0
     assert drive(Iterations(session).advance(deadline(), None), node) == 1

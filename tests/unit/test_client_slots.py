@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from paramserver.client import transfer
+from paramserver.client.arrays import Origin
 from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
+from paramserver.client.encoding import Encoding
 from paramserver.client.frames import PushTerms
-from paramserver.client.sends import origin_of
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import PushId
@@ -210,8 +211,8 @@ def test_a_small_gradient_travels(lenders: Lenders, now: Now, cluster: Cluster) 
     for size, slots in ((1 << 14, 1), ((1 << 14) - 1, 0)):
         lenders.sent.clear()
         cluster.same_host.take_idle()
-        grads, ranges = {"w": GRAD[:size]}, {"w": [(0, size)]}
-        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads, terms(size), ranges=ranges), lenders, now)
+        grads, only = {"w": GRAD[:size]}, Encoding(ranges={"w": [(0, size)]})
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads, terms(size), encoding=only), lenders, now)
         assert np.array_equal(lenders.pushed["a"], GRAD[:size])
         assert lenders.sent.count(("a", "/slots")) == slots
 
@@ -335,7 +336,7 @@ def test_values_of_two_timelines_are_no_answer_to_a_pushpull(lenders: Lenders, n
 
 def test_values_are_as_old_as_their_oldest_part() -> None:
     """The version of values is the lowest of their partitions, and their incarnation the highest."""
-    origin = origin_of("m", 7, 2, {0: (3, 8), 1: (2, 9), 2: (5, 7)})
+    origin = Origin.of("m", 7, 2, {0: (3, 8), 1: (2, 9), 2: (5, 7)})
 
     assert (origin.version, origin.incarnation, origin.timeline) == (2, 9, 2)
 

@@ -13,15 +13,16 @@ import pytest
 from tests.refusals import refused_with
 
 import paramserver as ps
+from paramserver.client.addresses import urls_of
 from paramserver.client.aio import AsyncModel
 from paramserver.client.aio_worker import AsyncWorker
 from paramserver.client.calls import Deadline
 from paramserver.client.client import Client
-from paramserver.client.cluster import Cluster, urls_of
+from paramserver.client.cluster import Cluster
 from paramserver.client.control import assign, dataset_document, run_document
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.client.gradient_arrays import GradientArrays
-from paramserver.client.gradients import Scan, prepare, write
+from paramserver.client.gradients import Scan, prepare
 from paramserver.client.reports import measured
 from paramserver.client.same_host import SameHost
 from paramserver.client.spec_builder import model_document, patch_document
@@ -347,6 +348,7 @@ def test_asyncio_has_the_same_names_and_arguments(blocking: type, awaited: type)
         (None, {}, ("http://127.0.0.1:8700",)),
         (None, {"PARAMSERVER_URL": "http://a:1/, b:2"}, ("http://a:1", "http://b:2")),
         ("https://x/ps/", {"PARAMSERVER_URL": "http://a:1"}, ("https://x/ps",)),
+        ("ps", {}, ("http://ps",)),
     ],
 )
 def test_where_the_cluster_is(url: str | None, env: dict[str, str], urls: tuple[str, ...]) -> None:
@@ -433,7 +435,7 @@ def test_the_pass_over_a_gradient_rounds_and_measures(dtype: str) -> None:
     body = np.empty(gradient.body_bytes(gradient.selection.parts), np.uint8)
     scan = Scan()
 
-    write(gradient, gradient.selection.parts, body.data, scan)
+    gradient.write(gradient.selection.parts, body.data, scan)
 
     if dtype == "bfloat16":
         assert np.array_equal(body.view(np.uint16), f32_to_bf16(values))

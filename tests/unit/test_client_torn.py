@@ -146,7 +146,7 @@ def test_nothing_is_added_to_an_iteration_whose_commit_came_with_its_push() -> N
     reply = PushReply("staged", False, 1, 0, 1, 0, [(0, 1, 1, 0)], released=True)
     node.script["/push"] = [Response(200, {"content-type": MEDIA_TYPE}, encode_header(reply))]
     with pytest.raises(Unavailable):
-        drive(Iterations(session).step(GRAD, {}, Deadline.after(5.0, now), 5.0), node, now)
+        drive(Iterations(session).step(GRAD, {}, *[Deadline.after(5.0, now)] * 2), node, now)
 
     with pytest.raises(ConflictError, match="iteration 0 of this worker has been reported finished"):
         drive(session.push(GRAD, deadline()), node)

@@ -12,7 +12,9 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
+from paramserver.client.encoding import Encoding
 from paramserver.client.shared_arrays import KEPT_MAX, SharedArrays
+from paramserver.client.spec_builder import Param, model_document
 from paramserver.errors import ConflictError, RequestError, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
@@ -39,6 +41,22 @@ def test_a_pull_of_names_and_ranges_is_packed(shards: Shards, now: Now, cluster:
     assert p["w"].tolist() == p.flat.tolist() == [3, 4, 40, 41, 42, 43]
     assert list(p) == ["w"]
     assert sorted(part for f in shards.pulls for part in f.parts) == [(0, [(3, 5)]), (2, [(8, 12)])]
+
+
+@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16")])
+def test_a_dtype_may_be_numpys_own(shards: Shards, now: Now, cluster: Cluster, dtype: Any) -> None:
+    """Pulls, pushes and parameters take a dtype by its name or as NumPy has it."""
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now), dtype=dtype), shards, now)
+    drive(
+        transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), encoding=Encoding(dtype=dtype)),
+        shards,
+        now,
+    )
+    body, _ = model_document("m", {"w": Param((4,), dtype=dtype), "b": Param(np.ones(4), dtype=dtype)}, None, None, {})
+
+    assert p.flat.dtype == np.float16
+    assert {f.dtype for f in shards.pushes} == {"float16"}
+    assert [spec["dtype"] for spec in body["params"].values()] == ["float16", "float16"]
 
 
 def test_out_is_filled_and_returned(shards: Shards, now: Now, cluster: Cluster) -> None:
@@ -132,15 +150,8 @@ def test_what_cannot_be_waited_for_is_refused(
     """An invalid `min_version` or `wait_s` is refused by the argument's name before any request is sent."""
     with pytest.raises(RequestError, match=said):
         drive(transfer.pull(cluster, "m", Deadline.after(30, now), **wrong), shards, now)
-    options = {"names": None, "ranges": None, "dtype": None, "min_version": 0}
     with pytest.raises(RequestError, match=said):
-        SharedArrays(cluster).pull(
-            "m",
-            options | {k: v for k, v in wrong.items() if k in options},
-            wrong.get("wait_s", 0.0),
-            lambda call: drive(call, shards, now),
-            Deadline.after(30, now),
-        )
+        drive(SharedArrays(cluster).pull("m", Deadline.after(30, now), **wrong), shards, now)
     assert not shards.log
 
 
@@ -150,8 +161,8 @@ def test_names_that_can_be_read_once_are_read_once(shards: Shards, now: Now, clu
     shards.versions = [1] * 4
 
     def pull(names: Any, ranges: Any) -> Params:
-        options = {"names": names, "ranges": ranges, "dtype": None, "min_version": 1}
-        return shared.pull("m", options, 0.0, lambda call: drive(call, shards, now), Deadline.after(30, now))
+        call = shared.pull("m", Deadline.after(30, now), names=names, ranges=ranges, min_version=1)
+        return drive(call, shards, now)
 
     first = pull((n for n in "w"), {"w": iter([(3, 5)])})
 
@@ -165,8 +176,8 @@ def test_shared_arrays_in_use_are_kept_longest(shards: Shards, now: Now, cluster
     shards.versions = [1] * 4
 
     def pull(start: int) -> Params:
-        options = {"names": ["w"], "ranges": {"w": [(start, start + 1)]}, "dtype": None, "min_version": 1}
-        return shared.pull("m", options, 0.0, lambda call: drive(call, shards, now), Deadline.after(30, now))
+        call = shared.pull("m", Deadline.after(30, now), names=["w"], ranges={"w": [(start, start + 1)]}, min_version=1)
+        return drive(call, shards, now)
 
     first = pull(0)
     for start in range(1, KEPT_MAX + 2):
@@ -244,7 +255,8 @@ def test_out_is_looked_at_before_a_push_is_made(
 def test_ranges_of_a_pushpull_may_be_ones_that_can_be_read_once(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A pushpull takes ranges from iterators, pushes to their elements and pulls the whole model."""
     ranges: Any = {"w": iter([iter((3, 5))])}
-    call = transfer.pushpull(cluster, "m", Deadline.after(30, now), {"w": np.ones(2)}, terms(), ranges=ranges)
+    encoding = Encoding().of_call(ranges=ranges)
+    call = transfer.pushpull(cluster, "m", Deadline.after(30, now), {"w": np.ones(2)}, terms(), encoding=encoding)
     _, p = drive(call, shards, now)
 
     assert (p.flat - np.arange(64)).nonzero()[0].tolist() == [3, 4]

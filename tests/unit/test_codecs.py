@@ -15,7 +15,7 @@ from tests.golden.codecs import generate
 from tests.refusals import refused_with
 
 from paramserver import kernels
-from paramserver.client.encoding import Draft, Encoded, Feedback, codec_of, draft_for, ready
+from paramserver.client.encoding import Draft, Encoded, Encoding, Feedback, draft_for, ready
 from paramserver.codecs import (
     Codec,
     check_content,
@@ -346,7 +346,7 @@ def layout() -> Layout:
 def pushed(feedback: Feedback, grads: dict[str, F32], text: str = "int8", generation: int = 1) -> bytes:
     """Encode a push that is accepted, and return its bytes."""
     with draft_for(feedback) as draft:
-        made = ready(layout(), generation, grads, None, None, Codec.parse(text), draft)
+        made = ready(layout(), generation, grads, Encoding(Codec.parse(text)), draft)
     assert isinstance(made, Encoded)
     return b"".join(data.tobytes() for data, _ in made.parts.values())
 
@@ -354,7 +354,7 @@ def pushed(feedback: Feedback, grads: dict[str, F32], text: str = "int8", genera
 def refused(feedback: Feedback, grads: dict[str, F32], text: str = "int8") -> bytes:
     """Encode a push that is not accepted, and return its bytes."""
     draft = Draft(feedback)
-    made = ready(layout(), 1, grads, None, None, Codec.parse(text), draft)
+    made = ready(layout(), 1, grads, Encoding(Codec.parse(text)), draft)
     draft.give_back()
     assert isinstance(made, Encoded)
     return b"".join(data.tobytes() for data, _ in made.parts.values())
@@ -377,7 +377,7 @@ def test_a_push_that_was_not_accepted_leaves_the_memory_as_it_was() -> None:
     assert first != second == pushed(feedback, grads)
 
     with draft_for(feedback) as draft:  # the model was created again
-        ready(layout(), 2, grads, None, None, Codec.parse("int8"), draft)
+        ready(layout(), 2, grads, Encoding(Codec.parse("int8")), draft)
         assert feedback.norm() == 0.0
 
 
@@ -386,7 +386,7 @@ def test_a_push_of_an_earlier_creation_of_the_model_leaves_nothing() -> None:
     feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
     pushed(feedback, grads)
     with draft_for(feedback) as draft:
-        ready(layout(), 1, grads, None, None, Codec.parse("int8"), draft)
+        ready(layout(), 1, grads, Encoding(Codec.parse("int8")), draft)
         first = pushed(feedback, grads, generation=2)
         left = feedback.norm()
 
@@ -409,7 +409,7 @@ def test_pushes_under_way_at_once_leave_each_element_out_once(text: str, accepte
         given = noise(733, seed)
         try:
             with draft_for(feedback) as draft:
-                made = ready(layout(), 1, given, None, None, codec, draft)
+                made = ready(layout(), 1, given, Encoding(codec), draft)
                 yield
                 if not accept:
                     raise Refused
@@ -468,7 +468,7 @@ def test_codecs_of_whole_partitions_take_nothing_less(text: str) -> None:
     with pytest.raises(RequestError, match="whole partitions"):
         pushed(Feedback(), {"b": noise(33)}, text)
     with pytest.raises(RequestError, match="which only a worker keeps"):
-        ready(layout(), 1, {"w": noise(700), "b": noise(33)}, None, None, codec, None)
+        ready(layout(), 1, {"w": noise(700), "b": noise(33)}, Encoding(codec), None)
     with pytest.raises(RequestError, match="'b' holds NaN"):
         pushed(Feedback(), {"w": noise(700), "b": np.full(33, np.nan, np.float32)}, text)
 
@@ -477,8 +477,8 @@ def test_a_calls_codec_goes_before_the_default() -> None:
     """A call's codec= or dtype= takes precedence over the worker's codec; both together are refused."""
     default = Codec.parse("int8")
 
-    assert codec_of(None, None, default) is default
-    assert codec_of(None, "float16", default) is None
-    assert codec_of("fp32", None, default) == Codec.parse("fp32")
+    assert Encoding(default).of_call().codec is default
+    assert Encoding(default).of_call(dtype="float16").codec is None
+    assert Encoding(default).of_call(codec="fp32").codec == Codec.parse("fp32")
     with pytest.raises(RequestError, match="exclude"):
-        codec_of("fp32", "float16", None)
+        Encoding().of_call(codec="fp32", dtype="float16")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from paramserver.client.gradients import Scan, prepare, write
+from paramserver.client.gradients import Scan, prepare
 from paramserver.codecs import elements
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
@@ -126,7 +126,7 @@ def test_a_push_is_the_same_whoever_does_the_pass(dtype: str, source: str, compi
         for count in (1, 1 << 40):
             compiled_from(count)
             body, scan = np.empty(gradient.body_bytes(gradient.selection.parts) + 1, np.uint8)[1:], Scan()
-            write(gradient, gradient.selection.parts, body.data, scan)
+            gradient.write(gradient.selection.parts, body.data, scan)
             assert not scan.bad
             found.append((body.tobytes(), scan.norm))
         assert found[0][0] == found[1][0]
@@ -145,7 +145,7 @@ def test_a_push_that_is_not_finite_is_named_whoever_does_the_pass(dtype: str, co
     for count in (1, 1 << 40):
         compiled_from(count)
         body, scan = np.empty(gradient.body_bytes(gradient.selection.parts), np.uint8), Scan()
-        write(gradient, gradient.selection.parts, body.data, scan)
+        gradient.write(gradient.selection.parts, body.data, scan)
         assert list(scan.bad) == ["a", "c"]
 
 
@@ -163,14 +163,14 @@ def test_small_pushes_do_not_load_numba() -> None:
     """Numba is not imported for small pushes, nor for large ones in float32 whose norm need not be exact."""
     program = """
 import sys, numpy as np
-from paramserver.client.gradients import Scan, prepare, write
+from paramserver.client.gradients import Scan, prepare
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 for size, dtype, exact in ((1 << 17, "bfloat16", True), (1 << 19, "float32", True), (1 << 20, "float32", False)):
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [size]}}}))
     gradient = prepare(layout, {"w": np.ones(size, np.float32)}, dtype=dtype)
     body = np.empty(gradient.body_bytes(gradient.selection.parts), np.uint8)
-    write(gradient, gradient.selection.parts, body.data, Scan(exact=exact))
+    gradient.write(gradient.selection.parts, body.data, Scan(exact=exact))
 sys.exit("numba" in sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=50)

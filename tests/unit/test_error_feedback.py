@@ -10,7 +10,7 @@ from tests.decoding import decode_partition
 from paramserver.client import transfer
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
-from paramserver.client.encoding import Draft, Feedback
+from paramserver.client.encoding import Draft, Encoding, Feedback
 from paramserver.codecs import Codec
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError, Unavailable
@@ -74,7 +74,7 @@ class Sender:
         call: Any = transfer.push if way == "push" else transfer.exchange
         how: Any = {} if way == "push" else {"commit_wait_s": 1.0}
         content, codec = self.content(gradient)
-        options: Any = {"codec": codec, "feedback": self.memory}
+        options: Any = {"encoding": Encoding(codec, feedback=self.memory)}
         calling = call(self.cluster, "m", Deadline.after(5, self.now), content, terms(self.seq, **how), **options)
         done = drive(calling, self.shards, self.now)
         return done if way == "push" else done[0]
@@ -141,8 +141,7 @@ def test_a_gradient_of_another_type_is_encoded_by_its_values(dtype: str) -> None
         Deadline.after(5, sender.now),
         gradient.astype(dtype),
         terms(1),
-        codec=CODEC,
-        feedback=sender.memory,
+        encoding=Encoding(CODEC, feedback=sender.memory),
     )
     drive(calling, sender.shards, sender.now)
     sender.wanted += gradient

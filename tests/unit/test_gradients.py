@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paramserver.client.gradients import Scan, prepare, write
+from paramserver.client.gradients import Scan, prepare
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 
@@ -14,14 +14,14 @@ def test_large_finite_gradients_are_not_taken_for_infinite(exact: bool) -> None:
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4, 3]}}}))
     gradient = prepare(layout, {"w": np.full((4, 3), 1e30, np.float32)})
     scan, body = Scan(exact=exact), np.empty(48, np.uint8)
-    write(gradient, gradient.selection.parts, body.data, scan)
+    gradient.write(gradient.selection.parts, body.data, scan)
     assert not scan.bad
     assert scan.norm == pytest.approx(1e30 * 12**0.5)
     bad = np.full((4, 3), 1e30, np.float32)
     bad[2, 1] = np.nan
     scan = Scan(exact=exact)
     gradient = prepare(layout, {"w": bad})
-    write(gradient, gradient.selection.parts, body.data, scan)
+    gradient.write(gradient.selection.parts, body.data, scan)
     assert list(scan.bad) == ["w"]
 
 
@@ -38,7 +38,7 @@ def test_a_gradient_that_lies_as_it_travels_is_looked_at_and_left_there() -> Non
     written, seen = Scan(exact=False), Scan(exact=False)
     for parts in (gradient.selection.parts, gradient.selection.parts[2:5]):
         body = np.empty(gradient.body_bytes(parts), np.uint8)
-        write(gradient, parts, body.data, written)
+        gradient.write(parts, body.data, written)
         views = gradient.views(parts, seen)
         assert views is not None
         assert b"".join(views) == body.tobytes()

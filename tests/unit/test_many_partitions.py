@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from paramserver.client import transfer
 from paramserver.client.calls import Deadline
 from paramserver.client.cluster import Cluster
+from paramserver.client.encoding import Encoding
 from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
@@ -104,7 +105,8 @@ def test_a_client_looks_at_the_partitions_of_a_call_alone(index: int) -> None:
 
     def call(seq: int) -> None:
         grads = {"w": np.ones(WIDTH, np.float32)}
-        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads, terms(seq), ranges=ranges), shards, now)
+        only = Encoding(ranges=ranges)
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads, terms(seq), encoding=only), shards, now)
         drive(transfer.pull(cluster, "m", Deadline.after(30, now), ranges=ranges), shards, now)
 
     call(1)  # fetches the map and fills the caches derived from it

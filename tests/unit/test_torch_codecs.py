@@ -10,7 +10,7 @@ import pytest
 
 from paramserver.client.calls import Deadline
 from paramserver.client.cluster import ModelMap
-from paramserver.client.encoding import Draft, Encoded, Feedback, ready
+from paramserver.client.encoding import Draft, Encoded, Encoding, Feedback, ready
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.same_host import SameHost
 from paramserver.codecs import Codec
@@ -81,7 +81,7 @@ def test_buffers_send_what_the_plain_client_sends(text: str, device: str) -> Non
 
         ours = made.encode({n: torch.from_numpy(g).to(device) for n, g in grads.items()})
         draft = Draft(memory)
-        theirs = ready(model.layout, 1, grads, None, None, codec, draft)
+        theirs = ready(model.layout, 1, grads, Encoding(codec), draft)
 
         for part in theirs.selection.parts:
             if isinstance(theirs, Encoded):

@@ -4,28 +4,60 @@ A scheduler's responses list all running schedulers.  The list is used only if i
 a tunnel, a published port or a proxy, a name that is valid inside the cluster may be somebody else's host out here.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
 from pyreqwest.http import Url
 
 from paramserver.client.calls import Outcome, Response, is_gateway_failure
+from paramserver.core.urls import listed_urls
 from paramserver.errors import InDoubt, Unreachable, problem
 
+ENV_URL: Final = "PARAMSERVER_URL"
+DEFAULT_URL: Final = "http://127.0.0.1:8700"
 SCHEDULERS: Final = "x-paramserver-schedulers"
 """Response header with the URLs of all running schedulers, sent where there are several."""
 NAMED_MAX: Final = 16
 
 
-class Addresses:
-    """The URLs to try, and which of them answered last.  Fields are replaced, never modified in place.
+def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the comma-separated base URLs in `url`, else in PARAMSERVER_URL, else the default.
 
-    Raises RequestError (`malformed`) for a URL that cannot be parsed, or has port 0, or no host or one that cannot be.
+    Raises RequestError (`malformed`) if there is none, or one that cannot be a cluster's.
     """
+    text = url or environment.get(ENV_URL) or DEFAULT_URL
+    if not isinstance(text, str):
+        detail = f"the URL of a cluster is text, not {text!r:.60}"
+        raise problem("malformed", detail, hint="several are one text, separated by commas")
+    urls = tuple(u if "://" in u else f"http://{u}" for u in listed_urls(text))
+    for u in urls:
+        if (wrong := _wrong_with(u)) is not None:
+            raise problem("malformed", f"'{u}' is not a valid cluster URL: {wrong}", hint=f"for example {DEFAULT_URL}")
+    if not urls:
+        raise problem("malformed", f"'{text}' contains no URL", hint=f"for example {DEFAULT_URL}")
+    return urls
+
+
+def _wrong_with(url: str) -> str | None:
+    if not url.startswith(("http://", "https://")) or any(c in url for c in " ?#"):
+        return "it must be http(s)://HOST:PORT"
+    try:
+        parts = urlsplit(url)
+        if not parts.hostname or parts.port == 0 or re.fullmatch(r"https?://\d+", url):  # a port taken for an address
+            return "it has no host, or port 0"
+        Url(url)  # the native client's parser, which knows hosts that cannot be
+    except ValueError as e:
+        return str(e)
+    return None
+
+
+class Addresses:
+    """The URLs to try, and which of them answered last.  Fields are replaced, never modified in place."""
 
     def __init__(self, given: Sequence[str]) -> None:
-        self.given = tuple(map(_checked, given))
+        self.given = tuple(given)
         self._named: tuple[str, ...] = ()
         self._first = self.given[0] if given else ""
 
@@ -57,18 +89,6 @@ class Addresses:
     def _learn(self, url: str, header: str) -> None:
         if header:
             self._named = named(url, header) or self._named
-
-
-def _checked(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        wrong = "" if parts.hostname and parts.port != 0 else "it has no host, or port 0"
-        Url(url)  # the native client's parser, which knows hosts that cannot be
-    except ValueError as e:
-        wrong = str(e)
-    if wrong:
-        raise problem("malformed", f"'{url}' is not a valid cluster URL: {wrong}", hint="for example http://host:8700")
-    return url
 
 
 def named(url: str, header: str) -> tuple[str, ...]:

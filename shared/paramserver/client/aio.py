@@ -5,30 +5,29 @@ The arguments are documented in `Client`, `Model` and `Worker`; only differences
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control, transfer
+from paramserver.client.addresses import urls_of
 from paramserver.client.aio_worker import AsyncWorker
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call
 from paramserver.client.client_base import ClientBase
-from paramserver.client.cluster import model_path, urls_of
+from paramserver.client.cluster import model_path
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
 from paramserver.client.credentials import Credentials
-from paramserver.client.encoding import codec_of
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
-from paramserver.client.model import numbered
+from paramserver.client.model_base import ModelBase
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
 from paramserver.client.transport import AsyncTransport
-from paramserver.codecs.codec import Codec
-from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Names, Ranges
-from paramserver.errors import problem
+from paramserver.types import DTypeLike
 
 T = TypeVar("T")
 
@@ -70,7 +69,7 @@ class AsyncClient(ClientBase):
 
     def model(self, name: str, *, codec: str | None = None) -> "AsyncModel":
         """Return a handle for the model of that name; the first call fails if there is none."""
-        return AsyncModel(self, name, codec_of(codec, None, None))
+        return AsyncModel(self, name, codec)
 
     async def create_model(
         self,
@@ -149,16 +148,10 @@ class AsyncClient(ClientBase):
         return await self.run(control.send(method, path, body, self.deadline(timeout)))
 
 
-class AsyncModel:
+class AsyncModel(ModelBase):
     """One model of the cluster."""
 
-    def __init__(self, client: AsyncClient, name: str, codec: Codec | None = None) -> None:
-        self._client = client
-        self.name = check_model_name(name)
-        self._codec = codec
-
-    def __repr__(self) -> str:
-        return f"<AsyncModel {self.name!r} at {self._client.url}>"
+    _client: AsyncClient
 
     async def pull(
         self,
@@ -166,25 +159,15 @@ class AsyncModel:
         *,
         ranges: Ranges | None = None,
         out: Params | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float = 0.0,
         copy: bool = True,
         timeout: float | None = None,
     ) -> Params:
         """See `Model.pull`."""
-        client = self._client
-        deadline = client.deadline(timeout, wait_s)
         options: dict[str, Any] = {"names": names, "ranges": ranges, "dtype": dtype, "min_version": min_version}
-        if not copy:
-            if out is not None:
-                raise problem("invalid_field", "out= and copy=False exclude each other")
-            kept = client.shared.kept(self.name, options)
-            if kept is not None:
-                return kept
-        call = transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, view=not copy, **options)
-        fresh = await client.run(call)
-        return fresh if copy else client.shared.keep(self.name, options, fresh)
+        return await self._client.run(self._pull(out, timeout, wait_s=wait_s, copy=copy, **options))
 
     async def gradients(self, *, timeout: float | None = None) -> GradientArrays:
         """See `Model.gradients`."""
@@ -198,16 +181,15 @@ class AsyncModel:
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Pushed:
         """See `Model.push`; the arrays must not be changed before it returns."""
-        terms = {"weight": weight, "ack": ack, "base": base}
-        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec)}
+        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges}
         return await self._client.run(
-            numbered(self, transfer.push, self._client.deadline(timeout), grads, terms, options)
+            self._numbered(transfer.push, grads, timeout, **how, weight=weight, ack=ack, base=base)
         )
 
     async def pushpull(
@@ -218,15 +200,14 @@ class AsyncModel:
         out: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """See `Model.pushpull`."""
-        terms = {"weight": weight, "base": base}
-        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec), "out": out}
-        deadline = self._client.deadline(timeout)
-        _, params = await self._client.run(numbered(self, transfer.pushpull, deadline, grads, terms, options))
+        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges}
+        send = partial(transfer.pushpull, out=out)
+        _, params = await self._client.run(self._numbered(send, grads, timeout, **how, weight=weight, base=base))
         return params
 
     def worker(
@@ -238,7 +219,7 @@ class AsyncModel:
         timeout: float | None = None,
     ) -> AsyncWorker:
         """Return a worker of this model, to be used in an `async with` statement."""
-        return AsyncWorker(self._client, self.name, name, rank, timeout, codec_of(codec, None, self._codec))
+        return AsyncWorker(self._client, self.name, name, rank, timeout, self._encoding.of_call(codec=codec).codec)
 
     async def set(
         self,
@@ -279,7 +260,7 @@ class AsyncModel:
 
     async def workers(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the model's workers, by rank."""
-        return await self._listed("workers", timeout)
+        return await self._client.run(self._listed("workers", timeout))
 
     async def metrics(self, name: str, *, timeout: float | None = None) -> list[Point]:
         """Return the points of one metric that workers reported, oldest first: (time_s, clock, worker, value)."""
@@ -299,36 +280,25 @@ class AsyncModel:
     ) -> None:
         """See `Model.add_tasks`."""
         body = control.dataset_document(dataset, size, chunk, ranges, uri, epochs, "static" if static else "dynamic")
-        await self._send("tasks", body, timeout)
+        await self._client.run(self._post("tasks", body, timeout))
 
     async def tasks(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the datasets, with how much of each is free, leased and done."""
-        return await self._listed("tasks", timeout)
+        return await self._client.run(self._listed("tasks", timeout))
 
     async def evaluate(self, *, timeout: float | None = None) -> None:
         """Request an evaluation at the current clock."""
-        await self._send("evaluations", None, timeout)
+        await self._client.run(self._post("evaluations", None, timeout))
 
     async def save(self, name: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
         """Have the cluster write a checkpoint below its own state directory; return its document."""
-        return dict(await self._once("checkpoints", {} if name is None else {"name": name}, timeout))
+        body = {} if name is None else {"name": name}
+        return dict(await self._client.run(self._post_once("checkpoints", body, timeout)))
 
     async def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the checkpoints that the cluster keeps of this model."""
-        return await self._listed("checkpoints", timeout)
+        return await self._client.run(self._listed("checkpoints", timeout))
 
     async def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
         """Restore the model from a checkpoint that the cluster keeps."""
-        await self._once("restore", {"checkpoint": checkpoint}, timeout)
-
-    async def _listed(self, noun: str, timeout: float | None) -> list[dict[str, Any]]:
-        call = control.listed(model_path(self.name, noun), self._client.deadline(timeout))
-        return await self._client.run(call)
-
-    async def _once(self, noun: str, body: Any, timeout: float | None) -> Any:
-        call = control.post_unrepeatable(model_path(self.name, noun), body, self._client.deadline(timeout))
-        return await self._client.run(call)
-
-    async def _send(self, noun: str, body: Any, timeout: float | None) -> Any:
-        path = model_path(self.name, noun)
-        return await self._client.run(control.send("POST", path, body, self._client.deadline(timeout)))
+        await self._client.run(self._post_once("restore", {"checkpoint": checkpoint}, timeout))

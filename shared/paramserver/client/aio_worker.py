@@ -20,6 +20,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.core.tasks import EVALUATE
 from paramserver.errors import PsError, problem
+from paramserver.types import DTypeLike
 
 if TYPE_CHECKING:
     from paramserver.client.aio import AsyncClient
@@ -86,7 +87,7 @@ class AsyncWorker(WorkerBase):
         *,
         ranges: Ranges | None = None,
         out: Params | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float | None = None,
         timeout: float | None = None,
@@ -108,13 +109,13 @@ class AsyncWorker(WorkerBase):
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Pushed:
         """See `Worker.push`; the arrays must not be changed before it returns."""
-        options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec, "ack": ack}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype, ranges), "ack": ack}
         return await self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
 
     def stream(
@@ -122,13 +123,13 @@ class AsyncWorker(WorkerBase):
         *,
         base: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> AsyncPushStream:
         """See `Worker.stream`."""
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec, "ack": ack}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
         return AsyncPushStream(self._run, lambda: self._deadline(timeout), self._session, **options)
 
     async def pushpull(
@@ -138,17 +139,17 @@ class AsyncWorker(WorkerBase):
         base: Params | None = None,
         out: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """See `Worker.pushpull`."""
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight}
         return await self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
 
     async def clock(self, *, timeout: float | None = None) -> int:
         """See `Worker.clock`."""
-        return await self._run(self._iterations.advance(self._deadline(timeout), timeout))
+        return await self._run(self._iterations.advance(*self._deadlines(timeout)))
 
     async def step(
         self,
@@ -157,15 +158,15 @@ class AsyncWorker(WorkerBase):
         loss: SupportsFloat | None = None,
         base: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Pushed:
         """See `Worker.step`."""
-        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
         return await self._run(
-            self._iterations.step(grads, told, deadline, timeout, base=base, weight=weight, dtype=dtype, codec=codec)
+            self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, base=base, weight=weight)
         )
 
     async def exchange(
@@ -177,15 +178,15 @@ class AsyncWorker(WorkerBase):
         out: Params | None = None,
         copy: bool = True,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Params:
         """See `Worker.exchange`."""
-        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
         exchanging = self._iterations.exchange(
-            grads, told, deadline, timeout, out=out, view=not copy, base=base, weight=weight, dtype=dtype, codec=codec
+            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, base=base, weight=weight
         )
         return await self._run(exchanging)
 

@@ -23,6 +23,12 @@ class Origin(Struct, frozen=True):
     versions: Mapping[int, tuple[int, int]]
     """partition -> (version, incarnation)."""
 
+    @classmethod
+    def of(cls, model: str, generation: int, timeline: int, versions: Mapping[int, tuple[int, int]]) -> "Origin":
+        """Return the origin of values with these versions: partition -> (version, incarnation)."""
+        oldest, newest = min([v for v, _ in versions.values()]), max([i for _, i in versions.values()])
+        return cls(model, generation, timeline, oldest, newest, versions)
+
 
 class NamedArrays(Mapping[str, AnyArray]):
     """Arrays by parameter name, each a view of `flat`: 1-D, the parameters end to end in the model's order."""

@@ -8,9 +8,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_bytes, json_request
-from paramserver.client.cluster import Cluster, ModelMap, control, model_path
+from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.client.control import create_model, listed
-from paramserver.client.retry import Backoff, is_temporary, to_result
+from paramserver.client.retry import Backoff, deliver_json, is_temporary, to_result
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
@@ -118,7 +118,7 @@ def _report_restored(cluster: Cluster, model_map: ModelMap, found: "Checkpoint",
     try:
         for body in bodies:
             request = json_request("POST", path, {"generation": model_map.generation, **body}, timeout_s=ATTEMPT_S)
-            document = yield from control(request, deadline)
+            document = yield from deliver_json(request, deadline)
     except NotFoundError as e:
         if e.code != "not_found":
             raise

@@ -6,12 +6,11 @@ from typing import Any, NoReturn, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control
+from paramserver.client.addresses import urls_of
 from paramserver.client.calls import Call
 from paramserver.client.client_base import ClientBase
-from paramserver.client.cluster import urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.credentials import Credentials
-from paramserver.client.encoding import codec_of
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.spec_builder import ParamLike, model_document
@@ -55,7 +54,7 @@ class Client(ClientBase):
 
         `codec` is the default encoding of gradients pushed to it, such as "int8" or "bf16+zstd" (docs/codecs.md).
         """
-        return Model(self, name, codec_of(codec, None, None))
+        return Model(self, name, codec)
 
     def create_model(
         self,

@@ -6,7 +6,6 @@ shards go to the URL the client was given, whose node forwards them.
 """
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,11 +15,10 @@ from urllib.parse import quote
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
 from paramserver.client.gradient_arrays import GradientArrays, give_back
 from paramserver.client.lease_cache import LeaseCache
-from paramserver.client.retry import Backoff, deliver
+from paramserver.client.retry import deliver_json
 from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.core.urls import listed_urls
 from paramserver.errors import PsError, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, encode_header
 
@@ -35,8 +33,6 @@ _TRY_AGAIN_S: Final = (5.0, 30.0)
 _LOOK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Delays, from the loss of a shard, after which maps are fetched again: it may be back, at a better address.  On a busy
 machine its start takes many seconds."""
-ENV_URL: Final = "PARAMSERVER_URL"
-DEFAULT_URL: Final = "http://127.0.0.1:8700"
 
 
 @dataclass(frozen=True)
@@ -96,22 +92,11 @@ class _Address:
     answers: bool
     tries: int
     again_at: float | None
+    """When to probe it again, if it is silent; None: no more."""
 
-
-def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the comma-separated base URLs in `url`, else in PARAMSERVER_URL, else the default."""
-    text = url or environment.get(ENV_URL) or DEFAULT_URL
-    if not isinstance(text, str):
-        detail = f"the URL of a cluster is text, not {text!r:.60}"
-        raise problem("malformed", detail, hint="several are one text, separated by commas")
-    urls = tuple(u if "://" in u else f"http://{u}" for u in listed_urls(text))
-    for u in urls:
-        no_host = len(u) < 10 or re.fullmatch(r"https?://\d+", u)  # a port alone would be taken for an IPv4 address
-        if not u.startswith(("http://", "https://")) or any(c in u for c in " ?#") or no_host:
-            raise problem("malformed", f"'{u}' is not a valid cluster URL", hint=f"for example {DEFAULT_URL}")
-    if not urls:
-        raise problem("malformed", f"'{text}' contains no URL", hint=f"for example {DEFAULT_URL}")
-    return urls
+    def is_due(self, now: float) -> bool:
+        """Whether it is silent, and time to probe it again."""
+        return not self.answers and self.again_at is not None and self.again_at <= now
 
 
 def model_path(name: str, *rest: str) -> str:
@@ -145,8 +130,8 @@ class Cluster:
             if self._due(model_map, deadline.clock()):
                 yield from self._probe(model_map, deadline)
             return model_map
-        response = yield from deliver(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
-        return (yield from self.store_document(json_of(response), deadline))
+        doc = yield from deliver_json(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
+        return (yield from self.store_document(doc, deadline))
 
     def fetch_map(self, model: str, deadline: Deadline) -> Call[ModelMap]:
         """Return the model's map as the scheduler has it now; raises like `map_of`."""
@@ -240,26 +225,19 @@ class Cluster:
         machine.
         """
         for owner in model_map.in_use:
-            addresses = model_map.addresses.get(owner, ())
-            for address in addresses:
-                s = self._known.get(address)
-                if s is None:
+            for address in model_map.addresses.get(owner, ()):
+                known = self._known.get(address)
+                if known is None:
                     return True
-                if s.answers or s.again_at is None or s.again_at > now:
-                    continue
-                if is_same_host(address) or not any(k.answers for a in addresses if (k := self._known.get(a))):
+                if known.is_due(now) and (is_same_host(address) or not self._direct(model_map, owner)):
                     return True
         return False
 
     def _probe(self, model_map: ModelMap, deadline: Deadline) -> Call[None]:
         """Probe, concurrently, the owners' addresses that are new or due for another try."""
         now = deadline.clock()
-        found: dict[str, str] = {}
-        for owner in model_map.in_use:
-            for address in model_map.addresses.get(owner, ()):
-                known = self._known.get(address)
-                if known is None or (not known.answers and known.again_at is not None and known.again_at <= now):
-                    found[address] = owner
+        advertised = [a for owner in model_map.in_use for a in model_map.addresses.get(owner, ())]
+        found = [a for a in dict.fromkeys(advertised) if (known := self._known.get(a)) is None or known.is_due(now)]
         if not found:
             return
         self._forget_unnamed()
@@ -287,6 +265,7 @@ class Cluster:
             self._known.pop(address, None)
 
     def _direct(self, model_map: ModelMap, shard: str) -> bool:
+        """Whether the shard answers at an address of its own."""
         return any((k := self._known.get(a)) is not None and k.answers for a in model_map.addresses.get(shard, ()))
 
 
@@ -299,9 +278,3 @@ def _is_of(model_map: ModelMap, answer: Response) -> bool:
         return not model_map.cluster or json_of(answer)["cluster"] == model_map.cluster
     except (PsError, TypeError, KeyError):
         return False
-
-
-def control(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Any]:
-    """Send a control request, retrying transient failures; return the JSON value of the answer."""
-    response = yield from deliver(request, deadline, backoff)
-    return json_of(response)

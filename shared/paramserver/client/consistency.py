@@ -1,21 +1,20 @@
 """Consistency modes for `create_model` and `set`: when pushes are applied, and which workers wait."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from paramserver.client.choices import Choice
 
 
 @dataclass(frozen=True, slots=True)
-class Consistency:
+class Consistency(Choice):
     """Settings of all modes: how to treat a gradient computed from an old version."""
 
+    tag: ClassVar[str] = "mode"
     mode: ClassVar[str]
     lag: Literal["ignore", "scale", "reject"] = field(default="ignore", kw_only=True)
     """Version lag: `ignore` it, `scale` the step by 1/(1+lag), or `reject` it beyond `lag_bound`."""
     lag_bound: int = field(default=16, kw_only=True)
-
-    def document(self) -> dict[str, Any]:
-        """Return the JSON object of this mode."""
-        return {"mode": self.mode, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_of, json_request
-from paramserver.client.cluster import Cluster, ModelMap, control, model_path
-from paramserver.client.retry import Backoff, is_temporary, to_result, together
+from paramserver.client.cluster import Cluster, ModelMap, model_path
+from paramserver.client.retry import Backoff, deliver_json, is_temporary, to_result, together
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
 from paramserver.core.selection import select
@@ -78,7 +78,7 @@ def create_model(
 def wait_ready(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap]:
     """Wait for the initial values; return the model's map.  Raises Unavailable (`initializing`) at the deadline."""
     while True:
-        doc = yield from control(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
+        doc = yield from fetch(model_path(model), deadline)
         if doc.get("state", "ready") == "ready":
             return (yield from cluster.store_document(doc, deadline))
         if deadline.left_s() <= 0.05:
@@ -159,12 +159,10 @@ def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: De
     yield from put_values(model, arrays, _owners(cluster, model_map, arrays), deadline)
 
 
-def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline: Deadline) -> Call[Mapping[str, Any]]:
-    """Change settings; return the updated document of the model."""
-    doc = yield from control(json_request("PATCH", model_path(model), patch), deadline)
+def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline: Deadline) -> Call[None]:
+    """Change settings; the map in the answer becomes the client's."""
+    doc = yield from send("PATCH", model_path(model), patch, deadline)
     yield from cluster.store_document(doc, deadline)
-    found: Mapping[str, Any] = doc
-    return found
 
 
 def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]:
@@ -183,14 +181,14 @@ def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]
 
 def fetch(path: str, deadline: Deadline) -> Call[Any]:
     """Return the JSON value of a GET."""
-    return (yield from control(json_request("GET", path, timeout_s=ATTEMPT_S), deadline))
+    return (yield from deliver_json(json_request("GET", path, timeout_s=ATTEMPT_S), deadline))
 
 
 def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
     """Send a control request, retrying transient failures; return the JSON value of the answer."""
     if not path.startswith("/"):
         raise problem("malformed", f"'{path}' is not a path", hint=f"/{path}")
-    return (yield from control(json_request(method, path, body), deadline))
+    return (yield from deliver_json(json_request(method, path, body), deadline))
 
 
 def post_unrepeatable(path: str, body: Any, deadline: Deadline) -> Call[Any]:

@@ -4,16 +4,17 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import hypot, isfinite
+from typing import Final
 
 import numpy as np
 from msgspec import Struct
 
-from paramserver.client.gradients import VIEW_BYTES_MIN, Content, Gradient, Grads, Scan, prepare, write
+from paramserver.client.gradients import VIEW_BYTES_MIN, Content, Gradient, Grads, Scan, prepare
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
-from paramserver.core.selection import Part, Ranges, Selection
+from paramserver.core.selection import Part, Ranges, Selection, listed
 from paramserver.errors import PsError, problem
-from paramserver.types import F32, AnyArray, DType
+from paramserver.types import F32, AnyArray, DType, DTypeLike
 
 
 class Feedback:
@@ -163,13 +164,41 @@ class Encoded(Struct, frozen=True):
         return [self.parts[p.partition][0].data for p in parts]
 
 
+class Encoding(Struct, frozen=True):
+    """Which elements of a gradient a push sends, and as what."""
+
+    codec: Codec | None = None
+    dtype: DTypeLike | None = None
+    """Without a codec, the dtype that elements are sent in; None: float16 and bfloat16 as they are, else float32."""
+    ranges: Ranges | None = None
+    """Flat element ranges by name; the arrays of these parameters hold only these elements, end to end."""
+    feedback: Feedback | None = None
+    """A worker's, which lossy codecs need."""
+
+    def of_call(
+        self, *, codec: str | None = None, dtype: DTypeLike | None = None, ranges: Ranges | None = None
+    ) -> "Encoding":
+        """Return the encoding of one call: what it names, else the codec and feedback of this one.
+
+        Raises RequestError (`unknown_codec`, `invalid_field`, `invalid_range`).
+        """
+        if codec is not None and dtype is not None:
+            raise problem(
+                "invalid_field", "dtype= and codec= exclude each other", hint='codec="fp16" is dtype="float16"'
+            )
+        named = None if codec is None else Codec.parse(codec)
+        chosen = named or (self.codec if dtype is None else None)
+        return Encoding(chosen, dtype, listed(None, ranges)[1] or None, self.feedback)
+
+
+NO_ENCODING: Final = Encoding()
+
+
 def ready(
     layout: Layout,
     generation: int,
     grads: Grads,
-    ranges: Ranges | None,
-    dtype: str | None,
-    codec: Codec | None,
+    encoding: Encoding,
     draft: Draft | None,
     partitions: frozenset[int] | None = None,
 ) -> Content:
@@ -185,8 +214,9 @@ def ready(
         if draft is not None:
             draft.encoded(grads)
         return grads
+    codec, ranges = encoding.codec, encoding.ranges
     if codec is None:
-        return prepare(layout, grads, ranges, dtype, partitions)
+        return prepare(layout, grads, ranges, encoding.dtype, partitions)
     if codec.per_partition:
         if draft is None:
             hint = f'with model.worker() as w: w.push(..., codec="{codec.text}")'
@@ -196,15 +226,6 @@ def ready(
         return _whole(gradient, codec, generation, draft)
     gradient = prepare(layout, grads, ranges, codec.coding, partitions)
     return gradient if codec.stage is None else _packed(gradient, codec, generation)
-
-
-def codec_of(text: str | None, dtype: str | None, default: Codec | None) -> Codec | None:
-    """Return the codec of one call: the one named, else the default unless a dtype is named.  Raises RequestError."""
-    if text is None:
-        return default if dtype is None else None
-    if dtype is not None:
-        raise problem("invalid_field", "dtype= and codec= exclude each other", hint='codec="fp16" is dtype="float16"')
-    return Codec.parse(text)
 
 
 def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> Encoded:
@@ -220,7 +241,7 @@ def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> E
         values = in_place = _part_in_place(gradient, part)
         if values is None:
             values = np.empty(part.stop - part.start, np.float32)
-            write(gradient, [part], values.data.cast("B"), scan)
+            gradient.write([part], values.data.cast("B"), scan)
         if scan.bad and in_place is None:
             continue
         residual, new_residual = draft.arrays(generation, part.partition, values.size)
@@ -249,7 +270,7 @@ def _packed(gradient: Gradient, codec: Codec, generation: int) -> Encoded:
     out: dict[int, tuple[AnyArray, int]] = {}
     for part in gradient.selection.parts:
         data = np.empty(gradient.body_bytes([part]), np.uint8)
-        write(gradient, [part], data.data, scan)
+        gradient.write([part], data.data, scan)
         out[part.partition] = stored(codec, data)
     scan.raise_for_bad()
     return Encoded(gradient.selection, codec, out, scan.norm, generation)

@@ -81,6 +81,7 @@ class Outgoing:
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._piece = piece
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
+        self.selection: Final = gradient.selection
         self.memory: Final = gradient.memory if isinstance(gradient, Gradient) else None
         """The gradient's memory, if slots can be mapped over it; else None."""
 

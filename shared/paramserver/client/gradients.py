@@ -16,12 +16,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paramserver.client.gradient_arrays import ArrayMemory, GradientArrays
-from paramserver.client.values import array_of, not_held
+from paramserver.client.values import array_of, not_held, sendable
 from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import ITEMSIZE, AnyArray, DType
+from paramserver.types import ITEMSIZE, AnyArray, DType, DTypeLike
 from paramserver.wire.tensor import NUMPY_DTYPE, bf16_bits_to_f32, f32_to_bf16_bits
 
 Grads: TypeAlias = Mapping[str, Any] | Any
@@ -62,7 +62,22 @@ class Gradient(Struct, frozen=True):
 
     def write(self, parts: Sequence[Part], body: memoryview, scan: "Scan") -> None:
         """Write the elements of `parts` end to end into `body`, scanning them."""
-        write(self, parts, body, scan)
+        out = np.frombuffer(body, dtype=NUMPY_DTYPE[self.dtype])
+        fast, at = _float32_encoder(self, scan), 0
+        for part in parts:
+            for piece in part.pieces:
+                source = self.sources[piece.param][piece.source : piece.source + piece.length]
+                target = out[at : at + piece.length]
+                at += piece.length
+                squares = inf if fast is None or source.dtype != np.float32 else fast(source, target)
+                if not isfinite(squares):  # or the elements are so large that float32 cannot hold their squares
+                    squares = _copy(source, self.bf16[piece.param], target, self.dtype)
+                scan.squares += squares
+                if not squares < _SQUARES_F64 and not _finite(target, self.dtype):
+                    held = _finite(source, "bfloat16" if self.bf16[piece.param] else "float32")
+                    narrow = "float32" if self.dtype == "float64" else self.dtype  # the server computes in float32
+                    scan.found_bad(self.selection.params[piece.param].name, narrow if held else None)
+        assert at == out.size
 
     def views(self, parts: Sequence[Part], scan: "Scan") -> list[memoryview] | None:
         """Return the elements of `parts` in place, scanned; None if they need conversion or are in small pieces."""
@@ -119,7 +134,7 @@ def prepare(
     layout: Layout,
     grads: Grads,
     ranges: Ranges | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     partitions: frozenset[int] | None = None,
 ) -> Gradient:
     """Check `grads` against the model and return them as a gradient; one error lists every mismatch.
@@ -130,8 +145,7 @@ def prepare(
     Raises NotFoundError (`unknown_parameter`) or RequestError (`invalid_shape`, `invalid_dtype`, `invalid_range`,
     `empty_push`, or `invalid` if several kinds are wrong).
     """
-    if dtype is not None and dtype not in ITEMSIZE:
-        raise problem("invalid_dtype", f"dtype '{dtype}' cannot be sent", hint=f"one of {', '.join(ITEMSIZE)}")
+    dtype = None if dtype is None else sendable(dtype, "sent")
     if isinstance(grads, list | tuple) and any(np.ndim(g) for g in grads):
         hint = f"push({{'{layout.spec.params[0].name}': array}})"
         raise problem(
@@ -230,26 +244,6 @@ class Scan:
         """Raise RequestError (`non_finite`) naming the parameters that cannot be sent."""
         if self.bad:
             raise combined(list(self.bad.values()))
-
-
-def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
-    """Write the elements of `parts` end to end into `body`, scanning them."""
-    out = np.frombuffer(body, dtype=NUMPY_DTYPE[gradient.dtype])
-    fast, at = _float32_encoder(gradient, scan), 0
-    for part in parts:
-        for piece in part.pieces:
-            source = gradient.sources[piece.param][piece.source : piece.source + piece.length]
-            target = out[at : at + piece.length]
-            at += piece.length
-            squares = inf if fast is None or source.dtype != np.float32 else fast(source, target)
-            if not isfinite(squares):  # or the elements are so large that float32 cannot hold their squares
-                squares = _copy(source, gradient.bf16[piece.param], target, gradient.dtype)
-            scan.squares += squares
-            if not squares < _SQUARES_F64 and not _finite(target, gradient.dtype):
-                held = _finite(source, "bfloat16" if gradient.bf16[piece.param] else "float32")
-                narrow = "float32" if gradient.dtype == "float64" else gradient.dtype  # the server computes in float32
-                scan.found_bad(gradient.selection.params[piece.param].name, narrow if held else None)
-    assert at == out.size
 
 
 def _float32_encoder(gradient: Gradient, scan: Scan) -> Encoder | None:

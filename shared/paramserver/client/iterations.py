@@ -16,7 +16,7 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import POLL_S, Call, Deadline
 from paramserver.client.cluster import model_path
-from paramserver.client.encoding import codec_of
+from paramserver.client.encoding import Encoding
 from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed
 from paramserver.client.reports import numbers_of
@@ -30,23 +30,25 @@ DONE: Final = "the iteration is done; get the values with worker.pull(). Another
 
 
 class Iterations:
-    """Begins and ends the iterations of one session."""
+    """Begins and ends the iterations of one session.
+
+    `until`: when waiting for other workers, or for a paused run, ends.  None: never, only a silent cluster ends it.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session: Final = session
 
-    def advance(self, deadline: Deadline, patience_s: float | None) -> Call[int]:
+    def advance(self, deadline: Deadline, until: Deadline | None) -> Call[int]:
         """Report the current iteration finished, wait until the next may begin, and return its number.
 
-        Waiting for other workers has no limit unless `patience_s` is given; without it only a silent cluster ends the
-        wait.  Raises Unavailable (`unavailable`) naming the workers it waited for, or saying that the run is paused.
+        Raises Unavailable (`unavailable`) naming the workers it waited for, or saying that the run is paused.
         """
         with self._session.ending_iteration():
-            yield from self._advance(deadline, patience_s, deadline.clock())
+            yield from self._advance(deadline, until)
             return self._session.clock
 
-    def _advance(self, deadline: Deadline, patience_s: float | None, began_s: float) -> Call[bool]:
-        """See `advance`; the patience counts from `began_s`.  Returns whether the iteration was reported too late."""
+    def _advance(self, deadline: Deadline, until: Deadline | None) -> Call[bool]:
+        """See `advance`.  Returns whether the iteration was reported too late."""
         s = self._session
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
@@ -57,9 +59,8 @@ class Iterations:
             s.pushed = None
             return False
         done, committed, late = s.clock + 1, 0, False
-        give_up = began_s + patience_s if patience_s is not None else float("inf")
         while s.mode in ("ssp", "sync"):
-            wait_s = max(0.0, min(POLL_S, give_up - deadline.clock()))
+            wait_s = POLL_S if until is None else min(POLL_S, until.left_s())
             body = {"clock": done, "since": min(s.since, done), "timeline": timeline}
             s.reported = (epoch, timeline, done - 1)
             doc = yield from s.ask(model_path(s.model, "clock"), body, epoch, timeline, wait_s, deadline.clock)
@@ -75,33 +76,33 @@ class Iterations:
                 break
             if s.status == "stop":
                 break
-            if deadline.clock() >= give_up:
+            if until is not None and until.left_s() <= 0:
                 whom = ", ".join(str(w) for w in doc.get("waiting_for", ())) or "a commit"
-                raise problem("unavailable", f"clock {done} was not released in {patience_s:g} s: waiting for {whom}")
-        until = deadline if patience_s is not None else None
+                within = f" in {until.whole_s:g} s" if until.whole_s is not None else ""
+                raise problem("unavailable", f"clock {done} was not released{within}: waiting for {whom}")
         yield from s.continue_at(done, epoch, timeline, committed, until=until)
         return late
 
     def step(
-        self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
+        self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, until: Deadline | None, **options: Any
     ) -> Call[Pushed]:
         """Push, report the metrics and the clock; if the gradient was dropped, the clock does not advance."""
         with self._session.ending_iteration():
-            return (yield from self._step(grads, metrics, deadline, patience_s, **options))
+            return (yield from self._step(grads, metrics, deadline, until, **options))
 
     def _step(
-        self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
+        self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, until: Deadline | None, **options: Any
     ) -> Call[Pushed]:
-        s, numbers, began_s = self._session, numbers_of(metrics), deadline.clock()
+        s, numbers = self._session, numbers_of(metrics)
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
-        wait_s = self._commit_wait_s(deadline, patience_s)
+        wait_s = self._commit_wait_s(deadline)
         with self._reporting_divergence(numbers):
             done = yield from s.push(grads, deadline, last=True, commit_wait_s=wait_s, **options)
         if done.state != "dropped":
             s.reports.note(s.clock, numbers)
             released = (clock + 1, epoch, timeline) if done.released else None
-            if (yield from self._finish(deadline, patience_s, released, began_s)):
+            if (yield from self._finish(deadline, until, released)):
                 return replace(done, late=True)
         return done
 
@@ -120,7 +121,7 @@ class Iterations:
         grads: Grads,
         metrics: Mapping[str, Any],
         deadline: Deadline,
-        patience_s: float | None,
+        until: Deadline | None,
         *,
         out: Params | None = None,
         view: bool = False,
@@ -128,28 +129,28 @@ class Iterations:
     ) -> Call[Params]:
         """Like `step`, but return the values for the next iteration, if possible from the same round trip."""
         with self._session.ending_iteration():
-            return (yield from self._round(grads, metrics, deadline, patience_s, out, view, **options))
+            return (yield from self._round(grads, metrics, deadline, until, out, view, **options))
 
     def _round(
         self,
         grads: Grads,
         metrics: Mapping[str, Any],
         deadline: Deadline,
-        patience_s: float | None,
+        until: Deadline | None,
         out: Params | None,
         view: bool,
         **options: Any,
     ) -> Call[Params]:
-        s, numbers, began_s = self._session, numbers_of(metrics), deadline.clock()
+        s, numbers = self._session, numbers_of(metrics)
         if view and out is not None:
             raise problem("invalid_field", "out= and copy=False exclude each other")
         if s.mode == "ssp":  # the values are pulled once the clock is released: the other workers are far enough then
             yield from s.check_out(out, deadline)
-            done = yield from self._step(grads, numbers, deadline, patience_s, **options)
-            return (yield from self._pull(deadline, patience_s, out, view, done=done.state != "dropped"))
+            done = yield from self._step(grads, numbers, deadline, until, **options)
+            return (yield from self._pull(deadline, until, out, view, done=done.state != "dropped"))
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
-        commit_wait_s = self._commit_wait_s(deadline, patience_s)
+        commit_wait_s = self._commit_wait_s(deadline)
         with self._reporting_divergence(numbers):
             found = yield from self._exchange(grads, deadline, commit_wait_s, out, view, **options)
         if found is not None:
@@ -157,21 +158,21 @@ class Iterations:
             s.reports.note(s.clock, numbers)
             released = pushed.released or s.mode not in ("ssp", "sync")
             over = (clock + 1, epoch, timeline) if released else None
-            yield from self._finish(deadline, patience_s, over, began_s)
+            yield from self._finish(deadline, until, over)
             if released and values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):
                 s.record_pulled(values, epoch, timeline)
                 return values.frozen() if view else values
-        return (yield from self._pull(deadline, patience_s, out, view, done=found is not None))
+        return (yield from self._pull(deadline, until, out, view, done=found is not None))
 
     def _pull(
-        self, deadline: Deadline, patience_s: float | None, out: Params | None, view: bool, *, done: bool
+        self, deadline: Deadline, until: Deadline | None, out: Params | None, view: bool, *, done: bool
     ) -> Call[Params]:
         """Pull the values after an iteration, with a deadline of its own if waiting for the others had no limit.
 
         If the iteration is `done`, the hint of an error says so, because the caller must not push its gradient again.
         """
         s = self._session
-        if patience_s is None:
+        if until is None:
             deadline = Deadline.after(s.silence_s, deadline.clock)
         try:
             values = yield from s.pull(deadline, out=out, view=view)
@@ -181,9 +182,7 @@ class Iterations:
                 raise
             raise hinting(e, DONE) from e
 
-    def _finish(
-        self, deadline: Deadline, patience_s: float | None, released: tuple[int, int, int] | None, began_s: float
-    ) -> Call[bool]:
+    def _finish(self, deadline: Deadline, until: Deadline | None, released: tuple[int, int, int] | None) -> Call[bool]:
         """End an iteration whose push was accepted, by `advance` unless the shards have `released` its clock already.
 
         Returns whether it was reported too late, so that the push does not count.
@@ -192,8 +191,7 @@ class Iterations:
         """
         try:
             if released is None:
-                return (yield from self._advance(deadline, patience_s, began_s))
-            until = deadline if patience_s is not None else None
+                return (yield from self._advance(deadline, until))
             yield from self._session.continue_at(*released, until=until)
             return False
         except Unavailable as e:
@@ -207,16 +205,15 @@ class Iterations:
         out: Params | None,
         view: bool,
         *,
-        dtype: str | None = None,
-        codec: str | None = None,
+        encoding: Encoding | None = None,
         **terms: Any,
     ) -> Call[tuple[Pushed, Params | None] | None]:
         s = self._session
-        options: dict[str, Any] = {"out": out, "view": view, "dtype": dtype, "codec": codec_of(codec, dtype, s.codec)}
         _, agreed = yield from s.begin(deadline, last=True, commit_wait_s=commit_wait_s, **terms)
         if agreed is None:
             return None
-        exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, feedback=s.feedback, **options)
+        how = encoding or s.encoding
+        exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, encoding=how, out=out, view=view)
         try:
             found = yield from s.run_push(exchanging, agreed, deadline)
         finally:
@@ -225,11 +222,11 @@ class Iterations:
             yield from s.check_mode(found[0], deadline)
         return found
 
-    def _commit_wait_s(self, deadline: Deadline, patience_s: float | None) -> float | None:
+    def _commit_wait_s(self, deadline: Deadline) -> float | None:
         """How long shards may hold the answer to the last push until the commit arrives; None outside sync mode."""
         if self._session.mode != "sync":
             return None
-        return max(0.0, min(POLL_S, deadline.left_s() / 2, POLL_S if patience_s is None else patience_s / 2))
+        return min(POLL_S, deadline.left_s() / 2)
 
 
 def hinting(error: PsError, hint: str) -> PsError:

@@ -19,10 +19,10 @@ from urllib.parse import quote
 
 from paramserver import limits
 from paramserver.client.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
-from paramserver.client.cluster import Cluster, control, model_path
+from paramserver.client.cluster import Cluster, model_path
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.reports import Reports, document, numbers_of, refused, send
-from paramserver.client.retry import Backoff
+from paramserver.client.retry import Backoff, deliver_json
 from paramserver.client.tasks import Holding
 from paramserver.errors import PsError, problem
 
@@ -60,8 +60,9 @@ class Membership:
         self._min_clock = 0
         """sync: the committed clock that released this worker, which pulls ask for.  A version cannot express it,
         because assignments raise versions, too."""
-        self.numbers = PushNumbers("", 0)
+        self.numbers: Final = PushNumbers("", 0)
         self.worker = ""
+        """The id that the scheduler issued; empty before that."""
         self.rank = -1
         self.lease_s = limits.LEASE_S
         self.timeline = 0
@@ -75,7 +76,11 @@ class Membership:
         self._evaluation_waits = False
         self.reports: Final = Reports()
         self.holding: Final = Holding()
-        self.joined = False
+
+    @property
+    def joined(self) -> bool:
+        """Whether it has ever joined."""
+        return bool(self.worker)
 
     @property
     def evaluation_waits(self) -> bool:
@@ -86,9 +91,25 @@ class Membership:
         """Become a worker of the model, or become one again under the same id."""
         model_map = yield from self.cluster.map_of(self.model, deadline)
         self.mode = model_map.spec.consistency.mode
+        body = self._introduction()
+        path, backoff = model_path(self.model, "workers"), Backoff(deadline)
+        self._join_in_doubt = True  # until the answer is here; a join that is given up may be granted all the same
+        try:
+            doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
+        except PsError as e:
+            if not self.joined or e.code != "conflict" or "rank" not in body:
+                raise
+            del body["rank"]  # another worker has taken it meanwhile
+            doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
+        with self._lock:
+            self._join_in_doubt = backoff.in_doubt
+            self._enter(doc)
+        log.info("worker.joined worker=%s rank=%d clock=%d", self.worker, self.rank, self.clock)
+
+    def _introduction(self) -> dict[str, Any]:
+        """Return the body of a request to join: by which name, rank and epoch the scheduler may know this worker."""
         body: dict[str, Any] = {}
-        name = self.worker or self._name
-        if name:
+        if name := self.worker or self._name:
             body["name"] = name
         else:
             body["attempt"] = token_hex(16)  # makes the join idempotent: a retry does not add a second worker
@@ -97,30 +118,18 @@ class Membership:
             body["rank"] = rank
         if self.numbers.epoch:
             body["above"] = self.numbers.epoch
-        path, backoff = model_path(self.model, "workers"), Backoff(deadline)
-        self._join_in_doubt = True  # until the answer is here; a join that is given up may be granted all the same
-        try:
-            doc = yield from control(_request("POST", path, body), deadline, backoff)
-        except PsError as e:
-            if not self.joined or e.code != "conflict" or "rank" not in body:
-                raise
-            del body["rank"]  # another worker has taken it meanwhile
-            doc = yield from control(_request("POST", path, body), deadline, backoff)
-        with self._lock:
-            self._join_in_doubt = backoff.in_doubt
-            if not self.worker:
-                self.numbers = PushNumbers(str(doc["worker"]), int(doc["epoch"]))
-            else:
-                self.numbers.renew(int(doc["epoch"]))
-            self.worker = str(doc["worker"])
-            self.rank = int(doc["rank"])
-            self.lease_s = float(doc.get("lease_s") or limits.LEASE_S)
-            self.timeline = int(doc.get("timeline") or 0)
-            self.clock = self.since = int(doc.get("clock") or 0)
-            self._min_clock = 0
-            self.reports.joined(None if self.joined else doc.get("state"))
-            self.joined = True
-        log.info("worker.joined worker=%s rank=%d clock=%d", self.worker, self.rank, self.clock)
+        return body
+
+    def _enter(self, doc: Mapping[str, Any]) -> None:
+        """Begin an epoch as the scheduler's answer to a join says."""
+        self.reports.joined(None if self.joined else doc.get("state"))
+        self.worker = self.numbers.worker = str(doc["worker"])
+        self.numbers.renew(int(doc["epoch"]))
+        self.rank = int(doc["rank"])
+        self.lease_s = float(doc.get("lease_s") or limits.LEASE_S)
+        self.timeline = int(doc.get("timeline") or 0)
+        self.clock = self.since = int(doc.get("clock") or 0)
+        self._min_clock = 0
 
     def leave(self, deadline: Deadline) -> Call[None]:
         """Leave the model, after a last heartbeat.  Errors are only logged: the lease then expires by itself."""
@@ -128,7 +137,7 @@ class Membership:
             yield from self.beat(deadline)
             query = f"?epoch={self.numbers.epoch}"
             request = _request("DELETE", self._path() + query)
-            yield from control(request, deadline)
+            yield from deliver_json(request, deadline)
         except PsError as e:
             log.info("worker.leave_unheard worker=%s error=%s", self.worker, e.code)
 
@@ -163,7 +172,7 @@ class Membership:
         wrong: dict[str, PsError] = {}
         while True:
             try:
-                doc = yield from control(_request("PUT", self._path(), {**body, **fields}), deadline)
+                doc = yield from deliver_json(_request("PUT", self._path(), {**body, **fields}), deadline)
                 break
             except PsError as e:
                 if not fields or not refused(e):
@@ -202,7 +211,7 @@ class Membership:
         now = clock()
         request = _request("POST", path, {"worker": self.worker, "epoch": epoch, **body, "wait_s": wait_s}, wait_s)
         try:
-            doc = yield from control(request, Deadline(now + wait_s + self.silence_s, clock))
+            doc = yield from deliver_json(request, Deadline(now + wait_s + self.silence_s, clock))
         except PsError as e:
             if not self._follows(e):
                 raise

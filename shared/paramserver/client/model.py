@@ -1,45 +1,33 @@
 """A model of the blocking client."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from paramserver.client import checkpointing, control, transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import model_path
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
-from paramserver.client.encoding import codec_of
-from paramserver.client.frames import PushTerms
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
+from paramserver.client.model_base import ModelBase
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
 from paramserver.client.spec_builder import patch_document
 from paramserver.client.worker import Worker
-from paramserver.codecs.codec import Codec
-from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Names, Ranges
-from paramserver.errors import PsError, problem
+from paramserver.types import DTypeLike
 
 if TYPE_CHECKING:
-    from paramserver.client.aio import AsyncModel
     from paramserver.client.client import Client
 
-T = TypeVar("T")
 
-
-class Model:
+class Model(ModelBase):
     """One model of the cluster.  Sends nothing before the first call; safe to share between threads."""
 
-    def __init__(self, client: "Client", name: str, codec: Codec | None = None) -> None:
-        self._client = client
-        self.name = check_model_name(name)
-        self._codec = codec
-
-    def __repr__(self) -> str:
-        return f"<Model {self.name!r} at {self._client.url}>"
+    _client: "Client"
 
     def pull(
         self,
@@ -47,7 +35,7 @@ class Model:
         *,
         ranges: Ranges | None = None,
         out: Params | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float = 0.0,
         copy: bool = True,
@@ -59,23 +47,15 @@ class Model:
             names: parameter names or patterns; None: all.
             ranges: flat element ranges [start, stop) of some parameters, whose arrays are then 1-D.
             out: an earlier pull of the same selection, whose memory is reused.
-            dtype: "float16", "bfloat16", "float32" or "float64"; None: the parameters' own.
+            dtype: "float16", "bfloat16", "float32" or "float64", or NumPy's own; None: the parameters' own.
             min_version: the version every partition must have reached, within `wait_s` seconds and before the timeout.
             copy: False for read-only arrays shared by all threads of this client; if `min_version` is given and those
                 of an earlier pull are new enough, they are returned without a request.
 
         Raises NotFoundError, ConflictError (`version_not_reached`), Unavailable.
         """
-        client = self._client
         options: dict[str, Any] = {"names": names, "ranges": ranges, "dtype": dtype, "min_version": min_version}
-        if not copy:
-            if out is not None:
-                raise problem("invalid_field", "out= and copy=False exclude each other")
-            return client.shared.pull(self.name, options, wait_s, client.run, client.deadline(timeout, wait_s))
-        call = transfer.pull(
-            client.cluster, self.name, client.deadline(timeout, wait_s), out=out, wait_s=wait_s, **options
-        )
-        return client.run(call)
+        return self._client.run(self._pull(out, timeout, wait_s=wait_s, copy=copy, **options))
 
     def push(
         self,
@@ -84,7 +64,7 @@ class Model:
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
@@ -105,10 +85,8 @@ class Model:
         Raises RequestError listing everything that is wrong, before anything is sent; ConflictError (`worker_required`)
         in sync and ssp mode; Unavailable, or its subclass InDoubt if the push may have been applied.
         """
-        terms = {"weight": weight, "ack": ack, "base": base}
-        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec)}
-        deadline = self._client.deadline(timeout)
-        return self._client.run(numbered(self, transfer.push, deadline, grads, terms, options))
+        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges}
+        return self._client.run(self._numbered(transfer.push, grads, timeout, **how, weight=weight, ack=ack, base=base))
 
     def pushpull(
         self,
@@ -118,7 +96,7 @@ class Model:
         out: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
@@ -127,10 +105,9 @@ class Model:
         The arguments are those of `push`; `out` is an earlier pull of the whole model, whose memory is reused.  Raises
         what `push` raises, InDoubt also if the push was accepted and the values did not come.
         """
-        terms = {"weight": weight, "base": base}
-        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec), "out": out}
-        deadline = self._client.deadline(timeout)
-        _, params = self._client.run(numbered(self, transfer.pushpull, deadline, grads, terms, options))
+        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges}
+        send = partial(transfer.pushpull, out=out)
+        _, params = self._client.run(self._numbered(send, grads, timeout, **how, weight=weight, base=base))
         return params
 
     def gradients(self, *, timeout: float | None = None) -> GradientArrays:
@@ -159,7 +136,7 @@ class Model:
         A `name` that was used before takes over that worker's place and state, under a higher epoch.  `codec` encodes
         its gradients unless a push names another: "int8", "topk:0.01", "bf16+zstd" (docs/codecs.md).
         """
-        return Worker(self._client, self.name, name, rank, timeout, codec_of(codec, None, self._codec))
+        return Worker(self._client, self.name, name, rank, timeout, self._encoding.of_call(codec=codec).codec)
 
     def set(
         self,
@@ -209,7 +186,7 @@ class Model:
 
     def workers(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the model's workers, by rank, with clocks and heartbeat ages."""
-        return self._listed("workers", timeout)
+        return self._client.run(self._listed("workers", timeout))
 
     def metrics(self, name: str, *, timeout: float | None = None) -> list[Point]:
         """Return the reported points of one metric, oldest first: (time_s, clock, worker, value)."""
@@ -233,16 +210,15 @@ class Model:
         (None: without end).  `static`: each range always goes to the same rank.
         """
         body = control.dataset_document(dataset, size, chunk, ranges, uri, epochs, "static" if static else "dynamic")
-        self._client.run(control.send("POST", model_path(self.name, "tasks"), body, self._client.deadline(timeout)))
+        self._client.run(self._post("tasks", body, timeout))
 
     def tasks(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the datasets, with how much of each is free, leased and done."""
-        return self._listed("tasks", timeout)
+        return self._client.run(self._listed("tasks", timeout))
 
     def evaluate(self, *, timeout: float | None = None) -> None:
         """Request an evaluation at the current clock; the next worker that checks for one performs it."""
-        path = model_path(self.name, "evaluations")
-        self._client.run(control.send("POST", path, None, self._client.deadline(timeout)))
+        self._client.run(self._post("evaluations", None, timeout))
 
     def save(self, name: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
         """Have the cluster write a checkpoint below its own state directory; return its document.
@@ -250,46 +226,13 @@ class Model:
         One with a `name` is never removed automatically; one without is, once it is neither among the newest `keep`
         without names (see `checkpoint=` of `create_model`) nor the best of them.
         """
-        path = model_path(self.name, "checkpoints")
         body = {} if name is None else {"name": name}
-        return dict(self._client.run(control.post_unrepeatable(path, body, self._client.deadline(timeout))))
+        return dict(self._client.run(self._post_once("checkpoints", body, timeout)))
 
     def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the checkpoints of this model that the cluster keeps."""
-        return self._listed("checkpoints", timeout)
+        return self._client.run(self._listed("checkpoints", timeout))
 
     def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
         """Restore a checkpoint that the cluster keeps, given by its name, `latest` or `best`."""
-        path = model_path(self.name, "restore")
-        body = {"checkpoint": checkpoint}
-        self._client.run(control.post_unrepeatable(path, body, self._client.deadline(timeout)))
-
-    def _listed(self, noun: str, timeout: float | None) -> list[dict[str, Any]]:
-        return self._client.run(control.listed(model_path(self.name, noun), self._client.deadline(timeout)))
-
-
-def numbered(
-    model: "Model | AsyncModel",
-    send: Callable[..., Call[T]],
-    deadline: Deadline,
-    grads: Grads,
-    terms: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Call[T]:
-    """Send a push (`transfer.push` or `transfer.pushpull`) under the next number of a sender that has not joined."""
-    client = model._client
-    numbers = client.numbers(model.name)
-    push_id = yield from numbers.take(deadline)
-    try:
-        return (yield from send(client.cluster, model.name, deadline, grads, PushTerms(push_id, **terms), **options))
-    except PsError as e:
-        raise _with_hint(e) from None
-    finally:
-        numbers.settle(push_id)
-
-
-def _with_hint(error: PsError) -> PsError:
-    if error.code != "worker_required":
-        return error
-    hint = "with model.worker() as w: w.push(...)"
-    return problem(error.code, error.detail, hint=hint, errors=error.errors, **error.members)
+        self._client.run(self._post_once("restore", {"checkpoint": checkpoint}, timeout))

@@ -5,21 +5,20 @@ gradient, `clip_norm` scales a push down to that 2-norm, `linear_scaling` multip
 live workers.
 """
 
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from paramserver.client.choices import Choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class Schedule(Choice):
     """How the learning rate depends on the number of updates applied to a partition."""
 
+    tag: ClassVar[str] = "kind"
     kind: ClassVar[str] = "constant"
     warmup: int = 0
     """Number of updates over which the rate first rises linearly."""
-
-    def document(self) -> dict[str, Any]:
-        """Return the schedule as a JSON object."""
-        return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,24 +53,15 @@ class Cosine(Schedule):
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
+class Optimizer(Choice):
     """Base class of the optimizers, with the arguments that all of them take."""
 
+    tag: ClassVar[str] = "name"
     name: ClassVar[str]
     schedule: Schedule = field(default_factory=Constant, kw_only=True)
     clip_value: float | None = field(default=None, kw_only=True)
     clip_norm: float | None = field(default=None, kw_only=True)
     linear_scaling: bool = field(default=False, kw_only=True)
-
-    def document(self) -> dict[str, Any]:
-        """Return the optimizer as a JSON object."""
-        out: dict[str, Any] = {"name": self.name}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Schedule):
-                value = value.document()
-            out[f.name] = list(value) if isinstance(value, tuple) else value
-        return out
 
 
 @dataclass(frozen=True, slots=True)

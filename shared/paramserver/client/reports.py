@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, json_bytes, json_request
-from paramserver.client.cluster import control, model_path
+from paramserver.client.cluster import model_path
+from paramserver.client.retry import deliver_json
 from paramserver.core.documents import check_document
 from paramserver.core.series import check_metrics, in_json
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError, problem
@@ -151,4 +152,4 @@ def send(model: str, worker: str, point: MetricPoint, deadline: Deadline) -> Cal
     """Send the metrics of one clock."""
     clock, values = point
     body = {"metrics": in_json(values), "worker": worker, "clock": clock}
-    yield from control(json_request("POST", model_path(model, "metrics"), body, timeout_s=ATTEMPT_S), deadline)
+    yield from deliver_json(json_request("POST", model_path(model, "metrics"), body, timeout_s=ATTEMPT_S), deadline)

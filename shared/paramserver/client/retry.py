@@ -7,11 +7,11 @@ sent again unchanged, push id included, so that its second delivery is a duplica
 
 import random
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from msgspec.structs import replace
 
-from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response, error_of
+from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response, error_of, json_of
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, from_document, problem
 
 FIRST_S: Final = 0.05
@@ -142,3 +142,8 @@ def deliver(request: Request, deadline: Deadline, backoff: Backoff | None = None
         if not is_temporary(result):
             raise result
         yield backoff.pause(result)
+
+
+def deliver_json(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Any]:
+    """Like `deliver`, but return the JSON value of the answer."""
+    return json_of((yield from deliver(request, deadline, backoff)))

@@ -4,14 +4,13 @@ A shard that no longer owns a partition, or that cannot be reached, only delays 
 fetched again, and the parts that are not done are sent to their current owners, under the same push id.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
-from typing import Final, NoReturn
+from typing import Final
 
 from msgspec.structs import replace
 
 from paramserver.client.arrays import Origin
-from paramserver.client.arrivals import Arrivals
 from paramserver.client.calls import Call, Deadline, Outcome, Response, error_of, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
@@ -24,7 +23,7 @@ from paramserver.wire.frame import PullReply, PushReply
 
 REFRESH_S: Final = 2.0
 """How long a call waits for a newer map before it retries with the old one."""
-
+_GONE: Final = ("model_replaced", "unknown_model")
 
 Groups = list[tuple[str | None, list[Part]]]
 """Parts by route: a shard's address, or None for the URLs that the client was given."""
@@ -33,29 +32,15 @@ Failed = tuple[str | None, list[Part], PsError]
 
 
 class Transfer:
-    """The state of one push or pull while its parts are sent."""
+    """The state of one pull or push while its parts are sent."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        model_map: ModelMap,
-        selection: Selection,
-        deadline: Deadline,
-        draft: Draft | None = None,
-        *,
-        reads: bool = False,
+        self, cluster: Cluster, model_map: ModelMap, selection: Selection, deadline: Deadline, *, reads: bool = True
     ) -> None:
         self.cluster, self.model_map, self.selection, self.deadline = cluster, model_map, selection, deadline
         self._backoff = Backoff(deadline, reads=reads)
         self._moved = 0
-        self._accepted: list[int] = []
-        """Partitions that have accepted their part of a push."""
-        self._states: set[str] = set()
-        """What they have made of it: `Pushed.state`."""
-        self._modes = {model_map.spec.consistency.mode}
-        """All modes that the model is known to have been in during this call."""
-        # In sync a push counts on all partitions or on none, so the draft cannot settle parts one by one.
-        self._draft = draft if draft is not None and model_map.spec.consistency.mode != "sync" else None
+        """How often some part could not be done where it was sent."""
 
     def groups(self, parts: list[Part]) -> Groups:
         """Group parts by route."""
@@ -64,64 +49,117 @@ class Transfer:
             out.setdefault(self.cluster.route(self.model_map, part.partition), []).append(part)
         return list(out.items())
 
+    def again(self, failed: Sequence[Failed]) -> Call[list[Part]]:
+        """Return the parts to send again; backs off first if needed.
+
+        Raises what the shards have refused for good, or the error of `Backoff.final` at the deadline.
+        """
+        if not failed:
+            return []
+        errors = [error for _, _, error in failed if error.code != "slot_gone"]  # retried at once, with another slot
+        failures = [e for e in errors if is_temporary(e) or self._is_outdated(e)]
+        silent = [(to, e) for to, _, e in failed if to is not None and isinstance(e, Unreachable | InDoubt)]
+        for to, error in silent:
+            if isinstance(error, Unreachable):
+                self.cluster.lost(to, self.deadline.clock())
+        self._backoff.in_doubt |= any(map(may_be_done, failures))
+        if refusals := [e for e in errors if e not in failures]:
+            self._refused(refusals)
+        if errors:
+            self._moved += 1
+            if self._moved > 1 or any(map(is_temporary, errors)):  # an outdated map needs no pause the first time
+                yield self._backoff.pause(*failures, *refusals)
+            if silent or refusals or any(map(self._is_outdated, errors)):
+                yield from self._refresh()
+        return sorted((part for _, parts, _ in failed for part in parts), key=lambda part: part.partition)
+
+    def _is_outdated(self, error: PsError) -> bool:
+        """Whether the request was made from a map that is older than what the shard knows."""
+        return isinstance(error, StaleMapError)
+
+    def _refused(self, refusals: Sequence[PsError]) -> None:
+        """Raise what the shards' refusals say together."""
+        refused = together(refusals)
+        if refused.code in _GONE:
+            self.cluster.forget(self.model_map.name)
+        raise refused
+
+    def without_memory(self, lenders: Collection[str]) -> list[Part]:
+        """Reach the lenders by their other addresses, because their memory cannot be mapped; return all parts."""
+        for address in lenders:
+            self.cluster.lost(address, self.deadline.clock())
+        return list(self.selection.parts)
+
+    def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
+        """Return the replies of the newest timeline, and the parts to pull again because theirs was older.
+
+        During a rollback of a synchronous model, some shards learn of the new timeline before others.
+        """
+        newest = max(r.timeline for r in replies)
+        kept = [r for r in replies if r.timeline == newest]
+        have = {p for r in kept for p, _, _ in r.parts}
+        older = [p for p in self.selection.parts if p.partition not in have]
+        if older:
+            yield self._backoff.pause(problem("unavailable", "the model is going back to an earlier clock"))
+        return kept, older
+
+    def _refresh(self) -> Call[None]:
+        """Adopt a newer map if a scheduler answers soon; without one, the shards still serve."""
+        soon = Deadline.after(min(REFRESH_S, self.deadline.left_s()), self.deadline.clock)
+        try:
+            fresh = yield from self.cluster.map_of(self.model_map.name, soon, newer_than=self.model_map)
+        except Unavailable:
+            return
+        if fresh.generation != self.model_map.generation:
+            raise problem("model_replaced", f"model '{fresh.name}' was deleted and created again", hint="pull again")
+        self.model_map = fresh
+
+
+class PushTransfer(Transfer):
+    """The state of one push, alone or with a pull in its answers."""
+
+    def __init__(
+        self, cluster: Cluster, model_map: ModelMap, outgoing: Outgoing, deadline: Deadline, draft: Draft | None
+    ) -> None:
+        super().__init__(cluster, model_map, outgoing.selection, deadline, reads=False)
+        self._outgoing = outgoing
+        self._accepted: list[int] = []
+        """Partitions that have accepted their part."""
+        self._states: set[str] = set()
+        """What they have made of it: `Pushed.state`."""
+        self._modes = {model_map.spec.consistency.mode}
+        """All modes that the model is known to have been in during this call."""
+        # In sync a push counts on all partitions or on none, so the draft cannot settle parts one by one.
+        self._draft = draft if draft is not None and model_map.spec.consistency.mode != "sync" else None
+
     def accepted(self, parts: Sequence[Part], state: str) -> None:
-        """Note that a shard has accepted these parts of a push, as applied, staged or buffered."""
+        """Note that a shard has accepted these parts, as applied, staged or buffered."""
         partitions = [p.partition for p in parts]
         self._accepted += partitions
         self._states.add(state)
+        self._backoff.in_doubt = True
         if self._draft is not None:
             self._draft.accepted(partitions)
 
-    def again(self, failed: Sequence[Failed], outgoing: Outgoing | None = None) -> Call[list[Part]]:
-        """Return the parts to send again, after those that were `accepted` are noted; backs off first if needed.
+    def _is_outdated(self, error: PsError) -> bool:
+        return super()._is_outdated(error) or self._outgoing.may_add_norm(error)
 
-        Raises the first refusal that a retry cannot change, or the error of `Backoff.final` at the deadline.
-        """
-        parts: list[Part] = []
-        failures: list[PsError] = []
-        refusals: list[PsError] = []
-        stale = temporary = False
-        for to, theirs, error in failed:
-            parts += theirs
-            if isinstance(error, StaleMapError) or (outgoing is not None and outgoing.may_add_norm(error)):
-                stale = True
-                failures.append(error)
-            elif error.code == "slot_gone":
-                continue  # retried at once with another slot
-            elif is_temporary(error):
-                stale = stale or (to is not None and isinstance(error, Unreachable | InDoubt))
-                if to is not None and isinstance(error, Unreachable):
-                    self.cluster.lost(to, self.deadline.clock())
-                failures.append(error)
-                temporary = True
-            else:
-                refusals.append(error)
-        if self._accepted or any(map(may_be_done, failures)):
-            self._backoff.in_doubt = True
-        if outgoing is not None and self._became_sync(refusals):
-            outgoing.go_on_in(refusals[0])
-            failures += refusals
-            refusals, stale = [], True
-        if refusals:
-            self._refused(together(refusals), refusals, outgoing)
-        if failures:
-            self._moved += 1
-            if temporary or self._moved > 1:  # a map that was outdated, for the first time, needs no pause
-                yield self._backoff.pause(*failures)
-            if stale:
-                yield from self._refresh()
-        parts.sort(key=lambda p: p.partition)
-        return parts
+    def _refresh(self) -> Call[None]:
+        yield from super()._refresh()
+        self._modes.add(self.model_map.spec.consistency.mode)
 
-    def _refused(self, refused: PsError, refusals: Sequence[PsError], outgoing: Outgoing | None) -> NoReturn:
-        """Raise what the shards' refusals say together; `outgoing`: of a push."""
-        gone = refused.code in ("model_replaced", "unknown_model")
+    def _refused(self, refusals: Sequence[PsError]) -> None:
+        """Raise what the shards' refusals say together, unless the push can go on in spite of them."""
+        if self._became_sync(refusals):
+            self._outgoing.go_on_in(refusals[0])
+            return
+        refused = together(refusals)
+        gone = refused.code in _GONE
         if gone or any(map(lacks_norm, refusals)):
             self.cluster.forget(self.model_map.name)
-        if outgoing is not None:
-            outgoing.explain(refused)
-            if not gone:
-                self._raise_in_part(refused)
+        self._outgoing.explain(refused)
+        if not gone:
+            self._raise_in_part(refused)
         raise refused
 
     def _became_sync(self, refusals: Sequence[PsError]) -> bool:
@@ -156,14 +194,14 @@ class Transfer:
             partitions=accepted,
         ) from refused
 
-    def _slots(self, outgoing: Outgoing, groups: Groups, found: dict[str | None, Slot]) -> Call[None]:
+    def _slots(self, groups: Groups, found: dict[str | None, Slot]) -> Call[None]:
         """Find a slot for each group of parts that is worth one, and add it to `found`; the other groups are sent."""
         wanted: list[tuple[str, int]] = []
         for to, parts in groups:
-            size = outgoing.slot_bytes(to, parts)
+            size = self._outgoing.slot_bytes(to, parts)
             if to is None or not size:
                 continue
-            slot = outgoing.slot_holding(to, parts) or self.cluster.same_host.slot(to, size)
+            slot = self._outgoing.slot_holding(to, parts) or self.cluster.same_host.slot(to, size)
             if slot is None:
                 wanted.append((to, size))
             else:
@@ -178,21 +216,17 @@ class Transfer:
                         found[to] = slot
 
     def sent(
-        self,
-        outgoing: Outgoing,
-        groups: Groups,
-        pull: PullTerms | None = None,
-        sinks: Sequence[Incoming] = (),
+        self, groups: Groups, pull: PullTerms | None = None, sinks: Sequence[Incoming] = ()
     ) -> Call[list[Outcome]]:
-        """Send a push, or with `pull` a pushpull into `sinks`, and return the outcome of each group.
+        """Send the push, or with `pull` a pushpull into `sinks`, and return the outcome of each group.
 
         Slots that belong to this client again afterwards are kept, the others abandoned.
         """
         slots: dict[str | None, Slot] = {}
         begun, outcomes = False, []
         try:
-            yield from self._slots(outgoing, groups, slots)  # if this is interrupted, `slots` has those found so far
-            bare = outgoing.requests(self.model_map, groups, slots, pull, 0.0)
+            yield from self._slots(groups, slots)  # if this is interrupted, `slots` has those found so far
+            bare = self._outgoing.requests(self.model_map, groups, slots, pull, 0.0)
             requests = [self.deadline.bound(r, s) for r, s in zip_longest(bare, sinks)]
             begun = True
             outcomes = yield requests
@@ -202,16 +236,11 @@ class Transfer:
                 if (slot := slots.get(to)) is None:
                     continue
                 ours = not begun or (bool(outcomes) and _is_over(outcomes[i], sinks[i] if sinks else None))
-                if outgoing.memory is not None and (begun or slot.mapped):  # otherwise its contents may be incomplete
-                    outgoing.memory.push_ended(slot, parts, ours=ours)
+                memory = self._outgoing.memory
+                if memory is not None and (begun or slot.mapped):  # otherwise its contents may be incomplete
+                    memory.push_ended(slot, parts, ours=ours)
                 elif ours:
                     self.cluster.same_host.keep(slot)
-
-    def without_memory(self, arrivals: Arrivals) -> list[Part]:
-        """Reach the lenders by their other addresses, because their memory cannot be mapped; return all parts."""
-        for address in arrivals.lenders:
-            self.cluster.lost(address, self.deadline.clock())
-        return list(self.selection.parts)
 
     def remember(self, replies: Sequence[PushReply], leased: Sequence[Leased], clock: int) -> None:
         """Keep the values that a push has produced, if all of them are leased: the next pull may want them.
@@ -222,33 +251,8 @@ class Transfer:
         versions = {p: (v, i) for r in replies for p, v, i, _ in r.parts}
         timelines = {r.timeline for r in replies}
         if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.model_map.spec.partitions:
-            origin = origin_of(self.model_map.name, self.model_map.generation, timelines.pop(), versions)
+            origin = Origin.of(self.model_map.name, self.model_map.generation, timelines.pop(), versions)
             self.cluster.lease_cache.pushed(origin, values, clock)
-
-    def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
-        """Return the replies of the newest timeline, and the parts to pull again because theirs was older.
-
-        During a rollback of a synchronous model, some shards learn of the new timeline before others.
-        """
-        newest = max(r.timeline for r in replies)
-        kept = [r for r in replies if r.timeline == newest]
-        have = {p for r in kept for p, _, _ in r.parts}
-        older = [p for p in self.selection.parts if p.partition not in have]
-        if older:
-            yield self._backoff.pause(problem("unavailable", "the model is going back to an earlier clock"))
-        return kept, older
-
-    def _refresh(self) -> Call[None]:
-        """Adopt a newer map if a scheduler answers soon; without one, the shards still serve."""
-        soon = Deadline.after(min(REFRESH_S, self.deadline.left_s()), self.deadline.clock)
-        try:
-            fresh = yield from self.cluster.map_of(self.model_map.name, soon, newer_than=self.model_map)
-        except Unavailable:
-            return
-        if fresh.generation != self.model_map.generation:
-            raise problem("model_replaced", f"model '{fresh.name}' was deleted and created again", hint="pull again")
-        self.model_map = fresh
-        self._modes.add(fresh.spec.consistency.mode)
 
 
 def good_and_failed(groups: Groups, outcomes: list[Outcome]) -> tuple[list[tuple[int, Response]], list[Failed]]:
@@ -276,9 +280,3 @@ def _is_over(outcome: Outcome, sink: Incoming | None) -> bool:
         error = error_of(outcome)
         over = error.code != "slot_gone" and not may_be_done(error)
     return over
-
-
-def origin_of(model: str, generation: int, timeline: int, versions: Mapping[int, tuple[int, int]]) -> Origin:
-    """Return the origin of values with these versions: partition -> (version, incarnation)."""
-    oldest, newest = min([v for v, _ in versions.values()]), max([i for _, i in versions.values()])
-    return Origin(model, generation, timeline, oldest, newest, versions)

@@ -13,7 +13,7 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster
-from paramserver.client.encoding import Feedback, codec_of
+from paramserver.client.encoding import Encoding, Feedback
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.membership import Membership
@@ -22,6 +22,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
+from paramserver.types import DTypeLike
 
 T = TypeVar("T")
 log = logging.getLogger("paramserver")
@@ -43,7 +44,8 @@ class Session(Membership):
         codec: Codec | None = None,
     ) -> None:
         super().__init__(cluster, model, name, rank, silence_s)
-        self.codec, self.feedback = codec, Feedback()
+        self.encoding: Final = Encoding(codec, feedback=Feedback())
+        """How gradients are sent unless a push says otherwise."""
         self._pulled: tuple[int, int, int] | None = None
         """(epoch, timeline, model generation) of the values that gradients are currently computed from."""
         self.pushed: tuple[int, int] | None = None
@@ -64,7 +66,7 @@ class Session(Membership):
         names: Names | None = None,
         ranges: Ranges | None = None,
         out: Params | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float | None = None,
         view: bool = False,
@@ -117,9 +119,7 @@ class Session(Membership):
         grads: Grads,
         deadline: Deadline,
         *,
-        ranges: Ranges | None = None,
-        dtype: str | None = None,
-        codec: str | None = None,
+        encoding: Encoding | None = None,
         **terms: Any,
     ) -> Call[Pushed]:
         """Push a gradient for the current clock, under these terms (see `begin`).
@@ -131,7 +131,7 @@ class Session(Membership):
         if agreed is None:
             return DROPPED
         try:
-            return (yield from self.deliver(agreed, grads, deadline, ranges=ranges, dtype=dtype, codec=codec))
+            return (yield from self.deliver(agreed, grads, deadline, encoding=encoding))
         finally:
             self.numbers.settle(agreed.push_id)
 
@@ -197,15 +197,12 @@ class Session(Membership):
         grads: Grads,
         deadline: Deadline,
         *,
-        ranges: Ranges | None = None,
-        dtype: str | None = None,
-        codec: str | None = None,
+        encoding: Encoding | None = None,
         partitions: frozenset[int] | None = None,
     ) -> Call[Pushed]:
         """Push a gradient under these terms, whole or only its part in `partitions`; `dropped` as in `push`."""
-        how = codec_of(codec, dtype, self.codec)
-        options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": how, "feedback": self.feedback}
-        pushing = transfer.push(self.cluster, self.model, deadline, grads, terms, partitions=partitions, **options)
+        how = encoding or self.encoding
+        pushing = transfer.push(self.cluster, self.model, deadline, grads, terms, encoding=how, partitions=partitions)
         done = yield from self.run_push(pushing, terms, deadline)
         if done is None:
             return DROPPED

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, Final
 
 from paramserver.client import transfer
@@ -10,8 +10,10 @@ from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster
 from paramserver.client.forks import call_in_forked_child
+from paramserver.client.values import dtype_name
 from paramserver.core.fields import whole_number
-from paramserver.core.selection import listed
+from paramserver.core.selection import Names, Ranges, listed
+from paramserver.types import DTypeLike
 
 KEPT_MAX: Final = 8
 """Pulls that are kept; the least recently used one is evicted first."""
@@ -37,49 +39,38 @@ class SharedArrays:
     def pull(
         self,
         model: str,
-        options: dict[str, Any],
-        wait_s: float,
-        run: Callable[[Call[Params]], Params],
         deadline: Deadline,
-    ) -> Params:
-        """Return the kept arrays if they have reached `min_version`, else pull fresh ones."""
-        kept = self.kept(model, options)
-        if kept is not None:
+        *,
+        names: Names | None = None,
+        ranges: Ranges | None = None,
+        dtype: DTypeLike | None = None,
+        min_version: int = 0,
+        wait_s: float = 0.0,
+    ) -> Call[Params]:
+        """Return the kept arrays if `min_version` is given and they have reached it, else pull fresh ones."""
+        min_version = whole_number("min_version", min_version)
+        names, ranges = listed(names, ranges)
+        key = model, names, None if dtype is None else dtype_name(dtype), tuple(sorted(ranges.items()))
+        if min_version and (kept := self._reached(key, model, min_version)) is not None:
             return kept
-        pulling = transfer.pull(self._cluster, model, deadline, wait_s=wait_s, view=True, **options)
-        return self.keep(model, options, run(pulling))
-
-    def kept(self, model: str, options: dict[str, Any]) -> Params | None:
-        """Return the kept arrays if `min_version` is given and they have reached it, else None.
-
-        Normalizes `min_version`, `names` and `ranges` in `options`, so that iterators there can be read again.
-        """
-        options["min_version"] = whole_number("min_version", options["min_version"])
-        options["names"], options["ranges"] = listed(options["names"], options["ranges"])
-        if not options["min_version"]:
-            return None
-        with self._lock:
-            key = _key(model, options)
-            found = self._kept.get(key)
-            if found is not None and found.origin.generation != self._cluster.generation(model):
-                del self._kept[key]  # the model has been deleted or created again
-                found = None
-            if found is None or found.version < options["min_version"]:
-                return None
-            self._kept.move_to_end(key)
-            return found
-
-    def keep(self, model: str, options: dict[str, Any], fresh: Params) -> Params:
-        """Make these arrays read-only, and share them from now on."""
+        options: dict[str, Any] = {"names": names, "ranges": ranges, "dtype": dtype, "min_version": min_version}
+        fresh = yield from transfer.pull(self._cluster, model, deadline, wait_s=wait_s, view=True, **options)
         fresh = fresh.frozen()
         with self._lock:
-            key = _key(model, options)
             self._kept[key] = fresh
             self._kept.move_to_end(key)
             while len(self._kept) > KEPT_MAX:
                 self._kept.popitem(last=False)
         return fresh
 
-
-def _key(model: str, options: dict[str, Any]) -> Hashable:
-    return model, options["names"], options["dtype"], tuple(sorted(options["ranges"].items()))
+    def _reached(self, key: Hashable, model: str, min_version: int) -> Params | None:
+        """Return the kept arrays if there are any and they have reached that version, else None."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None and found.origin.generation != self._cluster.generation(model):
+                del self._kept[key]  # the model has been deleted or created again
+                found = None
+            if found is None or found.version < min_version:
+                return None
+            self._kept.move_to_end(key)
+            return found

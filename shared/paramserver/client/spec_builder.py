@@ -8,13 +8,14 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from paramserver.client.calls import plain
+from paramserver.client.choices import Choice
 from paramserver.client.consistency import Consistency
-from paramserver.client.optimizers import Optimizer, Schedule
-from paramserver.client.values import values_of
+from paramserver.client.optimizers import Optimizer
+from paramserver.client.values import dtype_name, values_of
 from paramserver.core.fields import check_param_name
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import AnyArray
+from paramserver.types import AnyArray, DTypeLike
 
 Init: TypeAlias = str | Mapping[str, Any]
 _INITS: Final = '"zeros" or {"kind": "constant", "value": 0.5}; an array goes in place of the shape'
@@ -30,7 +31,7 @@ class Param:
     """
 
     value: Any
-    dtype: str | None = None
+    dtype: DTypeLike | None = None
     init: Init | None = None
     lr_scale: float = 1.0
     weight_decay: float | None = None
@@ -90,7 +91,7 @@ def patch_document(
         if key in _CONSISTENCY_FIELDS:
             detail = f"{key}: belongs to the consistency; single fields are the optimizer's"
             raise problem("invalid_field", detail, hint="set(consistency=ps.Sync(quorum=0.75))", where=key)
-        change[key] = _document(key, value) if hasattr(value, "document") else value
+        change[key] = value.document() if isinstance(value, Choice) else value
     if change:
         body["optimizer"] = change
     if consistency is not None:
@@ -116,10 +117,10 @@ def _consistency(value: Consistency | Mapping[str, Any] | str) -> dict[str, Any]
 def _document(where: str, value: Any, example: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
-    if not isinstance(value, type) and hasattr(value, "document"):
-        return dict(value.document())
+    if isinstance(value, Choice):
+        return value.document()
     kind = value if isinstance(value, type) else type(value)
-    ours = [c.__name__ for base in (Optimizer, Consistency, Schedule) for c in base.__subclasses__()]
+    ours = [c.__name__ for family in Choice.__subclasses__() for c in family.__subclasses__()]
     hint = f"ps.{kind.__name__}(...) makes one" if kind.__name__ in ours else example  # torch has an Adam, too
     found = (
         f"{kind.__name__} is a class"
@@ -137,9 +138,10 @@ def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[st
         return dict(value)
     p = value if isinstance(value, Param) else Param(value)
     out: dict[str, Any] = {}
+    dtype = None if p.dtype is None else dtype_name(p.dtype)
     if _is_shape(p.value):
         out["shape"] = [int(n) for n in ((p.value,) if isinstance(p.value, int | np.integer) else p.value)]
-        out["dtype"] = p.dtype or "float32"
+        out["dtype"] = dtype or "float32"
         init = p.init if p.init is not None else "zeros"
         out["init"] = {"kind": init} if isinstance(init, str) else _document(f"params.{name}.init", init, _INITS)
     else:
@@ -148,7 +150,7 @@ def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[st
         array = values_of(name, p.value)
         native = array.dtype.name
         out["shape"] = list(array.shape)
-        out["dtype"] = p.dtype or (native if native in ("float16", "bfloat16") else "float32")
+        out["dtype"] = dtype or (native if native in ("float16", "bfloat16") else "float32")
         out["init"] = {"kind": "upload"}
         uploads[name] = array
     if p.lr_scale != 1.0:

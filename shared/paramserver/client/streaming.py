@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.concurrent_requests import CallerInterrupted, Interruptible
+from paramserver.client.encoding import Encoding
 from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
 from paramserver.client.retry import NOT_AGAIN
@@ -89,10 +90,9 @@ class Pieces:
 class Stream:
     """The calls of one streamed push.  Safe between the thread that puts and the one that sends."""
 
-    def __init__(self, session: Session, *, dtype: str | None = None, codec: str | None = None, **terms: Any) -> None:
+    def __init__(self, session: Session, encoding: Encoding | None = None, **terms: Any) -> None:
         """`terms` are those of `Session.begin`."""
-        self._session, self._given_terms = session, terms
-        self._encoding: dict[str, Any] = {"dtype": dtype, "codec": codec}
+        self._session, self._encoding, self._given_terms = session, encoding, terms
         self._lock = threading.Lock()
         self._pieces: Pieces | None = None
         self._terms: PushTerms | None = None
@@ -131,7 +131,7 @@ class Stream:
             self._sent = True
             try:
                 done = yield from self._session.deliver(
-                    self._terms, grads, deadline, partitions=partitions, **self._encoding
+                    self._terms, grads, deadline, encoding=self._encoding, partitions=partitions
                 )
             except Unavailable as error:
                 if self._done and not isinstance(error, InDoubt):

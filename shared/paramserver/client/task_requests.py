@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, json_request
-from paramserver.client.cluster import control, model_path
+from paramserver.client.cluster import model_path
 from paramserver.client.reports import numbers_of
+from paramserver.client.retry import deliver_json
 from paramserver.client.session import Session
 from paramserver.client.tasks import Task
 from paramserver.core.series import in_json
@@ -66,7 +67,7 @@ class TaskRequests:
             body["metrics"] = in_json(numbers_of(metrics))
         path = model_path(s.model, "tasks", task.id, "done")
         try:
-            yield from control(json_request("POST", path, body, timeout_s=ATTEMPT_S), deadline)
+            yield from deliver_json(json_request("POST", path, body, timeout_s=ATTEMPT_S), deadline)
         except PsError as e:
             if e.code not in ("fenced", "unknown_worker", "unknown_task"):
                 raise

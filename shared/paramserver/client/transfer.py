@@ -1,18 +1,16 @@
 """Push, pull and pushpull of one model, as calls; `sends` delivers the parts to their shards."""
 
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Final, cast
 
-import numpy as np
 from msgspec.structs import replace
 
-from paramserver.client.arrays import Origin, Params
-from paramserver.client.arrivals import Arrivals
+from paramserver.client.arrays import Params
+from paramserver.client.arrivals import Arrivals, memory
 from paramserver.client.calls import POLL_S, Call, Deadline, Pause, plain, seconds
 from paramserver.client.cluster import Cluster, ModelMap
-from paramserver.client.encoding import Feedback, draft_for, ready
+from paramserver.client.encoding import NO_ENCODING, Draft, Encoding, draft_for, ready
 from paramserver.client.frames import (
-    Incoming,
     Outgoing,
     PullTerms,
     PushTerms,
@@ -20,31 +18,28 @@ from paramserver.client.frames import (
     pull_request,
     push_reply,
 )
-from paramserver.client.gradients import Grads, copy_if_aliased
+from paramserver.client.gradients import Content, Grads, copy_if_aliased
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.same_host import Leased
-from paramserver.client.sends import Transfer, good_and_failed, origin_of
-from paramserver.codecs.codec import Codec
+from paramserver.client.sends import PushTransfer, Transfer, good_and_failed
+from paramserver.client.values import sendable
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
-from paramserver.types import ITEMSIZE, LEVELS, AnyArray, DType
-from paramserver.wire.frame import PullReply, PushReply
-from paramserver.wire.tensor import HANDED_OUT
+from paramserver.types import LEVELS, DType, DTypeLike
+from paramserver.wire.frame import PushReply
 
 ANSWER_S: Final = 1.0
 """Time of a call that no node is asked to wait in, so that its answer comes before the deadline; at most a fifth."""
 _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
 
 
-def wire_dtype(selection: Selection, dtype: str | None) -> DType:
+def wire_dtype(selection: Selection, dtype: DTypeLike | None) -> DType:
     """Return the dtype in which pulled values are sent: the one asked for, or the widest of the parameters'."""
-    if dtype is not None and dtype not in ITEMSIZE:
-        raise problem("invalid_dtype", f"dtype '{dtype}' cannot be pulled", hint=f"one of {', '.join(ITEMSIZE)}")
-    if dtype is None:
-        kinds = {p.dtype for p in selection.params}
-        dtype = kinds.pop() if len(kinds) == 1 else max("float32", *kinds, key=lambda d: _WIDTH[d])
-    return cast(DType, dtype)
+    if dtype is not None:
+        return sendable(dtype, "pulled")
+    kinds = {p.dtype for p in selection.params}
+    return cast(DType, kinds.pop() if len(kinds) == 1 else max("float32", *kinds, key=lambda d: _WIDTH[d]))
 
 
 def pull(
@@ -55,7 +50,7 @@ def pull(
     names: Names | None = None,
     ranges: Ranges | None = None,
     out: Params | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     min_version: int = 0,
     min_clock: int = 0,
     wait_s: float = 0.0,
@@ -73,22 +68,21 @@ def pull(
     selection = select(model_map.layout, *listed(names, ranges))
     whole = selection.size == model_map.layout.size
     terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline, whole, min_clock)
+    arrivals = Arrivals(cluster.same_host, model_map.layout, selection, terms.dtype, out, view=view)
     lendable = whole and terms.dtype == "float32"
     if lendable:
         known = cluster.lease_cache.lookup(model, model_map.generation, timeline, min_version, min_clock)
         if known is not None and (values := known[0].values()) is not None:
-            return _lent(selection, values, known[1], out, view=view)
-    flat = _memory(selection, terms.dtype, out)
-    transfer = Transfer(cluster, model_map, selection, deadline, reads=True)
+            return arrivals.known(values, known[1])
+    transfer = Transfer(cluster, model_map, selection, deadline)
     spare_s = min(ANSWER_S, deadline.left_s() / 5)  # kept for the answer, which would come after the deadline
     wait_until = deadline.clock() + min(wait_s, deadline.left_s() - spare_s)
-    arrivals, found = Arrivals(cluster.same_host, model_map.layout), None
-    replies: list[PullReply] = []
+    params: Params | None = None
     pending = list(selection.parts)
     while pending:
         groups = transfer.groups(pending)
         left_s = max(0.0, min(wait_until - deadline.clock(), POLL_S))
-        sinks = [Incoming(selection, parts, flat, terms.dtype) for _, parts in groups]
+        sinks = arrivals.sinks(groups)
         requests = [
             deadline.bound(pull_request(transfer.model_map, to, parts, terms, left_s, sink, cluster.same_host))
             for (to, parts), sink in zip(groups, sinks, strict=True)
@@ -103,28 +97,17 @@ def pull(
                 raise
             yield Pause(0.01)
             continue
-        replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
+        for i, _ in good:
+            arrivals.read(sinks[i], groups[i][0])
         if not pending:
-            replies, pending = yield from transfer.of_one_timeline(replies)
-        if not pending:
-            found = arrivals.gather(selection, flat, view=view and out is None)
-            if found is None:
-                replies, pending = [], transfer.without_memory(arrivals)
-                arrivals = Arrivals(cluster.same_host, model_map.layout)
-    assert found is not None
-    params = _params(selection, found, out, model, replies)
+            arrivals.replies, pending = yield from transfer.of_one_timeline(arrivals.replies)
+        if not pending and (params := arrivals.params(model)) is None:
+            pending = transfer.without_memory(arrivals.lenders)
+            arrivals.start_over()
+    assert params is not None
     if lendable and arrivals.leased_values is not None:
         cluster.lease_cache.pulled(params.origin, arrivals.leased_values, min_clock)
     return params
-
-
-def _lent(selection: Selection, values: AnyArray, origin: Origin, out: Params | None, *, view: bool) -> Params:
-    """Return kept leased values as a pull would: as a view, or copied."""
-    flat = values
-    if not view or out is not None:
-        flat = _memory(selection, "float32", out)
-        flat[...] = values
-    return _handed_out(selection, flat, out, origin)
 
 
 def push(
@@ -134,47 +117,58 @@ def push(
     grads: Grads,
     terms: PushTerms,
     *,
-    ranges: Ranges | None = None,
-    dtype: str | None = None,
-    codec: Codec | None = None,
-    feedback: Feedback | None = None,
+    encoding: Encoding = NO_ENCODING,
     partitions: frozenset[int] | None = None,
 ) -> Call[Pushed]:
     """Deliver a gradient exactly once to every partition it touches, or only to those in `partitions`."""
     model_map = yield from cluster.map_of(model, deadline)
-    with draft_for(feedback) as draft:  # restored if the push fails
-        gradient = ready(model_map.layout, model_map.generation, grads, ranges, dtype, codec, draft, partitions)
-        whole = partitions is None and gradient.selection.size == model_map.layout.size
-        if not whole and terms.commit_wait_s is not None:
-            terms = replace(terms, commit_wait_s=None)  # partitions that it does not touch may take the commit later
-        mapped = whole and cluster.lease_cache.should_request_values(model)
+    with draft_for(encoding.feedback) as draft:  # restored if the push fails
+        gradient = ready(model_map.layout, model_map.generation, grads, encoding, draft, partitions)
         piece = partitions is not None
-        outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host, mapped=mapped, piece=piece)
-        transfer = Transfer(cluster, model_map, gradient.selection, deadline, draft)
-        replies: list[PushReply] = []
-        leased: list[Leased] = []
-        pending = list(gradient.selection.parts)
-        while pending:
-            groups = transfer.groups(pending)
-            good, failed = good_and_failed(groups, (yield from transfer.sent(outgoing, groups)))
-            for i, response in good:
-                to, parts = groups[i]
-                try:
-                    reply = push_reply(response)
-                except PsError as e:  # what other shards have accepted or refused is told with it
-                    failed.append((to, parts, e))
-                    continue
-                transfer.accepted(parts, reply.state)
-                replies.append(reply)
-                if (lease := leased_by(reply, to, model_map.layout)) is not None:
-                    leased.append(lease)
-            pending = yield from transfer.again(failed, outgoing)
-        pushed = summed(replies)
-        if leased:
-            transfer.remember(replies, leased, _reached(pushed, terms))
-        if pushed.late and draft is not None:
-            draft.give_back()  # the push will not be applied on any partition
-        return pushed
+        return (yield from _push(cluster, model_map, deadline, gradient, terms, draft, piece=piece))
+
+
+def _push(
+    cluster: Cluster,
+    model_map: ModelMap,
+    deadline: Deadline,
+    gradient: Content,
+    terms: PushTerms,
+    draft: Draft | None,
+    *,
+    piece: bool = False,
+) -> Call[Pushed]:
+    """Deliver a gradient that is ready to be sent; `piece`: it is only a part of what the push will have delivered."""
+    whole = not piece and gradient.selection.size == model_map.layout.size
+    if not whole and terms.commit_wait_s is not None:
+        terms = replace(terms, commit_wait_s=None)  # partitions that it does not touch may take the commit later
+    mapped = whole and cluster.lease_cache.should_request_values(model_map.name)
+    outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host, mapped=mapped, piece=piece)
+    transfer = PushTransfer(cluster, model_map, outgoing, deadline, draft)
+    replies: list[PushReply] = []
+    leased: list[Leased] = []
+    pending = list(gradient.selection.parts)
+    while pending:
+        groups = transfer.groups(pending)
+        good, failed = good_and_failed(groups, (yield from transfer.sent(groups)))
+        for i, response in good:
+            to, parts = groups[i]
+            try:
+                reply = push_reply(response)
+            except PsError as e:  # what other shards have accepted or refused is told with it
+                failed.append((to, parts, e))
+                continue
+            transfer.accepted(parts, reply.state)
+            replies.append(reply)
+            if (lease := leased_by(reply, to, model_map.layout)) is not None:
+                leased.append(lease)
+        pending = yield from transfer.again(failed)
+    pushed = summed(replies)
+    if leased:
+        transfer.remember(replies, leased, _reached(pushed, terms))
+    if pushed.late and draft is not None:
+        draft.give_back()  # the push will not be applied on any partition
+    return pushed
 
 
 def pushpull(
@@ -184,17 +178,14 @@ def pushpull(
     grads: Grads,
     terms: PushTerms,
     *,
+    encoding: Encoding = NO_ENCODING,
     out: Params | None = None,
-    ranges: Ranges | None = None,
-    dtype: str | None = None,
-    codec: Codec | None = None,
 ) -> Call[tuple[Pushed, Params]]:
     """Push a gradient and pull the whole model after it.
 
     This takes one round trip if the gradient covers the whole model (see `exchange`), else a pull follows the push.
     """
-    options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec}
-    pushed, params = yield from exchange(cluster, model, deadline, grads, terms, out=out, **options)
+    pushed, params = yield from exchange(cluster, model, deadline, grads, terms, encoding=encoding, out=out)
     if params is None:
         params = yield from after_push(pull(cluster, model, deadline, out=out))
     return pushed, params
@@ -221,12 +212,9 @@ def exchange(
     grads: Grads,
     terms: PushTerms,
     *,
+    encoding: Encoding = NO_ENCODING,
     out: Params | None = None,
     view: bool = False,
-    ranges: Ranges | None = None,
-    dtype: str | None = None,
-    codec: Codec | None = None,
-    feedback: Feedback | None = None,
 ) -> Call[tuple[Pushed, Params | None]]:
     """Push a gradient and, if one round trip can do both, return the values after it; None: they must be pulled.
 
@@ -234,59 +222,44 @@ def exchange(
     `released` in time, if leased values cannot be mapped, and if shards answered from different timelines.
     """
     model_map = yield from cluster.map_of(model, deadline)
-    if ranges is not None:
-        ranges = listed(None, ranges)[1]
     if out is not None:
         check_out(model_map, out)
         grads = copy_if_aliased(grads, out.flat)
-    with draft_for(feedback) as draft:  # restored if the push fails
-        gradient = ready(model_map.layout, model_map.generation, grads, ranges, dtype, codec, draft)
+    with draft_for(encoding.feedback) as draft:  # restored if the push fails
+        gradient = ready(model_map.layout, model_map.generation, grads, encoding, draft)
         selection = gradient.selection
         if len(selection.params) < len(model_map.spec.params) or selection.ranged:
-            if draft is not None:
-                draft.give_back()
-            how: Any = {"ranges": ranges, "dtype": dtype, "codec": codec, "feedback": feedback}
-            return (yield from push(cluster, model, deadline, grads, terms, **how)), None
+            return (yield from _push(cluster, model_map, deadline, gradient, terms, draft)), None
         pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
-        flat = _memory(selection, pull_terms.dtype, out)
+        arrivals = Arrivals(cluster.same_host, model_map.layout, selection, pull_terms.dtype, out, view=view)
         outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host)
-        transfer = Transfer(cluster, model_map, selection, deadline, draft)
-        arrivals = Arrivals(cluster.same_host, model_map.layout)
-        replies: list[PullReply] = []
+        transfer = PushTransfer(cluster, model_map, outgoing, deadline, draft)
         pending = list(selection.parts)
-        while pending:
-            groups = transfer.groups(pending)
-            sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
-            good, failed = good_and_failed(groups, (yield from transfer.sent(outgoing, groups, pull_terms, sinks)))
-            for i, _ in good:
-                transfer.accepted(groups[i][1], _state_in(sinks[i]))
-            try:
-                pending = yield from transfer.again(failed, outgoing)
-            except PsError:
-                arrivals.release_unread(sinks, groups)
-                arrivals.release_all()
-                raise
-            replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
-        pushed = summed([r.push for r in replies if r.push is not None])
+        try:
+            while pending:
+                groups = transfer.groups(pending)
+                sinks = arrivals.sinks(groups)
+                good, failed = good_and_failed(groups, (yield from transfer.sent(groups, pull_terms, sinks)))
+                for i, _ in good:
+                    to, parts = groups[i]
+                    done = arrivals.read(sinks[i], to).push
+                    transfer.accepted(parts, "" if done is None else done.state)
+                pending = yield from transfer.again(failed)
+        except PsError:
+            arrivals.release_all()
+            raise
+        pushed = summed([r.push for r in arrivals.replies if r.push is not None])
         if pushed.late and draft is not None:
             draft.give_back()
-        if terms.commit_wait_s is not None and not pushed.released:
+        if arrivals.torn or (terms.commit_wait_s is not None and not pushed.released):
             arrivals.release_all()  # shards that had the commit in time have lent their values
             return pushed, None
-        found = arrivals.gather(selection, flat, view=view and out is None)
-        if found is None:
-            transfer.without_memory(arrivals)
-        if found is None or len({r.timeline for r in replies}) > 1:
-            return pushed, None
-        params = _params(selection, found, out, model, replies)
-        if arrivals.leased_values is not None:
+        params = arrivals.params(model)
+        if params is None:
+            transfer.without_memory(arrivals.lenders)
+        elif arrivals.leased_values is not None:
             cluster.lease_cache.pulled(params.origin, arrivals.leased_values, _reached(pushed, terms))
         return pushed, params
-
-
-def _state_in(sink: Incoming) -> str:
-    assert sink.reply is not None
-    return sink.reply.push.state if sink.reply.push is not None else ""
 
 
 def _reached(pushed: Pushed, terms: PushTerms) -> int:
@@ -324,29 +297,7 @@ def _based(terms: PushTerms, model_map: ModelMap) -> PushTerms:
     return replace(terms, base=origin.versions)
 
 
-def check_out(model_map: ModelMap, out: Params | None) -> None:
+def check_out(model_map: ModelMap, out: Params) -> None:
     """Before a push: raise RequestError if the pull of the whole model after it cannot go into `out`."""
-    if out is not None:
-        whole = select(model_map.layout)
-        _memory(whole, wire_dtype(whole, None), out)
-
-
-def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:
-    if out is None:
-        return np.empty(selection.size, HANDED_OUT[dtype])
-    if not isinstance(out, Params):
-        raise problem("invalid_field", f"out must be what pull() returned, not {type(out).__name__}")
-    if not out.fits(selection, HANDED_OUT[dtype]):
-        hint = "its parameters, shapes, ranges and dtype must be those of this pull, and it must be writable"
-        raise problem("invalid_shape", "out cannot take what this pull returns", hint=hint)
-    return out.flat
-
-
-def _params(selection: Selection, flat: AnyArray, out: Params | None, model: str, replies: list[PullReply]) -> Params:
-    versions = {p: (v, i) for r in replies for p, v, i in r.parts}
-    origin = origin_of(model, replies[0].generation, max([r.timeline for r in replies]), versions)
-    return _handed_out(selection, flat, out, origin)
-
-
-def _handed_out(selection: Selection, flat: AnyArray, out: Params | None, origin: Origin) -> Params:
-    return out.refreshed(origin) if out is not None else Params(selection, flat, origin)
+    whole = select(model_map.layout)
+    memory(whole, wire_dtype(whole, None), out)

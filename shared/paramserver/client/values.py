@@ -1,11 +1,27 @@
 """Converts values for parameters to arrays, and checks them before anything is sent."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from paramserver.errors import PsError, problem
-from paramserver.types import AnyArray
+from paramserver.types import ITEMSIZE, AnyArray, DType, DTypeLike
+
+
+def dtype_name(dtype: DTypeLike) -> str:
+    """Return the name of a dtype given by name or as NumPy has it; of anything else, its repr."""
+    try:
+        return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        return repr(dtype)
+
+
+def sendable(dtype: DTypeLike, how: str) -> DType:
+    """Return the wire dtype that is meant.  Raises RequestError (`invalid_dtype`): any other cannot be `how`."""
+    name = dtype_name(dtype)
+    if name not in ITEMSIZE:
+        raise problem("invalid_dtype", f"dtype '{name:.40}' cannot be {how}", hint=f"one of {', '.join(ITEMSIZE)}")
+    return cast(DType, name)
 
 
 def array_of(what: str, value: Any, where: str) -> AnyArray:

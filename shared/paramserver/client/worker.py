@@ -20,6 +20,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.core.tasks import EVALUATE
 from paramserver.errors import problem
+from paramserver.types import DTypeLike
 
 if TYPE_CHECKING:
     from paramserver.client.client import Client
@@ -83,7 +84,7 @@ class Worker(WorkerBase):
         *,
         ranges: Ranges | None = None,
         out: Params | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float | None = None,
         timeout: float | None = None,
@@ -101,7 +102,7 @@ class Worker(WorkerBase):
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
@@ -111,7 +112,7 @@ class Worker(WorkerBase):
         `base` defaults to what this worker pulled last.  The result's `state` is `dropped` if the model went back to an
         earlier clock meanwhile, or the worker lost its lease.
         """
-        options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec, "ack": ack}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype, ranges), "ack": ack}
         return self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
 
     def gradients(self, *, timeout: float | None = None) -> GradientArrays:
@@ -126,7 +127,7 @@ class Worker(WorkerBase):
         *,
         base: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
@@ -140,7 +141,7 @@ class Worker(WorkerBase):
 
         It counts as a single push.  The model's optimizer must not have `clip_norm`.  See `PushStream`.
         """
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec, "ack": ack}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
         return PushStream(self._run, lambda: self._deadline(timeout), self._session, **options)
 
     def pushpull(
@@ -150,12 +151,12 @@ class Worker(WorkerBase):
         base: Params | None = None,
         out: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient, then pull; the clock does not advance."""
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight}
         return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
 
     def clock(self, *, timeout: float | None = None) -> int:
@@ -164,7 +165,7 @@ class Worker(WorkerBase):
         In sync and ssp it waits for the other workers, for as long as it takes or for `timeout` seconds.  Raises
         Unavailable, naming the workers it waited for.
         """
-        return self._run(self._iterations.advance(self._deadline(timeout), timeout))
+        return self._run(self._iterations.advance(*self._deadlines(timeout)))
 
     def step(
         self,
@@ -173,7 +174,7 @@ class Worker(WorkerBase):
         loss: SupportsFloat | None = None,
         base: Params | None = None,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
@@ -182,9 +183,9 @@ class Worker(WorkerBase):
 
         Metrics travel with the heartbeat; with many steps per second, only some of the points are kept.
         """
-        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
         return self._run(
-            self._iterations.step(grads, told, deadline, timeout, base=base, weight=weight, dtype=dtype, codec=codec)
+            self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, base=base, weight=weight)
         )
 
     def exchange(
@@ -196,7 +197,7 @@ class Worker(WorkerBase):
         out: Params | None = None,
         copy: bool = True,
         weight: float = 1.0,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         codec: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
@@ -209,9 +210,9 @@ class Worker(WorkerBase):
 
         In sync these are the values after the commit of this clock.  `out` and `copy` are as in `Model.pull`.
         """
-        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
         exchanging = self._iterations.exchange(
-            grads, told, deadline, timeout, out=out, view=not copy, base=base, weight=weight, dtype=dtype, codec=codec
+            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, base=base, weight=weight
         )
         return self._run(exchanging)
 

@@ -7,11 +7,14 @@ from typing import Any
 from paramserver import limits
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.client_base import ClientBase
+from paramserver.client.encoding import Encoding
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.client.task_requests import TaskRequests
 from paramserver.codecs.codec import Codec
+from paramserver.core.selection import Ranges
 from paramserver.errors import PsError, problem
+from paramserver.types import DTypeLike
 
 log = logging.getLogger("paramserver")
 LEAVE_S = 5.0
@@ -87,8 +90,16 @@ class WorkerBase:
         """Whether an evaluation may be waiting for a worker."""
         return self._session.evaluation_waits
 
+    def _encoding(self, codec: str | None, dtype: DTypeLike | None, ranges: Ranges | None = None) -> Encoding:
+        return self._session.encoding.of_call(codec=codec, dtype=dtype, ranges=ranges)
+
     def _deadline(self, timeout: float | None) -> Deadline:
         return self._client.deadline(self._timeout if timeout is None else timeout)
+
+    def _deadlines(self, timeout: float | None) -> tuple[Deadline, Deadline | None]:
+        """Return when a call that ends an iteration gives up on the cluster, and on other workers: see `Iterations`."""
+        deadline = self._deadline(timeout)
+        return deadline, None if timeout is None else deadline
 
     def _beat_pause_s(self) -> float:
         return min(limits.HEARTBEAT_S, self._session.lease_s / 5)

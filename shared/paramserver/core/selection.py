@@ -6,6 +6,7 @@ the flat vector itself.  Each partition's share of it is contiguous, so that eac
 
 import fnmatch
 import operator
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
@@ -157,40 +158,33 @@ def _whole(layout: Layout) -> Selection:
 def _selected(layout: Layout, chosen: Iterable[str], ranged: Mapping[str, tuple[Range, ...]]) -> Selection:
     at = layout.offsets.__getitem__  # order by it, not by the model's parameters, of which there may be thousands
     params = tuple([layout.by_name[n] for n in sorted(chosen, key=at)])
-    flat: list[Range] = []
-    owner: list[tuple[int, int]] = []  # for each flat range: (index into params, offset within its share)
+    touched: dict[int, tuple[int, list[Range], list[Piece]]] = {}
+    base = end = 0  # of the current partition
     offsets = [0]
     for i, p in enumerate(params):
-        first, share = layout.offsets[p.name][0], 0
-        for start, stop in ranged.get(p.name, ((0, p.size),)):
-            flat.append((first + start, first + stop))
-            owner.append((i, share))
-            share += stop - start
+        (first, last), share = layout.offsets[p.name], 0
+        for begin, past in ranged.get(p.name, ((0, last - first),)):
+            start, stop = first + begin, first + past
+            while start < stop:
+                if start >= end:
+                    index = bisect_right(layout.bounds, start) - 1
+                    base, end = layout.bounds[index : index + 2]
+                    _, ranges, pieces = touched[index] = (end - base, [], [])
+                until = stop if stop < end else end
+                if ranges and ranges[-1][1] == start - base:
+                    ranges[-1] = (ranges[-1][0], until - base)
+                else:
+                    ranges.append((start - base, until - base))
+                pieces.append(Piece(i, share, until - start))
+                share, start = share + until - start, until
         offsets.append(offsets[-1] + share)
-    return Selection(params, ranged, tuple(offsets), _parts(layout, flat, owner))
-
-
-def _parts(layout: Layout, flat: Sequence[Range], owner: Sequence[tuple[int, int]]) -> tuple[Part, ...]:
-    """Cut sorted flat ranges at the partition boundaries."""
-    out: list[Part] = []
-    bounds, at, r = layout.bounds, 0, 0
-    split = layout.split(flat)
-    for index in sorted(split):
-        lo, hi = bounds[index], bounds[index + 1]
-        pieces: list[Piece] = []
-        while r < len(flat) and flat[r][0] < hi:
-            start, stop = max(flat[r][0], lo), min(flat[r][1], hi)
-            param, share = owner[r]
-            pieces.append(Piece(param, share + start - flat[r][0], stop - start))
-            if flat[r][1] > hi:
-                break  # the rest of this range lies in the next partition
-            r += 1
-        length = sum(p.length for p in pieces)
-        touched = tuple(split[index])
-        whole = touched == ((0, hi - lo),)
-        out.append(Part(index, None if whole else touched, at, at + length, tuple(pieces)))
-        at += length
-    return tuple(out)
+    parts: list[Part] = []
+    packed = 0
+    for index, (size, ranges, pieces) in touched.items():
+        after = packed + sum([p.length for p in pieces])
+        parts.append(Part(index, None if after - packed == size else tuple(ranges), packed, after, tuple(pieces)))
+        packed = after
+    return Selection(params, ranged, tuple(offsets), tuple(parts))
 
 
 def _checked(layout: Layout, name: str, ranges: Sequence[Sequence[int]]) -> tuple[Range, ...]:

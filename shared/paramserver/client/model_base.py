@@ -1,0 +1,83 @@
+"""What models of the blocking and the asyncio client share: how their pushes are encoded and numbered, and requests."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from paramserver.client import control, transfer
+from paramserver.client.arrays import Params
+from paramserver.client.calls import Call
+from paramserver.client.client_base import ClientBase
+from paramserver.client.cluster import model_path
+from paramserver.client.encoding import NO_ENCODING
+from paramserver.client.frames import PushTerms
+from paramserver.client.gradients import Grads
+from paramserver.core.fields import check_model_name
+from paramserver.core.selection import Ranges
+from paramserver.errors import PsError, problem
+from paramserver.types import DTypeLike
+
+T = TypeVar("T")
+
+
+class ModelBase:
+    """Base class of models."""
+
+    _client: ClientBase
+
+    def __init__(self, client: ClientBase, name: str, codec: str | None = None) -> None:
+        self._client = client
+        self.name = check_model_name(name)
+        self._encoding = NO_ENCODING.of_call(codec=codec)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} at {self._client.url}>"
+
+    def _pull(
+        self, out: Params | None, timeout: float | None, *, wait_s: float, copy: bool, **options: Any
+    ) -> Call[Params]:
+        """See `Model.pull`; `options` are those of `transfer.pull` that are not named here."""
+        client, deadline = self._client, self._client.deadline(timeout, wait_s)
+        if copy:
+            return transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, **options)
+        if out is not None:
+            raise problem("invalid_field", "out= and copy=False exclude each other")
+        return client.shared.pull(self.name, deadline, wait_s=wait_s, **options)
+
+    def _numbered(
+        self,
+        send: Callable[..., Call[T]],
+        grads: Grads,
+        timeout: float | None,
+        *,
+        codec: str | None,
+        dtype: DTypeLike | None,
+        ranges: Ranges | None,
+        **terms: Any,
+    ) -> Call[T]:
+        """Do `transfer.push` or `transfer.pushpull` under the next number of a sender that has not joined."""
+        client, deadline = self._client, self._client.deadline(timeout)
+        encoding = self._encoding.of_call(codec=codec, dtype=dtype, ranges=ranges)
+        numbers = client.numbers(self.name)
+        push_id = yield from numbers.take(deadline)
+        try:
+            sending = send(client.cluster, self.name, deadline, grads, PushTerms(push_id, **terms), encoding=encoding)
+            return (yield from sending)
+        except PsError as e:
+            if e.code != "worker_required":
+                raise
+            hint = "with model.worker() as w: w.push(...)"
+            raise problem(e.code, e.detail, hint=hint, errors=e.errors, **e.members) from None
+        finally:
+            numbers.settle(push_id)
+
+    def _listed(self, noun: str, timeout: float | None) -> Call[list[Any]]:
+        """Return all items of a list of this model."""
+        return control.listed(model_path(self.name, noun), self._client.deadline(timeout))
+
+    def _post(self, noun: str, body: Any, timeout: float | None) -> Call[Any]:
+        """Send a POST that may be repeated."""
+        return control.send("POST", model_path(self.name, noun), body, self._client.deadline(timeout))
+
+    def _post_once(self, noun: str, body: Any, timeout: float | None) -> Call[Any]:
+        """See `control.post_unrepeatable`."""
+        return control.post_unrepeatable(model_path(self.name, noun), body, self._client.deadline(timeout))
