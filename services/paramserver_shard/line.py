@@ -3,13 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
 
-from paramserver.limits import MIB, SNAPSHOT_BLOCK_BYTES
+from paramserver.limits import SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S
 from paramserver_node.redis import transfer_timeout
-
-PACE_BYTES_PER_S: Final = MIB // 2
-"""Lowest rate at which snapshots are still stored and loaded; it only bounds how long a silent Redis is waited for."""
 
 
 class Line:
@@ -36,7 +32,7 @@ class Line:
             self._free_bytes -= size_bytes
         try:
             # What else has its turn shares the line, so each has the time that all of it may take.
-            async with transfer_timeout(SNAPSHOT_BLOCK_BYTES, PACE_BYTES_PER_S):
+            async with transfer_timeout(SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S):
                 yield
         finally:
             self._free_bytes += size_bytes
