@@ -6,6 +6,7 @@ once more after the map has been refreshed; then the answer is 503.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from time import monotonic
 from typing import Final, TypeVar, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from paramserver.core.shard_io import (
     SetReceived,
 )
 from paramserver.errors import InDoubt, PsError, StaleMapError, problem
+from paramserver.limits import FORWARDED_WAIT_S
 from paramserver.types import F32, ITEMSIZE, AnyArray, PushState
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
 from paramserver.wire.frame import PushPart as FramePart
@@ -33,6 +35,8 @@ from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.peers import PeerClient
 from paramserver_shard.runtime import Runtime
 
+MAY_CHANGE: Final = ("version_not_reached", "loading", "initializing")
+"""Errors of a pull that has waited, and would be served if it waited longer."""
 MAP_REFRESH_S: Final = 1.0
 """How long refused parts wait for a newer map before the second attempt."""
 
@@ -118,6 +122,7 @@ class Exchange:
         wait_s: float = 0.0,
     ) -> dict[int, GotPart]:
         """Return the current values of these partitions, by partition index."""
+        until = monotonic() + wait_s
 
         async def local(now: KnownModel, parts: Sequence[WantedPart]) -> list[GotPart]:
             indices = tuple(p.partition for p in parts)
@@ -133,20 +138,29 @@ class Exchange:
             ]
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[WantedPart]) -> list[GotPart]:
-            frame = PullFrame(
-                model=now.key.name,
-                parts=[(p.partition, p.ranges) for p in parts],
-                generation=now.key.generation,
-                timeline=timeline,
-                min_version=min_version,
-                min_clock=min_clock,
-                wait_s=wait_s,
-                forwarded=True,
-            )
             url = f"{self._directory.address(shard)}/pull"
             size = sum(4 * (stop - start) for p in parts for start, stop in _ranges(now, p))
-            reply, body = await self._peers.call(url, frame, [], PullReply, wait_s=wait_s, asked_bytes=size)
-            return _got(now, parts, reply, body)
+            while True:
+                left_s = max(0.0, until - monotonic())
+                frame = PullFrame(
+                    model=now.key.name,
+                    parts=[(p.partition, p.ranges) for p in parts],
+                    generation=now.key.generation,
+                    timeline=timeline,
+                    min_version=min_version,
+                    min_clock=min_clock,
+                    wait_s=min(left_s, FORWARDED_WAIT_S),
+                    forwarded=True,
+                )
+                try:
+                    reply, body = await self._peers.call(
+                        url, frame, [], PullReply, wait_s=frame.wait_s, asked_bytes=size
+                    )
+                except PsError as error:
+                    if left_s <= FORWARDED_WAIT_S or error.code not in MAY_CHANGE:
+                        raise
+                else:
+                    return _got(now, parts, reply, body)
 
         answers = await self._spread(known, wanted, local, remote)
         return {part.partition: part for answer in answers for part in answer}

@@ -1,4 +1,4 @@
-"""Client for frames to other shards, over HTTP/2 with prior knowledge, one connection per shard."""
+"""Client for frames to other shards, over HTTP/2 with prior knowledge, two connections per shard."""
 
 import json
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Final, TypeVar
 
 import numpy as np
-from pyreqwest.client import ClientBuilder
+from pyreqwest.client import Client, ClientBuilder
 from pyreqwest.exceptions import PyreqwestError
 
 from paramserver.client.credentials import Credentials
@@ -29,17 +29,8 @@ class PeerClient:
 
     def __init__(self, pool: BufferPool, credentials: Credentials) -> None:
         self._pool = pool
-        self._client = (
-            trusting(ClientBuilder(), credentials)
-            .default_headers(credentials.headers)
-            .http2_prior_knowledge()
-            .http2_max_frame_size(CHUNK_BYTES)
-            .http2_initial_stream_window_size(16 * CHUNK_BYTES)
-            .http2_initial_connection_window_size(16 * CHUNK_BYTES)
-            .connect_timeout(timedelta(seconds=CONNECT_S))
-            .no_proxy()
-            .build()
-        )
+        self._client = _client(credentials)
+        self._polling = _client(credentials)  # for requests that wait: they may take every stream of a connection
 
     async def call(
         self,
@@ -61,7 +52,8 @@ class PeerClient:
         prefix = encode_header(header)
         size = len(prefix) + sum(a.nbytes for a in body)
         timeout_s = REQUEST_BASE_TIMEOUT_S + wait_s + (size + asked_bytes) / PACE_BYTES_PER_S  # for the whole exchange
-        request = self._client.post(url).header("content-type", MEDIA_TYPE).timeout(timedelta(seconds=timeout_s))
+        client = self._polling if wait_s else self._client
+        request = client.post(url).header("content-type", MEDIA_TYPE).timeout(timedelta(seconds=timeout_s))
         if size <= CHUNK_BYTES:
             request = request.body_bytes(b"".join((prefix, *(a.data.cast("B") for a in body))))
         else:
@@ -93,6 +85,20 @@ class PeerClient:
         except PsError as e:
             raise problem(lost, f"the response of {url} cannot be read: {e.detail}") from e
         return head, received[offset:]
+
+
+def _client(credentials: Credentials) -> Client:
+    return (
+        trusting(ClientBuilder(), credentials)
+        .default_headers(credentials.headers)
+        .http2_prior_knowledge()
+        .http2_max_frame_size(CHUNK_BYTES)
+        .http2_initial_stream_window_size(16 * CHUNK_BYTES)
+        .http2_initial_connection_window_size(16 * CHUNK_BYTES)
+        .connect_timeout(timedelta(seconds=CONNECT_S))
+        .no_proxy()
+        .build()
+    )
 
 
 def _refusal(status: int, body: bytes) -> Exception:

@@ -28,7 +28,7 @@ class ScriptRunner:
 
     def __init__(self, redis: Redis) -> None:
         """`redis` is a client without socket timeouts: `run` sets a deadline by the size of the arguments."""
-        self._redis = redis
+        self.redis = redis
         self._fsync_way: node_redis.FsyncWay | None = None
 
     async def run(self, scripts: Sequence[Script], *, fsync: bool = False, size_bytes: int = 0) -> list[Any]:
@@ -47,9 +47,9 @@ class ScriptRunner:
 
     async def _run(self, scripts: Sequence[Script], fsync: bool) -> list[Any]:
         if fsync and self._fsync_way is None:
-            self._fsync_way = await node_redis.fsync_way(self._redis)
+            self._fsync_way = await node_redis.fsync_way(self.redis)
         wait = fsync and self._fsync_way == "waitaof"
-        async with self._redis.pipeline(transaction=False) as pipe:
+        async with self.redis.pipeline(transaction=False) as pipe:
             for script in scripts:
                 pipe.eval(script.text, len(script.keys), *script.keys, *script.args)
             if wait:  # on the same connection, since it waits for that connection's writes

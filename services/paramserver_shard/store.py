@@ -27,6 +27,7 @@ from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_node.redis import token_text
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+from paramserver_shard.line import Line
 from paramserver_shard.scripts import Script, ScriptRunner
 from paramserver_shard.stored import (
     FORMAT,
@@ -122,6 +123,7 @@ class SnapshotStore:
         self._scripts = scripts
         self._pool = pool
         self._budget = Budget(bytes_per_s, clock)
+        self._storing, self._loading = Line(), Line()
         self._writing: WeakValueDictionary[PartitionKey, asyncio.Lock] = WeakValueDictionary()
         self._damaged: set[tuple[PartitionKey, str]] = set()
         self._saves = 0
@@ -201,7 +203,7 @@ class SnapshotStore:
             inline = size_bytes <= SMALL_BYTES
             block, checksum = next_block(blocks) if inline else await asyncio.to_thread(next_block, blocks)
             await self._budget.spend(len(block), urgent=urgent)
-            async with self._redis.pipeline(transaction=False) as pipe:
+            async with self._storing.turn(len(block)), self._scripts.redis.pipeline(transaction=False) as pipe:
                 if not i:  # in one pipeline with the first block, and before it
                     pipe.sadd(_key(key, "pending"), f"{name}:{count}")
                 pipe.set(_key(key, f"snap:{name}:{i}"), block)
@@ -244,7 +246,8 @@ class SnapshotStore:
         stream = np.empty(entry["bytes"], np.uint8)  # not from the pool: no other buffer has this size
         at = 0
         for i, checksum in enumerate(entry["crc32"]):
-            block = await self._redis.get(_key(key, f"snap:{entry['name']}:{i}"))
+            async with self._loading.turn(min(entry["bytes"], SNAPSHOT_BLOCK_BYTES)):
+                block = await self._scripts.redis.get(_key(key, f"snap:{entry['name']}:{i}"))
             if not isinstance(block, bytes) or zlib_ng.crc32(block) != checksum or at + len(block) > stream.size:
                 return None
             stream[at : at + len(block)] = np.frombuffer(block, np.uint8)

@@ -98,8 +98,10 @@ JOURNAL_SCRIPT_BYTES: Final = 8 * MIB
 """Bytes of journal entries after which a write continues in another script, as Redis is blocked while one runs."""
 MOVES_AT_ONCE: Final = 4
 """Partitions that one shard hands over or takes over at the same time."""
+STORE_PACE_BYTES_PER_S: Final = MIB // 2
+"""Lowest rate at which partitions are stored in Redis and loaded; it only bounds the wait for a silent Redis."""
 MOVE_S: Final = 30.0
-"""Timeout of a move: the owner keeps the partition, which is not moved again for as long."""
+"""Timeout of a move, besides the time for its bytes: the owner keeps the partition, which stays for as long."""
 BALANCE_INTERVAL_S: Final = 10.0
 """Interval between comparisons of load, once bytes are balanced."""
 PATIENCE_S: Final = 15.0
@@ -132,6 +134,8 @@ SHARED_LEASE_S: Final = 15.0
 SERVE_WITHOUT_CONTACT_S: Final = 3.0
 WAIT_S_MAX: Final = 60.0
 """Longest `wait_s` of a long poll."""
+FORWARDED_WAIT_S: Final = 5.0
+"""Longest `wait_s` that one shard asks of another at a time: it cannot withdraw a request whose client has gone."""
 CLIENT_TIMEOUT_S: Final = 30.0
 UPLOAD_TOKEN_S: Final = 60.0
 SNAPSHOT_INTERVAL_S: Final = 5.0

@@ -23,7 +23,10 @@ class Link:
         """Port on 127.0.0.1 that the link listens on."""
         self.delay_s = 0.0
         """Delay of each chunk in each direction."""
+        self.bytes_per_s = float("inf")
+        """Rate of each direction, which all connections share."""
         self.passed_bytes = 0
+        self._free_at = {"there": 0.0, "back": 0.0}
         self._open = {"there": asyncio.Event(), "back": asyncio.Event()}
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -109,6 +112,9 @@ class Link:
         while chunk := await reader.read(CHUNK_BYTES):
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
+            now = asyncio.get_running_loop().time()
+            self._free_at[way] = max(now, self._free_at[way]) + len(chunk) / self.bytes_per_s
+            await asyncio.sleep(self._free_at[way] - now)
             await passes.wait()
             writer.write(chunk)
             await writer.drain()

@@ -3,15 +3,18 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 from redis.asyncio import Redis
+from tests.chaos.proxy import Link
 
 from paramserver.errors import CorruptState
 from paramserver.limits import MIB
 from paramserver.types import F32, ModelKey, PartitionKey
 from paramserver_node import redis as node_redis
+from paramserver_shard import line
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.store import SaveResult, SnapshotStore, Stored
@@ -213,3 +216,31 @@ async def test_a_former_owner_sweeps_nothing(redis: Redis) -> None:
     assert await save(store, 2) == SaveResult.FENCED
     assert await blocks(redis) == [f"{name}:0"]
     assert await redis.sismember(f"{{{KEY}}}:pending", f"{name}:1")
+
+
+async def test_partitions_that_share_a_slow_line_are_stored_and_loaded_in_turn(
+    redis_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a line that carries one block within the timeout, but not all, every partition is stored and loaded."""
+    size, keys = 1 << 20, [PartitionKey(ModelKey("m", 3), i) for i in range(6)]
+    monkeypatch.setattr(line, "SNAPSHOT_BLOCK_BYTES", 2 * size - 1)
+    await redis.mset({f"{{{key}}}:token": f"{TOKEN:020d}" for key in keys})
+    link = Link("redis", urlsplit(redis_url).port or 0)
+    await link.start()
+    slow = node_redis.connect(f"redis://127.0.0.1:{link.port}/0", timeout_s=1.5)
+    store = store_of(slow)
+    link.bytes_per_s = 2 * size  # 0.5 s for each of them, 3 s for all
+    try:
+        arrays = [np.full(size // 4, key.index, np.float32) for key in keys]
+        saved = [store.save(key, TOKEN, 1, {}, [a]) for key, a in zip(keys, arrays, strict=True)]
+        assert await asyncio.gather(*saved) == [SaveResult.STORED] * len(keys)
+
+        async def loaded(key: PartitionKey) -> Stored | None:
+            return await store.read(key, (await store.manifest(key))[0])
+
+        for found, wanted in zip(await asyncio.gather(*map(loaded, keys)), arrays, strict=True):
+            assert found is not None
+            assert np.array_equal(found.arrays[0], wanted)
+    finally:
+        await slow.aclose()
+        await link.stop()

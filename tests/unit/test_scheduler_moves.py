@@ -116,6 +116,21 @@ def test_an_owner_that_does_not_hand_over_is_let_be_for_a_while() -> None:
     assert not set(now) & set(first)
 
 
+def test_a_large_partition_has_the_time_that_storing_it_may_take() -> None:
+    """The time of a move grows with the partition's bytes, so a large one is not withdrawn again and again."""
+    d = Driver()
+    d.model(params={"w": {"shape": [32 << 20]}}, partitions=2)  # 64 MiB each
+    drain(d, "s1")
+    asked = release_numbers(d)
+    assert asked
+    for _ in range(int(limits.MOVE_S) + 60):
+        d.now += 1
+        for s in d.shards:
+            d.beat(s, releases=False)
+        d.do(io.Tick())
+    assert release_numbers(d) == asked
+
+
 def test_a_draining_shard_ends_with_nothing_and_gets_nothing() -> None:
     """A draining shard loses all partitions and gets none, even of new models or by a new leader, until it rejoins."""
     d = Driver.with_model(**EIGHT)

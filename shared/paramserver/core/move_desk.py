@@ -101,12 +101,18 @@ class MoveDesk:
         self.c.unbalanced, self._blocked = bool(moves), not all(p.movable for p in partitions)
 
     def expire(self, now: float) -> None:
-        """Withdraw moves that take longer than `limits.MOVE_S`, and do not move those partitions for as long.
+        """Withdraw moves that take too long by `limits`, and do not move those partitions for `limits.MOVE_S`.
 
         Partitions that could not be moved before are planned for again.
         """
         self.c.unbalanced = self.c.unbalanced or self._blocked
-        late = [m for m in self._moves() if now - m[1].asked_s >= limits.MOVE_S]
+        late = [
+            (model, owner)
+            for model in self.c.models.values()
+            for i, owner in enumerate(model.owners)
+            if owner.release
+            and now - owner.asked_s >= limits.MOVE_S + model.held_bytes_of(i) / limits.STORE_PACE_BYTES_PER_S
+        ]
         for _, owner in late:
             owner.no_move_before_s = now + limits.MOVE_S
         self._withdraw(late)

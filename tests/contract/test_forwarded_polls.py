@@ -1,0 +1,93 @@
+"""Pulls that wait at another shard than the one that was asked: what they cost other requests, and for how long."""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.waiting import eventually
+
+from paramserver import limits
+from paramserver.client.credentials import Credentials
+from paramserver.wire.frame import PullFrame, PullReply
+from paramserver_shard.buffers import BufferPool
+from paramserver_shard.peers import PeerClient
+
+from .processes import Nodes, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+NEVER = 10**6
+"""A version that no test reaches."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two shards."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
+        yield running
+
+
+def model_of(cluster: Nodes) -> tuple[str, str, str]:
+    """Create a model of one partition; return its name, the URL of the shard that owns it, and that of the other."""
+    name = unique("m")
+    cluster.post("/models", {"name": name, "params": {"w": {"shape": [4]}}, "partitions": 1}, status=201)
+    owner = cluster.http.get(f"/models/{name}").json()["partitions"][0]["shard"]
+    own, other = (f"http://127.0.0.1:{cluster.shard_ports[n]}" for n in sorted(cluster.shard_ports, key=owner.__ne__))
+    return name, own, other
+
+
+async def test_polls_that_wait_at_a_shard_hold_nothing_up(cluster: Nodes) -> None:
+    """More pulls than a connection carries may wait at another shard; what does not wait is answered at once."""
+    name, owner, _ = model_of(cluster)
+    client = PeerClient(BufferPool(), Credentials.found(None, None, os.environ))
+    poll = PullFrame([(0, None)], model=name, forwarded=True, min_version=NEVER, wait_s=20.0)
+    polls = [
+        asyncio.create_task(client.call(f"{owner}/pull", poll, [], PullReply, wait_s=poll.wait_s)) for _ in range(300)
+    ]
+    await asyncio.to_thread(eventually, lambda: in_flight(owner) > 200, within_s=15.0, what="polls at the owner")
+
+    async with asyncio.timeout(10.0):
+        await client.call(f"{owner}/pull", PullFrame([(0, None)], model=name, forwarded=True), [], PullReply)
+
+    for task in polls:
+        task.cancel()
+    await asyncio.gather(*polls, return_exceptions=True)
+
+
+def test_a_poll_that_was_passed_on_ends_soon_after_its_client_has_gone(cluster: Nodes) -> None:
+    """A client that goes away leaves nothing waiting at the owner for longer than one shard asks another to wait."""
+    name, owner, other = model_of(cluster)
+    poll = {"model": name, "min_version": NEVER, "wait_s": 60}
+    eventually(lambda: in_flight(owner) == 1, within_s=30.0, what="an idle owner")  # the request for its metrics
+
+    with pytest.raises(httpx.ReadTimeout):
+        cluster.http.post(f"{other}/pull", json=poll, timeout=1.0)
+
+    assert in_flight(owner) == 2
+    eventually(lambda: in_flight(owner) == 1, within_s=2 * limits.FORWARDED_WAIT_S, what="the end of the poll")
+
+
+def test_a_poll_that_was_passed_on_waits_as_long_as_it_asks(cluster: Nodes) -> None:
+    """It is answered once the version is there, or when its own time is over, however often that asks the owner."""
+    name, owner, other = model_of(cluster)
+    wait_s = limits.FORWARDED_WAIT_S + 1.0
+    began = time.monotonic()
+
+    late = cluster.http.post(f"{other}/pull", json={"model": name, "min_version": NEVER, "wait_s": wait_s})
+
+    assert (late.status_code, late.json()["code"]) == (412, "version_not_reached")
+    assert time.monotonic() - began >= wait_s
+    assert cluster.http.post(f"{owner}/push", json={"model": name, "grads": {"w": [1, 1, 1, 1]}}).status_code == 200
+    poll = {"model": name, "min_version": 1, "wait_s": wait_s}
+    assert cluster.http.post(f"{other}/pull", json=poll).json()["version"] == 1
+
+
+def in_flight(url: str) -> float:
+    """The number of requests that this node is answering, the one that asks included."""
+    text = httpx.get(f"{url}/metrics", headers=Credentials.found(None, None, os.environ).headers).text
+    found = {f.name: f.samples for f in text_string_to_metric_families(text)}
+    return found["paramserver_http_requests_in_flight"][0].value
