@@ -126,6 +126,7 @@ class Shard:
     """The assembled parts of one shard."""
 
     services: Services
+    peers: PeerClient
     redis: Redis
     bulk_redis: Redis
     """Client without socket timeouts for large transfers, which set deadlines by their size."""
@@ -136,6 +137,7 @@ class Shard:
         if self.folder is not None:
             self.folder.close()
         await self.services.forwarder.aclose()
+        await self.peers.aclose()
         await self.services.membership.link.aclose()
         await self.redis.aclose()
         await self.bulk_redis.aclose()
@@ -174,7 +176,8 @@ def assemble(
     if board is not None and lending is not None:
         membership.serving.on_changed, runtime.on_superseded = board.set_serving_window, lending.clear_superseded
     models = Models(directory, link)
-    exchange = Exchange(directory, runtime, PeerClient(pool, own_credentials))
+    peers = PeerClient(pool, own_credentials)
+    exchange = Exchange(directory, runtime, peers)
     names = NameService(models, exchange)
     frames = FrameService(directory, models, runtime, exchange, clocks, lending)
     arrays = ArrayService(models, exchange, names, link)
@@ -182,7 +185,7 @@ def assemble(
     services = Services(
         membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, lending, access
     )
-    return Shard(services, redis, bulk_redis, folder)
+    return Shard(services, peers, redis, bulk_redis, folder)
 
 
 def shared_memory(root: str, name: str) -> tuple[SharedFolder, Board] | tuple[None, None]:
