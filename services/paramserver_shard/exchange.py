@@ -6,7 +6,6 @@ once more after the map has been refreshed; then the answer is 503.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from time import monotonic
 from typing import Final, TypeVar, cast
 
 import numpy as np
@@ -25,7 +24,6 @@ from paramserver.core.shard_io import (
     SetReceived,
 )
 from paramserver.errors import InDoubt, PsError, StaleMapError, problem
-from paramserver.limits import FORWARDED_WAIT_S
 from paramserver.types import F32, ITEMSIZE, AnyArray, PushState
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
 from paramserver.wire.frame import PushPart as FramePart
@@ -35,8 +33,6 @@ from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.peers import PeerClient
 from paramserver_shard.runtime import Runtime
 
-MAY_CHANGE: Final = ("version_not_reached", "loading", "initializing")
-"""Errors of a pull that has waited, and would be served if it waited longer."""
 MAP_REFRESH_S: Final = 1.0
 """How long refused parts wait for a newer map before the second attempt."""
 
@@ -104,9 +100,8 @@ class Exchange:
                 encoding=Codec(coding).text if encoded else None,
                 sizes=[(p.data.nbytes, p.data.nbytes) for p in parts] if encoded else (),
             )
-            url = f"{self._directory.address(shard)}/push"
-            reply, _ = await self._peers.call(url, frame, [p.data for p in parts], PushReply)
-            return push_done(now, reply)
+            address = self._directory.address(shard)
+            return push_done(now, await self._peers.push(address, "/push", frame, [p.data for p in parts]))
 
         done = await self._spread(known, command.parts, local, remote, _accepted_partitions)
         return merged_push(known, done)
@@ -122,7 +117,6 @@ class Exchange:
         wait_s: float = 0.0,
     ) -> dict[int, GotPart]:
         """Return the current values of these partitions, by partition index."""
-        until = monotonic() + wait_s
 
         async def local(now: KnownModel, parts: Sequence[WantedPart]) -> list[GotPart]:
             indices = tuple(p.partition for p in parts)
@@ -138,29 +132,19 @@ class Exchange:
             ]
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[WantedPart]) -> list[GotPart]:
-            url = f"{self._directory.address(shard)}/pull"
+            frame = PullFrame(
+                model=now.key.name,
+                parts=[(p.partition, p.ranges) for p in parts],
+                generation=now.key.generation,
+                timeline=timeline,
+                min_version=min_version,
+                min_clock=min_clock,
+                wait_s=wait_s,
+                forwarded=True,
+            )
             size = sum(4 * (stop - start) for p in parts for start, stop in _ranges(now, p))
-            while True:
-                left_s = max(0.0, until - monotonic())
-                frame = PullFrame(
-                    model=now.key.name,
-                    parts=[(p.partition, p.ranges) for p in parts],
-                    generation=now.key.generation,
-                    timeline=timeline,
-                    min_version=min_version,
-                    min_clock=min_clock,
-                    wait_s=min(left_s, FORWARDED_WAIT_S),
-                    forwarded=True,
-                )
-                try:
-                    reply, body = await self._peers.call(
-                        url, frame, [], PullReply, wait_s=frame.wait_s, asked_bytes=size
-                    )
-                except PsError as error:
-                    if left_s <= FORWARDED_WAIT_S or error.code not in MAY_CHANGE:
-                        raise
-                else:
-                    return _got(now, parts, reply, body)
+            reply, body = await self._peers.pull(self._directory.address(shard), frame, size)
+            return _got(now, parts, reply, body)
 
         answers = await self._spread(known, wanted, local, remote)
         return {part.partition: part for answer in answers for part in answer}
@@ -174,9 +158,8 @@ class Exchange:
         async def remote(now: KnownModel, shard: str, parts: Sequence[AssignPart]) -> PushDone:
             set_parts = tuple(SetPart(p.partition, p.data.size, p.ranges, p.dtype, expected=p.expected) for p in parts)
             frame = SetFrame(command.model, now.key.generation, set_parts, command.restore)
-            url = f"{self._directory.address(shard)}/internal/set/{command.model}"
-            reply, _ = await self._peers.call(url, frame, [p.data for p in parts], PushReply)
-            return push_done(now, reply)
+            address, path = self._directory.address(shard), f"/internal/set/{command.model}"
+            return push_done(now, await self._peers.push(address, path, frame, [p.data for p in parts]))
 
         done = await self._spread(known, command.parts, local, remote, _accepted_partitions)
         return merged_push(known, done)
@@ -311,6 +294,4 @@ def _got(known: KnownModel, parts: Sequence[WantedPart], reply: PullReply, body:
             pieces.append(values[at : at + stop - start])
             at += stop - start
         out.append(GotPart(partition, version, incarnation, tuple(pieces)))
-    if at != values.size:
-        raise problem("unavailable", "another shard answered with a body of the wrong length")
     return out

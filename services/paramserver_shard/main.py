@@ -125,6 +125,7 @@ class Shard:
     """The assembled parts of one shard."""
 
     services: Services
+    peers: PeerClient
     redis: Redis
     bulk_redis: Redis
     """Client without socket timeouts for large transfers, which set deadlines by their size."""
@@ -135,6 +136,7 @@ class Shard:
         if self.folder is not None:
             self.folder.close()
         await self.services.forwarder.aclose()
+        await self.peers.aclose()
         await self.services.membership.link.aclose()
         await self.redis.aclose()
         await self.bulk_redis.aclose()
@@ -173,7 +175,8 @@ def assemble(
     if folder is not None and lending is not None:
         membership.serving.on_changed, runtime.on_superseded = folder.board.set_serving_window, lending.clear_superseded
     models = Models(directory, link)
-    exchange = Exchange(directory, runtime, PeerClient(pool, own_credentials))
+    peers = PeerClient(pool, own_credentials)
+    exchange = Exchange(directory, runtime, peers)
     names = NameService(models, exchange)
     frames = FrameService(directory, models, runtime, exchange, clocks, lending)
     arrays = ArrayService(models, exchange, names, link)
@@ -181,7 +184,7 @@ def assemble(
     services = Services(
         membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, lending, access
     )
-    return Shard(services, redis, bulk_redis, folder)
+    return Shard(services, peers, redis, bulk_redis, folder)
 
 
 async def expect_state(url: str) -> None:

@@ -134,8 +134,6 @@ SHARED_LEASE_S: Final = 15.0
 SERVE_WITHOUT_CONTACT_S: Final = 3.0
 WAIT_S_MAX: Final = 60.0
 """Longest `wait_s` of a long poll."""
-FORWARDED_WAIT_S: Final = 5.0
-"""Longest `wait_s` that one shard asks of another at a time: it cannot withdraw a request whose client has gone."""
 CLIENT_TIMEOUT_S: Final = 30.0
 UPLOAD_TOKEN_S: Final = 60.0
 SNAPSHOT_INTERVAL_S: Final = 5.0

@@ -35,10 +35,10 @@ class Peers:
     def __init__(self) -> None:
         self.got: list[np.ndarray[Any, Any]] = []
 
-    async def call(self, url: str, frame: Any, arrays: Any, kind: Any) -> tuple[PushReply, None]:
+    async def push(self, address: str, path: str, frame: Any, arrays: Any) -> PushReply:
         self.got += [np.array(a) for a in arrays]
         parts = [(p.partition, 1, 2, 0) for p in frame.parts]
-        return PushReply("applied", False, 1, 0, 2, 0, parts), None
+        return PushReply("applied", False, 1, 0, 2, 0, parts)
 
 
 async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() -> None:
@@ -70,8 +70,8 @@ class Failing:
     def __init__(self, **errors: PsError) -> None:
         self.errors = errors
 
-    async def call(self, url: str, *_: Any) -> Any:
-        raise self.errors[url.removeprefix("http://").removesuffix("/push")]
+    async def push(self, address: str, *_: Any) -> Any:
+        raise self.errors[address.removeprefix("http://")]
 
 
 @pytest.mark.parametrize(

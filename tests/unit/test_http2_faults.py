@@ -124,6 +124,22 @@ def test_a_change_that_a_closed_connection_did_not_take_is_sent_again() -> None:
 
 
 @both_clients
+def test_an_answer_without_a_place_is_bounded(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that goes into no sink and exceeds the bound on bodies is given up, so that no server can fill memory."""
+    monkeypatch.setattr(http2, "BODY_BYTES_MAX", 100)
+
+    def script(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), bytes(100)))
+        peer.send(peer.answer(peer.until(wire.HEADERS), bytes(101)))
+
+    with Server(kind, script) as server:
+        assert isinstance(server.ask(), Response)
+        refused = server.ask()
+        assert isinstance(refused, PsError)
+        assert "limited to 100 bytes" in refused.detail
+
+
+@both_clients
 def test_a_frame_inside_a_header_block_ends_the_connection(kind: Kind) -> None:
     """DATA between HEADERS and their end is no HTTP/2 (RFC 9113, 6.10): the request ends at once, in doubt."""
 

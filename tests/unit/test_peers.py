@@ -1,12 +1,15 @@
 """Unreadable responses of another shard, played by a scripted server, as `PeerClient` reports them."""
 
+from collections.abc import Awaitable, Callable
+
 import pytest
+from tests.refusals import refused_with
 from tests.unit.scripted_server import Blocking, Peer, Server
 
 from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.errors import InDoubt, PsError, Unavailable
 from paramserver.wire import http2 as wire
-from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushPart, PushReply
+from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushPart, encode_header
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.peers import PeerClient
 
@@ -30,12 +33,36 @@ async def test_an_unreadable_answer_is_no_fault_of_the_client(length: bytes, bod
         if body:
             peer.send(wire.frame(wire.DATA, wire.END_STREAM, stream, body))
 
-    async def outcome(header: PushFrame | PullFrame, of: type[PushReply] | type[PullReply]) -> PsError:
+    async def outcome(call: Callable[[PeerClient, str], Awaitable[object]]) -> PsError:
         with Server(Blocking, script) as server:
+            client = PeerClient(BufferPool(), NO_CREDENTIALS)
             with pytest.raises(PsError) as raised:
-                await PeerClient(BufferPool(), NO_CREDENTIALS).call(server.url, header, [], of)
+                await call(client, server.url)
+            await client.aclose()
             return raised.value
 
-    assert isinstance(await outcome(PUSH, PushReply), InDoubt)
-    assert isinstance(error := await outcome(PULL, PullReply), Unavailable)
+    assert isinstance(await outcome(lambda c, url: c.push(url, "/push", PUSH, [])), InDoubt)
+    assert isinstance(error := await outcome(lambda c, url: c.pull(url, PULL, 4)), Unavailable)
     assert error.code == "unavailable"
+
+
+@pytest.mark.parametrize(
+    ("status", "size_bytes", "why"),
+    [(200, 8, "more than"), (200, 16, "before it was complete"), (202, 12, "HTTP 202")],
+)
+async def test_values_have_the_size_that_was_asked_for(status: int, size_bytes: int, why: str) -> None:
+    """An answer to a pull that has more or fewer values than were asked for is unavailable, like one without any."""
+    body = encode_header(PullReply("m", 1, 0, 1, 1, "float32", [(0, 1, 1)])) + bytes(12)
+
+    def script(peer: Peer) -> None:
+        peer.send(wire.settings({}))
+        stream = peer.until(wire.DATA, wire.END_STREAM)
+        head = wire.encoded([(b":status", b"%d" % status)])
+        peer.send(wire.frame(wire.HEADERS, wire.END_HEADERS, stream, head))
+        peer.send(wire.frame(wire.DATA, wire.END_STREAM, stream, body))
+
+    with Server(Blocking, script) as server:
+        client = PeerClient(BufferPool(), NO_CREDENTIALS)
+        with refused_with("unavailable", Unavailable, why):
+            await client.pull(server.url, PULL, size_bytes)
+        await client.aclose()

@@ -22,7 +22,6 @@ from paramserver.errors import PsError, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
 from paramserver.wire.frame import (
     MEDIA_TYPE,
-    PREFIX_BYTES,
     PullFrame,
     PullReply,
     PullSpec,
@@ -31,9 +30,8 @@ from paramserver.wire.frame import (
     PushReply,
     decode_header,
     encode_header,
-    header_end,
 )
-from paramserver.wire.sink import pour
+from paramserver.wire.incoming_pull import IncomingPull
 from paramserver.wire.tensor import bf16_bits_to_f32
 
 _HEADERS: Final = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
@@ -263,72 +261,35 @@ def leased_by(reply: PushReply | PullReply | None, to: str | None, layout: Layou
     return Leased(to, number, tuple(zip(partitions, files, sizes, strict=True)))
 
 
-class Incoming:
-    """The sink of one pull: reads the header, then puts the body into the caller's packed vector."""
+class Incoming(IncomingPull):
+    """The sink of one pull: the body goes into the caller's packed vector."""
 
     def __init__(self, selection: Selection, parts: Sequence[Part], flat: AnyArray, dtype: DType) -> None:
         self._parts = {p.partition: p for p in parts}
-        self._elements = selection.size
         self._flat, self._dtype = flat, dtype
-        self.reply: PullReply | None = None
-        self.begin()
+        super().__init__()
 
     def begin(self) -> None:
         """Discard an earlier attempt."""
-        self.reply = None
-        self._head = bytearray()
-        self._places: list[memoryview] = []
+        super().begin()
         self._wide: list[tuple[AnyArray, AnyArray]] = []
-
-    def feed(self, chunk: memoryview) -> None:
-        """Take the next bytes."""
-        data = chunk.cast("B") if chunk.format != "B" else chunk
-        if self.reply is None:
-            data = self._feed_head(data)
-        if pour(data, self):
-            raise problem("in_doubt", "the answer to a pull holds more than was requested")
-
-    def room(self) -> memoryview:
-        """Return the memory for the next bytes, up to the end of one part; empty before the body and after it."""
-        return self._places[0] if self._places else memoryview(b"")
-
-    def filled(self, size: int) -> None:
-        """Note that `size` bytes were put into `room`."""
-        self._places[0] = self._places[0][size:]
-        if not self._places[0]:
-            del self._places[0]
 
     def end(self) -> None:
         """Check that the answer is complete; widen bfloat16."""
-        if self.reply is None or self._places:
-            raise problem("in_doubt", "the answer to a pull ended before it was complete")
+        super().end()
         for bits, out in self._wide:
             bf16_bits_to_f32(bits, out)
 
-    def _feed_head(self, data: memoryview) -> memoryview:
-        """Collect the header; return the rest of `data` once it is complete, else nothing."""
-        if self._head:
-            self._head += data
-        head = self._head or data
-        try:
-            if len(head) < PREFIX_BYTES or len(head) < header_end(head):
-                self._head = self._head or bytearray(data)
-                return memoryview(b"")
-            self.reply, end = decode_header(head, PullReply)
-        except PsError as e:
-            raise problem("in_doubt", f"the answer to a pull cannot be read: {e}") from e
-        self._place(self.reply)
-        return data[len(data) - (len(head) - end) :]
-
-    def _place(self, reply: PullReply) -> None:
+    def _places_for(self, reply: PullReply) -> list[memoryview]:
         if not reply.parts and reply.push is not None:
-            return  # the commit did not come in time: the push is accepted, and the values are pulled later
+            return []  # the commit did not come in time: the push is accepted, and the values are pulled later
         if reply.dtype != self._dtype or sorted([p[0] for p in reply.parts]) != sorted(self._parts):
             raise problem("in_doubt", "the answer to a pull is not what was requested")
         if reply.lease is not None:
             if len(reply.lease[1]) != len(reply.parts):
                 raise problem("in_doubt", "the answer to a pull leases something other than what was requested")
-            return
+            return []
+        places: list[memoryview] = []
         for partition, _version, _incarnation in reply.parts:
             part = self._parts[partition]
             out = self._flat[part.start : part.stop]
@@ -337,7 +298,6 @@ class Incoming:
                 self._wide.append((bits, out))
                 out = bits
             if out.size:
-                self._places.append(out.data.cast("B"))
-        assert ITEMSIZE[self._dtype] * sum(p.stop - p.start for p in self._parts.values()) == sum(
-            map(len, self._places)
-        )
+                places.append(out.data.cast("B"))
+        assert ITEMSIZE[self._dtype] * sum(p.stop - p.start for p in self._parts.values()) == sum(map(len, places))
+        return places

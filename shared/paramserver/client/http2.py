@@ -10,6 +10,7 @@ from typing import Final
 
 from paramserver.client.calls import Sink
 from paramserver.errors import PsError
+from paramserver.limits import BODY_BYTES_MAX
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Header
 
@@ -74,7 +75,10 @@ class Answer:
     def feed(self, data: memoryview, *, in_place: bool) -> None:
         """Take the next bytes of the body; `in_place`: they are already in the memory that `room` returned."""
         if not self._to_sink:
-            self.body += data
+            if len(self.body) + len(data) > BODY_BYTES_MAX:
+                self.fail(OSError(f"a body without a place is limited to {BODY_BYTES_MAX} bytes"))
+            else:
+                self.body += data
             return
         assert self._sink is not None
         try:
