@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -62,10 +63,12 @@ def test_a_poll_that_was_passed_on_ends_soon_after_its_client_has_gone(cluster: 
     poll = {"model": name, "min_version": NEVER, "wait_s": 60}
     eventually(lambda: in_flight(owner) == 1, within_s=30.0, what="an idle owner")  # the request for its metrics
 
-    with pytest.raises(httpx.ReadTimeout):
-        cluster.http.post(f"{other}/pull", json=poll, timeout=1.0)
+    with ThreadPoolExecutor() as pool:
+        polling = pool.submit(cluster.http.post, f"{other}/pull", json=poll, timeout=5.0)
+        eventually(lambda: in_flight(owner) == 2, within_s=5.0, what="the poll at the owner")
+        with pytest.raises(httpx.ReadTimeout):
+            polling.result()
 
-    assert in_flight(owner) == 2
     eventually(lambda: in_flight(owner) == 1, within_s=10.0, what="the end of the poll")
 
 
