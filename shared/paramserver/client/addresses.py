@@ -4,11 +4,11 @@ A scheduler's responses list all running schedulers.  The list is used only if i
 a tunnel, a published port or a proxy, a name that is valid inside the cluster may be somebody else's host out here.
 """
 
+import re
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
-
-from pyreqwest.http import Url
 
 from paramserver.client.calls import Outcome, Response, is_gateway_failure
 from paramserver.errors import InDoubt, Unreachable, problem
@@ -62,8 +62,14 @@ class Addresses:
 def _checked(url: str) -> str:
     try:
         parts = urlsplit(url)
-        wrong = "" if parts.hostname and parts.port != 0 else "it has no host, or port 0"
-        Url(url)  # the native client's parser, which knows hosts that cannot be
+        host = parts.hostname or ""
+        wrong = "" if host and parts.port != 0 else "it has no host, or port 0"
+        if parts.scheme not in ("http", "https"):
+            wrong = f"'{parts.scheme}' is neither http nor https"
+        elif ":" in host or re.fullmatch(r"[\d.]+", host):
+            ip_address(host)
+        elif host and not re.fullmatch(r"[A-Za-z0-9._-]+", host.encode("idna").decode()):
+            wrong = f"'{host}' cannot be a host"
     except ValueError as e:
         wrong = str(e)
     if wrong:
