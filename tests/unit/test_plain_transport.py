@@ -10,7 +10,7 @@ import pytest
 from tests.unit.scripted_server import Blocking, Kept, Peer, Server, serving
 
 from paramserver.client import control
-from paramserver.client.calls import Deadline, Request, Response
+from paramserver.client.calls import TIMEOUT_S_MAX, Deadline, Request, Response
 from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.client.plain import PlainTransport, proxy_of
 from paramserver.client.transport import AsyncTransport, BlockingTransport, Protocols
@@ -108,7 +108,7 @@ def on_asyncio(url: str, *requests: Request) -> list[Any]:
 
 
 both = pytest.mark.parametrize("ask", [blocking, on_asyncio])
-GET = Request("GET", "/models")
+GET = Request("GET", "/models", timeout_s=TIMEOUT_S_MAX)
 
 
 @both

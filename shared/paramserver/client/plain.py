@@ -24,6 +24,8 @@ from paramserver.errors import PsError, problem
 
 _KEPT_MAX: Final = 8
 """Idle connections kept for each address."""
+_WAIT_S_MAX: Final = 1e6
+"""Longest wait of a socket, which counts milliseconds in 31 bits."""
 
 
 class PlainTransport:
@@ -59,7 +61,7 @@ class PlainTransport:
             outcome = self._attempt(kept, request, url, within)
             if outcome is not None or not changes_nothing(request):
                 return outcome or ended
-        fresh = _connection(url, request.timeout_s, self._credentials)
+        fresh = _connection(url, min(request.timeout_s, _WAIT_S_MAX), self._credentials)
         try:
             fresh.connect()
         except OSError as e:
@@ -84,7 +86,7 @@ class PlainTransport:
     ) -> Outcome | None:
         """Send the request and return its outcome; None if the node closed the connection before it answered."""
         connected = connection.sock
-        connected.settimeout(request.timeout_s)
+        connected.settimeout(min(request.timeout_s, _WAIT_S_MAX))
         try:
             with using_memory(within, partial(cut, connected)):
                 headers, target = {**self._headers, **request.headers}, urlsplit(url).path + request.path
