@@ -360,7 +360,7 @@ def test_where_the_cluster_is(url: str | None, env: dict[str, str], urls: tuple[
     "url",
     [
         "http://127.0.0.1:99999", "http://h:1,http://h:x", "http://:8700", "http://h:1?x=1",
-        "http://192.168.1.300:8700", "http://a|b:1",
+        "http://192.168.1.300:8700", "http://a|b:1", "ftp://h:1", "http://[::x]:1",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("client", [ps.connect, ps.AsyncClient])

@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 
@@ -147,7 +147,7 @@ def test_each_request_has_its_own_outcome(node: Node, perform: Perform) -> None:
     assert isinstance(gone, Response)
     assert (gone.status, gone.body, gone.headers["where"], gone.url) == (410, b"it is gone", "elsewhere", node.url)
     assert isinstance(cut, ps.InDoubt)
-    assert cut.detail.startswith(f"the connection to {node.url} broke before it answered (")
+    assert cut.detail == f"the connection to {node.url} broke before it answered"
     assert isinstance(alive, Response)
     assert (alive.status, alive.body) == (200, b"{}")
     assert isinstance(elsewhere, Response)
@@ -214,15 +214,6 @@ def test_only_the_body_of_a_success_goes_into_a_sink(perform: Perform) -> None:
     assert (refused.detail, full.ended) == ("more than 1,000 bytes", False)
     assert isinstance(lost, ps.InDoubt)
     assert not cut.ended
-
-
-@pytest.mark.parametrize("way", [blocking, on_asyncio])
-def test_what_is_no_url_is_said_so(way: Any) -> None:
-    """A request in a scheme that is not HTTP is refused as malformed, which is not retried."""
-    (malformed,) = way("ftp://host:1", [Request("GET", "/livez")], NO_CREDENTIALS)
-
-    assert isinstance(malformed, ps.RequestError)
-    assert malformed.detail.startswith("ftp://host:1 is not a valid URL: ")
 
 
 def test_the_url_of_a_page_is_no_cluster(node: Node) -> None:

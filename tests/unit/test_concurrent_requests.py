@@ -19,7 +19,6 @@ from tests.unit.scripted_server import OK, Blocking, Kept, Peer, Server, serving
 from paramserver.client.calls import Call, Request, Response
 from paramserver.client.concurrent_requests import CallerInterrupted, Helpers, Interruptible
 from paramserver.client.credentials import NO_CREDENTIALS
-from paramserver.client.plain import PlainTransport
 from paramserver.client.transport import BlockingTransport
 from paramserver.wire import http2 as wire
 
@@ -234,12 +233,8 @@ def test_an_interrupted_pull_writes_nothing_any_more(answers: bool) -> None:
     assert (sink.data, sink.ended) == (b"early", 0)
 
 
-@pytest.mark.parametrize("forked", [False, True])
-def test_neither_do_requests_that_go_through_another_node(forked: bool) -> None:
-    """Interrupted requests to the given URL send no data written later, and nothing is written to their sinks.
-
-    The native client cannot be interrupted: it sends a copy, and what it still receives is discarded.
-    """
+def test_neither_do_requests_over_http1() -> None:
+    """Interrupted requests over HTTP/1.1 send no data written later, and write nothing to their sinks."""
     seen: list[bytes] = []
     begun, interrupted, gone = threading.Event(), threading.Event(), threading.Event()
 
@@ -266,8 +261,6 @@ def test_neither_do_requests_that_go_through_another_node(forked: bool) -> None:
     with serving(serve) as url:
         transport = BlockingTransport((url,), NO_CREDENTIALS)
         transport.perform([Request("GET", "/livez")])
-        if forked:  # the transport of a forked child
-            transport._plain = PlainTransport(NO_CREDENTIALS)
         asked = [Request("GET", "/first"), Request("POST", "/second", memoryview(gradient), sink=sink)]
         with pytest.raises(KeyboardInterrupt):
             transport.perform(asked)

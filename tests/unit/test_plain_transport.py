@@ -1,16 +1,21 @@
-"""The transport of forked children: requests on a kept connection that the node closes."""
+"""Requests over HTTP/1.1, for what does not take HTTP/2: which do, kept connections that are closed, and proxies."""
 
+import asyncio
 import socket
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.unit.scripted_server import serving
+from tests.unit.scripted_server import Blocking, Kept, Peer, Server, serving
 
 from paramserver.client import control
-from paramserver.client.calls import Deadline, Request, Response
+from paramserver.client.calls import TIMEOUT_S_MAX, Deadline, Request, Response
 from paramserver.client.credentials import NO_CREDENTIALS
-from paramserver.client.plain import PlainTransport
-from paramserver.errors import InDoubt
+from paramserver.client.plain import PlainTransport, proxy_of
+from paramserver.client.transport import AsyncTransport, BlockingTransport, Protocols
+from paramserver.errors import InDoubt, Unreachable, problem
+from paramserver.wire import http2 as wire
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 RUN = b"POST /runs"
@@ -78,3 +83,140 @@ def test_a_connection_that_the_node_has_closed_is_not_used_again() -> None:
         assert asked(transport, url, control.post_unrepeatable("/runs", {}, Deadline.after(5.0))) == {}
         transport.close()
     assert heard == [b"GET /livez", RUN]
+
+
+def blocking(url: str, *requests: Request) -> list[Any]:
+    """Return the outcomes of these requests to the given URL, one after the other."""
+    transport = BlockingTransport((url,), NO_CREDENTIALS)
+    try:
+        return [outcome for r in requests for outcome in transport.perform([r])]
+    finally:
+        transport.close()
+
+
+def on_asyncio(url: str, *requests: Request) -> list[Any]:
+    """Return the outcomes of these requests to the given URL, one after the other."""
+
+    async def main() -> list[Any]:
+        transport = AsyncTransport((url,), NO_CREDENTIALS)
+        try:
+            return [outcome for r in requests for outcome in await transport.perform([r])]
+        finally:
+            await transport.close()
+
+    return asyncio.run(main())
+
+
+both = pytest.mark.parametrize("ask", [blocking, on_asyncio])
+GET = Request("GET", "/models", timeout_s=TIMEOUT_S_MAX)
+
+
+@both
+def test_a_given_url_that_takes_http2_gets_it(ask: Callable[..., list[Any]]) -> None:
+    """Requests to a URL that was given go over one HTTP/2 connection, if what answers there takes HTTP/2."""
+
+    def node(peer: Peer) -> None:
+        for body in (b"probe", b"1", b"2"):
+            peer.send(peer.answer(peer.until(wire.HEADERS), body))
+
+    with Server(Blocking, node) as server:
+        assert [o.body for o in ask(server.url, GET, GET)] == [b"1", b"2"]
+
+
+@both
+def test_one_that_does_not_gets_http1(ask: Callable[..., list[Any]]) -> None:
+    """A URL whose server refuses HTTP/2 is asked in HTTP/1.1, from then on without another attempt."""
+    heard: list[bytes] = []
+
+    def old(connected: socket.socket) -> None:
+        while said := connected.recv(65536):
+            heard.append(said.split(b"\r\n")[0])
+            if said.startswith(b"PRI"):
+                connected.sendall(b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-length: 0\r\n\r\n")
+                return
+            connected.sendall(OK)
+
+    with serving(old) as url:
+        assert [o.body for o in ask(url, GET, GET)] == [b"{}"] * 2
+    assert heard == [b"PRI * HTTP/2.0", *[b"GET /models HTTP/1.1"] * 2]
+
+
+def test_what_a_probe_tells() -> None:
+    """An answer and a quick failure tell for good whether a URL takes HTTP/2; silence is asked about again."""
+    lost, nobody = problem("in_doubt", "no answer"), problem("unreachable", "nobody")
+    protocols = Protocols()
+    assert protocols.learn("http://a", lost, 1.0) is False
+    assert protocols.learn("http://a", nobody, 0.0) is nobody
+    assert protocols.of("http://a") is None
+    assert protocols.learn("http://a", Response(503, {}), 0.5) is True
+    assert protocols.learn("http://b", lost, 0.5) is False
+    assert (protocols.of("http://a"), protocols.of("http://b")) == (True, False)
+
+
+@both
+def test_a_proxy_of_the_environment_is_asked(ask: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where HTTP_PROXY is set, that proxy gets the whole URL, with the name and password that it names."""
+    heard: list[bytes] = []
+
+    def proxy(connected: socket.socket) -> None:
+        while said := connected.recv(65536):
+            heard.append(said)
+            connected.sendall(OK)
+
+    with serving(proxy) as url:
+        monkeypatch.setenv("http_proxy", url.replace("http://", "http://me:p%40ss@"))
+        assert [o.body for o in ask("http://cluster.example:8700/ps", GET)] == [b"{}"]
+    (said,) = heard
+    assert said.startswith(b"GET http://cluster.example:8700/ps/models HTTP/1.1\r\n")
+    assert b"proxy-authorization: Basic bWU6cEBzcw==" in said
+
+
+@both
+def test_a_proxy_is_asked_for_a_tunnel(ask: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where HTTPS_PROXY is set, an https URL is reached through a tunnel; one that is refused is unreachable."""
+    heard: list[bytes] = []
+
+    def proxy(connected: socket.socket) -> None:
+        heard.append(connected.recv(65536).split(b" HTTP")[0])
+        connected.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
+
+    with serving(proxy) as url:
+        monkeypatch.setenv("https_proxy", url)
+        (outcome,) = ask("https://cluster.example", GET)
+    assert isinstance(outcome, Unreachable)
+    assert "403" in outcome.detail
+    assert heard == [b"CONNECT cluster.example:443"]
+
+
+@pytest.mark.parametrize("url", ["http://localhost:1", "http://127.0.0.2:1", "http://[::1]:1", "http://in.house:1"])
+def test_not_everything_goes_through_a_proxy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """URLs of this machine, and hosts in NO_PROXY, are reached directly."""
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "in.house")
+    assert proxy_of(url) is None
+    assert proxy_of("http://elsewhere:1") is not None
+
+
+async def test_a_cancelled_request_over_http1_leaves_nothing_running() -> None:
+    """Once a request on asyncio is cancelled, what still comes for it is not written to its sink."""
+    begun, cancelled = threading.Event(), threading.Event()
+
+    def slow(connected: socket.socket) -> None:
+        if connected.recv(65536).startswith(b"PRI"):
+            return
+        connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\nearl")
+        begun.set()
+        assert cancelled.wait(20.0)
+        assert not connected.recv(65536), "the client has not hung up"
+
+    sink = Kept()
+    with serving(slow) as url:
+        transport = AsyncTransport((url,), NO_CREDENTIALS)
+        asking = asyncio.ensure_future(transport.perform([Request("GET", "/pull", sink=sink)]))
+        assert await asyncio.to_thread(begun.wait, 20.0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        cancelled.set()
+        await transport.close()
+    assert sink.ended == 0

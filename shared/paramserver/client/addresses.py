@@ -6,10 +6,9 @@ a tunnel, a published port or a proxy, a name that is valid inside the cluster m
 
 import re
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
-
-from pyreqwest.http import Url
 
 from paramserver.client.calls import Outcome, Response, is_gateway_failure
 from paramserver.core.urls import listed_urls
@@ -45,9 +44,13 @@ def _wrong_with(url: str) -> str | None:
         return "it must be http(s)://HOST:PORT"
     try:
         parts = urlsplit(url)
-        if not parts.hostname or parts.port == 0 or re.fullmatch(r"https?://\d+", url):  # a port taken for an address
+        host = parts.hostname or ""
+        if not host or parts.port == 0 or re.fullmatch(r"https?://\d+", url):  # a port taken for an address
             return "it has no host, or port 0"
-        Url(url)  # the native client's parser, which knows hosts that cannot be
+        if ":" in host or re.fullmatch(r"[\d.]+", host):
+            ip_address(host)
+        elif not re.fullmatch(r"[A-Za-z0-9._-]+", host.encode("idna").decode()):
+            return f"'{host}' cannot be a host"
     except ValueError as e:
         return str(e)
     return None

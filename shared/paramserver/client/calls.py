@@ -21,14 +21,14 @@ from paramserver.wire.sink import Sink as BodySink
 T = TypeVar("T")
 
 POLL_S: Final = 2.0
-"""How long one request lets a node wait for something before it is sent again.  The native client does not react to
-Ctrl-C while it waits, so this bounds the delay."""
+"""How long one request lets a node wait for something before it is sent again: it may be stopping, or no longer the one
+to ask."""
 ATTEMPT_S: Final = 5.0
 """Timeout of one attempt, for requests that need no waiting and may be repeated: then the request is sent again, to
 another node if there is one."""
 
 TIMEOUT_S_MAX: Final = 1_000_000_000
-"""About thirty years, which the native client's timers can still represent."""
+"""About thirty years, which timers can still represent."""
 
 
 class Sink(BodySink, Protocol):

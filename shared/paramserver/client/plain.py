@@ -1,37 +1,46 @@
-"""A fallback transport for forked children: HTTP/1.1 over the standard library's `http.client`.
+"""HTTP/1.1 over the standard library's `http.client`, for what is in front of a node and does not take HTTP/2.
 
-The native client does not work in a process that was forked after the parent had used it; this slower one takes its
-place there.  A connection serves one request at a time and is kept for the next, unless the node closes it.  If a kept
-connection breaks, only a request that changes nothing is sent again, because the node may have carried out the first.
+Proxies of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY) are used, except to this machine.  A
+connection serves one request at a time and is kept for the next, unless the node closes it.  If a kept connection
+breaks, only a request that changes nothing is sent again, because the node may have carried out the first.
 """
 
+import base64
 import http.client
 import socket
 import threading
 from functools import partial
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from paramserver.client.calls import Outcome, Request, Response
 from paramserver.client.concurrent_requests import Interruptible, using_memory
 from paramserver.client.connection import cut
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import changes_nothing, unreachable
+from paramserver.client.forks import call_in_forked_child
 from paramserver.errors import PsError, problem
 
 _KEPT_MAX: Final = 8
 """Idle connections kept for each address."""
+_WAIT_S_MAX: Final = 1e6
+"""Longest wait of a socket, which counts milliseconds in 31 bits."""
 
 
 class PlainTransport:
-    """Sends requests one at a time per thread; safe to share between threads."""
+    """Sends requests one at a time per thread; safe to share between threads, and after a fork."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._headers = credentials.headers
+        self._headers = {"user-agent": "paramserver-python", **credentials.headers}
+        self._closed = False
+        self._begin()
+        call_in_forked_child(self._begin)  # the connections are the parent's
+
+    def _begin(self) -> None:
         self._idle: dict[str, list[http.client.HTTPConnection]] = {}
         self._lock = threading.Lock()
-        self._closed = False
 
     def close(self) -> None:
         """Close the idle connections; one in use is closed once its answer has arrived."""
@@ -52,7 +61,7 @@ class PlainTransport:
             outcome = self._attempt(kept, request, url, within)
             if outcome is not None or not changes_nothing(request):
                 return outcome or ended
-        fresh = _connection(url, request.timeout_s, self._credentials)
+        fresh = _connection(url, min(request.timeout_s, _WAIT_S_MAX), self._credentials)
         try:
             fresh.connect()
         except OSError as e:
@@ -77,11 +86,14 @@ class PlainTransport:
     ) -> Outcome | None:
         """Send the request and return its outcome; None if the node closed the connection before it answered."""
         connected = connection.sock
-        connected.settimeout(request.timeout_s)
+        connected.settimeout(min(request.timeout_s, _WAIT_S_MAX))
         try:
             with using_memory(within, partial(cut, connected)):
-                headers, path = {**self._headers, **request.headers}, urlsplit(url).path + request.path
-                connection.request(request.method, path, body=request.whole, headers=headers)
+                headers, target = {**self._headers, **request.headers}, urlsplit(url).path + request.path
+                proxy = proxy_of(url)
+                if proxy is not None and url.startswith("http:"):
+                    target, headers = url + request.path, {**headers, **_authorization(proxy)}
+                connection.request(request.method, target, body=request.whole, headers=headers)
                 response = connection.getresponse()
                 head = {k.lower(): v for k, v in response.getheaders()}
                 if request.sink is None or response.status != 200:
@@ -90,6 +102,8 @@ class PlainTransport:
                     request.sink.begin()
                     while chunk := response.read(1 << 20):
                         request.sink.feed(memoryview(chunk))
+                    if response.length:  # read(size) does not tell that the rest is missing
+                        raise http.client.IncompleteRead(b"", response.length)
                     request.sink.end()
                     result = Response(response.status, head, b"", url)
         except http.client.RemoteDisconnected:
@@ -128,9 +142,33 @@ def _silent(connected: socket.socket) -> bool:
     return False
 
 
-def _connection(url: str, timeout_s: float, credentials: Credentials) -> http.client.HTTPConnection:
+def proxy_of(url: str) -> SplitResult | None:
+    """Return the proxy that the environment sets for this URL; None if there is none, or the URL is of this machine."""
     parts = urlsplit(url)
+    host, proxies = parts.hostname or "", getproxies()
+    found = proxies.get(parts.scheme) or proxies.get("all")
+    if not found or host in ("localhost", "::1") or host.startswith("127.") or proxy_bypass(host):
+        return None
+    return urlsplit(found if "://" in found else f"http://{found}")
+
+
+def _authorization(proxy: SplitResult) -> dict[str, str]:
+    """Return the header with the name and password in the proxy's URL, if it has them."""
+    if proxy.username is None:
+        return {}
+    pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+    return {"proxy-authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
+
+
+def _connection(url: str, timeout_s: float, credentials: Credentials) -> http.client.HTTPConnection:
+    parts, proxy = urlsplit(url), proxy_of(url)
     host, port = parts.hostname or "", parts.port
-    if parts.scheme == "https":
-        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=credentials.context())
-    return http.client.HTTPConnection(host, port, timeout=timeout_s)
+    if parts.scheme != "https":
+        to = (host, port) if proxy is None else (proxy.hostname or "", proxy.port or 80)
+        return http.client.HTTPConnection(*to, timeout=timeout_s)
+    context = credentials.context()
+    if proxy is None:
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+    tunnel = http.client.HTTPSConnection(proxy.hostname or "", proxy.port or 80, timeout=timeout_s, context=context)
+    tunnel.set_tunnel(host, port or 443, _authorization(proxy))
+    return tunnel
