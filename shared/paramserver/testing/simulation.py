@@ -39,6 +39,8 @@ CONSISTENCY: Final[dict[str, dict[str, Any]]] = {
     "buffered": {"mode": "buffered", "count": 3, "interval_ms": 500},
 }
 LEVELS: Final = ("applied", "journaled")
+CLOCKS: Final = 8
+"""Iterations of each worker."""
 KINDS: Final[dict[str, Faults]] = {
     "crashes": Faults(),
     "moves": Faults(crash=0.0, feed_cut=0.002, drop=0.005, drain=0.15),
@@ -65,7 +67,7 @@ class Simulation:
     level: str = ""
     kind: str = ""
     change: str = ""
-    clocks: int = 8
+    clocks: int = CLOCKS
     checkpoints: int = 0
     """Clocks between automatic checkpoints, 0: none.  In sync they request cuts, which nothing else does at
     `journaled`."""
@@ -125,7 +127,8 @@ class Simulation:
     def replay(self) -> str:
         """The command that repeats this run."""
         chosen = f"--mode {self.mode} --level {self.level} --kind {self.kind} --change {self.change}"
-        chosen += f" --checkpoints {self.checkpoints}" + (f" --late {self.late}" if self.late else "")
+        chosen += f" --clocks {self.clocks} --checkpoints {self.checkpoints}"
+        chosen += f" --late {self.late}" if self.late else ""
         chosen += " --deaths" if self.deaths else ""
         return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
 
@@ -337,6 +340,7 @@ def main() -> int:
     parser.add_argument("--level", choices=LEVELS, default="", help=override)
     parser.add_argument("--kind", choices=list(KINDS), default="", help=override)
     parser.add_argument("--change", choices=(*CHANGES, MODES), default="", help=override)
+    parser.add_argument("--clocks", type=int, default=CLOCKS, help="iterations of each worker")
     parser.add_argument("--checkpoints", type=int, default=0, help="clocks between checkpoints; 0: none")
     parser.add_argument("--late", choices=["fold", "drop"], default="", help=late)
     parser.add_argument("--deaths", action="store_true", help="workers die, too")
@@ -344,8 +348,8 @@ def main() -> int:
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
-        settings = {"checkpoints": args.checkpoints, "late": args.late, "deaths": args.deaths}
-        simulation = Simulation(seed, args.mode, args.level, args.kind, args.change, **settings)
+        chosen = (args.mode, args.level, args.kind, args.change, args.clocks, args.checkpoints, args.late, args.deaths)
+        simulation = Simulation(seed, *chosen)
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:
             trace = simulation.run()
