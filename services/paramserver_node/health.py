@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
 import paramserver
+from paramserver.wire.frame import FORMAT
 from paramserver_node.roles import role
 
 
@@ -25,7 +26,7 @@ def router(service: str, ready: Callable[[], str], cluster: Callable[[], str]) -
     versions: dict[str, str | int] = {
         "service": service,
         "version": paramserver.__version__,
-        "frame_format": 1,
+        "frame_format": FORMAT,
         "python": platform.python_version(),
     }
 
