@@ -501,6 +501,19 @@ def test_small_values_are_sent_at_the_same_time(now: Now) -> None:
     assert direct == ["p3"]
 
 
+def test_an_upload_that_its_deadline_ends_says_how_far_it_came(now: Now) -> None:
+    """When time runs out between rounds, the error counts what was sent, not only the short time of the last round."""
+    values = {f"p{i}": np.zeros(2, np.float32) for i in range(100)}
+
+    def answer(request: Request) -> Outcome:
+        now.s += 0.4  # for each parameter: 25 s for the first two rounds
+        return Response(200, {}, b"{}") if now.s < 126.0 else problem("in_doubt", "no answer within 0.2 s")
+
+    with pytest.raises(InDoubt, match=r"no answer within 0.2 s.*64 of 100 parameters were confirmed") as e:
+        drive(control.put_values("m", values, {}, Deadline.after(30, now)), answer, now)
+    assert "timeout=" in e.value.hint
+
+
 def test_a_value_that_is_refused_ends_the_upload(now: Now) -> None:
     """A refusal is raised at once, with the reasons of all that were refused."""
     call = control.put_values("m", {n: np.zeros(1, np.float32) for n in "ab"}, {}, Deadline.after(30, now))

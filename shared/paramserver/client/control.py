@@ -115,7 +115,12 @@ def put_values(
             if isinstance(result, Response):
                 del pending[name]
         if failures:
-            yield backoff.pause(*failures)
+            try:
+                pause = backoff.pause(*failures)
+            except PsError as e:
+                detail = f"{e.detail}; {len(values) - len(pending)} of {len(values)} parameters were confirmed"
+                raise problem(e.code, detail, hint=e.hint or "again, with a longer timeout=", **e.members) from None
+            yield pause
 
 
 def _owners(cluster: Cluster, model_map: ModelMap, names: Iterable[str]) -> dict[str, str | None]:
