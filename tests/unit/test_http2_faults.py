@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Kind, Peer, Pings, Server, both_clients
 
-from paramserver.client import http2
+from paramserver.client import connection, http2
 from paramserver.client.calls import Request, Response
 from paramserver.client.connection import Connection
 from paramserver.errors import PsError
@@ -243,6 +243,44 @@ def test_a_server_that_was_slow_to_read_is_pinged_like_any(monkeypatch: pytest.M
         assert isinstance(server.transport, Blocking)
         headers = server.transport._headers(Request("GET", "/p"), server.url, [])
         assert Connection(connected).ask(headers, [], None, 20.0).body == b"late"
+
+
+def test_a_body_that_is_read_slowly_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that keeps reading a little of a large body is not waited for beyond the request's timeout."""
+    clock = Clock()
+    monkeypatch.setattr(connection, "time", clock)
+
+    class Trickling(socket.socket):
+        """A socket that takes 100 bytes a second."""
+
+        def send(self, data: Any, flags: int = 0) -> int:
+            clock.s += 1.0
+            return super().send(data[:100], flags)
+
+        def sendmsg(self, buffers: Any, *_: Any) -> int:
+            return self.send(b"".join(buffers))
+
+    def script(peer: Peer) -> None:
+        while peer.socket.recv(1 << 16):
+            pass
+
+    with Server(Blocking, script) as server, closing(Trickling()) as connected:
+        connected.connect(server.listener.getsockname())
+        assert isinstance(server.transport, Blocking)
+        body = [memoryview(bytes(60_000))]
+        headers = server.transport._headers(Request("PUT", "/p"), server.url, body)
+        with pytest.raises(TimeoutError):
+            Connection(connected).ask(headers, body, None, 20.0)
+        assert 20.0 <= clock.s < 25.0
+
+
+class Clock:
+    """A clock in the place of the module `time`, which only the test moves."""
+
+    s = 0.0
+
+    def monotonic(self) -> float:
+        return self.s
 
 
 @both_clients

@@ -163,10 +163,12 @@ class Connection:
         """
         silent = self._pinged
         while True:
+            if time.monotonic() >= self._give_up_at:
+                raise TimeoutError
             try:
                 return send(what)
             except TimeoutError:
-                if silent or time.monotonic() >= self._give_up_at:
+                if silent:
                     raise
                 silent = True  # if it reads after all, it lives, as the answer to a ping would show
 
