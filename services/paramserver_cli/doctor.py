@@ -28,7 +28,7 @@ from paramserver_cli.config import Json, Url, client_settings, connect, redis_ur
 from paramserver_cli.display import console
 from paramserver_node import redis_server
 
-PACKAGES = ("numpy", "numba", "fastapi", "hpack", "uvicorn", "redis", "pyreqwest", "safetensors")
+PACKAGES = ("numpy", "numba", "fastapi", "hpack", "uvicorn", "redis", "safetensors")
 FILES_MIN = 4096
 SHM_MIB_MIN = 64
 PROBE_ELEMENTS = 1 << 20

@@ -1,22 +1,16 @@
 """Forwarding of requests to another node, streamed both ways: clients need to reach only one address."""
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Final
 from urllib.parse import quote
 
-from pyreqwest.client import ClientBuilder
-from pyreqwest.exceptions import BuilderError, PyreqwestError
-from pyreqwest.request import StreamRequest
-from pyreqwest.response import Response as Upstream
+import httpx
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paramserver.client.credentials import Credentials
-from paramserver.client.transport import trusting
 from paramserver.errors import PsError, problem
 from paramserver_node.conditions import idempotency_key
 from paramserver_node.race import hung_up, race
@@ -29,52 +23,45 @@ FORWARDED_TO_LEADER: Final = "x-paramserver-handed-on"
 FORWARDED_ROLE: Final = "x-paramserver-role"
 """Header on requests that a node forwards under its own token: the role of the client."""
 
-CONNECT_S: Final = 2.0
 SILENCE_S: Final = 75.0
-"""Read timeout towards the other node; long polls take up to 60 s."""
-_CHUNK_BYTES_MAX: Final = 1 << 20
+"""Timeout of each read from and write to the other node; long polls take up to 60 s."""
+_TIMEOUT: Final = httpx.Timeout(SILENCE_S, connect=2.0).as_dict()
+_NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
+"""Errors after which the other node cannot have begun with the request."""
+_IDLE_S: Final = 5.0
+_IDLE_MAX: Final = 64
+"""Idle connections kept, and for how long."""
+_PIECE_BYTES: Final = 256 << 10
+"""Size of the pieces in which a response of known length is passed on; others are passed on as they come."""
 _PUSHES: Final = ("/push", "/pushpull")
 _ENDLESS: Final = ("text/event-stream", "application/x-ndjson")
 """Media types of answers that go on until one side ends them."""
 
 _HOP_BY_HOP: Final = {
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade", "host", "expect", "x-request-id", "date", "server", FORWARDED_TO_LEADER,
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
+    b"transfer-encoding", b"upgrade", b"host", b"expect", b"x-request-id", b"date", b"server",
+    FORWARDED_TO_LEADER.encode(),
 }  # fmt: skip
-_OWN: Final = {"authorization", "cookie", "origin", FORWARDED_ROLE}
+_OWN: Final = {b"authorization", b"cookie", b"origin", FORWARDED_ROLE.encode()}
 """Headers that are not forwarded, as they identify client and web page only to the node that was called."""
 
 
 class Forwarder:
-    """A pool of connections to other nodes; close it with `aclose()`.
+    """Forwards requests to other nodes; close it with `aclose()`.
 
     A client's token and cookies are not forwarded: the other node gets this node's token, and the client's role.
-    Once `stop` is set, streams end, and requests that wait for an answer and change nothing are refused.
+    A request is called off at the other node, by closing its connection, once its client has disconnected; and if it
+    changes nothing, once `stop` is set.  Streams end with `stop`, too.
     """
 
     def __init__(self, credentials: Credentials, stop: asyncio.Event) -> None:
         self._credentials = credentials
         self._stop = stop
-        self._client = (
-            trusting(ClientBuilder(), credentials)
-            .http1_only()
-            .no_proxy()
-            .follow_redirects(False)
-            .referer(False)
-            .gzip(False)
-            .deflate(False)
-            .brotli(False)
-            .zstd(False)
-            .connect_timeout(timedelta(seconds=CONNECT_S))
-            .read_timeout(timedelta(seconds=SILENCE_S))
-            .pool_idle_timeout(timedelta(seconds=5))
-            .pool_max_idle_per_host(64)
-            .build()
-        )
+        self._connections = _Connections(credentials)
 
     async def aclose(self) -> None:
-        """Close every connection."""
-        await self._client.close()
+        """Close the idle connections."""
+        await self._connections.aclose()
 
     async def forward(
         self,
@@ -89,59 +76,52 @@ class Forwarder:
 
         No other URL is tried once some of the body has been read.  Raises Unavailable (`code`) if no node answered;
         InDoubt if one was reached and did not answer, unless the request changes nothing; and RequestError
-        (`malformed`) for a target that is not valid in a URL, or a body that was cut off, or what `idempotency_key`
-        raises.
+        (`malformed`) for a target or headers that are not valid HTTP, or a body that was cut off, or what
+        `idempotency_key` raises.
         """
         if request.scope["path"] in _PUSHES:
             idempotency_key(request.headers)
-        body = _Body(request)
-        sent = [*self._headers(request, by_shard), *(headers or {}).items()]
+        body, changes = _Body(request), changes_something(request.scope)
+        sent = [*self._headers(request, by_shard), *_encoded(headers or {})]
         last: Exception | None = None
         for url in urls:
             if body.started:
                 break
-            stream = self._outgoing(request, url, sent, body)
             try:
-                if changes_something(request.scope):
-                    return _Answer(stream, await stream.__aenter__(), self._stop)
-                opened = await race(stream.__aenter__(), self._stop.wait())
-                if opened is None:
-                    raise problem(code, "this node is stopping")
-                return _Answer(stream, opened[0], self._stop)
+                outgoing = _outgoing(request, url, sent, body)
+                opened = await race(self._connections.send(outgoing, self._stop), self._called_off(body, changes))
             except ClientDisconnect:
                 raise problem("malformed", "the body was cut off") from None
-            except PyreqwestError as e:
+            except httpx.LocalProtocolError as e:
+                raise problem("malformed", f"the request cannot be forwarded: {e}") from None
+            except (httpx.TransportError, httpx.InvalidURL) as e:
+                if changes and not isinstance(e, _NOT_SENT):
+                    detail = f"the node that serves this closed the connection before it answered: {_why(e)}"
+                    raise in_doubt(request.scope, detail) from e
                 last = e
-            if body.cut_off:
-                raise problem("malformed", "the body was cut off")
-            if changes_something(request.scope) and "client error (Connect)" not in _causes(last):
-                detail = f"the node that serves this closed the connection before it answered: {_why(last)}"
-                raise in_doubt(request.scope, detail)
+                continue
+            if opened is None:
+                raise problem(code, "this node is stopping" if self._stop.is_set() else "the client disconnected")
+            return opened[0]
         raise problem(code, f"the node that serves this does not answer: {_why(last)}")
 
-    def _outgoing(self, request: Request, url: str, headers: Sequence[tuple[str, str]], body: "_Body") -> StreamRequest:
-        """Build the request to the node at `url`; raises RequestError (`malformed`) if its target is invalid there."""
-        try:
-            outgoing = self._client.request(request.method, url.rstrip("/") + target(request.scope)).headers(headers)
-            # Pass the response on from its first byte, not after 64 KiB, so that event streams are not held up.
-            outgoing = outgoing.streamed_read_buffer_limit(0)
-            if body.expected:
-                outgoing = outgoing.body_stream(body.pieces())
-            return outgoing.build_streamed()
-        except (BuilderError, ValueError) as e:
-            raise problem("malformed", f"the request cannot be forwarded: {e}") from None
+    async def _called_off(self, body: "_Body", changes: bool) -> None:
+        """Wait until the answer to a request is no longer wanted."""
+        if changes:
+            await body.hung_up()
+        else:
+            await race(body.hung_up(), self._stop.wait())
 
-    def _headers(self, request: Request, by_shard: bool) -> list[tuple[str, str]]:
+    def _headers(self, request: Request, by_shard: bool) -> list[tuple[bytes, bytes]]:
         """Return the client's headers to pass on, and those with which this node says who asks."""
-        own = [(k.decode("latin-1"), _text(v)) for k, v in request.headers.raw]
-        sent = [(k, v) for k, v in _kept(own) if k not in _OWN]
-        sent.append(("x-request-id", str(request.scope.get("state", {}).get("request_id", ""))))
+        sent = [(k, v) for k, v in _kept(request.headers.raw) if k not in _OWN]
+        own = {"x-request-id": str(request.scope.get("state", {}).get("request_id", ""))}
         if by_shard:
-            sent.append((FORWARDED_BY_SHARD, "1"))
+            own[FORWARDED_BY_SHARD] = "1"
         if self._credentials.token:
-            sent += self._credentials.headers.items()
-            sent.append((FORWARDED_ROLE, str(request.scope["state"]["role"])))
-        return sent
+            own |= self._credentials.headers
+            own[FORWARDED_ROLE] = str(request.scope["state"]["role"])
+        return [*sent, *_encoded(own)]
 
 
 def changes_something(scope: Scope) -> bool:
@@ -162,26 +142,30 @@ def in_doubt(scope: Scope, detail: str) -> PsError:
 
 
 class _Body:
-    """The request's body, which can be read once; tells whether reading has begun, and whether it was cut off."""
+    """The request's body, which can be read once; tells whether reading has begun."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
+        self._read = asyncio.Event()
         self.started = False
-        self.cut_off = False
         length = request.headers.get("content-length")
         self.expected = "transfer-encoding" in request.headers or (
             length != "0" if length is not None else request.method in ("POST", "PUT", "PATCH")
         )
+        if not self.expected:
+            self._read.set()
 
     async def pieces(self) -> AsyncIterator[bytes]:
         self.started = True
-        try:
-            async for piece in self._request.stream():
-                if piece:
-                    yield piece
-        except ClientDisconnect:
-            self.cut_off = True
-            raise
+        async for piece in self._request.stream():
+            if piece:
+                yield piece
+        self._read.set()
+
+    async def hung_up(self) -> None:
+        """Wait until the body has been read, and its client has disconnected."""
+        await self._read.wait()
+        await hung_up(self._request.receive)
 
 
 class _Answer(Response):
@@ -190,19 +174,20 @@ class _Answer(Response):
     A stream of events or documents has no end of its own, so it ends when `stop` is set.
     """
 
-    def __init__(self, stream: StreamRequest, upstream: Upstream, stop: asyncio.Event) -> None:
-        self._stream, self._upstream = stream, upstream
+    def __init__(self, upstream: httpx.Response, stop: asyncio.Event, close: Callable[[], Awaitable[None]]) -> None:
+        """`close` is called once the response has ended, or is abandoned."""
+        self._upstream, self._close = upstream, close
         self._stop = stop if upstream.headers.get("content-type", "").split(";")[0] in _ENDLESS else None
-        self.status_code = upstream.status
+        self.status_code = upstream.status_code
         self.background = None
         self.body = b""
-        self.raw_headers = [(k.encode(), v.encode("latin-1")) for k, v in _kept(list(upstream.headers.items()))]
+        self.raw_headers = _kept(upstream.headers.raw)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await race(self._pump(send), hung_up(receive))
         finally:
-            await self._stream.__aexit__(None, None, None)
+            await self._close()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -213,49 +198,92 @@ class _Answer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pump_body(self, send: Send) -> None:
-        reader = self._upstream.body_reader
-        while (chunk := await reader.read_chunk()) is not None:
-            view = memoryview(chunk)
-            for at in range(0, len(view), _CHUNK_BYTES_MAX):
-                piece = bytes(view[at : at + _CHUNK_BYTES_MAX])
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        size = _PIECE_BYTES if "content-length" in self._upstream.headers else None
+        async for piece in self._upstream.aiter_raw(size):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
-def _text(value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
+class _Connections:
+    """Connections to other nodes, each a transport of its own: httpx's pool looks at all of them for every request.
+
+    They are no httpx clients, which would keep cookies, decode bodies, and add headers of their own.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._context = credentials.context()
+        self._idle: list[tuple[httpx.AsyncHTTPTransport, str, float]] = []
+        """(connection, URL of the node, when it became idle), the longest idle one first."""
+
+    async def send(self, request: httpx.Request, stop: asyncio.Event) -> "_Answer":
+        """Send the request, on a kept connection if there is one.  Raises httpx.TransportError."""
+        await self._expire()
+        url = str(request.url)
+        connection = self._taken(url) or httpx.AsyncHTTPTransport(verify=self._context, trust_env=False)
+        try:
+            response = await connection.handle_async_request(request)
+        except BaseException:
+            await connection.aclose()
+            raise
+
+        async def close() -> None:
+            await response.aclose()
+            self._idle.append((connection, url, asyncio.get_running_loop().time()))
+
+        return _Answer(response, stop, close)
+
+    async def aclose(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            await self._idle.pop()[0].aclose()
+
+    def _taken(self, url: str) -> httpx.AsyncHTTPTransport | None:
+        index = next((i for i in reversed(range(len(self._idle))) if self._idle[i][1] == url), None)
+        return None if index is None else self._idle.pop(index)[0]
+
+    async def _expire(self) -> None:
+        """Close what is too old, before the other node does, or one too many."""
+        oldest = asyncio.get_running_loop().time() - _IDLE_S
+        while self._idle and (self._idle[0][2] < oldest or len(self._idle) > _IDLE_MAX):
+            await self._idle.pop(0)[0].aclose()
 
 
-def _kept(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def _outgoing(request: Request, url: str, headers: Sequence[tuple[bytes, bytes]], body: _Body) -> httpx.Request:
+    """Return the request to the node at `url`.  Raises httpx.InvalidURL."""
+    base = httpx.URL(url)
+    exact = base.raw_path.rstrip(b"/") + target(request.scope)  # a parsed URL would lose `.` and `..`
+    content = body.pieces() if body.expected else None
+    extensions = {"timeout": _TIMEOUT, "target": exact}
+    return httpx.Request(request.method, base, headers=headers, content=content, extensions=extensions)
+
+
+def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def _kept(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the headers to pass on, in lower case: without `_HOP_BY_HOP` and those that `Connection` names."""
-    named = {n.strip().lower() for k, v in headers if k.lower() == "connection" for n in v.split(",")}
-    return [(k.lower(), v) for k, v in headers if k.lower() not in _HOP_BY_HOP | named]
+    lowered = [(name.lower(), value) for name, value in headers]
+    named = {n.strip().lower() for name, value in lowered if name == b"connection" for n in value.split(b",")}
+    return [(name, value) for name, value in lowered if name not in _HOP_BY_HOP | named]
 
 
-_DOTS: Final = re.compile(r"/((?:\.|%2[eE]){1,2})(?=/|\Z)")
-
-
-def target(scope: Scope) -> str:
+def target(scope: Scope) -> bytes:
     """Return the path and query of a request as the client sent them, in ASCII.
 
-    A URL parser would resolve the segments `.` and `..`, which may be part of a parameter's name; so the slash before
-    them is escaped, which the parser leaves alone.  Raises RequestError (`malformed`) for a path that begins with such
-    a segment.
+    Raises RequestError (`malformed`) for a target without a path.
     """
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path = quote(raw.split(b"?")[0], safe="/%:@!$&'()*+,;=-._~")
-    if not path.startswith("/") or _DOTS.match(path):
+    if not path.startswith("/"):
         raise problem("malformed", "the path cannot be forwarded")
     query: bytes = scope.get("query_string", b"")
-    escaped = "?" + quote(query, safe="/%:@!$&'()*+,;=-._~?[]") if query else ""
-    return _DOTS.sub(r"%2F\1", path) + escaped
+    return (path + ("?" + quote(query, safe="/%:@!$&'()*+,;=-._~?[]") if query else "")).encode()
 
 
-def _causes(error: Exception | None) -> list[str]:
-    return [str(c["message"]) for c in (getattr(error, "details", None) or {}).get("causes") or []]
-
-
-def _why(error: Exception | None) -> str:
-    return "no address is known" if error is None else [type(error).__name__, *_causes(error)][-1]
+def _why(error: BaseException | None) -> str:
+    """Return the innermost cause of an error, in words."""
+    if error is None:
+        return "no address is known"
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

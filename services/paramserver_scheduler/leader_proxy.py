@@ -4,8 +4,8 @@ import logging
 import re
 from typing import Final
 
+import httpx
 from fastapi import FastAPI
-from pyreqwest.exceptions import PyreqwestError
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -86,7 +86,7 @@ class LeaderProxy:
             )
             try:
                 await answer(scope, receive, tracked_send)
-            except PyreqwestError as e:
+            except httpx.TransportError as e:
                 # Part of the response has been sent; leaving it incomplete makes the server close the connection.
                 log.info("door.leader_broke_off path=%s %s", scope["path"], e)
 

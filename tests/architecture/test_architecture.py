@@ -30,7 +30,7 @@ LAYERS: dict[str, set[str]] = {
 }
 PURE_FORBIDDEN = {
     "asyncio", "time", "datetime", "random", "secrets", "uuid", "socket", "ssl", "threading", "subprocess", "os",
-    "pathlib", "io", "shutil", "tempfile", "signal", "logging", "redis", "httpx", "pyreqwest", "fastapi", "uvicorn",
+    "pathlib", "io", "shutil", "tempfile", "signal", "logging", "redis", "httpx", "http", "fastapi", "uvicorn",
 }  # fmt: skip
 PURE_CALLS = {"open", "print", "input", "eval", "exec"}
 

@@ -17,6 +17,7 @@ from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver_node import log, problems
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
+from paramserver_node.race import while_there
 from paramserver_node.server import leave, serve_tcp, stop_on_signals
 
 PULL_BYTES = 5_000_000
@@ -24,7 +25,7 @@ PULL_BYTES = 5_000_000
 
 def answering(app: FastAPI) -> None:
     """Add the routes of a node without upstreams."""
-    listening = begun = 0
+    listening = begun = waiting = 0
 
     @app.post("/push")
     async def push(request: Request) -> dict[str, Any]:
@@ -78,6 +79,21 @@ def answering(app: FastAPI) -> None:
     @app.get("/begun")
     async def begun_ones() -> int:
         return begun
+
+    @app.api_route("/wait", methods=["GET", "PUT"])
+    @app.post("/pull")
+    async def wait(request: Request) -> None:
+        nonlocal waiting
+        await request.body()
+        waiting += 1
+        try:
+            await while_there(request.receive, asyncio.sleep(60))
+        finally:
+            waiting -= 1
+
+    @app.get("/waiting")
+    async def waiting_ones() -> int:
+        return waiting
 
     @app.get("/die")
     async def die() -> Response:

@@ -227,6 +227,16 @@ def test_events_flow_and_end_with_the_client(front: Node, upstream: Node) -> Non
     eventually(lambda: upstream.http.get("/listening").json() == 0, what="the other node to be let go")
 
 
+@pytest.mark.parametrize("request_line", ["GET /wait", "PUT /wait", "POST /pull"])
+def test_a_client_that_hangs_up_waits_nowhere(front: Node, upstream: Node, request_line: str) -> None:
+    """When the client of a forwarded long poll disconnects, the other node stops waiting, whatever was asked."""
+    with socket.create_connection(("127.0.0.1", front.port)) as client:
+        client.sendall(f"{request_line} HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+        eventually(lambda: upstream.http.get("/waiting").json() == 1)
+
+    eventually(lambda: upstream.http.get("/waiting").json() == 0, what="the other node to be let go")
+
+
 def test_a_client_that_hangs_up_in_its_body_is_no_error_of_ours(upstream: Node) -> None:
     """A client that disconnects in the middle of its request body leaves no `request.failed` in the log."""
     with node(upstream.url) as front:

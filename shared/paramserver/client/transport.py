@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from paramserver.client.addresses import Addresses
@@ -250,40 +250,3 @@ def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -
     if outcome.status == 404 and outcome.headers.get("content-type", "").startswith("application/problem+json"):
         hint = f"without its path: {urlsplit(outcome.url)._replace(path='').geturl()}"
         raise problem("malformed", f"'{outcome.url}' is not the URL of a cluster", hint=hint)
-
-
-from collections.abc import Mapping
-from pyreqwest import exceptions as native
-from pyreqwest.client import BaseClientBuilder
-B = TypeVar("B", bound=BaseClientBuilder)
-
-
-def translated(url: str, error: native.PyreqwestError, timeout_s: float) -> PsError:
-    """Return the PsError for a native error; only a failure to connect is certain to have had no effect."""
-    causes = _causes(error)
-    if isinstance(error, native.BuilderError):
-        return problem("malformed", f"{url} is not a valid URL: {causes[-1]}")
-    if isinstance(error, native.ClientClosedError):
-        return problem("in_doubt", "this client was closed while it waited")
-    if "client error (Connect)" in causes:  # the class cannot tell: any timeout before the answer is a ConnectTimeout
-        return unreachable(url, causes[-1])
-    if isinstance(error, TimeoutError):
-        return problem("in_doubt", f"{url} did not answer within {timeout_s:.3g} s")
-    return problem("in_doubt", f"the connection to {url} broke before it answered ({causes[-1]})")
-
-
-def _causes(error: native.PyreqwestError) -> list[str]:
-    """Return the messages of the error chain, outermost first; the innermost in plain words ('connection refused')."""
-    details: Mapping[str, Any] = getattr(error, "details", None) or {}
-    causes = [str(c["message"]) for c in details.get("causes") or ()] or [error.message]
-    innermost = causes[-1].split(" (os error")[0]
-    return [*causes[:-1], innermost[:1].lower() + innermost[1:] if "(" not in innermost else innermost]
-
-
-def trusting(builder: B, credentials: Credentials) -> B:
-    """Make the client trust the credentials' certificate authorities besides those of the system."""
-    for certificate in credentials.authorities:
-        builder = builder.add_root_certificate_pem(certificate.encode())
-    return builder
-
-

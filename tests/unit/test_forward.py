@@ -1,0 +1,53 @@
+"""The connections over which requests are forwarded, to a node played by a socket."""
+
+import asyncio
+import socket
+
+from starlette.requests import Request
+from starlette.types import Message
+from tests.unit.scripted_server import serving
+
+from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver_node.forward import Forwarder
+
+
+async def forwarded(forwarder: Forwarder, url: str) -> bytes:
+    """Forward a GET to the node at `url`; return the body of its answer."""
+    there = asyncio.Event()  # never set: the client does not hang up
+    scope = {"type": "http", "method": "GET", "path": "/map", "query_string": b"a=1", "headers": [(b"x-a", b"\xe9")]}
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        await there.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    answer = await forwarder.forward(Request(scope, receive), [url], by_shard=False)
+    await answer(scope, receive, send)
+    return b"".join(m.get("body", b"") for m in sent)
+
+
+async def test_a_connection_is_used_again_until_the_node_closes_it() -> None:
+    """Forwarded requests share a connection, a closed one is replaced, and each says what its own client said."""
+    connections: list[list[bytes]] = []
+
+    def serve(connected: socket.socket) -> None:
+        """Answer two requests, and close the connection."""
+        connections.append([])
+        for _ in range(2):
+            if not (head := connected.recv(1 << 16)):
+                return
+            connections[-1].append(head)
+            connected.sendall(b"HTTP/1.1 200 OK\r\nset-cookie: a=1; path=/\r\ncontent-length: 2\r\n\r\nok")
+
+    with serving(serve) as url:
+        forwarder = Forwarder(NO_CREDENTIALS, asyncio.Event())
+        answers = [await forwarded(forwarder, url) for _ in range(3)]
+        await forwarder.aclose()
+
+    host = url.removeprefix("http://").encode()
+    head = b"GET /map?a=1 HTTP/1.1\r\nHost: " + host + b"\r\nx-a: \xe9\r\nx-request-id: \r\n\r\n"
+    assert answers == [b"ok"] * 3
+    assert connections == [[head, head], [head]]
