@@ -51,13 +51,13 @@ class Handover:
 
         Returns the requests that were queued for one that is held now.
         """
-        if partition.held and number != partition.held:
+        if partition.held and number != partition.release_number:
             self._unhold(model, partition, now)
         return self._hold(partition, number) if number and not partition.held else []
 
     def _hold(self, partition: Partition, release_number: int) -> list[RequestOperation]:
         """Let the running operation finish and start no other."""
-        partition.held = release_number
+        partition.release_number = release_number
         self._held[partition] = None
         self._shard.plan.forget(partition)
         partition.committing = _commits(partition)
@@ -87,7 +87,7 @@ class Handover:
 
     def _unhold(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Resume a partition whose move was withdrawn."""
-        partition.held, partition.released = 0, False
+        partition.release_number, partition.released = 0, False
         self.forget(partition)
         if partition.state is None:
             return

@@ -79,8 +79,8 @@ class Partition:
     """The newest cut, held for checkpoints while the model is in sync."""
     cut_stored: int | None = None
     """The clock of the newest cut in Redis."""
-    held: int = 0
-    """Number of the pending release request: new operations wait, so that its state does not change. 0: none."""
+    release_number: int = 0
+    """Number of the pending request to release it; 0: none."""
     released: bool = False
     """Its whole state is stored and unchanged since, so another shard may take it over."""
 
@@ -96,6 +96,11 @@ class Partition:
     def index(self) -> int:
         """Its number within the model."""
         return self.key.index
+
+    @property
+    def held(self) -> bool:
+        """Whether it is to be released: new operations wait, so that its state does not change."""
+        return self.release_number > 0
 
     @property
     def ready(self) -> bool:

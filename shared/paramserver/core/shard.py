@@ -145,7 +145,7 @@ class ShardCore:
         """Yield each partition that may be taken over."""
         for key, p in self._partitions():
             if p.released:
-                yield ReleasedRow(key.name, key.generation, p.index, p.token, p.version, p.held)
+                yield ReleasedRow(key.name, key.generation, p.index, p.token, p.version, p.release_number)
 
     def _partitions(self) -> Iterator[tuple[ModelKey, Partition]]:
         return ((model.key, p) for model in self.models.values() for p in model.partitions.values())
