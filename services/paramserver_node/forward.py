@@ -60,7 +60,7 @@ class Forwarder:
         self._connections = _Connections(credentials)
 
     async def aclose(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections, and the others once their requests have ended."""
         await self._connections.aclose()
 
     async def forward(
@@ -213,6 +213,7 @@ class _Connections:
         self._context = credentials.context()
         self._idle: list[tuple[httpx.AsyncHTTPTransport, str, float]] = []
         """(connection, URL of the node, when it became idle), the longest idle one first."""
+        self._closed = False
 
     async def send(self, request: httpx.Request, stop: asyncio.Event) -> "_Answer":
         """Send the request, on a kept connection if there is one.  Raises httpx.TransportError."""
@@ -227,12 +228,16 @@ class _Connections:
 
         async def close() -> None:
             await response.aclose()
-            self._idle.append((connection, url, asyncio.get_running_loop().time()))
+            if self._closed:
+                await connection.aclose()
+            else:
+                self._idle.append((connection, url, asyncio.get_running_loop().time()))
 
         return _Answer(response, stop, close)
 
     async def aclose(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections, and the others once their requests have ended."""
+        self._closed = True
         while self._idle:
             await self._idle.pop()[0].aclose()
 

@@ -88,6 +88,13 @@ def test_services_never_import_each_other() -> None:
                 assert top in (own, "paramserver_node"), f"{path.relative_to(ROOT)} imports {dotted}"
 
 
+def test_services_make_requests_with_two_clients_only() -> None:
+    """A service makes requests with our HTTP/2 client or httpx (decision 28), and imports no other HTTP client."""
+    for path in modules(SERVICES):
+        bad = {d for d in imports(path) if d.startswith(("pyreqwest", "requests", "aiohttp", "urllib.request"))}
+        assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
+
+
 def test_the_core_has_no_clock_no_randomness_and_no_io() -> None:
     """The core imports nothing with a clock, randomness or I/O, does not await, and calls none of `PURE_CALLS`."""
     for path in modules(LIBRARY / "core"):

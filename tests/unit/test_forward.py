@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 
 from starlette.requests import Request
 from starlette.types import Message
@@ -11,8 +12,8 @@ from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver_node.forward import Forwarder
 
 
-async def forwarded(forwarder: Forwarder, url: str) -> bytes:
-    """Forward a GET to the node at `url`; return the body of its answer."""
+async def forwarded(forwarder: Forwarder, url: str, *, close: bool = False) -> bytes:
+    """Forward a GET to the node at `url`; return the body of its answer.  `close` the forwarder before it is read."""
     there = asyncio.Event()  # never set: the client does not hang up
     scope = {"type": "http", "method": "GET", "path": "/map", "query_string": b"a=1", "headers": [(b"x-a", b"\xe9")]}
     sent: list[Message] = []
@@ -25,8 +26,13 @@ async def forwarded(forwarder: Forwarder, url: str) -> bytes:
         sent.append(message)
 
     answer = await forwarder.forward(Request(scope, receive), [url], by_shard=False)
+    if close:
+        await forwarder.aclose()
     await answer(scope, receive, send)
     return b"".join(m.get("body", b"") for m in sent)
+
+
+OK = b"HTTP/1.1 200 OK\r\nset-cookie: a=1; path=/\r\ncontent-length: 2\r\n\r\nok"
 
 
 async def test_a_connection_is_used_again_until_the_node_closes_it() -> None:
@@ -40,7 +46,7 @@ async def test_a_connection_is_used_again_until_the_node_closes_it() -> None:
             if not (head := connected.recv(1 << 16)):
                 return
             connections[-1].append(head)
-            connected.sendall(b"HTTP/1.1 200 OK\r\nset-cookie: a=1; path=/\r\ncontent-length: 2\r\n\r\nok")
+            connected.sendall(OK)
 
     with serving(serve) as url:
         forwarder = Forwarder(NO_CREDENTIALS, asyncio.Event())
@@ -51,3 +57,18 @@ async def test_a_connection_is_used_again_until_the_node_closes_it() -> None:
     head = b"GET /map?a=1 HTTP/1.1\r\nHost: " + host + b"\r\nx-a: \xe9\r\nx-request-id: \r\n\r\n"
     assert answers == [b"ok"] * 3
     assert connections == [[head, head], [head]]
+
+
+async def test_a_closed_forwarder_finishes_what_it_has_begun() -> None:
+    """A response under way when a forwarder is closed is passed on whole, and its connection is closed then."""
+    closed = threading.Event()
+
+    def serve(connected: socket.socket) -> None:
+        connected.recv(1 << 16)
+        connected.sendall(OK)
+        assert not connected.recv(1)
+        closed.set()
+
+    with serving(serve) as url:
+        assert await forwarded(Forwarder(NO_CREDENTIALS, asyncio.Event()), url, close=True) == b"ok"
+        assert await asyncio.to_thread(closed.wait, 20.0)
