@@ -20,8 +20,8 @@ from paramserver.types import F32
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import compute
 from paramserver_shard.journal import Journal
-from paramserver_shard.store import SnapshotStore
-from paramserver_shard.stored import from_stored
+from paramserver_shard.snapshot_format import from_stored
+from paramserver_shard.snapshot_store import SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")

@@ -55,8 +55,8 @@ from paramserver_shard.receiving import FrameReader
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.shared_folder import SharedFolder
+from paramserver_shard.snapshot_store import SnapshotStore
 from paramserver_shard.stopping import Stopping
-from paramserver_shard.store import SnapshotStore
 from paramserver_shard.telemetry import Telemetry
 
 log = logging.getLogger("paramserver.shard")

@@ -58,8 +58,8 @@ from paramserver_shard.journal import Journal as JournalStore
 from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.loading import Loader
 from paramserver_shard.loads import Loads
+from paramserver_shard.snapshot_store import SnapshotStore
 from paramserver_shard.storage import Storage
-from paramserver_shard.store import SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from paramserver_node.crash import crash_point
 from paramserver_node.redis import AWAY, trouble
 from paramserver_shard.directory import Directory
 from paramserver_shard.journal_writer import JournalWriter
-from paramserver_shard.store import SaveResult, SnapshotStore
-from paramserver_shard.stored import to_stored
+from paramserver_shard.snapshot_format import to_stored
+from paramserver_shard.snapshot_store import SaveResult, SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
 

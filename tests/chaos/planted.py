@@ -14,7 +14,7 @@ from paramserver.core.journal import JournalEntry
 from paramserver.core.shard_io import Journaled, Task, TaskResult, UpdateTask
 from paramserver.core.window import PushMemory
 from paramserver.types import F32
-from paramserver_shard import journal, runtime, store
+from paramserver_shard import journal, runtime, snapshot_store
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import compute
 from paramserver_shard.journal_writer import JournalWriter
@@ -84,7 +84,7 @@ def acknowledge_early() -> None:
 
 def skip_the_token() -> None:
     """A former owner of a partition keeps writing and serving it, whatever Redis and the schedulers say."""
-    for module, name, at in ((journal, "_APPEND", "at"), (store, "_SWITCH", "1")):
+    for module, name, at in ((journal, "_APPEND", "at"), (snapshot_store, "_SWITCH", "1")):
         script = str(vars(module)[name])
         assert f"owner > ARGV[{at}]" in script
         vars(module)[name] = script.replace(f"owner > ARGV[{at}]", "false").replace(f"owner < ARGV[{at}]", "false")

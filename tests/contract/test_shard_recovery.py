@@ -47,8 +47,8 @@ from paramserver_shard.journal import Journal
 from paramserver_shard.loading import Loader
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
-from paramserver_shard.store import SaveResult, SnapshotStore
-from paramserver_shard.stored import from_stored, pack_manifest, to_stored
+from paramserver_shard.snapshot_format import from_stored, pack_manifest, to_stored
+from paramserver_shard.snapshot_store import SaveResult, SnapshotStore
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

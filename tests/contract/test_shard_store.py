@@ -17,7 +17,7 @@ from paramserver_node import redis as node_redis
 from paramserver_shard import line
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.scripts import ScriptRunner
-from paramserver_shard.store import SaveResult, SnapshotStore, Stored
+from paramserver_shard.snapshot_store import SaveResult, SnapshotStore, Stored
 
 pytestmark = pytest.mark.process
 

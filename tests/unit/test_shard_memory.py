@@ -17,7 +17,7 @@ from paramserver.types import ModelKey, PartitionKey
 from paramserver_shard.arrays import npy_header, read_npy
 from paramserver_shard.buffers import PAGE_BYTES, SMALL_BYTES, BufferPool
 from paramserver_shard.loading import first_state
-from paramserver_shard.stored import from_stored, to_stored
+from paramserver_shard.snapshot_format import from_stored, to_stored
 
 COUNT = SMALL_BYTES  # elements of four bytes each: four times the smallest size that is pooled
 

@@ -24,8 +24,8 @@ from paramserver_node import redis_server
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.journal import Batch, Journal
 from paramserver_shard.scripts import ScriptRunner
-from paramserver_shard.store import SnapshotStore
-from paramserver_shard.stored import to_stored
+from paramserver_shard.snapshot_format import to_stored
+from paramserver_shard.snapshot_store import SnapshotStore
 
 FOLDER: Final = Path(__file__).parent
 KEY: Final = PartitionKey(ModelKey("golden", 2), 1)

@@ -1,9 +1,9 @@
 """Snapshots of partitions in Redis: written under the owner token, read back by the partition's next owner.
 
-A snapshot is one byte stream (`stored`) cut into blocks of at most 4 MiB, each under its own key with its CRC-32 in the
-manifest. The manifest names at most two snapshots, newest first, and is switched last, by a script that compares the
-partition's owner token: an owner that was replaced cannot switch it. The same script trims the journal up to the older
-of the two snapshots, so the whole journal after either of them is kept.
+A snapshot is one byte stream (`snapshot_format`) cut into blocks of at most 4 MiB, each under its own key with its
+CRC-32 in the manifest. The manifest names at most two snapshots, newest first, and is switched last, by a script that
+compares the partition's owner token: an owner that was replaced cannot switch it. The same script trims the journal up
+to the older of the two snapshots, so the whole journal after either of them is kept.
 
 Keys of partition `{NAME.GENERATION/INDEX}`: `…:token`, `…:manifest`, `…:saved` (version of the newest snapshot; shows
 that a missing manifest was lost), `…:pending` (snapshots whose blocks may exist but which no manifest names),
@@ -29,7 +29,7 @@ from paramserver_node.redis import token_text
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.line import Line
 from paramserver_shard.scripts import Script, ScriptRunner
-from paramserver_shard.stored import (
+from paramserver_shard.snapshot_format import (
     FORMAT,
     blocks_of,
     decode_head,
