@@ -24,6 +24,7 @@ from paramserver.client.calls import Request, Response
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import DirectTransport
 from paramserver.client.plain import PlainTransport
+from paramserver.client.transport import BlockingTransport
 from paramserver.errors import Unreachable
 from paramserver.wire import http2 as wire
 from paramserver_cli.cluster_file import Plan, StateDir
@@ -135,6 +136,23 @@ def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: 
         with pytest.raises(Unreachable, match="does not answer") as e:
             ps.connect(url.replace("https:", "http:"), token=token)
         assert e.value.hint == f"connect to {url}"
+
+
+def test_a_front_that_takes_http1_alone_is_spoken_to_in_it(authority: Path) -> None:
+    """A TLS server that ends handshakes which offer HTTP/2 alone, as many fronts do, is asked in HTTP/1.1."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = ["openssl", "s_server", "-accept", str(port), "-alpn", "http/1.1", "-www", "-quiet"]
+    certificate = ["-cert", str(authority / "node.pem"), "-key", str(authority / "node.key")]
+    url = f"https://127.0.0.1:{port}"
+    transport = BlockingTransport((url,), Credentials.of(None, authority / "ca.pem"))
+    with subprocess.Popen([*command, *certificate], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as front:
+        try:
+            asked = [Request("GET", "/")]
+            eventually(lambda: isinstance(transport.perform(asked)[0], Response), what="an answer in HTTP/1.1")
+        finally:
+            transport.close()
+            front.kill()
 
 
 def test_a_pool_worker_and_psctl_go_the_same_way(closed: Cluster, authority: Path, tmp_path: Path) -> None:

@@ -348,6 +348,7 @@ def test_asyncio_has_the_same_names_and_arguments(blocking: type, awaited: type)
         (None, {}, ("http://127.0.0.1:8700",)),
         (None, {"PARAMSERVER_URL": "http://a:1/, b:2"}, ("http://a:1", "http://b:2")),
         ("https://x/ps/", {"PARAMSERVER_URL": "http://a:1"}, ("https://x/ps",)),
+        ("http://bücher.example:1/é", {}, ("http://xn--bcher-kva.example:1/%C3%A9",)),
         ("ps", {}, ("http://ps",)),
     ],
 )
@@ -360,7 +361,7 @@ def test_where_the_cluster_is(url: str | None, env: dict[str, str], urls: tuple[
     "url",
     [
         "http://127.0.0.1:99999", "http://h:1,http://h:x", "http://:8700", "http://h:1?x=1",
-        "http://192.168.1.300:8700", "http://a|b:1", "ftp://h:1", "http://[::x]:1",
+        "http://192.168.1.300:8700", "http://a|b:1", "ftp://h:1", "http://[::x]:1", "http://u:p@h:1",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("client", [ps.connect, ps.AsyncClient])

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from paramserver.client.plain import PlainTransport, proxy_of
 from paramserver.client.transport import AsyncTransport, BlockingTransport, Protocols
 from paramserver.errors import InDoubt, Unreachable, problem
 from paramserver.wire import http2 as wire
+
+from .sharding import Now
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 RUN = b"POST /runs"
@@ -142,15 +145,40 @@ def test_one_that_does_not_gets_http1(ask: Callable[..., list[Any]]) -> None:
 
 
 def test_what_a_probe_tells() -> None:
-    """An answer and a quick failure tell for good whether a URL takes HTTP/2; silence is asked about again."""
+    """An answer tells that a URL takes HTTP/2, a quick failure for a minute that it does not, silence nothing."""
+    now = Now()
     lost, nobody = problem("in_doubt", "no answer"), problem("unreachable", "nobody")
-    protocols = Protocols()
-    assert protocols.learn("http://a", lost, 1.0) is False
-    assert protocols.learn("http://a", nobody, 0.0) is nobody
+    protocols = Protocols(now)
+    assert protocols.learn("http://a", lost, in_time=False) is False
+    assert protocols.learn("http://a", nobody, in_time=False) is False
+    assert protocols.learn("http://a", nobody, in_time=True) is nobody
     assert protocols.of("http://a") is None
-    assert protocols.learn("http://a", Response(503, {}), 0.5) is True
-    assert protocols.learn("http://b", lost, 0.5) is False
+    assert protocols.learn("http://a", Response(503, {}), in_time=True) is True
+    assert protocols.learn("http://b", lost, in_time=True) is False
     assert (protocols.of("http://a"), protocols.of("http://b")) == (True, False)
+    now.s += 61.0
+    assert (protocols.of("http://a"), protocols.of("http://b")) == (True, None)
+
+
+def test_an_answer_that_comes_in_drops_ends_at_the_timeout() -> None:
+    """The timeout of a request over HTTP/1.1 is for the whole answer, however often some of it comes."""
+    over = threading.Event()
+
+    def dripping(connected: socket.socket) -> None:
+        connected.recv(65536)
+        connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+        with suppress(OSError):
+            while not over.wait(0.05):
+                connected.sendall(b".")
+
+    transport = PlainTransport(NO_CREDENTIALS)
+    with serving(dripping) as url:
+        for sink in (None, Kept()):
+            outcome = transport.send(Request("GET", "/", timeout_s=0.3, sink=sink), url)
+            assert isinstance(outcome, InDoubt)
+            assert "did not answer within 0.3 s" in outcome.detail
+        over.set()
+    transport.close()
 
 
 @both
@@ -188,11 +216,29 @@ def test_a_proxy_is_asked_for_a_tunnel(ask: Callable[..., list[Any]], monkeypatc
     assert heard == [b"CONNECT cluster.example:443"]
 
 
-@pytest.mark.parametrize("url", ["http://localhost:1", "http://127.0.0.2:1", "http://[::1]:1", "http://in.house:1"])
+@both
+@pytest.mark.parametrize(
+    ("proxy", "said"),
+    [("socks5://p:1", "socks5://p is not an http:// one"), ("http://p:abc", "port could not be cast")],
+)
+def test_a_proxy_that_cannot_be_used_is_said_so(
+    ask: Callable[..., list[Any]], proxy: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster behind a proxy of another kind, or one whose URL is wrong, is unreachable; nothing is sent to it."""
+    monkeypatch.setenv("all_proxy", proxy)
+    (outcome,) = ask("http://cluster.example", GET)
+    assert isinstance(outcome, Unreachable)
+    assert said in outcome.detail
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://localhost:1", "http://127.0.0.2:1", "http://[::1]:1", "http://in.house:1", "http://10.1.2.3:1"],
+)
 def test_not_everything_goes_through_a_proxy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """URLs of this machine, and hosts in NO_PROXY, are reached directly."""
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    monkeypatch.setenv("no_proxy", "in.house")
+    monkeypatch.setenv("no_proxy", "in.house, 10.0.0.0/8")
     assert proxy_of(url) is None
     assert proxy_of("http://elsewhere:1") is not None
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from paramserver.client.calls import Outcome, Response, is_gateway_failure
 from paramserver.core.urls import listed_urls
@@ -34,9 +34,18 @@ def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     for u in urls:
         if (wrong := _wrong_with(u)) is not None:
             raise problem("malformed", f"'{u}' is not a valid cluster URL: {wrong}", hint=f"for example {DEFAULT_URL}")
+    urls = tuple(map(_in_ascii, urls))
     if not urls:
         raise problem("malformed", f"'{text}' contains no URL", hint=f"for example {DEFAULT_URL}")
     return urls
+
+
+def _in_ascii(url: str) -> str:
+    """Return the URL as it is sent: other letters of its host in IDNA, those of its path percent-encoded."""
+    if url.isascii():
+        return url
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.encode("idna").decode(), path=quote(parts.path)).geturl()
 
 
 def _wrong_with(url: str) -> str | None:
@@ -45,6 +54,8 @@ def _wrong_with(url: str) -> str | None:
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
+        if "@" in parts.netloc:
+            return "it has a user name; a cluster takes a token"
         if not host or parts.port == 0 or re.fullmatch(r"https?://\d+", url):  # a port taken for an address
             return "it has no host, or port 0"
         if ":" in host or re.fullmatch(r"[\d.]+", host):

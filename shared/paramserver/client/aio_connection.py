@@ -15,6 +15,7 @@ from paramserver.client.http2 import Answer, Client, Refused
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
+RESTED_S: Final = 1.0
 _READ_BYTES: Final = 256 << 10
 _PIECE_BYTES_MAX: Final = 256 << 10
 """Bytes of a body copied at a time, and unsent bytes that force a flush.
@@ -73,6 +74,11 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def full(self) -> bool:
         """Whether the shard's limit on concurrent streams is reached."""
         return len(self._client.open) >= self._client.streams_max
+
+    @property
+    def rested(self) -> bool:
+        """Whether no request is in flight, and nothing has been read for `RESTED_S`."""
+        return not self._client.open and self.loop.time() - self._last_read_s > RESTED_S
 
     def hang_up(self) -> None:
         """Abort the connection; requests in flight fail."""

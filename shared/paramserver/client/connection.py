@@ -26,7 +26,7 @@ from paramserver.wire.http2 import HEAD_BYTES, PAYLOAD_BYTES_MAX, Header
 T = TypeVar("T")
 
 _READ_BYTES: Final = 256 << 10
-ENDED: Final = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+ENDED: Final = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 """Errors that mean that the connection has ended."""
 
 

@@ -90,7 +90,8 @@ class _RequestEncoder:
     @cached_property
     def _context(self) -> ssl.SSLContext:
         context = self._credentials.context()
-        context.set_alpn_protocols(["h2"])
+        # Nodes prefer the first.  Without the second, a front that does not speak the first ends the handshake.
+        context.set_alpn_protocols(["h2", "http/1.1"])
         return context
 
     def _body(self, request: Request) -> list[memoryview]:
@@ -139,6 +140,7 @@ class DirectTransport(_RequestEncoder):
 
     def __init__(self, credentials: Credentials) -> None:
         super().__init__(credentials)
+        self._closed = False
         self._begin()
         call_in_forked_child(self._begin)  # the connections are the parent's
 
@@ -199,7 +201,7 @@ class DirectTransport(_RequestEncoder):
                 return _failure(e, request, address)
             raise
         with self._lock:
-            if connection.usable and len(self._idle[address]) < _KEPT_MAX:
+            if connection.usable and not self._closed and len(self._idle[address]) < _KEPT_MAX:
                 self._idle[address].append(connection)
             else:
                 connection.close()
@@ -242,8 +244,9 @@ class DirectTransport(_RequestEncoder):
             self._close_idle(address)
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections; one in use is closed once its answer has arrived."""
         with self._lock:
+            self._closed = True
             for connection in [c for idle in self._idle.values() for c in idle]:
                 connection.close()
             self._idle.clear()
@@ -268,6 +271,10 @@ class AsyncDirectTransport(_RequestEncoder):
         body = self._body(request)
         headers = self._headers(request, address, body)
         kept = self._kept(address)
+        if kept is not None and kept.rested:  # it may have been closed while the event loop was busy: read that first
+            for _ in range(2):
+                await asyncio.sleep(0)
+            kept = self._kept(address)
         if kept is not None:
             try:
                 return _response(await kept.ask(headers, body, request.sink, request.timeout_s), address)
@@ -321,7 +328,9 @@ class AsyncDirectTransport(_RequestEncoder):
             return connection
         host, port, secure = _host(address)
         context = self._context if secure else None
-        return (await loop.create_connection(AsyncConnection, host, port, ssl=context))[1]
+        # Of several addresses, a silent one must not take the time of all.  (uvloop cannot try them side by side.)
+        side_by_side: dict[str, Any] = {"happy_eyeballs_delay": 0.25} if isinstance(loop, asyncio.BaseEventLoop) else {}
+        return (await loop.create_connection(AsyncConnection, host, port, ssl=context, **side_by_side))[1]
 
     async def close(self) -> None:
         """Close all connections."""

@@ -9,21 +9,24 @@ import base64
 import http.client
 import socket
 import threading
+from contextlib import suppress
 from functools import partial
+from ipaddress import ip_address, ip_network
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import getproxies_environment
 
-from paramserver.client.calls import Outcome, Request, Response
+from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.concurrent_requests import Interruptible, using_memory
 from paramserver.client.connection import cut
 from paramserver.client.credentials import Credentials
-from paramserver.client.direct import changes_nothing, unreachable
+from paramserver.client.direct import CONNECT_S, changes_nothing, unreachable
 from paramserver.client.forks import call_in_forked_child
 from paramserver.errors import PsError, problem
 
 _KEPT_MAX: Final = 8
 """Idle connections kept for each address."""
+_PIECE_BYTES: Final = 1 << 20
 _WAIT_S_MAX: Final = 1e6
 """Longest wait of a socket, which counts milliseconds in 31 bits."""
 
@@ -56,18 +59,22 @@ class PlainTransport:
 
         Raises CallerInterrupted if the call it belongs to (`within`) has been interrupted.
         """
+        deadline = Deadline.after(request.timeout_s)
         ended = problem("in_doubt", f"the connection to {url} broke before it answered")
         if (kept := self._kept(url)) is not None:
-            outcome = self._attempt(kept, request, url, within)
+            outcome = self._attempt(kept, request, url, within, deadline)
             if outcome is not None or not changes_nothing(request):
                 return outcome or ended
-        fresh = _connection(url, min(request.timeout_s, _WAIT_S_MAX), self._credentials)
+        fresh: http.client.HTTPConnection | None = None
         try:
+            fresh = _connection(url, min(CONNECT_S, _left_s(deadline)), self._credentials)
             fresh.connect()
-        except OSError as e:
-            reason = (e.strerror or str(e) or type(e).__name__).lower()
+        except (OSError, http.client.HTTPException, ValueError) as e:
+            if fresh is not None:
+                fresh.close()
+            reason = (getattr(e, "strerror", None) or str(e) or type(e).__name__).lower()
             return unreachable(url, reason)
-        return self._attempt(fresh, request, url, within) or ended
+        return self._attempt(fresh, request, url, within, deadline) or ended
 
     def _kept(self, url: str) -> http.client.HTTPConnection | None:
         """Take an idle connection that the node has not closed; None if there is none."""
@@ -82,11 +89,16 @@ class PlainTransport:
             connection.close()
 
     def _attempt(
-        self, connection: http.client.HTTPConnection, request: Request, url: str, within: Interruptible | None
+        self,
+        connection: http.client.HTTPConnection,
+        request: Request,
+        url: str,
+        within: Interruptible | None,
+        deadline: Deadline,
     ) -> Outcome | None:
         """Send the request and return its outcome; None if the node closed the connection before it answered."""
         connected = connection.sock
-        connected.settimeout(min(request.timeout_s, _WAIT_S_MAX))
+        connected.settimeout(_left_s(deadline))
         try:
             with using_memory(within, partial(cut, connected)):
                 headers, target = {**self._headers, **request.headers}, urlsplit(url).path + request.path
@@ -94,18 +106,24 @@ class PlainTransport:
                 if proxy is not None and url.startswith("http:"):
                     target, headers = url + request.path, {**headers, **_authorization(proxy)}
                 connection.request(request.method, target, body=request.whole, headers=headers)
+                connected.settimeout(_left_s(deadline))
                 response = connection.getresponse()
                 head = {k.lower(): v for k, v in response.getheaders()}
-                if request.sink is None or response.status != 200:
-                    result = Response(response.status, head, response.read(), url)
-                else:
-                    request.sink.begin()
-                    while chunk := response.read(1 << 20):
-                        request.sink.feed(memoryview(chunk))
-                    if response.length:  # read(size) does not tell that the rest is missing
-                        raise http.client.IncompleteRead(b"", response.length)
-                    request.sink.end()
-                    result = Response(response.status, head, b"", url)
+                sink = request.sink if response.status == 200 else None
+                body = bytearray()
+                if sink is not None:
+                    sink.begin()
+                while chunk := self._piece(response, connected, deadline):
+                    if sink is None:
+                        body += chunk
+                    else:
+                        sink.feed(memoryview(chunk))
+                response.close()  # a body of known length does not, and would keep the connection from its next request
+                if response.length:  # reading a piece does not tell that the rest is missing
+                    raise http.client.IncompleteRead(b"", response.length)
+                if sink is not None:
+                    sink.end()
+                result = Response(response.status, head, bytes(body), url)
         except http.client.RemoteDisconnected:
             connection.close()
             return None
@@ -129,6 +147,18 @@ class PlainTransport:
                 idle.append(connection)
         return result
 
+    def _piece(self, response: http.client.HTTPResponse, connected: socket.socket, deadline: Deadline) -> bytes:
+        """Return the next bytes of the body, empty at its end.  Raises TimeoutError at the deadline."""
+        if not deadline.left_s():
+            raise TimeoutError
+        connected.settimeout(_left_s(deadline))
+        return response.read1(_PIECE_BYTES)
+
+
+def _left_s(deadline: Deadline) -> float:
+    """Return the time left, as a timeout that a socket takes."""
+    return min(max(deadline.left_s(), 0.001), _WAIT_S_MAX)
+
 
 def _silent(connected: socket.socket) -> bool:
     """Whether nothing can be read, neither EOF nor unsolicited data, which would be taken for an answer."""
@@ -145,11 +175,29 @@ def _silent(connected: socket.socket) -> bool:
 def proxy_of(url: str) -> SplitResult | None:
     """Return the proxy that the environment sets for this URL; None if there is none, or the URL is of this machine."""
     parts = urlsplit(url)
-    host, proxies = parts.hostname or "", getproxies()
+    host, proxies = parts.hostname or "", getproxies_environment()
     found = proxies.get(parts.scheme) or proxies.get("all")
-    if not found or host in ("localhost", "::1") or host.startswith("127.") or proxy_bypass(host):
+    if not found or host in ("localhost", "::1") or host.startswith("127."):
+        return None
+    if _is_excepted(host, proxies.get("no", "")):
         return None
     return urlsplit(found if "://" in found else f"http://{found}")
+
+
+def _is_excepted(host: str, no_proxy: str) -> bool:
+    """Whether NO_PROXY lists this host, a domain that it is in, a network that has its address, or `*`."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        address = None
+    for entry in no_proxy.lower().split(","):
+        name = entry.strip().lstrip(".")
+        if name == "*" or (name and f".{host}".endswith(f".{name}")):
+            return True
+        with suppress(ValueError):
+            if "/" in name and address is not None and address in ip_network(name, strict=False):
+                return True
+    return False
 
 
 def _authorization(proxy: SplitResult) -> dict[str, str]:
@@ -161,8 +209,11 @@ def _authorization(proxy: SplitResult) -> dict[str, str]:
 
 
 def _connection(url: str, timeout_s: float, credentials: Credentials) -> http.client.HTTPConnection:
+    """Return a connection to the node, or to the proxy for it.  Raises ValueError for one that cannot be used."""
     parts, proxy = urlsplit(url), proxy_of(url)
     host, port = parts.hostname or "", parts.port
+    if proxy is not None and proxy.scheme != "http":
+        raise ValueError(f"its proxy {proxy.scheme}://{proxy.hostname} is not an http:// one")
     if parts.scheme != "https":
         to = (host, port) if proxy is None else (proxy.hostname or "", proxy.port or 80)
         return http.client.HTTPConnection(*to, timeout=timeout_s)

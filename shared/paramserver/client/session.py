@@ -156,7 +156,7 @@ class Session(Membership):
         been reported, but its end was not awaited: whenever its commit is decided, it could take this push on some
         partitions only.
         """
-        if not self._ending or last:  # else it is refused below, without another request
+        if self.mode != "sync" or not self._ending or last:  # else it is refused below, without another request
             yield from self.rejoin_if_torn(deadline)
         self._check_open(last)
         model_map = yield from self.cluster.map_of(self.model, deadline)

@@ -9,13 +9,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from paramserver.client.addresses import Addresses
-from paramserver.client.calls import Call, Outcome, Pause, Request, Response
+from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response
 from paramserver.client.concurrent_requests import ConcurrentRequests, Helpers, Interruptible, using_memory
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import AsyncDirectTransport, DirectTransport, unreachable
@@ -31,33 +31,47 @@ PARALLEL_MAX: Final = 256
 """Maximum number of threads of one client, started on demand: helpers of a blocking one, and on asyncio those that
 speak HTTP/1.1.  Each request that waits for a commit occupies one: with too few for all workers (threads) of the
 client, the pushes that would complete the commit queue."""
-_PROBE_S: Final = 1.0
-_PROBE: Final = Request("GET", "/livez", timeout_s=_PROBE_S)
+_PROBE_S: Final = 2.0
+"""Timeout of a probe; of a request that has less than twice as long, half of its own."""
+_HTTP1_S: Final = 60.0
+"""How long a URL that did not take HTTP/2 is not probed again: its node may only just have been starting."""
 
 
 class Protocols:
     """Which of the given URLs take HTTP/2 without negotiation, as every node does; what is in front of one may not."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, bool] = {}
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._http2: set[str] = set()
+        self._http1: dict[str, float] = {}
+        """URL -> until when it is not probed again."""
 
     def of(self, url: str) -> bool | None:
         """Whether the URL takes HTTP/2; None: the answer to a probe must tell."""
-        known = self._known.get(url)
-        if known is None and proxy_of(url) is not None:
-            known = self._known[url] = False
-        return known
+        if url in self._http2:
+            return True
+        if self._http1.get(url, 0.0) > self._clock() or proxy_of(url) is not None:
+            return False
+        return None
 
-    def learn(self, url: str, outcome: Outcome, took_s: float) -> bool | PsError:
-        """Return what the outcome of a probe tells; the error, if nobody can be reached."""
-        if isinstance(outcome, Unreachable):
-            return outcome
-        answered = isinstance(outcome, Response)
-        if answered or took_s < _PROBE_S:  # silence tells nothing: try HTTP/1.1, and probe again the next time
-            self._known[url] = answered
-            if not answered:
-                log.info("transport.http1 url=%s reason=%s", url, outcome)
-        return answered
+    def probe(self, request: Request) -> Request:
+        """Return the probe that precedes a request to a URL of which it is not known."""
+        return Request("GET", "/livez", timeout_s=min(_PROBE_S, request.timeout_s / 2))
+
+    def learn(self, url: str, outcome: Outcome, *, in_time: bool) -> bool | PsError:
+        """Return what the outcome of a probe tells; the error, if nobody can be reached.
+
+        Silence, that is an error not `in_time`, tells nothing: HTTP/1.1 is tried, and the next request probes again.
+        """
+        if isinstance(outcome, Response):
+            self._http2.add(url)
+            return True
+        if in_time:
+            if isinstance(outcome, Unreachable):
+                return outcome
+            log.info("transport.http1 url=%s reason=%s", url, outcome)
+            self._http1[url] = self._clock() + _HTTP1_S
+        return False
 
 
 class BlockingTransport:
@@ -129,9 +143,10 @@ class BlockingTransport:
     def _send(self, request: Request, url: str, within: Interruptible | None) -> Outcome:
         takes_http2: bool | PsError | None = self._protocols.of(url)
         if takes_http2 is None:
-            asked_at = time.monotonic()
-            outcome = self._http2.send(_PROBE, url, within)
-            takes_http2 = self._protocols.learn(url, outcome, time.monotonic() - asked_at)
+            deadline, probe = Deadline.after(request.timeout_s), self._protocols.probe(request)
+            ends = Deadline.after(probe.timeout_s)
+            takes_http2 = self._protocols.learn(url, self._http2.send(probe, url, within), in_time=ends.left_s() > 0)
+            request = deadline.bound(request)
         if isinstance(takes_http2, PsError):
             return takes_http2
         return (self._http2 if takes_http2 else self._http1).send(request, url, within)
@@ -205,9 +220,10 @@ class AsyncTransport:
     async def _send(self, request: Request, url: str) -> Outcome:
         takes_http2: bool | PsError | None = self._protocols.of(url)
         if takes_http2 is None:
-            asked_at = time.monotonic()
-            outcome = await self._http2.send(_PROBE, url)
-            takes_http2 = self._protocols.learn(url, outcome, time.monotonic() - asked_at)
+            deadline, probe = Deadline.after(request.timeout_s), self._protocols.probe(request)
+            ends = Deadline.after(probe.timeout_s)
+            takes_http2 = self._protocols.learn(url, await self._http2.send(probe, url), in_time=ends.left_s() > 0)
+            request = deadline.bound(request)
         if isinstance(takes_http2, PsError):
             return takes_http2
         return await (self._http2.send(request, url) if takes_http2 else self._in_thread(request, url))
