@@ -30,7 +30,7 @@ _NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedP
 """Errors after which the other node cannot have begun with the request."""
 _IDLE_S: Final = 5.0
 _IDLE_MAX: Final = 64
-"""Idle connections kept, and for how long."""
+"""Idle connections kept, and how long they are used again."""
 _PIECE_BYTES: Final = 256 << 10
 """Size of the pieces in which a response of known length is passed on; others are passed on as they come."""
 _PUSHES: Final = ("/push", "/pushpull")
@@ -232,6 +232,7 @@ class _Connections:
                 await connection.aclose()
             else:
                 self._idle.append((connection, url, asyncio.get_running_loop().time()))
+                await self._expire()
 
         return _Answer(response, stop, close)
 
@@ -267,7 +268,7 @@ def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 
 def _kept(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the headers to pass on, in lower case: without `_HOP_BY_HOP` and those that `Connection` names."""
-    lowered = [(name.lower(), value) for name, value in headers]
+    lowered = [(name.lower(), value.strip(b" \t")) for name, value in headers]  # h11 refuses such a space at the end
     named = {n.strip().lower() for name, value in lowered if name == b"connection" for n in value.split(b",")}
     return [(name, value) for name, value in lowered if name not in _HOP_BY_HOP | named]
 
@@ -286,9 +287,12 @@ def target(scope: Scope) -> bytes:
 
 
 def _why(error: BaseException | None) -> str:
-    """Return the innermost cause of an error, in words."""
+    """Return the reason of an error in words: the system's, if it is behind it."""
     if error is None:
         return "no address is known"
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__

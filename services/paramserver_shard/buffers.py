@@ -95,7 +95,11 @@ class BufferPool:
         memory = self._shared_one(self._size(size_bytes), [])
         if memory is None or memory.file is None or self._folder is None:
             return None
-        memory.file = self._folder.rename(memory.file)
+        try:
+            memory.file = self._folder.rename(memory.file)
+        except OSError:  # somebody has removed it
+            self._discard(memory)
+            return None
         return self._lend(memory, [])[:size_bytes]
 
     def take(self, count: int, *, shared: bool = False, after: AnyArray | None = None) -> F32:

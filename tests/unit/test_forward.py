@@ -15,7 +15,7 @@ from paramserver_node.forward import Forwarder
 async def forwarded(forwarder: Forwarder, url: str, *, close: bool = False) -> bytes:
     """Forward a GET to the node at `url`; return the body of its answer.  `close` the forwarder before it is read."""
     there = asyncio.Event()  # never set: the client does not hang up
-    scope = {"type": "http", "method": "GET", "path": "/map", "query_string": b"a=1", "headers": [(b"x-a", b"\xe9")]}
+    scope = {"type": "http", "method": "GET", "path": "/map", "query_string": b"a=1", "headers": [(b"x-a", b"\xe9 ")]}
     sent: list[Message] = []
 
     async def receive() -> Message:

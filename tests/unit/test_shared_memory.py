@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from starlette.types import Message
+from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, RemappableMemory, Window, Windows, private, writable
@@ -267,6 +268,16 @@ def test_a_slot_that_is_returned_twice_is_not_taken_from_its_next_client(lending
     lending.free_slot(file)
 
     lending.begin_push(other, 4 * COUNT)
+
+
+def test_a_slot_whose_file_is_gone_is_not_lent_again(folder: SharedFolder, lending: Lending) -> None:
+    """If somebody has removed a returned slot's file, the next request gets none, and the one after it a new one."""
+    file = slot(lending, 4 * COUNT)
+    lending.free_slot(file)
+    (folder.path / file).unlink()
+    with refused_with("queue_full", Unavailable):
+        slot(lending, 4 * COUNT)
+    assert (folder.path / slot(lending, 4 * COUNT)).exists()
 
 
 async def test_a_large_body_keeps_nobody_waiting(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
