@@ -304,7 +304,8 @@ def _rename(part: Path, target: Path) -> None:
     part.rename(target)
     _sync(target.parent)
     for old in _moved_aside(target):
-        shutil.rmtree(old, ignore_errors=True)
+        # Under another name first: what is left of it, should it not be deleted, is not taken for the checkpoint later.
+        shutil.rmtree(old.rename(old.with_suffix(".gone")), ignore_errors=True)
 
 
 def _moved_aside(target: Path) -> list[Path]:

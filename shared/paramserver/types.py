@@ -13,9 +13,9 @@ Json: TypeAlias = Mapping[str, Any]
 """A JSON object."""
 
 DType: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
+"""Element types on the wire; values and optimizer state are kept in float32."""
 DTypeLike: TypeAlias = str | np.dtype[Any] | type[np.generic]
 """How a user may name a dtype: "float16", `np.float16`, `array.dtype`."""
-"""Element types on the wire; values and optimizer state are kept in float32."""
 
 Coding: TypeAlias = Literal["float16", "bfloat16", "float32", "float64", "int8", "topk"]
 """How the bytes of a gradient are encoded: as elements of a dtype, or a whole partition by a codec."""

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,21 @@ def test_a_checkpoint_is_found_after_its_replacement_was_interrupted(tmp_path: P
 
     assert checkpoint.read(tmp_path / "ckpt").versions == [3, 4]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".ckpt.2.0123abcd.old", "ckpt"]
+
+
+def test_a_previous_checkpoint_that_could_not_be_deleted_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of a replaced checkpoint is not read, and does not keep its name, once the new one is deleted."""
+    _write(tmp_path / "ckpt")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        _write(tmp_path / "ckpt", overwrite=True)
+    shutil.rmtree(tmp_path / "ckpt")
+
+    with pytest.raises(PsError):
+        checkpoint.read(tmp_path / "ckpt")
+    _write(tmp_path / "ckpt")
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
