@@ -20,6 +20,7 @@ from tests.unit.scripted_server import Blocking, Peer, Server
 from tests.waiting import eventually
 
 import paramserver as ps
+from paramserver.client import connection
 from paramserver.client.calls import Request, Response
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import DirectTransport
@@ -206,8 +207,11 @@ def test_a_start_without_the_authority_says_so(
 
 @pytest.mark.parametrize("size", [100, 8_000_000])
 @pytest.mark.parametrize("polite", [True, False], ids=["in order", "torn down"])
-def test_a_connection_that_ends_between_requests_is_replaced(authority: Path, size: int, polite: bool) -> None:
+def test_a_connection_that_ends_between_requests_is_replaced(
+    authority: Path, size: int, polite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the server ends an idle TLS connection, with or without close_notify, the next request uses a new one."""
+    monkeypatch.setattr(connection, "RESTED_S", 0.0)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority / "node.pem", authority / "node.key")
     ended = threading.Event()

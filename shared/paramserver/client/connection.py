@@ -26,6 +26,8 @@ from paramserver.wire.http2 import HEAD_BYTES, PAYLOAD_BYTES_MAX, Header
 T = TypeVar("T")
 
 _READ_BYTES: Final = 256 << 10
+RESTED_S = 0.1
+"""A connection that was used within this time counts as open: to look takes three system calls."""
 ENDED: Final = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 """Errors that mean that the connection has ended."""
 
@@ -56,6 +58,8 @@ class Connection:
         self._read_buffer = memoryview(bytearray(_READ_BYTES))
         self._give_up_at = 0.0
         self._pinged = False
+        self._used_at = 0.0
+        """When its last request ended."""
         self._timeout_s = -1.0
         """The socket's current timeout, in seconds."""
         # Closes the socket of a client that was dropped without close().  Not __del__: if the client is in a reference
@@ -69,6 +73,8 @@ class Connection:
 
     def still_open(self) -> bool:
         """Process what has come since the last request; return whether another one can be sent."""
+        if time.monotonic() - self._used_at < RESTED_S:
+            return self.usable
         self._wait_at_most(0.0)
         try:
             while self.usable and (n := self.socket.recv_into(self._read_buffer)):
@@ -112,6 +118,7 @@ class Connection:
             self._client.usable = False  # half a request was sent, or its answer would be taken for the next one's
             raise
         finally:
+            self._used_at = time.monotonic()
             self._client.close(stream)  # an idle connection must not keep a sink alive
         return answer
 
