@@ -112,9 +112,13 @@ class Deadline:
         """Seconds left, never below 0."""
         return max(0.0, self.at - self.clock())
 
+    def attempt_s(self) -> float:
+        """The timeout of another attempt: the seconds left, but above 0, which would make a socket non-blocking."""
+        return max(self.left_s(), 0.001)
+
     def bound(self, request: Request, sink: Sink | None = None) -> Request:
         """Return the request with a timeout that ends at this deadline and, if given, another sink."""
-        r, left_s = request, max(self.left_s(), 0.001)
+        r, left_s = request, self.attempt_s()
         return Request(r.method, r.path, r.body, r.headers, r.to, sink or r.sink, left_s, r.rest)
 
 

@@ -165,7 +165,7 @@ def _states(
                 f"/internal/state/{model_map.name}/{i}{query}",
                 headers={"accept": MEDIA_TYPE},
                 to=cluster.route(model_map, i),
-                timeout_s=max(deadline.left_s(), 0.001),
+                timeout_s=deadline.attempt_s(),
             )
             for i in now
         ]
@@ -220,4 +220,4 @@ def _set_request(
     body = np.concatenate([np.frombuffer(head, np.uint8), *(np.ascontiguousarray(a).view(np.uint8) for a in arrays)])
     headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
     request = Request("POST", f"/internal/set/{model_map.name}", body.data, headers, cluster.route(model_map, index))
-    return replace(request, timeout_s=max(deadline.left_s(), 0.001))
+    return replace(request, timeout_s=deadline.attempt_s())

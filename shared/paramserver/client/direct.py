@@ -79,13 +79,17 @@ def _may_repeat(request: Request, error: OSError) -> bool:
     return isinstance(error, Refused) or changes_nothing(request)
 
 
+def common_headers(credentials: Credentials) -> dict[str, str]:
+    """Return the headers that every request carries."""
+    return {"user-agent": "paramserver-python", **credentials.headers}
+
+
 class _RequestEncoder:
     """The encoding of requests, common to both transports."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        common = {"user-agent": "paramserver-python", **credentials.headers}
-        self._common = [(name.encode(), value.encode()) for name, value in common.items()]
+        self._common = [(name.encode(), value.encode()) for name, value in common_headers(credentials).items()]
 
     @cached_property
     def _context(self) -> ssl.SSLContext:
@@ -120,18 +124,14 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
     return problem("in_doubt", f"{address} did not answer in HTTP ({error})")
 
 
-def _left_s(deadline: Deadline) -> float:
-    """Return the seconds left for another attempt, above 0: a timeout of 0 would make the socket non-blocking."""
-    return max(deadline.left_s(), 0.001)
-
-
-def _unreachable_error(error: OSError, address: str) -> PsError:
+def unreachable_by(error: Exception, address: str) -> PsError:
+    """Return the error for an address that could not be connected to."""
     if isinstance(error, TimeoutError):
         reason = "timed out"
     elif isinstance(error, ConnectionRefusedError):
         reason = "connection refused"  # asyncio's strerror tells of its own connect call instead
     else:
-        reason = error.strerror or str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return unreachable(address, reason.lower())
 
 
@@ -166,12 +166,12 @@ class DirectTransport(_RequestEncoder):
                 return _failure(TimeoutError(), request, address)
         self._forget_closed()
         try:
-            connection = Connection(self._connected(address, min(CONNECT_S, _left_s(deadline))))
+            connection = Connection(self._connected(address, min(CONNECT_S, deadline.attempt_s())))
         except OSError as e:
             self._close_idle(address)
-            return _unreachable_error(e, address)
+            return unreachable_by(e, address)
         try:
-            return self._attempt(connection, request, address, _left_s(deadline), within)
+            return self._attempt(connection, request, address, deadline.attempt_s(), within)
         except _BROKEN as e:
             return _failure(e, request, address)
 
@@ -286,11 +286,11 @@ class AsyncDirectTransport(_RequestEncoder):
             if not deadline.left_s():
                 return _failure(TimeoutError(), request, address)
         try:
-            another = await self._another(address, kept, min(CONNECT_S, _left_s(deadline)))
+            another = await self._another(address, kept, min(CONNECT_S, deadline.attempt_s()))
         except OSError as e:
-            return _unreachable_error(e, address)
+            return unreachable_by(e, address)
         try:
-            return _response(await another.ask(headers, body, request.sink, _left_s(deadline)), address)
+            return _response(await another.ask(headers, body, request.sink, deadline.attempt_s()), address)
         except (PsError, OSError, ValueError) as e:
             return _failure(e, request, address)
 

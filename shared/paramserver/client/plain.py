@@ -20,7 +20,7 @@ from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.concurrent_requests import Interruptible, using_memory
 from paramserver.client.connection import cut
 from paramserver.client.credentials import Credentials
-from paramserver.client.direct import CONNECT_S, changes_nothing, unreachable
+from paramserver.client.direct import CONNECT_S, changes_nothing, common_headers, unreachable_by
 from paramserver.client.forks import call_in_forked_child
 from paramserver.errors import PsError, problem
 
@@ -36,7 +36,7 @@ class PlainTransport:
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._headers = {"user-agent": "paramserver-python", **credentials.headers}
+        self._headers = common_headers(credentials)
         self._closed = False
         self._begin()
         call_in_forked_child(self._begin)  # the connections are the parent's
@@ -67,13 +67,12 @@ class PlainTransport:
                 return outcome or ended
         fresh: http.client.HTTPConnection | None = None
         try:
-            fresh = _connection(url, min(CONNECT_S, _left_s(deadline)), self._credentials)
+            fresh = _connection(url, min(CONNECT_S, deadline.attempt_s()), self._credentials)
             fresh.connect()
         except (OSError, http.client.HTTPException, ValueError) as e:
             if fresh is not None:
                 fresh.close()
-            reason = (getattr(e, "strerror", None) or str(e) or type(e).__name__).lower()
-            return unreachable(url, reason)
+            return unreachable_by(e, url)
         return self._attempt(fresh, request, url, within, deadline) or ended
 
     def _kept(self, url: str) -> http.client.HTTPConnection | None:
@@ -157,7 +156,7 @@ class PlainTransport:
 
 def _left_s(deadline: Deadline) -> float:
     """Return the time left, as a timeout that a socket takes."""
-    return min(max(deadline.left_s(), 0.001), _WAIT_S_MAX)
+    return min(deadline.attempt_s(), _WAIT_S_MAX)
 
 
 def _silent(connected: socket.socket) -> bool:

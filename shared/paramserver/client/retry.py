@@ -134,7 +134,7 @@ def deliver(request: Request, deadline: Deadline, backoff: Backoff | None = None
     """
     backoff = backoff or Backoff(deadline, reads=request.method == "GET")
     while True:
-        attempt = replace(request, timeout_s=min(request.timeout_s, max(deadline.left_s(), 0.001)))
+        attempt = replace(request, timeout_s=min(request.timeout_s, deadline.attempt_s()))
         (outcome,) = yield [attempt]
         result = to_result(outcome)
         if isinstance(result, Response):

@@ -54,10 +54,6 @@ class Protocols:
             return False
         return None
 
-    def probe(self, request: Request) -> Request:
-        """Return the probe that precedes a request to a URL of which it is not known."""
-        return Request("GET", "/livez", timeout_s=min(_PROBE_S, request.timeout_s / 2))
-
     def learn(self, url: str, outcome: Outcome, *, in_time: bool) -> bool | PsError:
         """Return what the outcome of a probe tells; the error, if nobody can be reached.
 
@@ -72,6 +68,11 @@ class Protocols:
             log.info("transport.http1 url=%s reason=%s", url, outcome)
             self._http1[url] = self._clock() + _HTTP1_S
         return False
+
+
+def _probe_before(request: Request) -> Request:
+    """Return the probe that precedes a request to a URL of which it is not known whether it takes HTTP/2."""
+    return Request("GET", "/livez", timeout_s=min(_PROBE_S, request.timeout_s / 2))
 
 
 class BlockingTransport:
@@ -143,7 +144,7 @@ class BlockingTransport:
     def _send(self, request: Request, url: str, within: Interruptible | None) -> Outcome:
         takes_http2: bool | PsError | None = self._protocols.of(url)
         if takes_http2 is None:
-            deadline, probe = Deadline.after(request.timeout_s), self._protocols.probe(request)
+            deadline, probe = Deadline.after(request.timeout_s), _probe_before(request)
             ends = Deadline.after(probe.timeout_s)
             takes_http2 = self._protocols.learn(url, self._http2.send(probe, url, within), in_time=ends.left_s() > 0)
             request = deadline.bound(request)
@@ -220,7 +221,7 @@ class AsyncTransport:
     async def _send(self, request: Request, url: str) -> Outcome:
         takes_http2: bool | PsError | None = self._protocols.of(url)
         if takes_http2 is None:
-            deadline, probe = Deadline.after(request.timeout_s), self._protocols.probe(request)
+            deadline, probe = Deadline.after(request.timeout_s), _probe_before(request)
             ends = Deadline.after(probe.timeout_s)
             takes_http2 = self._protocols.learn(url, await self._http2.send(probe, url), in_time=ends.left_s() > 0)
             request = deadline.bound(request)
