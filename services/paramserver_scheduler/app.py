@@ -87,7 +87,7 @@ def make_app() -> FastAPI:
         return "" if stopped is None else str(stopped.detail)
 
     def cluster() -> str:
-        return "" if app.state.service is None else str(app.state.service.read.map()["cluster"])
+        return "" if app.state.service is None else app.state.service.read.cluster
 
     app.include_router(page.router)
     app.include_router(login.router)

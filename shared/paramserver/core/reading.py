@@ -23,8 +23,13 @@ class Reading:
         """Leader term of this scheduler."""
         return self._c.term
 
+    @property
+    def cluster(self) -> str:
+        """The cluster's id."""
+        return self._c.id
+
     def map(self) -> dict[str, Any]:
-        """{"term", "map_epoch", "shards": {name: {"addresses", "alive"}}}."""
+        """{"term", "cluster", "map_epoch", "shards": {name: {"addresses", "alive"}}}."""
         return {k: v for k, v in self._c.map_document().items() if k != "type"}
 
     def shards(self, now: float) -> list[dict[str, Any]]:
