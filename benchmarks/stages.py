@@ -25,13 +25,13 @@ from benchmarks.meters import median_s
 from benchmarks.tables import number, table
 
 from paramserver import kernels
-from paramserver.client.calls import Request, Response
-from paramserver.client.credentials import Credentials
 from paramserver.client.gradients import Scan, prepare
-from paramserver.client.transport import BlockingTransport
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import SegmentStep
 from paramserver.core.spec import ModelSpec
+from paramserver.net.calls import Request, Response
+from paramserver.net.credentials import Credentials
+from paramserver.net.transport import BlockingTransport
 from paramserver_node.redis_server import free_port
 from paramserver_node.server import serve_tcp
 from paramserver_node.stream import BODY

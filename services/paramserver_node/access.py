@@ -17,9 +17,9 @@ from starlette.requests import cookie_parser
 from starlette.routing import Route
 from starlette.types import Scope
 
-from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, problem
 from paramserver.limits import TOKENS_KNOWN_MAX
+from paramserver.net.credentials import Credentials
 from paramserver_node import tokens
 from paramserver_node.forward import FORWARDED_ROLE
 from paramserver_node.roles import ROLES, Role, allows, role_of, routes

@@ -10,8 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, problem
+from paramserver.net.credentials import Credentials
 from paramserver_node.conditions import idempotency_key
 from paramserver_node.race import hung_up, race
 

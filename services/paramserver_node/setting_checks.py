@@ -5,10 +5,10 @@ import re
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from paramserver.client.credentials import Credentials, is_token
 from paramserver.core.urls import is_host, is_node_url, listed_urls
 from paramserver.errors import PsError, problem
 from paramserver.limits import MIB
+from paramserver.net.credentials import Credentials, is_token
 
 ADVERTISED_MAX: Final = 15
 """URLs of one shard; together with its socket, as many as it may join with."""

@@ -2,8 +2,8 @@
 
 import httpx
 
-from paramserver.client.credentials import Credentials
 from paramserver.errors import from_document
+from paramserver.net.credentials import Credentials
 
 TIMEOUT = httpx.Timeout(30.0, connect=2.0)
 

@@ -10,8 +10,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paramserver.client.addresses import SCHEDULERS
 from paramserver.errors import problem
+from paramserver.net.addresses import SCHEDULERS
 from paramserver_node import problems
 from paramserver_node.forward import FORWARDED_TO_LEADER, Forwarder, changes_something, in_doubt
 from paramserver_node.middleware import no_body_deadline

@@ -12,8 +12,8 @@ from urllib.parse import quote
 import httpx
 
 from paramserver import checkpoint
-from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, problem
+from paramserver.net.credentials import Credentials
 from paramserver_node.forward import FORWARDED_TO_LEADER
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.http_client import check, http_client

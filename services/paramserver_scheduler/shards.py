@@ -7,9 +7,9 @@ from typing import Final, TypeVar
 
 import httpx
 
-from paramserver.client.credentials import Credentials
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, PsError, StaleMapError, Unavailable, problem
+from paramserver.net.credentials import Credentials
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.frame import MEDIA_TYPE, chunks, decode_header, encode_header
 from paramserver.wire.state import SetFrame, StateFrame, restore_frame

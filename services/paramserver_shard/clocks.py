@@ -10,8 +10,8 @@ import logging
 from collections import deque
 from typing import Final
 
-from paramserver.client.calls import POLL_S
 from paramserver.limits import QUEUED_REQUESTS_MAX
+from paramserver.net.calls import POLL_S
 from paramserver.types import ModelKey, PushId
 from paramserver_shard.link import RETRY_S, SchedulerLink
 from paramserver_shard.streaming_request import StreamingRequest

@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from paramserver import kernels
-from paramserver.client.retry import may_be_done
 from paramserver.core.shard_io import PushDone
 from paramserver.errors import PsError, Unavailable, problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JSON_ELEMENTS_MAX
+from paramserver.net.retry import may_be_done
 from paramserver.types import ITEMSIZE
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, encode_header
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack

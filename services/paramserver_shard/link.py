@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlencode
 
-from paramserver.client.addresses import SCHEDULERS, named
-from paramserver.client.calls import Outcome, Request, Response, error_of, json_of, json_request
-from paramserver.client.credentials import Credentials
-from paramserver.client.direct import AsyncDirectTransport
 from paramserver.errors import PsError, problem
+from paramserver.net.addresses import SCHEDULERS, named
+from paramserver.net.calls import Outcome, Request, Response, error_of, json_of, json_request
+from paramserver.net.credentials import Credentials
+from paramserver.net.direct import AsyncDirectTransport
 from paramserver_shard.streaming_request import StreamingRequest
 
 FEED_SILENCE_S: Final = 3.0

@@ -5,11 +5,11 @@ from typing import Final
 
 import numpy as np
 
-from paramserver.client.calls import Outcome, Request, Response, error_of
-from paramserver.client.credentials import Credentials
-from paramserver.client.direct import AsyncDirectTransport
 from paramserver.errors import PsError, Unavailable, Unreachable, problem
 from paramserver.limits import JOURNAL_WAIT_S, LEASE_S, PACE_BYTES_PER_S
+from paramserver.net.calls import Outcome, Request, Response, error_of
+from paramserver.net.credentials import Credentials
+from paramserver.net.direct import AsyncDirectTransport
 from paramserver.types import AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
 from paramserver.wire.incoming_pull import IncomingPull

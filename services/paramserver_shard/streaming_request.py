@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from paramserver.client.addresses import SCHEDULERS
-from paramserver.client.credentials import Credentials
+from paramserver.net.addresses import SCHEDULERS
+from paramserver.net.credentials import Credentials
 
 log = logging.getLogger("paramserver.shard")
 

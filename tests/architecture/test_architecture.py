@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "shared" / "paramserver"
 SERVICES = ROOT / "services"
 
-# Layers of the library that each layer may import: types, errors, limits <- kernels, core <- wire <- client.
+# Layers of the library that each layer may import: types, errors, limits <- kernels, core <- wire <- net <- client.
 BASE = {"types", "errors", "limits"}
 LAYERS: dict[str, set[str]] = {
     "types": set(),
@@ -25,8 +25,9 @@ LAYERS: dict[str, set[str]] = {
     "wire": BASE | {"core", "kernels", "codecs", "wire"},
     "tensor_file": BASE,
     "checkpoint": BASE | {"core", "wire", "tensor_file"},
-    "client": BASE | {"core", "codecs", "wire", "checkpoint", "client"},
-    "torch": BASE | {"core", "codecs", "wire", "client", "torch"},
+    "net": BASE | {"core", "wire", "net"},
+    "client": BASE | {"core", "codecs", "wire", "checkpoint", "net", "client"},
+    "torch": BASE | {"core", "codecs", "wire", "net", "client", "torch"},
 }
 PURE_FORBIDDEN = {
     "asyncio", "time", "datetime", "random", "secrets", "uuid", "socket", "ssl", "threading", "subprocess", "os",
@@ -86,6 +87,13 @@ def test_services_never_import_each_other() -> None:
             top = dotted.split(".")[0]
             if top in packages:
                 assert top in (own, "paramserver_node"), f"{path.relative_to(ROOT)} imports {dotted}"
+
+
+@pytest.mark.parametrize("name", ["paramserver_node", "paramserver_scheduler", "paramserver_shard"])
+def test_servers_do_not_import_the_client(name: str) -> None:
+    """A server makes its requests with `paramserver.net`, and never needs the client of its own cluster."""
+    for path in modules(SERVICES / name):
+        assert "client" not in map(layer, imports(path)), f"{path.relative_to(ROOT)} imports the client"
 
 
 def test_services_make_requests_with_two_clients_only() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import paramserver as ps
-from paramserver.client.calls import Outcome, Request
 from paramserver.client.model import Model
+from paramserver.net.calls import Outcome, Request
 
 ON_LINUX = [
     pytest.mark.process,

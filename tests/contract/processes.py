@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from tests.waiting import eventually
 
-from paramserver.client.credentials import Credentials
+from paramserver.net.credentials import Credentials
 from paramserver_node import redis_server
 
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.waiting import eventually
 
-from paramserver.client.credentials import Credentials
+from paramserver.net.credentials import Credentials
 from paramserver.wire.frame import PullFrame
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.peers import PeerClient

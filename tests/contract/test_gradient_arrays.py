@@ -12,11 +12,11 @@ import pytest
 from tests.waiting import eventually
 
 import paramserver as ps
-from paramserver.client import same_host, windows
-from paramserver.client.calls import Outcome, Request
+from paramserver.client import mapped_buffers, same_host
 from paramserver.client.gradients import Gradient, Scan
 from paramserver.client.model import Model
 from paramserver.core.selection import Part
+from paramserver.net.calls import Outcome, Request
 
 from .machine import ON_LINUX, SIZE, lose_sockets, made, requests_of
 from .processes import Nodes, nodes
@@ -288,7 +288,7 @@ def test_pushes_of_the_same_arrays_at_once_are_exact(cluster: Nodes, client: ps.
 
 def no_memory(patch: pytest.MonkeyPatch, after: int) -> None:
     """Make `mmap` fail with ENOMEM after so many calls."""
-    mmap, left = windows._mmap, [after]
+    mmap, left = mapped_buffers._mmap, [after]
 
     def scarce(*how: Any) -> int:
         left[0] -= 1
@@ -296,7 +296,7 @@ def no_memory(patch: pytest.MonkeyPatch, after: int) -> None:
             raise OSError(errno.ENOMEM, "cannot map")
         return mmap(*how)
 
-    patch.setattr(windows, "_mmap", scarce)
+    patch.setattr(mapped_buffers, "_mmap", scarce)
 
 
 def test_a_push_is_applied_though_its_slot_cannot_take_the_arrays_place(

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from tests.waiting import eventually
 
-from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.core.shard_io import AskWorker
+from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver.types import ModelKey
 from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink

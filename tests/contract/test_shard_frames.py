@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from paramserver.client.direct import SCHEME, path_of
+from paramserver.net.direct import SCHEME, path_of
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushPart, decode_header, encode_header
 
 from .processes import Nodes

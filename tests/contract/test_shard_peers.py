@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from tests.chaos.proxy import Link
 from tests.refusals import refused_with
 
-from paramserver.client.credentials import Credentials
 from paramserver.errors import InDoubt, Unavailable
 from paramserver.limits import MIB
+from paramserver.net.credentials import Credentials
 from paramserver.wire.frame import PullFrame, PushFrame, PushPart
 from paramserver_shard import peers
 from paramserver_shard.buffers import BufferPool

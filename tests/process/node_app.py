@@ -13,7 +13,7 @@ import uvloop
 from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
-from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver_node import log, problems
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware

@@ -20,13 +20,13 @@ from tests.unit.scripted_server import Blocking, Peer, Server
 from tests.waiting import eventually
 
 import paramserver as ps
-from paramserver.client import connection
-from paramserver.client.calls import Request, Response
-from paramserver.client.credentials import Credentials
-from paramserver.client.direct import DirectTransport
-from paramserver.client.plain import PlainTransport
-from paramserver.client.transport import BlockingTransport
 from paramserver.errors import Unreachable
+from paramserver.net import connection
+from paramserver.net.calls import Request, Response
+from paramserver.net.credentials import Credentials
+from paramserver.net.direct import DirectTransport
+from paramserver.net.plain import PlainTransport
+from paramserver.net.transport import BlockingTransport
 from paramserver.wire import http2 as wire
 from paramserver_cli.cluster_file import Plan, StateDir
 

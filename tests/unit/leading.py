@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.core.scheduler import SchedulerCore
+from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver_node.forward import Forwarder
 from paramserver_node.redis import connect
 from paramserver_scheduler.app import make_app, served

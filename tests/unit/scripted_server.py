@@ -10,11 +10,11 @@ from typing import TypeAlias
 
 import pytest
 
-from paramserver.client import http2
-from paramserver.client.calls import Request, Response
-from paramserver.client.credentials import NO_CREDENTIALS
-from paramserver.client.direct import AsyncDirectTransport, DirectTransport
 from paramserver.errors import PsError
+from paramserver.net import http2
+from paramserver.net.calls import Request, Response
+from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.direct import AsyncDirectTransport, DirectTransport
 from paramserver.wire import http2 as wire
 
 OK = wire.encoded([(b":status", b"200"), (b"etag", b"7")])

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.session import Session
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
+from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
 
 from .sharding import drive

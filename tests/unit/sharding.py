@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paramserver.client.calls import Call, Outcome, Pause, Request, Response
 from paramserver.client.frames import PushTerms
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
+from paramserver.net.calls import Call, Outcome, Pause, Request, Response
 from paramserver.types import PushId, PushState
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
 from paramserver.wire.tensor import from_f32, to_f32

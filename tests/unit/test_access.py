@@ -17,8 +17,8 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Match
 
 from paramserver import limits
-from paramserver.client.credentials import Credentials
 from paramserver.errors import AuthError, RequestError
+from paramserver.net.credentials import Credentials
 from paramserver_node import problems, roles, tokens
 from paramserver_node.access import COOKIE, Access, Guard, LocalOnly, credentials, guard
 from paramserver_node.middleware import NodeMiddleware

@@ -2,9 +2,9 @@
 
 import pytest
 
-from paramserver.client.addresses import SCHEDULERS, Addresses, named
-from paramserver.client.calls import Outcome, Response
 from paramserver.errors import problem
+from paramserver.net.addresses import SCHEDULERS, Addresses, named
+from paramserver.net.calls import Outcome, Response
 
 A, B = "http://127.0.0.1:8700", "http://127.0.0.1:8798"
 PROBLEM = {"content-type": "application/problem+json"}

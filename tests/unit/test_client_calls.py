@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.refusals import refused_with
 
-from paramserver.client.calls import Deadline, Request, Response, Sink, error_of, json_bytes, json_of, json_request
 from paramserver.errors import InDoubt, NotFoundError, PsError, RequestError, Unavailable
+from paramserver.net.calls import Deadline, Request, Response, Sink, error_of, json_bytes, json_of, json_request
 
 from .sharding import Now
 

@@ -13,7 +13,6 @@ from tests.refusals import refused_with
 
 from paramserver.client import control, transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Deadline, Outcome, Pause, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.core.selection import select
 from paramserver.errors import (
@@ -27,6 +26,7 @@ from paramserver.errors import (
     Unreachable,
     problem,
 )
+from paramserver.net.calls import Deadline, Outcome, Pause, Request, Response
 from paramserver.wire.frame import PullReply, encode_header
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms

@@ -10,13 +10,13 @@ import pytest
 from tests.refusals import refused_with
 
 from paramserver import limits
-from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.client.encoding import Encoded
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.codecs import Codec
 from paramserver.core.selection import select
 from paramserver.errors import ConflictError, RequestError, Unavailable
+from paramserver.net.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 
 from .session_node import BEAT, GRAD, Node, deadline, no, ok, opened

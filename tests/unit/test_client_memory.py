@@ -1,4 +1,4 @@
-"""The client's side of shared memory, on plain files: windows, remapped pages, slots and leases."""
+"""The client's side of shared memory, on plain files: mappings, remapped pages, slots and leases."""
 
 import gc
 import logging
@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paramserver.client.mapped_buffers import KEPT_MAX, PAGE_BYTES, MappedBuffers, Mappings, RemappableMemory, private
 from paramserver.client.same_host import Leased, SameHost, Slot
-from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, RemappableMemory, Window, Windows, private
 from paramserver.limits import SHARED_LEASE_S
 from paramserver.types import AnyArray
 
@@ -37,22 +37,22 @@ def file(folder: Path, name: str, size_bytes: int = PAGE_BYTES, value: float = 0
 
 
 def test_the_windows_kept_are_those_used_last(tmp_path: Path) -> None:
-    """As many windows are kept as a shard has buffers in turn; one more takes the place of the least recently used."""
-    windows = Windows()
+    """As many mappings are kept as a shard has buffers in turn; one more takes the place of the least recently used."""
+    mappings = Mappings()
     pieces = [[(file(tmp_path, f"b{i}"), PAGE_BYTES)] for i in range(KEPT_MAX + 1)]
-    made = [windows.of(piece) for piece in pieces[:KEPT_MAX]]
-    assert windows.of(pieces[0]) is made[0]
-    windows.of(pieces[KEPT_MAX])
+    made = [mappings.of(piece) for piece in pieces[:KEPT_MAX]]
+    assert mappings.of(pieces[0]) is made[0]
+    mappings.of(pieces[KEPT_MAX])
 
-    assert all(windows.of(pieces[i]) is made[i] for i in range(KEPT_MAX) if i != 1)
-    assert windows.of(pieces[1]) is not made[1]
+    assert all(mappings.of(pieces[i]) is made[i] for i in range(KEPT_MAX) if i != 1)
+    assert mappings.of(pieces[1]) is not made[1]
 
 
 def test_memory_that_is_not_to_be_had_is_an_error(tmp_path: Path) -> None:
-    """A window larger than the address space raises OSError that says how much could not be mapped, and why."""
+    """A mapping larger than the address space raises OSError that says how much could not be mapped, and why."""
     size = 1 << 60
     with pytest.raises(OSError, match=f"cannot map {size} bytes: Cannot allocate memory"):
-        Window([(file(tmp_path, "b"), size)])
+        MappedBuffers([(file(tmp_path, "b"), size)])
 
 
 @pytest.fixture

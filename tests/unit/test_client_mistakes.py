@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 import paramserver as ps
-from paramserver.client.addresses import urls_of
-from paramserver.client.calls import Deadline
 from paramserver.client.cluster import Cluster
 from paramserver.client.control import send
 from paramserver.client.gradients import prepare
@@ -16,6 +14,8 @@ from paramserver.client.membership import Membership
 from paramserver.client.spec_builder import model_document
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
+from paramserver.net.addresses import urls_of
+from paramserver.net.calls import Deadline
 
 LAYOUT = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}}))
 

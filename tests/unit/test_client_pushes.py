@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from tests.refusals import refused_with
 
 from paramserver.client import transfer
-from paramserver.client.calls import Deadline, Outcome, Request
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding
 from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver.errors import ConflictError, InDoubt, RequestError, problem
+from paramserver.net.calls import Deadline, Outcome, Request
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
 

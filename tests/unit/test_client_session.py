@@ -6,11 +6,11 @@ from typing import Any, cast
 import pytest
 
 from paramserver import limits
-from paramserver.client.calls import Deadline, Pause, Request, Response
 from paramserver.client.iterations import Iterations
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.task_requests import TaskRequests
 from paramserver.errors import FencedError, Unavailable, problem
+from paramserver.net.calls import Deadline, Pause, Request, Response
 
 from .session_node import BEAT, GRAD, Node, deadline, joined, no, ok, opened
 from .sharding import drive

@@ -14,12 +14,12 @@ import pytest
 
 from paramserver.client import transfer
 from paramserver.client.arrays import Origin
-from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding
 from paramserver.client.frames import PushTerms
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
+from paramserver.net.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.types import PushId
 from paramserver.wire.board import UNTIL, WORDS, slot_index
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header

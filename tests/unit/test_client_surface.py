@@ -13,14 +13,11 @@ import pytest
 from tests.refusals import refused_with
 
 import paramserver as ps
-from paramserver.client.addresses import urls_of
 from paramserver.client.aio import AsyncModel
 from paramserver.client.aio_worker import AsyncWorker
-from paramserver.client.calls import Deadline
 from paramserver.client.client import Client
 from paramserver.client.cluster import Cluster
 from paramserver.client.control import assign, dataset_document, run_document
-from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Scan, prepare
 from paramserver.client.reports import measured
@@ -30,6 +27,9 @@ from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_count
 from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.spec import ConsistencySpec, ModelSpec
+from paramserver.net.addresses import urls_of
+from paramserver.net.calls import Deadline
+from paramserver.net.credentials import NO_CREDENTIALS, Credentials
 from paramserver.types import AnyArray
 from paramserver.wire.tensor import f32_to_bf16
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from tests.refusals import refused_with
 
-from paramserver.client.calls import Deadline, Response
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, InDoubt, PsError, RequestError, Unavailable, problem
+from paramserver.net.calls import Deadline, Response
 from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
 from .session_node import GRAD, Node, deadline, joined, no, opened

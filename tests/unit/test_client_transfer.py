@@ -10,12 +10,12 @@ import pytest
 
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding
 from paramserver.client.shared_arrays import KEPT_MAX, SharedArrays
 from paramserver.client.spec_builder import Param, model_document
 from paramserver.errors import ConflictError, RequestError, problem
+from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms

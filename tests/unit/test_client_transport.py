@@ -10,10 +10,10 @@ from typing import TypeAlias
 import pytest
 
 import paramserver as ps
-from paramserver.client.calls import Outcome, Request, Response
-from paramserver.client.credentials import NO_CREDENTIALS, Credentials
-from paramserver.client.transport import AsyncTransport, BlockingTransport
 from paramserver.errors import problem
+from paramserver.net.calls import Outcome, Request, Response
+from paramserver.net.credentials import NO_CREDENTIALS, Credentials
+from paramserver.net.transport import AsyncTransport, BlockingTransport
 from paramserver.wire import http2 as wire
 
 from .scripted_server import Peer, serving

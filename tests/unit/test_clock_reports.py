@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Message
 
-from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver.types import ModelKey, PushId
 from paramserver_node.forward import Forwarder
 from paramserver_node.redis import connect

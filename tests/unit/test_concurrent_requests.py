@@ -16,17 +16,17 @@ from functools import partial
 import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Peer, Server, serving
 
-from paramserver.client.calls import Call, Request, Response
-from paramserver.client.concurrent_requests import CallerInterrupted, Helpers, Interruptible
-from paramserver.client.credentials import NO_CREDENTIALS
-from paramserver.client.transport import BlockingTransport
+from paramserver.net.calls import Call, Request, Response
+from paramserver.net.concurrent_requests import CallerInterrupted, Helpers, Interruptible
+from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.transport import BlockingTransport
 from paramserver.wire import http2 as wire
 
 TRAINS_ON = """
 import atexit, sys, threading
-from paramserver.client.calls import Request
-from paramserver.client.credentials import NO_CREDENTIALS
-from paramserver.client.transport import BlockingTransport
+from paramserver.net.calls import Request
+from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.transport import BlockingTransport
 
 transport = BlockingTransport(sys.argv[1:], NO_CREDENTIALS)
 

@@ -8,12 +8,12 @@ import pytest
 from tests.decoding import decode_partition
 
 from paramserver.client import transfer
-from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Draft, Encoding, Feedback
 from paramserver.codecs import Codec
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError, Unavailable
+from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.types import F32
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.types import Message
 from tests.unit.scripted_server import serving
 
-from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver_node.forward import Forwarder
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Kind, OnLoop, Peer, Server, both_clients
 
-from paramserver.client import http2
-from paramserver.client.calls import Request, Response
 from paramserver.errors import PsError, problem
+from paramserver.net import http2
+from paramserver.net.calls import Request, Response
 from paramserver.wire import http2 as wire
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Kind, Peer, Pings, Server, both_clients
 
-from paramserver.client import connection, http2
-from paramserver.client.calls import Request, Response
-from paramserver.client.connection import Connection
 from paramserver.errors import PsError
+from paramserver.net import connection, http2
+from paramserver.net.calls import Request, Response
+from paramserver.net.connection import Connection
 from paramserver.wire import http2 as wire
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from paramserver.client.arrays import Origin
 from paramserver.client.lease_cache import IN_VAIN_MAX, KEPT_MAX, RARELY, LeaseCache
+from paramserver.client.mapped_buffers import Mappings
 from paramserver.client.same_host import Leased, LeasedValues, SameHost
-from paramserver.client.windows import Windows
 
 
 class Shard(SameHost):
@@ -27,7 +27,7 @@ class Shard(SameHost):
     def lend(self, number: int) -> LeasedValues:
         """Return values with a new lease, which becomes the only confirmed one."""
         self.present = {number}
-        return LeasedValues(self, Windows(), [Leased("unix://x/requests", number, ())], [])
+        return LeasedValues(self, Mappings(), [Leased("unix://x/requests", number, ())], [])
 
 
 def origin(version: int, model: str = "m") -> Origin:

@@ -12,7 +12,6 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver.client import transfer
-from paramserver.client.calls import Deadline
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding
 from paramserver.core.layout import Layout
@@ -21,6 +20,7 @@ from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import AssignPart, LoadPartition, SaveAll, SetReceived, StoreSnapshot
 from paramserver.core.spec import ModelSpec
 from paramserver.limits import PARTITIONS_MAX, SHARED_LEASE_S, SNAPSHOT_INTERVAL_S
+from paramserver.net.calls import Deadline
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId, Token
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool

@@ -6,8 +6,8 @@ import pytest
 from tests.refusals import refused_with
 from tests.unit.scripted_server import Blocking, Peer, Server
 
-from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.errors import InDoubt, PsError, Unavailable
+from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver.wire import http2 as wire
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushPart, encode_header
 from paramserver_shard.buffers import BufferPool

@@ -11,11 +11,11 @@ import pytest
 from tests.unit.scripted_server import Blocking, Kept, Peer, Server, serving
 
 from paramserver.client import control
-from paramserver.client.calls import TIMEOUT_S_MAX, Deadline, Request, Response
-from paramserver.client.credentials import NO_CREDENTIALS
-from paramserver.client.plain import PlainTransport, proxy_of
-from paramserver.client.transport import AsyncTransport, BlockingTransport, Protocols
 from paramserver.errors import InDoubt, Unreachable, problem
+from paramserver.net.calls import TIMEOUT_S_MAX, Deadline, Request, Response
+from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.plain import PlainTransport, proxy_of
+from paramserver.net.transport import AsyncTransport, BlockingTransport, Protocols
 from paramserver.wire import http2 as wire
 
 from .sharding import Now

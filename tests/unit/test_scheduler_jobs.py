@@ -18,12 +18,12 @@ import pytest
 from tests.refusals import refused_with
 
 from paramserver import checkpoint
-from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, CorruptState, PsError, problem
+from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.state import SetFrame, StateFrame
 from paramserver_scheduler.checkpoints import CheckpointStore, assignments

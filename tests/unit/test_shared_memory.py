@@ -1,4 +1,4 @@
-"""Shared memory between a shard and clients on its machine: folders, buffers, leases, slots, windows."""
+"""Shared memory between a shard and clients on its machine: folders, buffers, leases, slots, mappings."""
 
 import asyncio
 import mmap
@@ -17,7 +17,15 @@ from starlette.types import Message
 from tests.refusals import refused_with
 
 from paramserver import limits
-from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, RemappableMemory, Window, Windows, private, writable
+from paramserver.client.mapped_buffers import (
+    KEPT_MAX,
+    PAGE_BYTES,
+    MappedBuffers,
+    Mappings,
+    RemappableMemory,
+    private,
+    writable,
+)
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.types import F32
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
@@ -150,14 +158,14 @@ def test_a_window_shows_buffers_side_by_side(folder: SharedFolder, versions: Buf
     first, second = versions.take(COUNT, shared=True), versions.take(COUNT, shared=True)
     first[:], second[:] = 1.0, 2.0
     paths = [str(folder.path / str(versions.file_of(a))) for a in (first, second)]
-    window = Window([(paths[0], 4 * COUNT), (paths[1], 40)]).values()
-    assert window.size == COUNT + 10
-    assert window[COUNT - 1] == 1.0
-    assert window[COUNT] == 2.0
+    mapped = MappedBuffers([(paths[0], 4 * COUNT), (paths[1], 40)]).values()
+    assert mapped.size == COUNT + 10
+    assert mapped[COUNT - 1] == 1.0
+    assert mapped[COUNT] == 2.0
     first[-1] = 5.0
-    assert window[COUNT - 1] == 5.0
+    assert mapped[COUNT - 1] == 5.0
     with pytest.raises(ValueError, match="read-only"):
-        window[0] = 1.0
+        mapped[0] = 1.0
 
 
 def test_a_reader_keeps_its_bytes_when_the_file_goes(
@@ -168,7 +176,7 @@ def test_a_reader_keeps_its_bytes_when_the_file_goes(
     values[:] = 3.0
     granted = lending.lease([values])
     assert granted is not None
-    window = Window([(str(folder.path / granted[1][0]), 4 * COUNT)]).values()
+    mapped = MappedBuffers([(str(folder.path / granted[1][0]), 4 * COUNT)]).values()
     now.s += limits.SHARED_LEASE_S
     lending.expire()
     assert lending.leased_bytes == 0
@@ -177,7 +185,7 @@ def test_a_reader_keeps_its_bytes_when_the_file_goes(
     del values
     for _ in range(4):
         versions.take(COUNT, shared=True)[:] = 9.0
-    assert (window == 3.0).all()
+    assert (mapped == 3.0).all()
 
 
 def test_a_released_lease_gives_its_memory_back(versions: BufferPool, lending: Lending) -> None:
@@ -468,23 +476,23 @@ def test_a_folder_that_is_being_removed_is_never_taken_for_one_in_use(
 
 
 def test_windows_are_kept_for_the_next_turn(folder: SharedFolder, versions: BufferPool) -> None:
-    """The same buffers give the same window until its folder is forgotten; buffers that cannot be mapped raise."""
-    windows = Windows()
+    """The same buffers give the same mapping until its folder is forgotten; buffers that cannot be mapped raise."""
+    mappings = Mappings()
     values = versions.take(COUNT, shared=True)
     path = str(folder.path / str(versions.file_of(values)))
-    first = windows.of([(path, 4 * COUNT)])
-    assert windows.of([(path, 4 * COUNT)]) is first
-    assert windows.of([(path, 4)]) is not first
-    windows.forget(str(folder.path)[:-1])
-    assert windows.of([(path, 4 * COUNT)]) is first
-    windows.forget(str(folder.path))
-    assert windows.of([(path, 4 * COUNT)]) is not first
+    first = mappings.of([(path, 4 * COUNT)])
+    assert mappings.of([(path, 4 * COUNT)]) is first
+    assert mappings.of([(path, 4)]) is not first
+    mappings.forget(str(folder.path)[:-1])
+    assert mappings.of([(path, 4 * COUNT)]) is first
+    mappings.forget(str(folder.path))
+    assert mappings.of([(path, 4 * COUNT)]) is not first
     with pytest.raises(OSError, match="No such file"):
-        windows.of([(path + "x", 4 * COUNT)])
+        mappings.of([(path + "x", 4 * COUNT)])
     with pytest.raises(OSError, match="shorter than expected"):
-        windows.of([(path, os.stat(path).st_size + 1)])
+        mappings.of([(path, os.stat(path).st_size + 1)])
     with pytest.raises(ValueError, match="page"):
-        windows.of([(path, PAGE_BYTES + 4), (path, 4)])
+        mappings.of([(path, PAGE_BYTES + 4), (path, 4)])
 
 
 def test_pages_of_a_file_become_private_unseen(short_path: Path) -> None:
@@ -525,8 +533,8 @@ def test_values_can_be_read_to_the_very_end_of_a_process(short_path: Path) -> No
     program = f"""
 import atexit
 atexit.register(lambda: print(values.sum()))
-from paramserver.client.windows import Window
-values = Window([({str(file)!r}, 4096)]).values()
+from paramserver.client.mapped_buffers import MappedBuffers
+values = MappedBuffers([({str(file)!r}, 4096)]).values()
 """
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "523776.0"), done.stderr

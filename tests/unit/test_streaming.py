@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from paramserver import limits
-from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.client.pushed import Pushed
 from paramserver.client.streaming import BUCKET_BYTES, AsyncPushStream, Pieces, PushStream, Stream
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, InDoubt, NotFoundError, PsError, RequestError, Unreachable, problem
+from paramserver.net.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
 from .session_node import GRAD, Node, deadline, joined, no, opened

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paramserver.client.calls import Deadline
 from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Draft, Encoded, Encoding, Feedback, ready
 from paramserver.client.gradient_arrays import GradientArrays
@@ -17,6 +16,7 @@ from paramserver.codecs import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError, RequestError, Unavailable
+from paramserver.net.calls import Deadline
 from paramserver.types import F32
 
 from .sharding import A, drive, refusal

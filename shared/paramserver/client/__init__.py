@@ -1,1 +1,1 @@
-"""The client: sans-I/O calls, and two thin drivers (blocking, asyncio) that perform their requests."""
+"""The client: what its models and workers do, as calls that `paramserver.net` performs."""

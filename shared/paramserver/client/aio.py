@@ -10,23 +10,23 @@ from typing import Any, NoReturn, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control, transfer
-from paramserver.client.addresses import urls_of
 from paramserver.client.aio_worker import AsyncWorker
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Call
 from paramserver.client.client_base import ClientBase
 from paramserver.client.cluster import model_path
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
-from paramserver.client.credentials import Credentials
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.model_base import ModelBase
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
-from paramserver.client.transport import AsyncTransport
 from paramserver.core.selection import Names, Ranges
+from paramserver.net.addresses import urls_of
+from paramserver.net.calls import Call
+from paramserver.net.credentials import Credentials
+from paramserver.net.transport import AsyncTransport
 from paramserver.types import DTypeLike
 
 T = TypeVar("T")

@@ -8,7 +8,6 @@ from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Call, Deadline
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed
@@ -20,6 +19,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.core.tasks import EVALUATE
 from paramserver.errors import PsError, problem
+from paramserver.net.calls import Call, Deadline
 from paramserver.types import DTypeLike
 
 if TYPE_CHECKING:

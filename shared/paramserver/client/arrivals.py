@@ -120,7 +120,7 @@ class Arrivals:
             if self._view:
                 return values
         at = 0
-        for part in lent:  # in order of partition, like the mapped window
+        for part in lent:  # in order of partition, as they are mapped
             size = part.stop - part.start
             self._flat[part.start : part.stop] = values[at : at + size]
             at += size

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from msgspec.structs import replace
 
-from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_bytes, json_request
 from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.client.control import create_model, listed
-from paramserver.client.retry import Backoff, deliver_json, is_temporary, to_result
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
 from paramserver.limits import MIB
+from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_bytes, json_request
+from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame, taken_out
 

@@ -6,15 +6,15 @@ from typing import Any, NoReturn, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control
-from paramserver.client.addresses import urls_of
-from paramserver.client.calls import Call
 from paramserver.client.client_base import ClientBase
 from paramserver.client.consistency import Consistency
-from paramserver.client.credentials import Credentials
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.spec_builder import ParamLike, model_document
-from paramserver.client.transport import BlockingTransport, check
+from paramserver.net.addresses import urls_of
+from paramserver.net.calls import Call
+from paramserver.net.credentials import Credentials
+from paramserver.net.transport import BlockingTransport, check
 
 T = TypeVar("T")
 QUICK_CHECK_S = 3.0

@@ -3,11 +3,11 @@
 import threading
 from collections import defaultdict
 
-from paramserver.client.calls import Deadline, seconds
 from paramserver.client.cluster import Cluster
-from paramserver.client.forks import call_in_forked_child
 from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.shared_arrays import SharedArrays
+from paramserver.net.calls import Deadline, seconds
+from paramserver.net.forks import call_in_forked_child
 
 
 class ClientBase:

@@ -12,14 +12,14 @@ from functools import cached_property
 from typing import Any, Final
 from urllib.parse import quote
 
-from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
 from paramserver.client.gradient_arrays import GradientArrays, give_back
 from paramserver.client.lease_cache import LeaseCache
-from paramserver.client.retry import deliver_json
 from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
+from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
+from paramserver.net.retry import deliver_json
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, encode_header
 
 log = logging.getLogger("paramserver")

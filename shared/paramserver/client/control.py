@@ -11,13 +11,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap, model_path
-from paramserver.client.retry import Backoff, deliver_json, is_temporary, to_result, together
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
 from paramserver.core.selection import select
 from paramserver.errors import InDoubt, PsError, combined, problem
+from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_of, json_request
+from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result, together
 from paramserver.types import AnyArray
 
 NPY: Final = "application/x-npy"

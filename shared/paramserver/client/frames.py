@@ -11,7 +11,6 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from paramserver.client.calls import Request, Response, foreign
 from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Encoded
 from paramserver.client.gradients import Content, Gradient, Scan
@@ -19,6 +18,7 @@ from paramserver.client.same_host import SLOT_BYTES_MIN, Leased, SameHost, Slot,
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import PsError, problem
+from paramserver.net.calls import Request, Response, foreign
 from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
 from paramserver.wire.frame import (
     MEDIA_TYPE,

@@ -17,11 +17,11 @@ from typing import Final, NoReturn
 import numpy as np
 
 from paramserver.client.arrays import NamedArrays
-from paramserver.client.forks import call_in_forked_child
+from paramserver.client.mapped_buffers import PAGE_BYTES, POSSIBLE, RemappableMemory, Run, private
 from paramserver.client.same_host import SameHost, Slot
-from paramserver.client.windows import PAGE_BYTES, POSSIBLE, RemappableMemory, Run, private
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, select
+from paramserver.net.forks import call_in_forked_child
 
 log = logging.getLogger("paramserver")
 

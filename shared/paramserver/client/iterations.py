@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import POLL_S, Call, Deadline
 from paramserver.client.cluster import model_path
 from paramserver.client.encoding import Encoding
 from paramserver.client.gradients import Grads
@@ -22,6 +21,7 @@ from paramserver.client.pushed import Pushed
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.errors import PsError, Unavailable, from_document, problem
+from paramserver.net.calls import POLL_S, Call, Deadline
 
 log = logging.getLogger("paramserver")
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from paramserver.client.arrays import Origin
-from paramserver.client.forks import call_in_forked_child
 from paramserver.client.same_host import LeasedValues, SameHost
+from paramserver.net.forks import call_in_forked_child
 
 KEPT_MAX: Final = 8
 """Models with entries; the least recently used one is evicted first."""

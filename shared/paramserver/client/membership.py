@@ -18,13 +18,13 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from paramserver import limits
-from paramserver.client.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
 from paramserver.client.cluster import Cluster, model_path
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.reports import Reports, document, numbers_of, refused, send
-from paramserver.client.retry import Backoff, deliver_json
 from paramserver.client.tasks import Holding
 from paramserver.errors import PsError, problem
+from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
+from paramserver.net.retry import Backoff, deliver_json
 
 log = logging.getLogger("paramserver")
 

@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 
 from paramserver.client import control, transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Call
 from paramserver.client.client_base import ClientBase
 from paramserver.client.cluster import model_path
 from paramserver.client.encoding import NO_ENCODING
@@ -14,6 +13,7 @@ from paramserver.client.gradients import Grads
 from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Ranges
 from paramserver.errors import PsError, problem
+from paramserver.net.calls import Call
 from paramserver.types import DTypeLike
 
 T = TypeVar("T")

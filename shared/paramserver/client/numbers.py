@@ -5,8 +5,8 @@ import threading
 import weakref
 
 from paramserver import limits
-from paramserver.client.calls import Call, Deadline, Pause
 from paramserver.errors import problem
+from paramserver.net.calls import Call, Deadline, Pause
 from paramserver.types import PushId
 
 

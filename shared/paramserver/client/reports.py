@@ -10,12 +10,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from paramserver.client.calls import ATTEMPT_S, Call, Deadline, json_bytes, json_request
 from paramserver.client.cluster import model_path
-from paramserver.client.retry import deliver_json
 from paramserver.core.documents import check_document
 from paramserver.core.series import check_metrics, in_json
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError, problem
+from paramserver.net.calls import ATTEMPT_S, Call, Deadline, json_bytes, json_request
+from paramserver.net.retry import deliver_json
 
 log = logging.getLogger("paramserver")
 

@@ -18,10 +18,10 @@ from typing import Final
 from msgspec import Struct
 
 from paramserver.client.board import BoardView
-from paramserver.client.direct import SCHEME, path_of
-from paramserver.client.forks import call_in_forked_child
-from paramserver.client.windows import POSSIBLE, Windows, writable
+from paramserver.client.mapped_buffers import POSSIBLE, Mappings, writable
 from paramserver.limits import SHARED_LEASE_S
+from paramserver.net.direct import SCHEME, path_of
+from paramserver.net.forks import call_in_forked_child
 from paramserver.types import F32, AnyArray
 from paramserver.wire.frame import FILE_NAME
 
@@ -94,7 +94,7 @@ class SameHost:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._shards: dict[str, _Shard] = {}
-        self._windows = Windows()
+        self._mappings = Mappings()
         self._dropped: deque[Slot] = deque()
 
     def take_ended(self, address: str | None) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class SameHost:
         pieces = sorted(
             (partition, _path(lease.address, file), size) for lease in leased for partition, file, size in lease.pieces
         )
-        return LeasedValues(self, self._windows, leased, [(path, size) for _, path, size in pieces])
+        return LeasedValues(self, self._mappings, leased, [(path, size) for _, path, size in pieces])
 
     def end_leases(self, leased: Sequence[Leased]) -> None:
         """End these leases.  Takes no lock, because finalizers call it, too."""
@@ -210,7 +210,7 @@ class SameHost:
         for address, shard in list(self._shards.items()):
             if not (shard.board or BoardView(_folder(address))).lives():
                 self._shards.pop(address, None)
-                self._windows.forget(_folder(address))
+                self._mappings.forget(_folder(address))
 
     def log_unused(self, error: Exception) -> None:
         """Log once why memory is not shared."""
@@ -226,18 +226,18 @@ class LeasedValues:
     """
 
     def __init__(
-        self, same_host: SameHost, windows: Windows, leased: Sequence[Leased], pieces: Sequence[tuple[str, int]]
+        self, same_host: SameHost, mappings: Mappings, leased: Sequence[Leased], pieces: Sequence[tuple[str, int]]
     ) -> None:
         self.leased: Final = tuple(leased)
         self._same_host = same_host
-        self._windows = windows
+        self._mappings = mappings
         self._pieces = pieces
         self._pid = os.getpid()
 
     def values(self) -> F32 | None:
         """Return all elements as a new array, 1-D and read-only; None if they cannot be mapped."""
         try:
-            values = self._windows.of(self._pieces).values()
+            values = self._mappings.of(self._pieces).values()
         except (OSError, ValueError) as error:
             self._same_host.log_unused(error)
             return None

@@ -11,14 +11,14 @@ from typing import Final
 from msgspec.structs import replace
 
 from paramserver.client.arrays import Origin
-from paramserver.client.calls import Call, Deadline, Outcome, Response, error_of, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
 from paramserver.client.frames import Incoming, Outgoing, PullTerms, lacks_norm
-from paramserver.client.retry import NOT_AGAIN, Backoff, is_temporary, may_be_done, to_result, together
 from paramserver.client.same_host import Leased, Slot
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
+from paramserver.net.calls import Call, Deadline, Outcome, Response, error_of, json_of, json_request
+from paramserver.net.retry import NOT_AGAIN, Backoff, is_temporary, may_be_done, to_result, together
 from paramserver.wire.frame import PullReply, PushReply
 
 REFRESH_S: Final = 2.0

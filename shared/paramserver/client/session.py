@@ -11,7 +11,6 @@ from typing import Any, Final, TypeVar
 from paramserver import limits
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding, Feedback
 from paramserver.client.frames import PushTerms
@@ -22,6 +21,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
+from paramserver.net.calls import Call, Deadline
 from paramserver.types import DTypeLike
 
 T = TypeVar("T")

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster
-from paramserver.client.forks import call_in_forked_child
 from paramserver.client.values import dtype_name
 from paramserver.core.fields import whole_number
 from paramserver.core.selection import Names, Ranges, listed
+from paramserver.net.calls import Call, Deadline
+from paramserver.net.forks import call_in_forked_child
 from paramserver.types import DTypeLike
 
 KEPT_MAX: Final = 8

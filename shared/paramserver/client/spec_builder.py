@@ -7,7 +7,6 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from paramserver.client.calls import plain
 from paramserver.client.choices import Choice
 from paramserver.client.consistency import Consistency
 from paramserver.client.optimizers import Optimizer
@@ -15,6 +14,7 @@ from paramserver.client.values import dtype_name, values_of
 from paramserver.core.fields import check_param_name
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, combined, problem
+from paramserver.net.calls import plain
 from paramserver.types import AnyArray, DTypeLike
 
 Init: TypeAlias = str | Mapping[str, Any]

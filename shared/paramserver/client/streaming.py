@@ -14,16 +14,16 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final, Protocol
 
-from paramserver.client.calls import Call, Deadline
-from paramserver.client.concurrent_requests import CallerInterrupted, Interruptible
 from paramserver.client.encoding import Encoding
 from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
-from paramserver.client.retry import NOT_AGAIN
 from paramserver.client.session import Session
 from paramserver.client.worker_base import of_another_process
 from paramserver.core.layout import Layout
 from paramserver.errors import InDoubt, Unavailable, combined, problem
+from paramserver.net.calls import Call, Deadline
+from paramserver.net.concurrent_requests import CallerInterrupted, Interruptible
+from paramserver.net.retry import NOT_AGAIN
 
 BUCKET_BYTES: Final = 4 << 20
 """Approximate size of one send; it bounds how long a more urgent partition that becomes complete meanwhile waits."""

@@ -4,14 +4,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, json_request
 from paramserver.client.cluster import model_path
 from paramserver.client.reports import numbers_of
-from paramserver.client.retry import deliver_json
 from paramserver.client.session import Session
 from paramserver.client.tasks import Task
 from paramserver.core.series import in_json
 from paramserver.errors import PsError, problem
+from paramserver.net.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, json_request
+from paramserver.net.retry import deliver_json
 
 log = logging.getLogger("paramserver")
 

@@ -7,7 +7,6 @@ from msgspec.structs import replace
 
 from paramserver.client.arrays import Params
 from paramserver.client.arrivals import Arrivals, memory
-from paramserver.client.calls import POLL_S, Call, Deadline, Pause, plain, seconds
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import NO_ENCODING, Draft, Encoding, draft_for, ready
 from paramserver.client.frames import (
@@ -26,6 +25,7 @@ from paramserver.client.values import sendable
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
+from paramserver.net.calls import POLL_S, Call, Deadline, Pause, plain, seconds
 from paramserver.types import LEVELS, DType, DTypeLike
 from paramserver.wire.frame import PushReply
 

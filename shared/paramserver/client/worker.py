@@ -7,8 +7,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Call, Deadline
-from paramserver.client.concurrent_requests import Interruptible
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed
@@ -20,6 +18,8 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.core.tasks import EVALUATE
 from paramserver.errors import problem
+from paramserver.net.calls import Call, Deadline
+from paramserver.net.concurrent_requests import Interruptible
 from paramserver.types import DTypeLike
 
 if TYPE_CHECKING:

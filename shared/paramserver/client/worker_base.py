@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from paramserver import limits
-from paramserver.client.calls import Call, Deadline
 from paramserver.client.client_base import ClientBase
 from paramserver.client.encoding import Encoding
 from paramserver.client.iterations import Iterations
@@ -14,6 +13,7 @@ from paramserver.client.task_requests import TaskRequests
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Ranges
 from paramserver.errors import PsError, problem
+from paramserver.net.calls import Call, Deadline
 from paramserver.types import DTypeLike
 
 log = logging.getLogger("paramserver")

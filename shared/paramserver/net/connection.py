@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
 
-from paramserver.client import http2
-from paramserver.client.calls import Sink
-from paramserver.client.http2 import Answer, Client, Refused
 from paramserver.limits import RECEIVE_LOW_WATER_BYTES
+from paramserver.net import http2
+from paramserver.net.calls import Sink
+from paramserver.net.http2 import Answer, Client, Refused
 from paramserver.wire.http2 import HEAD_BYTES, PAYLOAD_BYTES_MAX, Header
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ from ipaddress import ip_address
 from typing import Final
 from urllib.parse import quote, urlsplit
 
-from paramserver.client.calls import Outcome, Response, is_gateway_failure
 from paramserver.core.urls import listed_urls
 from paramserver.errors import InDoubt, Unreachable, problem
+from paramserver.net.calls import Outcome, Response, is_gateway_failure
 
 ENV_URL: Final = "PARAMSERVER_URL"
 DEFAULT_URL: Final = "http://127.0.0.1:8700"

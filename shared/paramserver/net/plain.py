@@ -16,13 +16,13 @@ from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies_environment
 
-from paramserver.client.calls import Deadline, Outcome, Request, Response
-from paramserver.client.concurrent_requests import Interruptible, using_memory
-from paramserver.client.connection import cut
-from paramserver.client.credentials import Credentials
-from paramserver.client.direct import CONNECT_S, changes_nothing, common_headers, unreachable_by
-from paramserver.client.forks import call_in_forked_child
 from paramserver.errors import PsError, problem
+from paramserver.net.calls import Deadline, Outcome, Request, Response
+from paramserver.net.concurrent_requests import Interruptible, using_memory
+from paramserver.net.connection import cut
+from paramserver.net.credentials import Credentials
+from paramserver.net.direct import CONNECT_S, changes_nothing, common_headers, unreachable_by
+from paramserver.net.forks import call_in_forked_child
 
 _KEPT_MAX: Final = 8
 """Idle connections kept for each address."""

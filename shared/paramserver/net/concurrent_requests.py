@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
-from paramserver.client.calls import Outcome, Request
+from paramserver.net.calls import Outcome, Request
 
 Perform: TypeAlias = Callable[[Request, "Interruptible"], Outcome]
 Work: TypeAlias = Callable[[], object]

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response, error_of, json_of
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, from_document, problem
+from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, error_of, json_of
 
 FIRST_S: Final = 0.05
 LONGEST_S: Final = 2.0

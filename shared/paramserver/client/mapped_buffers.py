@@ -1,6 +1,6 @@
 """Maps the buffers of shards on this machine into one contiguous range of addresses.
 
-A model's values are in one buffer per partition, each a file in the shard's shared folder.  A `Window` maps them
+A model's values are in one buffer per partition, each a file in the shard's shared folder.  `MappedBuffers` maps them
 read-only, end to end, so that parameters that span partitions, even of several shards, are plain contiguous arrays and
 nothing is copied.  A `RemappableMemory` is private memory whose pages can be replaced by those of slots, and become
 private again, while arrays in it stay in use.  Python's own `mmap` cannot choose an address, hence `ctypes`.
@@ -24,7 +24,7 @@ from paramserver.types import F32, AnyArray
 PAGE_BYTES: Final = mmap.PAGESIZE
 POSSIBLE: Final = sys.platform.startswith("linux")
 KEPT_MAX: Final = 8
-"""Windows kept for reuse: a shard cycles through a few buffers, so the same ones come again."""
+"""Kept for reuse: a shard cycles through a few buffers, so the same ones come again."""
 _PROT_NONE: Final = 0
 _READ_WRITE: Final = 0x1 | 0x2
 _MAP_FIXED: Final = 0x10
@@ -54,7 +54,7 @@ def _libc() -> Any:
     return libc
 
 
-class Window:
+class MappedBuffers:
     """Buffers mapped end to end; unmapped when neither this object nor an array of it is left."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -172,30 +172,30 @@ def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-class Windows:
-    """A cache of the most recently used windows.  Safe between threads."""
+class Mappings:
+    """A cache of the most recently used mappings.  Safe between threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[Piece, ...], Window] = OrderedDict()
+        self._kept: OrderedDict[tuple[Piece, ...], MappedBuffers] = OrderedDict()
 
-    def of(self, pieces: Sequence[Piece]) -> Window:
-        """Return the window over these buffers.  Raises OSError and ValueError like `Window`."""
+    def of(self, pieces: Sequence[Piece]) -> MappedBuffers:
+        """Return these buffers, mapped.  Raises OSError and ValueError like `MappedBuffers`."""
         key = tuple(pieces)
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
                 self._kept.move_to_end(key)
                 return found
-        window = Window(key)
+        mapped = MappedBuffers(key)
         with self._lock:
-            self._kept[key] = window
+            self._kept[key] = mapped
             while len(self._kept) > KEPT_MAX:
                 self._kept.popitem(last=False)
-        return window
+        return mapped
 
     def forget(self, folder: str) -> None:
-        """Drop all windows with buffers of that folder."""
+        """Drop all mappings with buffers of that folder."""
         with self._lock:
             for key in [key for key in self._kept if any(path.startswith(f"{folder}/") for path, _ in key)]:
                 del self._kept[key]

@@ -8,9 +8,9 @@ frames.  Large response bodies are read straight into the memory that their sink
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from paramserver.client.calls import Sink
 from paramserver.errors import PsError
 from paramserver.limits import BODY_BYTES_MAX
+from paramserver.net.calls import Sink
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Header
 

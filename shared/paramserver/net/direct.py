@@ -16,14 +16,14 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from paramserver.client.aio_connection import AsyncConnection
-from paramserver.client.calls import Deadline, Outcome, Request, Response
-from paramserver.client.concurrent_requests import Interruptible, using_memory
-from paramserver.client.connection import ENDED, Connection
-from paramserver.client.credentials import Credentials
-from paramserver.client.forks import call_in_forked_child
-from paramserver.client.http2 import Answer, Refused
 from paramserver.errors import PsError, problem
+from paramserver.net.aio_connection import AsyncConnection
+from paramserver.net.calls import Deadline, Outcome, Request, Response
+from paramserver.net.concurrent_requests import Interruptible, using_memory
+from paramserver.net.connection import ENDED, Connection
+from paramserver.net.credentials import Credentials
+from paramserver.net.forks import call_in_forked_child
+from paramserver.net.http2 import Answer, Refused
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from paramserver.client import http2
-from paramserver.client.calls import Sink
-from paramserver.client.http2 import Answer, Client, Refused
+from paramserver.net import http2
+from paramserver.net.calls import Sink
+from paramserver.net.http2 import Answer, Client, Refused
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 

@@ -14,15 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
-from paramserver.client.addresses import Addresses
-from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response
-from paramserver.client.concurrent_requests import ConcurrentRequests, Helpers, Interruptible, using_memory
-from paramserver.client.credentials import Credentials
-from paramserver.client.direct import AsyncDirectTransport, DirectTransport, unreachable
-from paramserver.client.forks import call_in_forked_child
-from paramserver.client.plain import PlainTransport, proxy_of
-from paramserver.client.schemes import in_scheme_spoken
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
+from paramserver.net.addresses import Addresses
+from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response
+from paramserver.net.concurrent_requests import ConcurrentRequests, Helpers, Interruptible, using_memory
+from paramserver.net.credentials import Credentials
+from paramserver.net.direct import AsyncDirectTransport, DirectTransport, unreachable
+from paramserver.net.forks import call_in_forked_child
+from paramserver.net.plain import PlainTransport, proxy_of
+from paramserver.net.schemes import in_scheme_spoken
 
 T = TypeVar("T")
 log = logging.getLogger("paramserver")
