@@ -19,7 +19,7 @@ from paramserver.core.assembly import gather, scatter, versions
 from paramserver.core.checkpoints import ALIASES
 from paramserver.core.fields import check_model_name
 from paramserver.core.layout import Layout
-from paramserver.core.shard_io import PartitionState
+from paramserver.core.partition_state import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, NotFoundError, PsError, problem
 from paramserver.tensor_file import TensorFile

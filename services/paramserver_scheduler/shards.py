@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 import httpx
 
-from paramserver.core.shard_io import PartitionState
+from paramserver.core.partition_state import PartitionState
 from paramserver.errors import ConflictError, PsError, StaleMapError, Unavailable, problem
 from paramserver.net.credentials import Credentials
 from paramserver.types import AnyArray, ModelKey

@@ -7,7 +7,9 @@ from typing import Final, TypeVar
 import numpy as np
 
 from paramserver import kernels
-from paramserver.core.shard_io import AssignTask, PartitionState, Task, TaskResult, UpdateTask
+from paramserver.core.partition_state import PartitionState
+from paramserver.core.shard_effects import AssignTask, Task, UpdateTask
+from paramserver.core.shard_events import TaskResult
 from paramserver.types import F32, AnyArray
 from paramserver.wire.tensor import slice_crc, to_f32
 from paramserver_shard.buffers import BufferPool

@@ -14,15 +14,8 @@ from msgspec.structs import replace
 
 from paramserver.codecs import Codec
 from paramserver.core.layout import Range
-from paramserver.core.shard_io import (
-    AssignPart,
-    PartVersion,
-    PullReceived,
-    PushDone,
-    PushPart,
-    PushReceived,
-    SetReceived,
-)
+from paramserver.core.shard_effects import PartVersion, PushDone
+from paramserver.core.shard_events import AssignPart, PullReceived, PushPart, PushReceived, SetReceived
 from paramserver.errors import InDoubt, PsError, StaleMapError, problem
 from paramserver.types import F32, ITEMSIZE, AnyArray, PushState
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply

@@ -11,7 +11,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from paramserver.core.layout import Range
-from paramserver.core.shard_io import PartVersion, PullDone, PulledPart, PullReceived, PushDone, PushReceived, Request
+from paramserver.core.shard_effects import PartVersion, PullDone, PulledPart, PushDone
+from paramserver.core.shard_events import PullReceived, PushReceived, Request
 from paramserver.errors import PsError, problem
 from paramserver.limits import WAIT_S_MAX
 from paramserver.types import F32, ITEMSIZE, ModelKey

@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec.structs import replace
 
 from paramserver import kernels
-from paramserver.core.shard_io import AssignPart, CaptureReceived, SetReceived
+from paramserver.core.shard_events import AssignPart, CaptureReceived, SetReceived
 from paramserver.errors import problem
 from paramserver.types import F32, AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, encode_header

@@ -14,7 +14,7 @@ from typing import Final
 from redis.exceptions import RedisError
 
 from paramserver.core.journal import JournalEntry
-from paramserver.core.shard_io import Event, Journaled, JournalLost, JournalRefused, StorageChanged
+from paramserver.core.shard_events import Event, Journaled, JournalLost, JournalRefused, StorageChanged
 from paramserver.errors import PsError
 from paramserver.limits import JOURNAL_GROUP_BYTES
 from paramserver.types import PartitionKey, Token

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paramserver.core.shard_io import PartitionState
+from paramserver.core.partition_state import PartitionState
 from paramserver.errors import problem
 from paramserver.limits import LEASED_BYTES_MAX, LEASES_MAX, SHARED_LEASE_S, SLOT_BYTES_MAX
 from paramserver.types import F32, AnyArray

@@ -12,8 +12,10 @@ from typing import Any, Final, Protocol, TypeVar
 from paramserver.core import initial
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import initial_slots
+from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.replay import replay
-from paramserver.core.shard_io import LoadedState, LoadPartition, PartitionState, Task, TaskResult
+from paramserver.core.shard_effects import LoadPartition, Task
+from paramserver.core.shard_events import TaskResult
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError, problem
 from paramserver.types import F32

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from paramserver.core.layout import Range
-from paramserver.core.shard_io import PullDone, PushDone, PushReceived
+from paramserver.core.shard_effects import PullDone, PushDone
+from paramserver.core.shard_events import PushReceived
 from paramserver.types import ModelKey
 
 INTERVAL_S: Final = 0.9

@@ -17,15 +17,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paramserver import __version__
-from paramserver.core.shard_io import (
-    AskWorker,
-    CommitDecided,
-    MapChanged,
-    ModelGone,
-    ModelView,
-    RosterChanged,
-    WorkerAnswered,
-)
+from paramserver.core.shard_effects import AskWorker
+from paramserver.core.shard_events import CommitDecided, MapChanged, ModelGone, ModelView, RosterChanged, WorkerAnswered
 from paramserver.errors import FencedError, NotFoundError, PsError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S
 from paramserver.types import ModelKey

@@ -13,7 +13,8 @@ from msgspec import Struct
 from paramserver import kernels, limits
 from paramserver.core.fields import Reader
 from paramserver.core.selection import Selection, select
-from paramserver.core.shard_io import PushDone, PushPart, PushReceived
+from paramserver.core.shard_effects import PushDone
+from paramserver.core.shard_events import PushPart, PushReceived
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import F32, ITEMSIZE, LEVELS, AnyArray, DType, PushId
 from paramserver.wire.tensor import NUMPY_DTYPE, from_json, from_msgpack, to_f32

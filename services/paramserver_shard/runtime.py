@@ -18,30 +18,31 @@ from typing import Any, Protocol, TypeVar
 from redis.exceptions import RedisError
 
 from paramserver.core.layout import Range
+from paramserver.core.partition_state import Capture, PartitionState
 from paramserver.core.shard import ShardCore
-from paramserver.core.shard_io import (
-    Applied,
+from paramserver.core.shard_effects import (
     Apply,
     AskWorker,
-    Capture,
     Effect,
-    Event,
     Journal,
-    LoadFailed,
     LoadPartition,
     Outcome,
-    PartitionLoaded,
-    PartitionState,
     PullDone,
-    PullReceived,
     PushDone,
-    PushReceived,
     Reply,
     Report,
-    Request,
-    RequestGone,
     Resync,
     StoreSnapshot,
+)
+from paramserver.core.shard_events import (
+    Applied,
+    Event,
+    LoadFailed,
+    PartitionLoaded,
+    PullReceived,
+    PushReceived,
+    Request,
+    RequestGone,
     TaskResult,
     Tick,
     WorkerAnswered,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from zlib_ng import zlib_ng
 
-from paramserver.core.shard_io import Capture, HeldPart, LoadedState, PartitionState
+from paramserver.core.partition_state import Capture, HeldPart, LoadedState, PartitionState
 from paramserver.errors import PsError, problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import AnyArray

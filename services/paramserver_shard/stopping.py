@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from paramserver.core.shard_io import SaveAll
+from paramserver.core.shard_events import SaveAll
 from paramserver.errors import PsError
 from paramserver_shard.membership import Membership
 from paramserver_shard.runtime import Runtime

@@ -7,7 +7,8 @@ from typing import Any, Final
 from redis.exceptions import RedisError
 
 from paramserver.core.shard import ShardCore
-from paramserver.core.shard_io import Event, JournalLost, SnapshotFailed, SnapshotStored, StoreSnapshot
+from paramserver.core.shard_effects import StoreSnapshot
+from paramserver.core.shard_events import Event, JournalLost, SnapshotFailed, SnapshotStored
 from paramserver.errors import PsError
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point

@@ -11,7 +11,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from paramserver.core.journal import JournalEntry
-from paramserver.core.shard_io import Journaled, Task, TaskResult, UpdateTask
+from paramserver.core.shard_effects import Task, UpdateTask
+from paramserver.core.shard_events import Journaled, TaskResult
 from paramserver.core.window import PushMemory
 from paramserver.types import F32
 from paramserver_shard import journal, runtime, snapshot_store

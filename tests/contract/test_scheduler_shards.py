@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.waiting import eventually
 
-from paramserver.core.shard_io import AskWorker
+from paramserver.core.shard_effects import AskWorker
 from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver.types import ModelKey
 from paramserver_shard.directory import Directory

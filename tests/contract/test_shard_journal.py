@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from tests.chaos.proxy import Link
 
 from paramserver.core.journal import JournalEntry
-from paramserver.core.shard_io import Event, Journaled, JournalLost, JournalRefused, StorageChanged
+from paramserver.core.shard_events import Event, Journaled, JournalLost, JournalRefused, StorageChanged
 from paramserver.errors import CorruptState, RequestError
 from paramserver.types import AnyArray, ModelKey, PartitionKey, Token
 from paramserver_node import redis as node_redis

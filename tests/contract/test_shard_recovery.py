@@ -18,16 +18,14 @@ from redis.asyncio import Redis
 from tests.golden.stored import generate
 from zlib_ng import zlib_ng
 
+from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout
+from paramserver.core.partition_state import Capture, LoadedState
 from paramserver.core.push_operation import PushOperation
 from paramserver.core.shard import ShardCore
-from paramserver.core.shard_io import (
-    AskWorker,
-    Capture,
-    Commit,
+from paramserver.core.shard_effects import AskWorker, LoadPartition
+from paramserver.core.shard_events import (
     CommitDecided,
-    LoadedState,
-    LoadPartition,
     ModelGone,
     ModelView,
     PushPart,

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from paramserver.core import shard_io as sio
 from paramserver.core.cluster import Cluster
 from paramserver.core.cuts import Cuts
 from paramserver.core.durability import Durability
@@ -14,6 +13,8 @@ from paramserver.core.gate import Gate
 from paramserver.core.models import Model
 from paramserver.core.partition import Partition
 from paramserver.core.shard import ShardCore
+from paramserver.core.shard_effects import Task, UpdateTask
+from paramserver.core.shard_events import TaskResult
 from paramserver.core.window import PushMemory
 from paramserver.testing import shards
 from paramserver.testing.shard_driver import perform
@@ -59,9 +60,9 @@ def test_forgetting_push_ids_turns_the_checkers_red(mode: str, monkeypatch: pyte
 def test_applying_twice_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update step that is sometimes applied twice is detected."""
 
-    def twice(task: sio.Task) -> sio.TaskResult:
+    def twice(task: Task) -> TaskResult:
         result = perform(task)
-        if result.state is not None and isinstance(task, sio.UpdateTask) and task.state.values[0] == 5.0:
+        if result.state is not None and isinstance(task, UpdateTask) and task.state.values[0] == 5.0:
             result.state.values[:] += 1.0
         return result
 
@@ -73,7 +74,7 @@ def test_applying_twice_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) 
 def test_a_torn_update_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that is partly missing in one partition is detected by a pull."""
 
-    def half(task: sio.Task) -> sio.TaskResult:
+    def half(task: Task) -> TaskResult:
         result = perform(task)
         if result.state is not None and task.state.values[0] == 5.0:
             result.state.values[0] = 5.0
@@ -87,7 +88,7 @@ def test_a_torn_update_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -
 def test_an_acknowledged_push_that_was_not_applied_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """An acknowledged update that leaves the values unchanged is detected if nothing may have been lost."""
 
-    def skipped(task: sio.Task) -> sio.TaskResult:
+    def skipped(task: Task) -> TaskResult:
         result = perform(task)
         if result.state is not None and task.state.values[0] == 5.0:
             result.state.values[:] = task.state.values

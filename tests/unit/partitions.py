@@ -6,7 +6,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_io import Contribution, Journal, JournalEntry, ModelView, PushDone, StoreSnapshot
+from paramserver.core.commit import Contribution
+from paramserver.core.journal import JournalEntry
+from paramserver.core.shard_effects import Journal, PushDone, StoreSnapshot
+from paramserver.core.shard_events import ModelView
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import ShardDriver

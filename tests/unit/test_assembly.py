@@ -11,7 +11,7 @@ from tests.refusals import refused_with
 from paramserver.core.assembly import gather, scatter, versions
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer_spec import OptimizerSpec
-from paramserver.core.shard_io import PartitionState
+from paramserver.core.partition_state import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 

@@ -14,7 +14,7 @@ import pytest
 from paramserver import limits
 from paramserver.client.board import BoardView
 from paramserver.client.same_host import Leased, SameHost
-from paramserver.core.shard_io import PartitionState
+from paramserver.core.partition_state import PartitionState
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.lending import Lending

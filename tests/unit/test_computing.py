@@ -6,7 +6,8 @@ from msgspec.structs import replace
 
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_count
-from paramserver.core.shard_io import PartitionState, UpdateTask
+from paramserver.core.partition_state import PartitionState
+from paramserver.core.shard_effects import UpdateTask
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import UpdateInput, single_task
 from paramserver.types import ModelKey, PartitionKey

@@ -8,7 +8,8 @@ import pytest
 
 from paramserver.core.layout import Layout
 from paramserver.core.served_model import wrong_owner
-from paramserver.core.shard_io import PartVersion, PushDone, PushPart, PushReceived
+from paramserver.core.shard_effects import PartVersion, PushDone
+from paramserver.core.shard_events import PushPart, PushReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey

@@ -17,7 +17,8 @@ from paramserver.client.encoding import Encoding
 from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import AssignPart, LoadPartition, SaveAll, SetReceived, StoreSnapshot
+from paramserver.core.shard_effects import LoadPartition, StoreSnapshot
+from paramserver.core.shard_events import AssignPart, SaveAll, SetReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.limits import PARTITIONS_MAX, SHARED_LEASE_S, SNAPSHOT_INTERVAL_S
 from paramserver.net.calls import Deadline

@@ -13,22 +13,13 @@ from msgspec.structs import replace
 
 from paramserver.codecs import Codec
 from paramserver.codecs.parts import encode_partition
-from paramserver.core.journal import KINDS
+from paramserver.core.commit import Contribution
+from paramserver.core.journal import KINDS, JournalEntry
 from paramserver.core.layout import Layout
+from paramserver.core.partition_state import HeldPart, LoadedState
 from paramserver.core.replay import Replay, replay
-from paramserver.core.shard_io import (
-    AssignPart,
-    Contribution,
-    HeldPart,
-    JournalEntry,
-    LoadedState,
-    LoadPartition,
-    PushPart,
-    PushReceived,
-    RosterChanged,
-    SetReceived,
-    WorkerAnswered,
-)
+from paramserver.core.shard_effects import LoadPartition
+from paramserver.core.shard_events import AssignPart, PushPart, PushReceived, RosterChanged, SetReceived, WorkerAnswered
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver, first_state, loaded, perform

@@ -20,7 +20,7 @@ from tests.refusals import refused_with
 from paramserver import checkpoint
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
-from paramserver.core.shard_io import PartitionState
+from paramserver.core.partition_state import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, CorruptState, PsError, problem
 from paramserver.net.credentials import NO_CREDENTIALS

@@ -6,17 +6,15 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_io import (
+from paramserver.core.shard_effects import LoadPartition, PushDone, StoreSnapshot
+from paramserver.core.shard_events import (
     AssignPart,
     CaptureReceived,
     LoadFailed,
-    LoadPartition,
     ModelGone,
-    PushDone,
     RequestGone,
     SetReceived,
     SnapshotFailed,
-    StoreSnapshot,
 )
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem

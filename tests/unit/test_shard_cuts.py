@@ -5,7 +5,8 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_io import JournalLost, SnapshotFailed, SnapshotStored, StoreSnapshot
+from paramserver.core.shard_effects import StoreSnapshot
+from paramserver.core.shard_events import JournalLost, SnapshotFailed, SnapshotStored
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import FencedError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver

@@ -9,7 +9,8 @@ import pytest
 from paramserver.core import admission, pulls, set_operation
 from paramserver.core.partition import Partition
 from paramserver.core.push_operation import PushOperation
-from paramserver.core.shard_io import AssignPart, CaptureReceived, PullDone, PushDone, SetReceived
+from paramserver.core.shard_effects import PullDone, PushDone
+from paramserver.core.shard_events import AssignPart, CaptureReceived, SetReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InternalError
 from paramserver.testing.shard_driver import ShardDriver

@@ -6,16 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_io import (
+from paramserver.core.commit import Contribution
+from paramserver.core.shard_effects import Journal, StoreSnapshot
+from paramserver.core.shard_events import (
     AssignPart,
-    Contribution,
-    Journal,
     Journaled,
     JournalRefused,
     PushReceived,
     RosterChanged,
     SetReceived,
-    StoreSnapshot,
 )
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver, checked_part, push_part
 from paramserver.types import PushId

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from paramserver.core.shard_io import Contribution, LoadPartition, ModelView, PullDone, PushDone, StorageChanged
+from paramserver.core.commit import Contribution
+from paramserver.core.shard_effects import LoadPartition, PullDone, PushDone
+from paramserver.core.shard_events import ModelView, StorageChanged
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver

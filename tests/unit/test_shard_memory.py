@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paramserver.core.layout import Layout
-from paramserver.core.shard_io import Capture, HeldPart
+from paramserver.core.partition_state import Capture, HeldPart
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
 from paramserver.types import ModelKey, PartitionKey

@@ -4,17 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_io import (
-    Apply,
-    CaptureReceived,
-    Commit,
-    Contribution,
-    JournalLost,
-    LoadPartition,
-    RosterChanged,
-    SnapshotFailed,
-    StoreSnapshot,
-)
+from paramserver.core.commit import Commit, Contribution
+from paramserver.core.shard_effects import Apply, LoadPartition, StoreSnapshot
+from paramserver.core.shard_events import CaptureReceived, JournalLost, RosterChanged, SnapshotFailed
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from tests.refusals import refused_with
 
-from paramserver.core.shard_io import MapChanged, PushDone, RosterChanged, WorkerAnswered
+from paramserver.core.shard_effects import PushDone
+from paramserver.core.shard_events import MapChanged, RosterChanged, WorkerAnswered
 from paramserver.errors import FencedError, PsError, StaleMapError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import PushId

@@ -8,7 +8,7 @@ import pytest
 
 from paramserver.core.layout import Layout
 from paramserver.core.shard import ShardCore
-from paramserver.core.shard_io import ModelView, PullReceived
+from paramserver.core.shard_events import ModelView, PullReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import Unavailable
 from paramserver.types import ModelKey, make_token

@@ -4,15 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_io import (
-    Journal,
-    Journaled,
-    JournalLost,
-    JournalRefused,
-    SnapshotFailed,
-    StorageChanged,
-    StoreSnapshot,
-)
+from paramserver.core.shard_effects import Journal, StoreSnapshot
+from paramserver.core.shard_events import Journaled, JournalLost, JournalRefused, SnapshotFailed, StorageChanged
 from paramserver.types import PushId
 
 from .partitions import WORKERS, apply, complete, done, entries, ones, pending, refused, slow

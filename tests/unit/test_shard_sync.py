@@ -11,15 +11,8 @@ from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import (
-    Apply,
-    AssignPart,
-    PullDone,
-    PushReceived,
-    RosterChanged,
-    SetReceived,
-    WorkerAnswered,
-)
+from paramserver.core.shard_effects import Apply, PullDone
+from paramserver.core.shard_events import AssignPart, PushReceived, RosterChanged, SetReceived, WorkerAnswered
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, FencedError, PsError, RequestError, StaleMapError
 from paramserver.testing.shard_driver import ShardDriver, push_part

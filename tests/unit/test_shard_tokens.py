@@ -6,19 +6,16 @@ import pytest
 from msgspec.structs import replace
 from tests.refusals import refused_with
 
-from paramserver.core.shard_io import (
-    Apply,
+from paramserver.core.commit import Contribution
+from paramserver.core.shard_effects import Apply, Journal, LoadPartition, StoreSnapshot
+from paramserver.core.shard_events import (
     AssignPart,
-    Contribution,
-    Journal,
     Journaled,
     JournalLost,
     JournalRefused,
-    LoadPartition,
     SetReceived,
     SnapshotFailed,
     SnapshotStored,
-    StoreSnapshot,
 )
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId

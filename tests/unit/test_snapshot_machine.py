@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from paramserver.core.partition import Partition
-from paramserver.core.shard_io import JournalLost, ModelView, SnapshotFailed, StoreSnapshot
+from paramserver.core.shard_effects import StoreSnapshot
+from paramserver.core.shard_events import JournalLost, ModelView, SnapshotFailed
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PartitionKey, PushId
 

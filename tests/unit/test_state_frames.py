@@ -6,7 +6,7 @@ import pytest
 
 from paramserver import limits
 from paramserver.core.optimizer_spec import OptimizerSpec
-from paramserver.core.shard_io import PartitionState
+from paramserver.core.partition_state import PartitionState
 from paramserver.errors import RequestError
 from paramserver.wire.frame import decode_header, encode_header
 from paramserver.wire.state import SetFrame, SetPart, StateFrame, restore_frame

@@ -7,7 +7,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_io import Tick
+from paramserver.core.shard_events import Tick
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timers import Timers
 from paramserver.testing.shard_driver import ShardDriver

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.client.control import create_model, listed
 from paramserver.core.layout import Layout
-from paramserver.core.shard_io import PartitionState
+from paramserver.core.partition_state import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
 from paramserver.limits import MIB
 from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_bytes, json_request

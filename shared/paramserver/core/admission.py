@@ -10,7 +10,7 @@ from paramserver.core.fields import INTEGER_MAX, NUMBER_MAX
 from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import slot_count
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import AssignPart, PushPart, PushReceived, SetReceived, WorkerAnswered
+from paramserver.core.shard_events import AssignPart, PushPart, PushReceived, SetReceived, WorkerAnswered
 from paramserver.core.spec import ModelSpec
 from paramserver.core.window import fenced
 from paramserver.errors import PsError, problem

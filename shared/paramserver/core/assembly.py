@@ -10,7 +10,7 @@ import numpy as np
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import initial_slots, slot_count, slot_names
 from paramserver.core.optimizer_spec import OptimizerSpec
-from paramserver.core.shard_io import PartitionState
+from paramserver.core.partition_state import PartitionState
 from paramserver.errors import problem
 from paramserver.types import F32
 

@@ -10,7 +10,8 @@ from paramserver.core.operation import record_settings_change
 from paramserver.core.partition import Partition
 from paramserver.core.queues import OperationQueues
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import CommitDecided, Resync
+from paramserver.core.shard_effects import Resync
+from paramserver.core.shard_events import CommitDecided
 from paramserver.core.timers import Timers
 from paramserver.types import ModelKey
 

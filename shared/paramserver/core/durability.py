@@ -11,8 +11,11 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from paramserver import limits
+from paramserver.core.journal import JournalEntry
 from paramserver.core.partition import Partition
-from paramserver.core.shard_io import Capture, Journal, JournalEntry, Outcome, PushDone, Request
+from paramserver.core.partition_state import Capture
+from paramserver.core.shard_effects import Journal, Outcome, PushDone
+from paramserver.core.shard_events import Request
 from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.timers import Timers
 from paramserver.core.watermark import Waiting

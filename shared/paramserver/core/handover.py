@@ -10,7 +10,8 @@ from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.queues import OperationQueues
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import LoadPartition, ModelView
+from paramserver.core.shard_effects import LoadPartition
+from paramserver.core.shard_events import ModelView
 from paramserver.types import PartitionKey, Token
 
 

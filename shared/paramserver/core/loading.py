@@ -9,7 +9,8 @@ from paramserver.core.operation import record_settings_change
 from paramserver.core.partition import Partition
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import LoadFailed, LoadPartition, PartitionLoaded, Report
+from paramserver.core.shard_effects import LoadPartition, Report
+from paramserver.core.shard_events import LoadFailed, PartitionLoaded
 from paramserver.core.timers import Timers
 from paramserver.errors import PsError
 from paramserver.types import PartitionKey, Token

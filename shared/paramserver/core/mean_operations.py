@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paramserver.core.commit import Commit
 from paramserver.core.journal import Step, commit_head, flush_head
 from paramserver.core.operation import Operation, Shard, record_settings_change
-from paramserver.core.shard_io import Commit, PartitionState, Task, TaskResult
+from paramserver.core.partition_state import PartitionState
+from paramserver.core.shard_effects import Task
+from paramserver.core.shard_events import TaskResult
 from paramserver.core.update import mean_task
 
 

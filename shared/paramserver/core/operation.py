@@ -12,18 +12,10 @@ from typing import Protocol
 from paramserver.core.durability import Durability
 from paramserver.core.journal import config_head
 from paramserver.core.partition import Partition
+from paramserver.core.partition_state import PartitionState
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import (
-    Effect,
-    Outcome,
-    PartitionState,
-    PushPart,
-    PushReceived,
-    Request,
-    SetReceived,
-    Task,
-    TaskResult,
-)
+from paramserver.core.shard_effects import Effect, Outcome, Task
+from paramserver.core.shard_events import PushPart, PushReceived, Request, SetReceived, TaskResult
 from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.errors import PsError
 

@@ -5,20 +5,14 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paramserver.core.commit import Contribution
 from paramserver.core.layout import Layout, Segment
 from paramserver.core.optimizer import ftrl_z, initial_slots, slot_names
+from paramserver.core.partition_state import Capture, HeldPart, LoadedState, PartitionState
 from paramserver.core.schedule import learning_rate
 from paramserver.core.settings import settings_document, spec_from_document
-from paramserver.core.shard_io import (
-    AssignPart,
-    Capture,
-    Contribution,
-    HeldPart,
-    LoadedState,
-    PartitionState,
-    PartVersion,
-    Source,
-)
+from paramserver.core.shard_effects import PartVersion
+from paramserver.core.shard_events import AssignPart, Source
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timers import Timer
 from paramserver.core.update import UpdateInput

@@ -6,7 +6,8 @@ from typing import Protocol
 from paramserver import limits
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import Outcome, PullDone, PulledPart, PullReceived, Request
+from paramserver.core.shard_effects import Outcome, PullDone, PulledPart
+from paramserver.core.shard_events import PullReceived, Request
 from paramserver.core.timers import Timer, Timers
 from paramserver.errors import PsError, as_problem, problem
 

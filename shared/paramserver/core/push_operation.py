@@ -11,7 +11,9 @@ from paramserver.core.journal import hold_head, push_head
 from paramserver.core.mean_operations import FlushOperation
 from paramserver.core.operation import RequestOperation, Shard
 from paramserver.core.partition import Partition
-from paramserver.core.shard_io import HeldPart, PushDone, PushPart, PushReceived, Task, TaskResult, WorkerAnswered
+from paramserver.core.partition_state import HeldPart
+from paramserver.core.shard_effects import PushDone, Task
+from paramserver.core.shard_events import PushPart, PushReceived, TaskResult, WorkerAnswered
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import single_task
 from paramserver.core.window import EarlierAnswer

@@ -6,7 +6,8 @@ from itertools import islice
 
 from paramserver.core.operation import Operation, RequestOperation, Shard
 from paramserver.core.partition import Partition
-from paramserver.core.shard_io import Applied, Apply, Task, TaskResult
+from paramserver.core.shard_effects import Apply, Task
+from paramserver.core.shard_events import Applied, TaskResult
 
 
 class OperationQueues:

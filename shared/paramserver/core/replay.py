@@ -7,20 +7,14 @@ entry that does not follow from the state before it raises CorruptState; it is n
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from paramserver.core.commit import Contribution
 from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
+from paramserver.core.partition_state import HeldPart, LoadedState, PartitionState
 from paramserver.core.settings import spec_from_document
-from paramserver.core.shard_io import (
-    AssignPart,
-    AssignTask,
-    Contribution,
-    HeldPart,
-    LoadedState,
-    PartitionState,
-    Task,
-    TaskResult,
-)
+from paramserver.core.shard_effects import AssignTask, Task
+from paramserver.core.shard_events import AssignPart, TaskResult
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import mean_task, single_task
 from paramserver.errors import CorruptState, PsError, problem

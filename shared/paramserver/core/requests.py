@@ -13,8 +13,8 @@ from paramserver.core.push_operation import PushOperation
 from paramserver.core.queues import OperationQueues
 from paramserver.core.served_model import Parked, ServedModel
 from paramserver.core.set_operation import SetOperation
-from paramserver.core.shard_io import (
-    AskWorker,
+from paramserver.core.shard_effects import AskWorker
+from paramserver.core.shard_events import (
     CaptureReceived,
     Event,
     PullReceived,

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paramserver import limits
+from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
-from paramserver.core.shard_io import Commit, ModelView
+from paramserver.core.shard_events import ModelView
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timers import Timer
 from paramserver.errors import PsError, problem

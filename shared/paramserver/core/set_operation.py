@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from paramserver.core.journal import set_head
 from paramserver.core.operation import RequestOperation, Shard
-from paramserver.core.shard_io import AssignTask, PushDone, SetReceived, Task, TaskResult
+from paramserver.core.shard_effects import AssignTask, PushDone, Task
+from paramserver.core.shard_events import SetReceived, TaskResult
 from paramserver.errors import PsError, as_problem, problem
 
 

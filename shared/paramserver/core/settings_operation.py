@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
 from paramserver.core.operation import Operation, Shard, record_settings_change
-from paramserver.core.shard_io import Task
+from paramserver.core.shard_effects import Task
 from paramserver.core.spec import ModelSpec
 
 

@@ -16,16 +16,17 @@ from paramserver.core.loading import LoadDesk
 from paramserver.core.mean_operations import FlushOperation
 from paramserver.core.operation import Operation, RequestOperation
 from paramserver.core.partition import Partition
+from paramserver.core.partition_state import PartitionState
 from paramserver.core.pulls import PullDesk
 from paramserver.core.queues import OperationQueues
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel, wrong_owner
 from paramserver.core.settings_operation import SettingsOperation
-from paramserver.core.shard_io import (
+from paramserver.core.shard_effects import Effect, Outcome, Reply, Report
+from paramserver.core.shard_events import (
     Applied,
     CaptureReceived,
     CommitDecided,
-    Effect,
     Event,
     Journaled,
     JournalLost,
@@ -34,14 +35,10 @@ from paramserver.core.shard_io import (
     MapChanged,
     ModelGone,
     ModelView,
-    Outcome,
     PartitionLoaded,
-    PartitionState,
     PullReceived,
     PushPart,
     PushReceived,
-    Reply,
-    Report,
     Request,
     RequestGone,
     RosterChanged,

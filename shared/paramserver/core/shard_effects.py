@@ -1,4 +1,4 @@
-"""Effects of the shard's core, and the structs they consist of; see `shard_io`."""
+"""Effects of the shard's core, and the structs they consist of; see `shard_events`."""
 
 from typing import TypeAlias
 

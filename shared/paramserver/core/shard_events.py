@@ -1,4 +1,9 @@
-"""Events of the shard's core; see `shard_io`."""
+"""Events of the shard's core.
+
+`ShardCore.handle(event, now)` takes one event and returns effects (`shard_effects`), which the runtime performs in
+order; their outcome comes back as new events.  All of them are frozen; big arrays are passed by reference and never
+written after they were handed over.  A `request` is a number chosen by the runtime, unique among its open requests.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Self, TypeAlias

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.partition import Partition
-from paramserver.core.shard_io import Capture, StoreSnapshot
+from paramserver.core.partition_state import Capture
+from paramserver.core.shard_effects import StoreSnapshot
 from paramserver.types import LEVELS, PartitionKey
 
 _RETRY_S = 1.0

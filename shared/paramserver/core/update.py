@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from paramserver.core.layout import Range, Segment
 from paramserver.core.optimizer import COUNTING, SegmentStep
-from paramserver.core.shard_io import HeldPart, PartitionState, Piece, UpdateTask
+from paramserver.core.partition_state import HeldPart, PartitionState
+from paramserver.core.shard_effects import Piece, UpdateTask
 from paramserver.core.spec import ModelSpec
 from paramserver.types import ITEMSIZE, AnyArray, Coding, PartitionKey
 

@@ -4,7 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paramserver.core.shard_io import PushDone, Request
+from paramserver.core.shard_effects import PushDone
+from paramserver.core.shard_events import Request
 from paramserver.core.timers import Timer
 from paramserver.types import LEVELS
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from paramserver.core import scheduler_io as io
-from paramserver.core import shard_io as sio
 from paramserver.core.layout import Layout
+from paramserver.core.shard_events import AssignPart, SetReceived
 from paramserver.errors import PsError
 from paramserver.testing.schedulers import SimScheduler
 from paramserver.testing.workers import SimClient
@@ -112,7 +112,7 @@ class SimOperator(SimClient):
                 done = yield self.sim.shards[shard].ask(
                     self.name,
                     f"set {indices}",
-                    lambda r, p=parts: sio.SetReceived(r, self.sim.spec.name, p, 1, restore, timeline),  # type: ignore[misc]
+                    lambda r, p=parts: SetReceived(r, self.sim.spec.name, p, 1, restore, timeline),  # type: ignore[misc]
                 )
                 if not isinstance(done, PsError):
                     left -= set(indices)
@@ -122,8 +122,6 @@ class SimOperator(SimClient):
                     yield from self.failed()
         return True
 
-    def _part(self, index: int, restore: bool, version: int) -> sio.AssignPart:
+    def _part(self, index: int, restore: bool, version: int) -> AssignPart:
         values = np.full(self.layout.partition_size(index), ASSIGNED, np.float32)
-        return sio.AssignPart(
-            index, values, "float32", True, slots=() if restore else None, version=max(0, version - 1)
-        )
+        return AssignPart(index, values, "float32", True, slots=() if restore else None, version=max(0, version - 1))

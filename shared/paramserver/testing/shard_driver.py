@@ -19,44 +19,43 @@ from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core import initial
+from paramserver.core.commit import Commit, Contribution
+from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import initial_slots
+from paramserver.core.partition_state import Capture, LoadedState, PartitionState
 from paramserver.core.replay import replay
 from paramserver.core.shard import ShardCore
-from paramserver.core.shard_io import (
-    Applied,
+from paramserver.core.shard_effects import (
     Apply,
     AskWorker,
     AssignTask,
-    Capture,
-    Commit,
-    CommitDecided,
-    Contribution,
     Effect,
-    Event,
     Journal,
-    Journaled,
-    JournalEntry,
-    JournalLost,
-    JournalRefused,
-    LoadedState,
     LoadPartition,
-    ModelView,
     Outcome,
-    PartitionLoaded,
-    PartitionState,
     PullDone,
-    PullReceived,
     PushDone,
-    PushPart,
-    PushReceived,
     Reply,
     Report,
     Resync,
-    SnapshotFailed,
-    SnapshotStored,
     StoreSnapshot,
     Task,
+)
+from paramserver.core.shard_events import (
+    Applied,
+    CommitDecided,
+    Event,
+    Journaled,
+    JournalLost,
+    JournalRefused,
+    ModelView,
+    PartitionLoaded,
+    PullReceived,
+    PushPart,
+    PushReceived,
+    SnapshotFailed,
+    SnapshotStored,
     TaskResult,
     Tick,
     WorkerAnswered,

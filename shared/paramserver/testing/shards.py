@@ -7,9 +7,44 @@ from typing import Any
 from msgspec.structs import replace
 
 from paramserver.core import scheduler_io as io
-from paramserver.core import shard_io as sio
+from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout
+from paramserver.core.partition_state import LoadedState
 from paramserver.core.shard import ShardCore
+from paramserver.core.shard_effects import (
+    Apply,
+    AskWorker,
+    Effect,
+    Journal,
+    LoadPartition,
+    PullDone,
+    PushDone,
+    Reply,
+    Report,
+    Resync,
+    StoreSnapshot,
+)
+from paramserver.core.shard_events import (
+    Applied,
+    CommitDecided,
+    Event,
+    Journaled,
+    JournalLost,
+    JournalRefused,
+    LoadFailed,
+    MapChanged,
+    ModelGone,
+    ModelView,
+    PartitionLoaded,
+    PullReceived,
+    PushReceived,
+    RosterChanged,
+    SnapshotFailed,
+    SnapshotStored,
+    StorageChanged,
+    Tick,
+    WorkerAnswered,
+)
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.limits import SERVE_WITHOUT_CONTACT_S
@@ -117,13 +152,13 @@ class SimShard(Node):
         self.epoch = 0
         self.term = 0
         """The highest term that a document carried."""
-        self.views: dict[str, sio.ModelView] = {}
+        self.views: dict[str, ModelView] = {}
         self.layouts: dict[ModelKey, Layout] = {}
         self._feed: _Feed | None = None
         """The one that is followed, if any."""
         self._cuts: dict[ModelKey, int | None] = {}
         """The newest cut stored on all partitions, per model that may roll back to it, as its document says."""
-        self._queues: dict[Ownership, deque[sio.JournalEntry]] = {}
+        self._queues: dict[Ownership, deque[JournalEntry]] = {}
         self._writing = False
         self._wakes_at = float("inf")
         self._confirmed_s = float("-inf")
@@ -224,7 +259,7 @@ class SimShard(Node):
 
     def _storage(self, reason: str) -> None:
         if self.core.durability.storage != reason:
-            self.handle(sio.StorageChanged(reason))
+            self.handle(StorageChanged(reason))
 
     # --- the feed
 
@@ -236,28 +271,28 @@ class SimShard(Node):
     def _take(self, doc: Mapping[str, Any]) -> None:
         match doc["type"]:
             case "map":
-                self.handle(sio.MapChanged(doc["map_epoch"]))
+                self.handle(MapChanged(doc["map_epoch"]))
             case "model":
                 key = ModelKey(doc["name"], doc["generation"])
                 self._cuts[key] = doc["cut"] if doc["spec"]["ack"] == "applied" else None
                 spec = ModelSpec.parse(doc["spec"])
                 layout = self.layouts.setdefault(key, Layout(spec))
-                self._view(sio.ModelView.from_document(doc, self.name, spec, layout))
+                self._view(ModelView.from_document(doc, self.name, spec, layout))
             case "commit":
-                self.handle(sio.CommitDecided.from_document(doc))
+                self.handle(CommitDecided.from_document(doc))
             case "roster":
                 workers = {w: v[0] for w, v in doc["workers"].items()}
-                self.handle(sio.RosterChanged(ModelKey(doc["model"], doc["generation"]), workers))
+                self.handle(RosterChanged(ModelKey(doc["model"], doc["generation"]), workers))
             case "gone":
-                self.handle(sio.ModelGone(ModelKey(doc["model"], doc["generation"])))
+                self.handle(ModelGone(ModelKey(doc["model"], doc["generation"])))
 
-    def _view(self, view: sio.ModelView) -> None:
+    def _view(self, view: ModelView) -> None:
         self.views[view.model.name] = view
         self.handle(view)
 
     # --- events and effects
 
-    def handle(self, event: sio.Event) -> None:
+    def handle(self, event: Event) -> None:
         """Handle one event; its effects are performed in order."""
         before = pullable(self.core)
         effects = self.core.handle(event, self.world.now)
@@ -271,53 +306,53 @@ class SimShard(Node):
 
     def _tick(self) -> None:
         self._wakes_at = float("inf")
-        self.handle(sio.Tick())
+        self.handle(Tick())
 
-    def _perform(self, effect: sio.Effect) -> None:
+    def _perform(self, effect: Effect) -> None:
         slow = self.world.rng.uniform(1e-4, 0.05)
         match effect:
-            case sio.Reply(request, outcome):
+            case Reply(request, outcome):
                 self.answer(request, outcome if self.serving else _no_contact())
-            case sio.Apply(job, tasks):
-                done = sio.Applied(job, tuple(perform(t) for t in tasks))
+            case Apply(job, tasks):
+                done = Applied(job, tuple(perform(t) for t in tasks))
                 self.later(slow, "applied", lambda: self.handle(done))
-            case sio.LoadPartition():
+            case LoadPartition():
                 self._load(effect)
-            case sio.StoreSnapshot():
+            case StoreSnapshot():
                 self._store(effect)
-            case sio.Journal(entries):
+            case Journal(entries):
                 for entry in entries:
                     self._queues.setdefault((entry.key, entry.token), deque()).append(entry)
                 self._write()
-            case sio.Report():
+            case Report():
                 self._heartbeat(self.epoch, again=False)
-            case sio.Resync():
+            case Resync():
                 self._follow()
-            case sio.AskWorker(request, model, worker):
+            case AskWorker(request, model, worker):
                 self._ask_worker(request, model, worker)
 
-    def _load(self, effect: sio.LoadPartition) -> None:
-        def work(redis: SimRedis) -> sio.LoadedState | PsError:
+    def _load(self, effect: LoadPartition) -> None:
+        def work(redis: SimRedis) -> LoadedState | PsError:
             try:
                 return redis.load(effect)
             except PsError as e:
                 return e
 
-        def done(outcome: sio.LoadedState | PsError | None) -> None:
-            if isinstance(outcome, sio.LoadedState):
-                self.handle(sio.PartitionLoaded(effect.key, effect.token, outcome))
+        def done(outcome: LoadedState | PsError | None) -> None:
+            if isinstance(outcome, LoadedState):
+                self.handle(PartitionLoaded(effect.key, effect.token, outcome))
             else:
                 error = outcome or problem("storage_unavailable", "Redis does not answer")
-                self.handle(sio.LoadFailed(effect.key, effect.token, error))
+                self.handle(LoadFailed(effect.key, effect.token, error))
 
         self.ask_redis("load", work, done)
 
-    def _store(self, effect: sio.StoreSnapshot) -> None:
+    def _store(self, effect: StoreSnapshot) -> None:
         capture = effect.capture
         pinned = self._cuts.get(capture.key.model)
 
         def done(verdict: Verdict | None) -> None:
-            kind = sio.SnapshotStored if verdict is Verdict.DONE else sio.SnapshotFailed
+            kind = SnapshotStored if verdict is Verdict.DONE else SnapshotFailed
             self.handle(kind(capture.key, capture.token, effect.urgent))
 
         self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned), done)
@@ -351,7 +386,7 @@ class SimShard(Node):
 
         self.ask_redis("journal", work, done)
 
-    def _settle(self, ownership: Ownership, verdict: Verdict, entries: Sequence[sio.JournalEntry]) -> bool:
+    def _settle(self, ownership: Ownership, verdict: Verdict, entries: Sequence[JournalEntry]) -> bool:
         """Process the verdict on one partition's entries; return whether they must be written again."""
         queue = self._queues.get(ownership)
         if queue is None:
@@ -361,25 +396,25 @@ class SimShard(Node):
                 queue.popleft()
             if not queue:
                 del self._queues[ownership]
-            self.handle(sio.Journaled(*ownership, entries[-1].lsn))
+            self.handle(Journaled(*ownership, entries[-1].lsn))
             return False
         if verdict is Verdict.FENCED:
             del self._queues[ownership]
-            self.handle(sio.JournalRefused(*ownership))
+            self.handle(JournalRefused(*ownership))
             return False
         if verdict is Verdict.GAP:
-            self.handle(sio.JournalLost(*ownership))
+            self.handle(JournalLost(*ownership))
         return True
 
     def _ask_worker(self, request: int, model: ModelKey, worker: str) -> None:
         def done(found: Any) -> None:
             if not isinstance(found, PsError):
-                answer = sio.WorkerAnswered(request, int(found["epoch"]), bool(found["alive"]))
+                answer = WorkerAnswered(request, int(found["epoch"]), bool(found["alive"]))
             elif found.code == "unknown_worker":
-                answer = sio.WorkerAnswered(request, None)
+                answer = WorkerAnswered(request, None)
             else:
                 self._switch_scheduler()
-                answer = sio.WorkerAnswered(request, None, error=problem("no_leader", "no scheduler answers"))
+                answer = WorkerAnswered(request, None, error=problem("no_leader", "no scheduler answers"))
             self.handle(answer)
 
         read = lambda core: core.read.worker(model.name, worker, self.world.now)  # noqa: E731
@@ -387,7 +422,7 @@ class SimShard(Node):
 
     # --- requests
 
-    def ask(self, source: str, what: str, make: Callable[[int], sio.Event]) -> Call:
+    def ask(self, source: str, what: str, make: Callable[[int], Event]) -> Call:
         """Return a request to this shard."""
         return self._request(source, what, lambda answer: self.handle(make(self.number(answer))))
 
@@ -395,12 +430,12 @@ class SimShard(Node):
         """Return a request that `take` handles if this shard may serve."""
         return self.call(what, source, lambda answer: take(answer) if self.serving else answer(_no_contact()))
 
-    def ask_last_push(self, source: str, what: str, event: Callable[[int], sio.PushReceived], shards: int) -> Call:
+    def ask_last_push(self, source: str, what: str, event: Callable[[int], PushReceived], shards: int) -> Call:
         """Return a push that ends its worker's iteration on `shards` shards; this one reports its part of the clock."""
 
         def take(answer: Answer) -> None:
             def pushed(outcome: Any) -> None:
-                if isinstance(outcome, sio.PushDone):
+                if isinstance(outcome, PushDone):
                     self._report_clock(made, outcome, shards)
                 answer(outcome)
 
@@ -409,7 +444,7 @@ class SimShard(Node):
 
         return self._request(source, what, take)
 
-    def _report_clock(self, push: sio.PushReceived, done: sio.PushDone, shards: int) -> None:
+    def _report_clock(self, push: PushReceived, done: PushDone, shards: int) -> None:
         served, indices = self.core.find_model(done.model), [p.partition for p in push.parts]
         assert push.push_id is not None
         assert push.clock is not None
@@ -421,7 +456,7 @@ class SimShard(Node):
         staged = io.ClockStaged(self.name, self.epoch, *fields)
         self.world.send(self.scheduler.tell(self.name, staged), lambda answer: None)
 
-    def ask_commit(self, source: str, push: sio.PushReceived, wait_s: float) -> Call:
+    def ask_commit(self, source: str, push: PushReceived, wait_s: float) -> Call:
         """Return a pull of the push's partitions once its clock is over; the outcome None means: ask the scheduler."""
         assert push.push_id is not None
         assert push.clock is not None
@@ -429,13 +464,13 @@ class SimShard(Node):
 
         def take(answer: Answer) -> None:
             def pulled(outcome: Any) -> None:
-                served = self.core.find_model(outcome.model) if isinstance(outcome, sio.PullDone) else None
+                served = self.core.find_model(outcome.model) if isinstance(outcome, PullDone) else None
                 too_early = isinstance(outcome, PsError) and outcome.code == "version_not_reached"
                 if too_early or (served and not served.may_continue(indices, i.worker, i.epoch, clock)):
                     outcome = None
                 answer(outcome)
 
-            pull = sio.PullReceived(
+            pull = PullReceived(
                 self.number(pulled), push.model, indices, timeline=push.timeline, wait_s=wait_s, min_clock=clock + 1
             )
             self.handle(pull)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from paramserver.core import scheduler_io as io
-from paramserver.core import shard_io as sio
+from paramserver.core.shard_effects import PulledPart
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.nodes import Node
@@ -211,7 +211,7 @@ class Simulation:
 
     # --- checks
 
-    def observe(self, worker: int, parts: list[sio.PulledPart]) -> None:
+    def observe(self, worker: int, parts: list[PulledPart]) -> None:
         """Check what one worker has just pulled."""
         for p in parts:
             values = p.state.values
@@ -228,7 +228,7 @@ class Simulation:
                 sent = len(self.sent[p.partition])
                 assert values[0] <= sent, f"partition {p.partition}: {values[0]} of at most {sent} pushes"
 
-    def _check_changed(self, part: sio.PulledPart) -> None:
+    def _check_changed(self, part: PulledPart) -> None:
         """Check a value of a changed model: each commit, flush or push adds one to whatever was there."""
         if self.own_elements:
             off = np.abs(part.state.values[:, None] - _SHARES).min(axis=1)
@@ -263,7 +263,7 @@ class Simulation:
         self.world.run(self.patience_s * 3, lambda: not self._cut_pending)
         assert not self._cut_pending, "a pending cut will never be stored, and blocks all later cuts"
 
-    def _lost(self, part: sio.PulledPart) -> list[tuple[int, int]]:
+    def _lost(self, part: PulledPart) -> list[tuple[int, int]]:
         """Return the pushes whose iteration has ended but that are not in the partition's values.
 
         Those that the commit of their clock leaves out are late, as are those of a worker that has just joined.
@@ -308,9 +308,9 @@ class Simulation:
         """Whether an operator changes the model, so that its versions say nothing about its values."""
         return self.change != "none"
 
-    def _final(self) -> Iterator[sio.PulledPart]:
+    def _final(self) -> Iterator[PulledPart]:
         """Pull every partition at the end; in runs with an operator, at the clock in the scheduler's document."""
-        found: list[list[sio.PulledPart]] = []
+        found: list[list[PulledPart]] = []
         reader = SimClient(self, "reader")
 
         def read() -> Script:

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from paramserver.core.shard_io import JournalEntry, LoadedState, LoadPartition, StoreSnapshot
+from paramserver.core.journal import JournalEntry
+from paramserver.core.partition_state import LoadedState
+from paramserver.core.shard_effects import LoadPartition, StoreSnapshot
 from paramserver.errors import problem
 from paramserver.testing.shard_driver import InMemoryStore
 from paramserver.types import PartitionKey, Token

@@ -6,8 +6,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver.core import scheduler_io as io
-from paramserver.core import shard_io as sio
 from paramserver.core.layout import Layout
+from paramserver.core.shard_effects import PullDone, PulledPart, PushDone
+from paramserver.core.shard_events import PullReceived, PushReceived
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import push_part
 from paramserver.testing.world import Script
@@ -76,18 +77,18 @@ class SimClient:
 
     def pull(self, version: int, clock: int = 0) -> Script:
         """Pull every partition at this version and clock or later; fewer if the model was rolled back behind them."""
-        pulled: list[sio.PulledPart] = []
+        pulled: list[PulledPart] = []
         left = set(range(self.sim.spec.partitions))
         while left:
             for shard, indices in (yield from self.owners(left)).items():
                 done = yield self.sim.shards[shard].ask(
                     self.name,
                     f"pull {indices}",
-                    lambda r, i=tuple(indices): sio.PullReceived(
+                    lambda r, i=tuple(indices): PullReceived(
                         r, self.sim.spec.name, i, min_version=version, wait_s=3.0, min_clock=clock
                     ),  # type: ignore[misc]
                 )
-                if isinstance(done, sio.PullDone):
+                if isinstance(done, PullDone):
                     pulled += done.parts
                     left -= set(indices)
                 elif (version or clock) and isinstance(done, PsError) and done.code == "version_not_reached":
@@ -178,7 +179,7 @@ class SimWorker(SimClient):
         reports of two attempts cannot be combined.
         """
         left = set(range(self.sim.spec.partitions))
-        ending: list[tuple[str, sio.PushReceived]] = []
+        ending: list[tuple[str, PushReceived]] = []
         while left:
             owners = yield from self.owners(left)
             ends = ends and sum(map(len, owners.values())) == self.sim.spec.partitions
@@ -187,7 +188,7 @@ class SimWorker(SimClient):
                 parts = tuple(push_part(i, self._gradient(push_id.seq, n), n) for i, n in sizes.items())
                 for i in indices:
                     self.sim.sent.setdefault(i, set()).add(push_id)
-                push = sio.PushReceived(0, self.sim.spec.name, parts, None, timeline, push_id, clock=clock)
+                push = PushReceived(0, self.sim.spec.name, parts, None, timeline, push_id, clock=clock)
                 what, make = f"push {push_id.seq} {indices}", lambda r, push=push: replace(push, request=r)
                 node = self.sim.shards[shard]
                 self._may_die()
@@ -195,7 +196,7 @@ class SimWorker(SimClient):
                     done = yield node.ask_last_push(self.name, what, make, len(owners))
                 else:
                     done = yield node.ask(self.name, what, make)
-                if isinstance(done, sio.PushDone):
+                if isinstance(done, PushDone):
                     left -= set(indices)
                     if ends:
                         ending.append((shard, push))
@@ -210,13 +211,13 @@ class SimWorker(SimClient):
             ends = False
         return ending
 
-    def _released(self, pushes: list[tuple[str, sio.PushReceived]]) -> Script:
+    def _released(self, pushes: list[tuple[str, PushReceived]]) -> Script:
         """Whether all shards say that the push's clock is over; what they return then is checked like a pull."""
-        pulled: list[sio.PulledPart] = []
+        pulled: list[PulledPart] = []
         for shard, push in pushes:
             self._may_die()
             done = yield self.sim.shards[shard].ask_commit(self.name, push, 2.0)
-            if not isinstance(done, sio.PullDone):
+            if not isinstance(done, PullDone):
                 return False
             one = {p.version - 1 for p in done.parts} == {push.clock}
             assert one or self.sim.changed, "another commit than the one awaited"

@@ -14,7 +14,7 @@ import numpy as np
 from paramserver import limits
 from paramserver.core.optimizer import slot_names
 from paramserver.core.optimizer_spec import OptimizerSpec
-from paramserver.core.shard_io import PartitionState
+from paramserver.core.partition_state import PartitionState
 from paramserver.errors import problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.frame import Count, Header, ModelName

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from paramserver.core.journal import JournalEntry
-from paramserver.core.shard_io import Capture, HeldPart, PartitionState
+from paramserver.core.partition_state import Capture, HeldPart, PartitionState
 from paramserver.core.window import PushMemory
 from paramserver.types import ModelKey, PartitionKey, PushId, make_token
 from paramserver_node import redis as node_redis
