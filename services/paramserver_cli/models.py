@@ -1,4 +1,4 @@
-"""psctl create, set, pull and models: commands for models."""
+"""psctl create, set, pull, models and delete: commands for models."""
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
@@ -149,3 +149,22 @@ def models(as_json: Json = False, url: Url = None) -> None:
         typer.echo("there are no models yet; psctl create makes one", err=True)
     for m in items:
         typer.echo(f"{m['name']:24} {m['state']:12} version {m['version']:<8} {m.get('mode', '')}")
+
+
+def delete(
+    model: Annotated[str, typer.Argument(help="The model's name.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: Url = None,
+) -> None:
+    """Delete a model: its parameters, metrics and datasets.  Checkpoints stay.
+
+    psctl delete demo
+
+    psctl delete demo --yes
+    """
+    client = connect(url)
+    version = client.model(model).info()["version"]
+    if not yes:
+        typer.confirm(f"delete model {model}, at version {version}?", abort=True, err=True)
+    client.model(model).delete()
+    typer.echo(f"model {model} is deleted")

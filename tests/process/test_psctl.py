@@ -54,6 +54,23 @@ def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path
     np.testing.assert_array_equal(np.load(io.BytesIO(pulled.stdout)), np.full((4, 2), 1.5, np.float32))
 
 
+def test_a_model_is_deleted_once_that_is_confirmed(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """`delete` asks before it deletes anything, and `--yes` is the answer; a model that is not there is an error."""
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    shared_cluster.psctl("create", "psctl-gone", "-f", str(tmp_path / "spec.yaml"))
+
+    unanswered = shared_cluster.psctl("delete", "psctl-gone")
+    listed = shared_cluster.psctl("models")
+    deleted = shared_cluster.psctl("delete", "psctl-gone", "--yes")
+    again = shared_cluster.psctl("delete", "psctl-gone", "--yes")
+
+    assert unanswered.returncode == 1
+    assert "delete model psctl-gone, at version 0?" in unanswered.stderr
+    assert "psctl-gone" in listed.stdout
+    assert (deleted.returncode, deleted.stdout) == (0, "model psctl-gone is deleted\n")
+    assert again.returncode == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

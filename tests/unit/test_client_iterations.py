@@ -500,6 +500,28 @@ def test_waiting_for_the_others_takes_nothing_from_the_pull_that_follows(mode: s
     assert session.clock == 1
 
 
+@pytest.mark.parametrize(("polls", "told"), [(1, []), (4, ["waited_s=30 for=m/w7"])])
+def test_a_long_wait_for_other_workers_is_told_once(
+    polls: int, told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """After 30 s of waiting without a timeout, one warning names the workers that are waited for."""
+    now = Now()
+
+    class Waiting(Shard):
+        def __call__(self, request: Request) -> Outcome:
+            now.s += 20.0 if request.path == CLOCK else 0.0
+            return super().__call__(request)
+
+    node = Waiting()
+    session, its = iterations(node)
+    node.script[CLOCK] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})] * polls
+
+    drive(its.advance(Deadline.after(30.0, now), None), node, now)
+
+    assert [part for r in caplog.records for part in told if part in r.getMessage()] == told
+    assert (len(caplog.records), session.clock) == (len(told), 1)
+
+
 @pytest.mark.parametrize("mode", ["sync", "ssp"])
 def test_values_that_cannot_be_had_leave_no_doubt_that_the_gradient_counts(mode: str) -> None:
     """If the pull at the end of an exchange fails, the hint warns that another step would count the gradient twice."""
@@ -513,6 +535,16 @@ def test_values_that_cannot_be_had_leave_no_doubt_that_the_gradient_counts(mode:
 
     assert "Another step would count" in (raised.value.hint or "")
     assert session.clock == 1
+
+
+def test_a_pull_may_be_read_only() -> None:
+    """A worker's pull with `view` returns read-only values, and is refused together with `out`."""
+    node, session, _ = sharded("async")
+
+    values = drive(session.pull(deadline(), view=True), node)
+    assert not values["w"].flags.writeable
+    with pytest.raises(RequestError, match="exclude each other"):
+        drive(session.pull(deadline(), view=True, out=values), node)
 
 
 def test_values_that_are_not_copied_cannot_be_written_to() -> None:

@@ -16,6 +16,7 @@ from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.net.addresses import urls_of
 from paramserver.net.calls import Deadline
+from paramserver.net.credentials import NO_CREDENTIALS
 
 LAYOUT = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}}))
 
@@ -23,6 +24,11 @@ LAYOUT = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}}))
 def created(optimizer: Any = None, consistency: Any = None, **of_w: Any) -> None:
     """Build the document of a model with one parameter of these settings."""
     model_document("m", {"w": ps.Param(**{"value": (4,)} | of_w)}, optimizer, consistency, {})
+
+
+def not_joined() -> Any:
+    """Return a worker that has not joined."""
+    return ps.Client(("http://127.0.0.1:1",), 1.0, NO_CREDENTIALS).model("m").worker()
 
 
 @pytest.mark.parametrize(
@@ -50,8 +56,19 @@ def created(optimizer: Any = None, consistency: Any = None, **of_w: Any) -> None
         (lambda: created(optimizer=ps.SGD(schedule=cast(Any, ps.Cosine))), r"schedule: .* ps.Cosine\(t_max=1000\)"),
         (
             lambda: cast(Any, ps.SGD)(**{"momentum": "0.9"}),
-            r"SGD takes lr, weight_decay and by name schedule, .*; not momentum \(.* of ps.Momentum, ps.Nesterov, ",
+            r"SGD takes lr and by name schedule, .*; not momentum \(.* of ps.Momentum, ps.Nesterov, ",
         ),
+        (lambda: cast(Any, ps.SGD)(0.1, 0.9), r"SGD takes lr and by name .*; not 0.9 without a name$"),
+        (
+            lambda: cast(Any, ps.Momentum)(0.1, 0.9, 0.5),
+            r"Momentum takes lr and by name .*; not 0.9",
+        ),
+        (
+            lambda: not_joined().step({}, wieght=0.5),
+            r"no option wieght= \(did you mean weight=\? .*report",
+        ),
+        (lambda: not_joined().exchange({}, ack="stored"), r"no option ack= \(pull\(\), push\(\) and clock\(\) do"),
+        (lambda: setattr(not_joined(), "state", [1]), r"the state of a worker is a dict of JSON values, not \[1\]$"),
         (lambda: cast(Any, ps.Cosine)(100), "Cosine takes by name warmup, t_max, eta_min; not 100 without a name$"),
         (lambda: cast(Any, ps.Sync)(staleness=3), r"Sync takes quorum and .*; not staleness \(.* of ps.SSP\)$"),
         (lambda: model_document("m", {"l": {"w": np.ones(4)}}, None, None, {}), r"params.l: .*{'l.w': array}\)$"),
@@ -75,3 +92,9 @@ def test_several_mistakes_are_told_with_the_hint_of_the_first() -> None:
     ones = ps.Param((4,), init="ones")
     with pytest.raises(ps.RequestError, match=r'2 parts .* params.a.init.kind.*write {"kind": "constant", "value": 1}'):
         model_document("m", {"a": ones, "b": ones}, None, None, {})
+
+
+def test_most_names_are_metrics() -> None:
+    """Metrics of `step` may have names that options of other calls have in other libraries, such as lr."""
+    told = {"lr": 0.1, "val_loss": 1.0, "losses": 2.0, "weights_norm": 3.0, "time": 4.0, "accuracy": 0.5, "d_loss": 0.1}
+    assert not_joined()._metrics(told) == told

@@ -90,13 +90,13 @@ class AsyncWorker(WorkerBase):
         dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float | None = None,
+        copy: bool = True,
         timeout: float | None = None,
     ) -> Params:
         """See `Worker.pull`."""
-        s, deadline = self._session, self._deadline(timeout)
-        return await self._run(
-            s.pull(deadline, names=names, ranges=ranges, out=out, dtype=dtype, min_version=min_version, wait_s=wait_s)
-        )
+        options: dict[str, Any] = {"names": names, "ranges": ranges, "out": out, "dtype": dtype, "view": not copy}
+        options |= {"min_version": min_version, "wait_s": wait_s}
+        return await self._run(self._session.pull(self._deadline(timeout), **options))
 
     async def gradients(self, *, timeout: float | None = None) -> GradientArrays:
         """See `Worker.gradients`."""
@@ -164,7 +164,7 @@ class AsyncWorker(WorkerBase):
         **metrics: SupportsFloat | None,
     ) -> Pushed:
         """See `Worker.step`."""
-        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
+        told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
         return await self._run(
             self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, base=base, weight=weight)
         )
@@ -184,7 +184,7 @@ class AsyncWorker(WorkerBase):
         **metrics: SupportsFloat | None,
     ) -> Params:
         """See `Worker.exchange`."""
-        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
+        told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
         exchanging = self._iterations.exchange(
             grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, base=base, weight=weight
         )

@@ -25,6 +25,8 @@ from paramserver.net.calls import POLL_S, Call, Deadline
 
 log = logging.getLogger("paramserver")
 
+TOLD_AFTER_S: Final = 30.0
+"""After so long a wait for other workers, the log says once whom for."""
 PUSHED: Final = "the gradient was pushed: call worker.clock() to keep waiting, and do not push it again"
 DONE: Final = "the iteration is done; get the values with worker.pull(). Another step would count its gradient twice"
 
@@ -59,6 +61,7 @@ class Iterations:
             s.pushed = None
             return False
         done, committed, late = s.clock + 1, 0, False
+        to_be_told: float | None = deadline.clock() + TOLD_AFTER_S
         while s.mode in ("ssp", "sync"):
             wait_s = POLL_S if until is None else min(POLL_S, until.left_s())
             body = {"clock": done, "since": min(s.since, done), "timeline": timeline}
@@ -76,8 +79,17 @@ class Iterations:
                 break
             if s.status == "stop":
                 break
+            whom = ", ".join(str(w) for w in doc.get("waiting_for", ())) or "a commit"
+            if to_be_told is not None and deadline.clock() >= to_be_told:
+                to_be_told = None
+                log.warning(
+                    "clock.waits worker=%s clock=%d waited_s=%g for=%s: a timeout= of the call would bound the wait",
+                    s.worker,
+                    done - 1,
+                    TOLD_AFTER_S,
+                    whom,
+                )
             if until is not None and until.left_s() <= 0:
-                whom = ", ".join(str(w) for w in doc.get("waiting_for", ())) or "a commit"
                 within = f" in {until.whole_s:g} s" if until.whole_s is not None else ""
                 raise problem("unavailable", f"clock {done} was not released{within}: waiting for {whom}")
         yield from s.continue_at(done, epoch, timeline, committed, until=until)
@@ -142,8 +154,7 @@ class Iterations:
         **options: Any,
     ) -> Call[Params]:
         s, numbers = self._session, numbers_of(metrics)
-        if view and out is not None:
-            raise problem("invalid_field", "out= and copy=False exclude each other")
+        transfer.check_view(out, view)
         if s.mode == "ssp":  # the values are pulled once the clock is released: the other workers are far enough then
             yield from s.check_out(out, deadline)
             done = yield from self._step(grads, numbers, deadline, until, **options)
@@ -175,8 +186,7 @@ class Iterations:
         if until is None:
             deadline = Deadline.after(s.silence_s, deadline.clock)
         try:
-            values = yield from s.pull(deadline, out=out, view=view)
-            return values.frozen() if view else values
+            return (yield from s.pull(deadline, out=out, view=view))
         except Unavailable as e:
             if not done:
                 raise

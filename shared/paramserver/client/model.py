@@ -206,8 +206,8 @@ class Model(ModelBase):
     ) -> None:
         """Register a dataset as ranges that workers lease; repeating the same call changes nothing.
 
-        Give either `size` elements in ranges of `chunk` (None: 1), or `ranges`.  There are `epochs` passes over them
-        (None: without end).  `static`: each range always goes to the same rank.
+        Give either `size` elements in ranges of `chunk` (None: in at most 64 equal ranges), or `ranges`.  There are
+        `epochs` passes over them (None: without end).  `static`: each range always goes to the same rank.
         """
         body = control.dataset_document(dataset, size, chunk, ranges, uri, epochs, "static" if static else "dynamic")
         self._client.run(self._post("tasks", body, timeout))

@@ -37,10 +37,9 @@ class ModelBase:
     ) -> Call[Params]:
         """See `Model.pull`; `options` are those of `transfer.pull` that are not named here."""
         client, deadline = self._client, self._client.deadline(timeout, wait_s)
+        transfer.check_view(out, not copy)
         if copy:
             return transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, **options)
-        if out is not None:
-            raise problem("invalid_field", "out= and copy=False exclude each other")
         return client.shared.pull(self.name, deadline, wait_s=wait_s, **options)
 
     def _numbered(

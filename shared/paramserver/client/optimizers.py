@@ -5,7 +5,7 @@ gradient, `clip_norm` scales a push down to that 2-norm, `linear_scaling` multip
 live workers.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 from paramserver.client.choices import Choice
@@ -66,10 +66,14 @@ class Optimizer(Choice):
 
 @dataclass(frozen=True, slots=True)
 class SGD(Optimizer):
-    """w -= lr * (g + weight_decay * w)."""
+    """w -= lr * (g + weight_decay * w).
+
+    Here and in `Momentum` and `Nesterov` all but `lr` are keywords, because torch has others in their places.
+    """
 
     name: ClassVar[str] = "sgd"
     lr: float = 1e-3
+    _: KW_ONLY
     weight_decay: float = 0.0
 
 
@@ -79,6 +83,7 @@ class Momentum(Optimizer):
 
     name: ClassVar[str] = "momentum"
     lr: float = 1e-3
+    _: KW_ONLY
     momentum: float = 0.9
     weight_decay: float = 0.0
 
@@ -89,6 +94,7 @@ class Nesterov(Optimizer):
 
     name: ClassVar[str] = "nesterov"
     lr: float = 1e-3
+    _: KW_ONLY
     momentum: float = 0.9
     weight_decay: float = 0.0
 

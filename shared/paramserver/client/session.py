@@ -71,7 +71,11 @@ class Session(Membership):
         wait_s: float | None = None,
         view: bool = False,
     ) -> Call[Params]:
-        """Pull the current values; in sync they include at least the commit that released this worker's clock."""
+        """Pull the current values; in sync they include at least the commit that released this worker's clock.
+
+        `view`: read-only, and on a shard's own machine its memory.  Raises RequestError (`invalid_field`) with `out`.
+        """
+        transfer.check_view(out, view)
         if names is not None or ranges is not None:
             names, ranges = listed(names, ranges)
         while True:
@@ -100,7 +104,7 @@ class Session(Membership):
                 yield from self._follow(e, epoch, timeline, deadline)
                 continue
             self.record_pulled(p, epoch, timeline)
-            return p
+            return p.frozen() if view else p
 
     def check_out(self, out: Params | None, deadline: Deadline) -> Call[None]:
         """Raise RequestError if values cannot be pulled into `out`.  After a push it would be too late to find out."""

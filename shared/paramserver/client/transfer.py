@@ -297,6 +297,12 @@ def _based(terms: PushTerms, model_map: ModelMap) -> PushTerms:
     return replace(terms, base=origin.versions)
 
 
+def check_view(out: Params | None, view: bool) -> None:
+    """Raise RequestError (`invalid_field`) if values are to be read-only and to go into `out`."""
+    if view and out is not None:
+        raise problem("invalid_field", "out= and copy=False exclude each other")
+
+
 def check_out(model_map: ModelMap, out: Params) -> None:
     """Before a push: raise RequestError if the pull of the whole model after it cannot go into `out`."""
     whole = select(model_map.layout)

@@ -87,13 +87,13 @@ class Worker(WorkerBase):
         dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float | None = None,
+        copy: bool = True,
         timeout: float | None = None,
     ) -> Params:
         """Pull the current values (see `Model.pull`); in sync they include the commit that released this clock."""
-        s, deadline = self._session, self._deadline(timeout)
-        return self._run(
-            s.pull(deadline, names=names, ranges=ranges, out=out, dtype=dtype, min_version=min_version, wait_s=wait_s)
-        )
+        options: dict[str, Any] = {"names": names, "ranges": ranges, "out": out, "dtype": dtype, "view": not copy}
+        options |= {"min_version": min_version, "wait_s": wait_s}
+        return self._run(self._session.pull(self._deadline(timeout), **options))
 
     def push(
         self,
@@ -183,7 +183,7 @@ class Worker(WorkerBase):
 
         Metrics travel with the heartbeat; with many steps per second, only some of the points are kept.
         """
-        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
+        told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
         return self._run(
             self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, base=base, weight=weight)
         )
@@ -210,7 +210,7 @@ class Worker(WorkerBase):
 
         In sync these are the values after the commit of this clock.  `out` and `copy` are as in `Model.pull`.
         """
-        told, encoding = {"loss": loss, **metrics}, self._encoding(codec, dtype)
+        told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
         exchanging = self._iterations.exchange(
             grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, base=base, weight=weight
         )

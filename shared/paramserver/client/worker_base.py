@@ -1,8 +1,9 @@
 """What blocking and asyncio workers share: the session, its properties, and the terms of its heartbeats."""
 
+import difflib
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from paramserver import limits
 from paramserver.client.client_base import ClientBase
@@ -17,6 +18,12 @@ from paramserver.net.calls import Call, Deadline
 from paramserver.types import DTypeLike
 
 log = logging.getLogger("paramserver")
+MISSPELLED: Final = ("codec", "dtype", "timeout", "weight")
+"""Options of `step` and `exchange` of which a slip would change the result and look like a metric."""
+ALIKE: Final = 0.8
+"""How alike a slip is to its option at least (`difflib`'s ratio): 'wieght' and 'weight' 0.83, 'val_loss' 0.29."""
+ELSEWHERE: Final = ("ack", "base", "copy", "min_version", "names", "out", "ranges", "wait_s")
+"""Options of `pull`, `push` and `exchange`; `step` and `exchange` get those that they do not have as metrics."""
 LEAVE_S = 5.0
 """How long a worker tries to tell the scheduler that it leaves."""
 
@@ -80,6 +87,12 @@ class WorkerBase:
         """The worker's own JSON values, saved in checkpoints and given to the next worker of this name."""
         return self._session.reports.state
 
+    @state.setter
+    def state(self, values: dict[str, Any]) -> None:
+        if not isinstance(values, dict):
+            raise problem("invalid_field", f"the state of a worker is a dict of JSON values, not {values!r:.60}")
+        self._session.reports.state = values
+
     @property
     def draining(self) -> bool:
         """Whether the worker should finish its work and leave: the run is over, or somebody has asked it to."""
@@ -92,6 +105,20 @@ class WorkerBase:
 
     def _encoding(self, codec: str | None, dtype: DTypeLike | None, ranges: Ranges | None = None) -> Encoding:
         return self._session.encoding.of_call(codec=codec, dtype=dtype, ranges=ranges)
+
+    def _metrics(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the metrics that were given to `step` or `exchange` as keywords.
+
+        Raises RequestError (`invalid_field`) for a name that was meant as an option: it would be without effect.
+        """
+        for name in metrics:
+            if name in ELSEWHERE:
+                hint = "pull(), push() and clock() do the same in three calls, with all options"
+                raise problem("invalid_field", f"this call has no option {name}=", hint=hint)
+            if found := difflib.get_close_matches(name, MISSPELLED, 1, ALIKE):
+                hint = f"did you mean {found[0]}=? If it is a metric: report({name}=...)"
+                raise problem("invalid_field", f"this call has no option {name}=", hint=hint)
+        return metrics
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return self._client.deadline(self._timeout if timeout is None else timeout)

@@ -58,7 +58,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         rank: the worker's rank; None: the lowest free one.
         worker: the id to join under; None: a new one.
         partitions, ack: settings of a model created here.
-        timeout: timeout of each call to the cluster, in seconds.
+        timeout: timeout of each request to the cluster, in seconds; waiting for other workers has none.
 
     Raises RequestError listing all differences if the model does not fit the module.  On `close()`, at the end of a
     `with` block and at exit, its worker leaves the cluster, unless it was passed in.
