@@ -222,7 +222,7 @@ def test_state_of_another_optimizer_is_dropped(
 
 
 def test_a_restore_brings_an_optimizer_into_effect_that_waits_for_a_commit(client: ps.Client, name: str) -> None:
-    """In sync, a restore after a change of the optimizer does not wait for the commit that would bring it: none comes."""
+    """In sync, a restore after a change of the optimizer does not wait for the commit that would bring it about."""
     model = client.create_model(name, ones(), optimizer=ps.SGD(lr=1.0), consistency=ps.Sync(), partitions=2)
     model.save("x")
     model.set(optimizer=ps.Adam(lr=0.5))
