@@ -221,6 +221,19 @@ def test_state_of_another_optimizer_is_dropped(
         np.testing.assert_allclose(w.pull()["w"], before - 0.1, rtol=1e-6)
 
 
+def test_a_restore_brings_an_optimizer_into_effect_that_waits_for_a_commit(client: ps.Client, name: str) -> None:
+    """In sync, a restore after a change of the optimizer does not wait for the commit that would bring it about."""
+    model = client.create_model(name, ones(), optimizer=ps.SGD(lr=1.0), consistency=ps.Sync(), partitions=2)
+    model.save("x")
+    model.set(optimizer=ps.Adam(lr=0.5))
+    model.restore("x")
+
+    with model.worker() as w:
+        before = w.pull()["w"]
+        w.step(ones())
+        np.testing.assert_allclose(w.pull()["w"], before - 0.5, rtol=1e-6)
+
+
 @pytest.mark.parametrize("ack", ["applied", "journaled"])
 def test_the_clusters_checkpoint_of_a_training_is_of_one_clock(
     shared_cluster: Cluster, client: ps.Client, name: str, ack: str

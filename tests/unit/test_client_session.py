@@ -10,10 +10,10 @@ from paramserver.client.iterations import Iterations
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.task_requests import TaskRequests
 from paramserver.errors import FencedError, Unavailable, problem
-from paramserver.net.calls import Deadline, Pause, Request, Response
+from paramserver.net.calls import Deadline, Outcome, Pause, Request, Response
 
 from .session_node import BEAT, GRAD, Node, deadline, joined, no, ok, opened
-from .sharding import drive
+from .sharding import Now, drive
 
 
 def test_what_a_cancelled_heartbeat_had_to_say_is_said_by_the_next_one() -> None:
@@ -70,6 +70,32 @@ def test_a_worker_of_a_model_that_was_created_anew_joins_it() -> None:
     assert drive(session.push(GRAD, deadline()), node).state == "dropped"
     assert drive(session.push(GRAD, deadline()), node).state == "applied"
     assert session.numbers.epoch == 2
+
+
+def test_a_pull_does_not_wait_for_a_timeline_of_an_earlier_creation() -> None:
+    """A pull that names a timeline of a deleted model is made again as soon as the heartbeat has joined the new one.
+
+    To its shard, which counts timelines from 0 again, that timeline is one that it does not know yet.
+    """
+    now = Now()
+
+    class Anew(Node):
+        def __call__(self, request: Request) -> Outcome:
+            if request.path == "/pull" and session.timeline == 4:
+                if len(self.script[BEAT]) == 1:
+                    drive(session.beat(deadline()), self)  # what the thread of the heartbeats does meanwhile
+                return no("loading")
+            return super().__call__(request)
+
+    node = Anew("async")
+    node.timeline = 4
+    session = opened(node)
+    node.timeline, node.script[BEAT] = 0, [no("unknown_worker")]
+
+    drive(session.pull(Deadline.after(30.0, now)), node, now)
+
+    assert (session.numbers.epoch, session.timeline) == (2, 0)
+    assert now.s < 101.0
 
 
 def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:

@@ -133,6 +133,30 @@ def test_what_a_restore_sets_too_late_is_refused() -> None:
     assert driver.values() == [7.0] * 4
 
 
+@pytest.mark.parametrize("ack", ["applied", "journaled"])
+def test_a_restore_does_not_wait_for_the_commit_that_would_change_the_optimizer(ack: str) -> None:
+    """A restore brings into effect what would change with the next commit: there is none until it has ended.
+
+    The checkpoint's state of the new optimizer then fits, and a new owner finds all of it in the journal.
+    """
+    driver = behind(ack=ack)
+    driver.patch({"optimizer": {"name": "momentum", "lr": 1.0}})
+    momentum = np.full(4, 3.0, np.float32)
+    part = AssignPart(0, np.full(4, 7.0, np.float32), "float32", True, slots=(momentum,), steps=(5,))
+    driver.send(SetReceived(request := driver.request(), "m", (part,), restore=True))
+    driver.outcome(request)
+    p = driver.core.models["m"].partitions[0]
+    assert p.state is not None
+    assert (driver.values(), p.revision, p.state.slots[0].tolist()) == ([7.0] * 4, 2, [3.0] * 4)
+    if ack == "journaled":
+        assert driver.view is not None
+        after = ShardDriver(driver.store)
+        after.send(replace(driver.view, owned={0: 2}, source="snapshot"))
+        found = after.core.models["m"].partitions[0].state
+        assert found is not None
+        assert (after.values(), found.slots[0].tolist()) == ([7.0] * 4, [3.0] * 4)
+
+
 def test_what_a_restore_sets_is_refused_where_a_timeline_begins_before_its_turn() -> None:
     """A restore's assignment queued behind a commit is refused if another timeline begins before its turn."""
     driver = behind(eager=False)

@@ -21,7 +21,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
-from paramserver.net.calls import Call, Deadline
+from paramserver.net.calls import Call, Deadline, Pause
 from paramserver.types import DTypeLike
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class Session(Membership):
             waits = bool(min_version) or clock > 0
             wait = wait_s if wait_s is not None else (min(limits.WAIT_S_MAX, deadline.left_s()) if waits else 0.0)
             try:
-                p = yield from transfer.pull(
+                pulling = transfer.pull(
                     self.cluster,
                     self.model,
                     deadline,
@@ -98,13 +98,34 @@ class Session(Membership):
                     timeline=timeline,
                     view=view,
                 )
+                p = yield from self._while_current(pulling, epoch, timeline)
             except PsError as e:
+                if (self.numbers.epoch, self.timeline) != (epoch, timeline):
+                    continue  # the heartbeat has followed meanwhile
                 if not self._follows(e):
                     raise
                 yield from self._follow(e, epoch, timeline, deadline)
                 continue
             self.record_pulled(p, epoch, timeline)
             return p.frozen() if view else p
+
+    def _while_current(self, call: Call[T], epoch: int, timeline: int) -> Call[T]:
+        """Perform a call under this epoch and timeline; once the heartbeat has others, its next pause ends it.
+
+        What no shard knows yet would else be waited for until the deadline: a model that was created again begins its
+        timelines anew.  Raises what the call raises, or Unavailable (`loading`).
+        """
+        try:
+            effect = next(call)
+            while True:
+                if isinstance(effect, Pause) and (self.numbers.epoch, self.timeline) != (epoch, timeline):
+                    effect = call.throw(problem("loading", "the worker has joined again or followed a rollback"))
+                effect = call.send((yield effect))
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            call.close()
 
     def check_out(self, out: Params | None, deadline: Deadline) -> Call[None]:
         """Raise RequestError if values cannot be pulled into `out`.  After a push it would be too late to find out."""

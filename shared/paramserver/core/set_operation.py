@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paramserver.core.journal import set_head
-from paramserver.core.operation import RequestOperation, Shard
+from paramserver.core.operation import RequestOperation, Shard, record_settings_change
+from paramserver.core.partition import Partition
 from paramserver.core.shard_effects import AssignTask, PushDone, Task
 from paramserver.core.shard_events import SetReceived, TaskResult
 from paramserver.errors import PsError, as_problem, problem
@@ -25,6 +26,8 @@ class SetOperation(RequestOperation):
             if level:
                 shard.durability.admit(level, sum(part.data.nbytes for part in self.event.parts))
             for p, part in zip(self.partitions, self.event.parts, strict=True):
+                if self.event.restore:
+                    self._change_settings(shard, p, now)
                 assert p.state is not None
                 if part.slots is not None and len(part.slots) != len(p.state.slots):
                     raise problem("loading", "the model's optimizer is being changed")
@@ -33,6 +36,13 @@ class SetOperation(RequestOperation):
             self.refuse(shard, as_problem(error))
             return ()
         return tasks
+
+    def _change_settings(self, shard: Shard, p: Partition, now: float) -> None:
+        """Adopt settings that would wait for the next commit: there is none before the restore has ended."""
+        model = self.model
+        if p.revision < model.revision and model.sync and p.spec.consistency.mode == "sync":
+            fresh = p.adopt(model.spec, model.revision, model.live_workers)
+            record_settings_change(shard, p, now, fresh=fresh)
 
     def _check_expected(self) -> None:
         pairs = zip(self.partitions, self.event.parts, strict=True)
