@@ -16,6 +16,8 @@ _SECTIONS: Final = {
     "consistency": {f.name for f in fields(ConsistencySpec)},
     "checkpoint": {f.name for f in fields(CheckpointSpec)},
 }
+_NAMED: Final = {"optimizer": "name", "consistency": "mode"}
+"""Sections that are meant by their first field if they are set to a word: `optimizer=adam`."""
 _TOP: Final = {"evaluate_every"}
 
 
@@ -41,8 +43,8 @@ def pairs(texts: Iterable[str]) -> dict[str, Any]:
 def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
     """Return the merge patch of a model's spec for NAME=VALUE words.
 
-    A plain name goes into the section that has such a field; `optimizer.lr=…` and `optimizer=adam` work, too.  Raises
-    BadParameter (exit code 2) for an unknown name, or a name within a value that another word sets.
+    A plain name goes into the section that has such a field; `optimizer.lr=…`, `optimizer=adam` and `consistency=sync` work, too.
+    Raises BadParameter (exit code 2) for an unknown name, or a name within a value that another word sets.
     """
     patch: dict[str, Any] = {}
     for name, right in pairs(texts).items():
@@ -55,14 +57,14 @@ def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
                 if not isinstance(target, dict):
                     raise typer.BadParameter(f"'{name}' is part of a setting that another word sets to {target!r}")
             target[last] = right
-        elif name == "optimizer":
-            patch.setdefault("optimizer", {})["name"] = right
+        elif name in _NAMED:
+            patch.setdefault(name, {})[_NAMED[name]] = right
         elif name in _TOP:
             patch[name] = right
         else:
             owner = next((s for s, names in _SECTIONS.items() if name in names), None)
             if owner is None:
-                known = sorted({"optimizer", *_TOP}.union(*_SECTIONS.values()))
+                known = sorted({*_NAMED, *_TOP}.union(*_SECTIONS.values()))
                 meant = near(name, known)
                 hint = f"did you mean '{meant}'?" if meant else f"known: {', '.join(known)}"
                 raise typer.BadParameter(f"'{name}' is not a setting of a model; {hint}")

@@ -40,6 +40,7 @@ from paramserver_node.settings import ClientSettings
         (["lr=0.05"], {"optimizer": {"lr": 0.05}}),
         (["mode=ssp", "staleness=2"], {"consistency": {"mode": "ssp", "staleness": 2}}),
         (["optimizer=adam", "betas=[0.9,0.95]"], {"optimizer": {"name": "adam", "betas": [0.9, 0.95]}}),
+        (["consistency=ssp", "staleness=2"], {"consistency": {"mode": "ssp", "staleness": 2}}),
         (["late=fold"], {"consistency": {"late": "fold"}}),
         (["evaluate_every=10", "keep=5"], {"evaluate_every": 10, "checkpoint": {"keep": 5}}),
         (["optimizer.schedule.kind=cosine"], {"optimizer": {"schedule": {"kind": "cosine"}}}),

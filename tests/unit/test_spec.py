@@ -50,6 +50,8 @@ def test_document_and_parse_are_inverse() -> None:
 @pytest.mark.parametrize(
     ("change", "where", "hint"),
     [
+        ({"consistency": "sync"}, "consistency", 'such as {"mode": "sync"}'),
+        ({"optimizer": "adam"}, "optimizer", 'such as {"name": "adam"'),
         ({"optimiser": {}}, "optimiser", "did you mean 'optimizer'?"),
         ({"optimizer": {"name": "adm"}}, "optimizer.name", "did you mean 'adam'?"),
         ({"optimizer": {"name": "sgd", "lr": float("nan")}}, "optimizer.lr", ""),

@@ -183,8 +183,8 @@ class ModelSpec(Struct, frozen=True):
         spec = cls(
             name,
             params,
-            OptimizerSpec.read(r.object("optimizer"), "optimizer", errors),
-            ConsistencySpec.read(r.object("consistency"), "consistency", errors),
+            OptimizerSpec.read(r.object("optimizer", 'such as {"name": "adam", "lr": 0.001}'), "optimizer", errors),
+            ConsistencySpec.read(r.object("consistency", 'such as {"mode": "sync"}'), "consistency", errors),
             partitions,
             r.choice("ack", "applied", tuple(LEVELS)),
             r.integer("evaluate_every", 0),
