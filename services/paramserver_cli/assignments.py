@@ -43,8 +43,9 @@ def pairs(texts: Iterable[str]) -> dict[str, Any]:
 def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
     """Return the merge patch of a model's spec for NAME=VALUE words.
 
-    A plain name goes into the section that has such a field; `optimizer.lr=…`, `optimizer=adam` and `consistency=sync` work, too.
-    Raises BadParameter (exit code 2) for an unknown name, or a name within a value that another word sets.
+    A plain name goes into the section that has such a field; `optimizer.lr=…`, `optimizer=adam` and
+    `consistency=sync` work, too.  Raises BadParameter (exit code 2) for an unknown name, or a name within a value that
+    another word sets.
     """
     patch: dict[str, Any] = {}
     for name, right in pairs(texts).items():
