@@ -24,6 +24,7 @@ KEYS_MAX: Final = 2
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _EXPIRES: Final = re.compile(r"0|[1-9][0-9]{0,11}")
 _FORMAT: Final = "ps1"
+_CODE_FORMAT: Final = "ps1-once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,21 @@ def read(token: str, keys: Iterable[bytes], now_s: float) -> Holder | None:
         return None
     holder = Holder(role, name, int(expires))
     return holder if not holder.expires_at_s or now_s < holder.expires_at_s else None
+
+
+def make_code(key: bytes, expires_at_s: int) -> str:
+    """Return a new code for one login, which every node that has the key can check; it is no token."""
+    payload = f"{_CODE_FORMAT}.{secrets.token_urlsafe(12)}.{expires_at_s}"
+    return f"{payload}.{_mac(key, payload)}"
+
+
+def code_expires_at_s(code: str, keys: Iterable[bytes]) -> int | None:
+    """Return when a code of `make_code` expires, in seconds since 1970; None if no key made it."""
+    payload, _, mac = code.rpartition(".")
+    if len(code) > TOKEN_CHARS_MAX or not code.isascii() or not payload.startswith(f"{_CODE_FORMAT}."):
+        return None
+    made = [hmac.compare_digest(_mac(key, payload), mac) for key in keys]  # all keys, as in `read`
+    return int(payload.rpartition(".")[2]) if any(made) else None
 
 
 def _mac(key: bytes, payload: str) -> str:
