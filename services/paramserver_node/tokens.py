@@ -21,6 +21,8 @@ TOKEN_CHARS_MAX: Final = 256
 KEY_CHARS_MIN: Final = 32
 KEYS_MAX: Final = 2
 """The key that signs, and one more that is still (or already) accepted while the secret is being changed."""
+POOL: Final = "pool"
+"""Name of the worker pool's token; that of `psctl token worker` is the role's, so that it can be revoked by itself."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _EXPIRES: Final = re.compile(r"0|[1-9][0-9]{0,11}")
 _FORMAT: Final = "ps1"

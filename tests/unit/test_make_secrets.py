@@ -108,8 +108,8 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
     assert match is not None
     assert found["redis"][0] == f"redis://:{match[1]}@redis:6379/0"
     keys = tokens.keys_of(found["secret"][0])
-    for role in ("worker", "reader"):
-        assert tokens.read(first[f"tokens/{role}"].strip(), keys, 0.0) == tokens.Holder(role, role, 0)
+    for holder in (tokens.Holder("worker", "pool", 0), tokens.Holder("reader", "prometheus", 0)):
+        assert tokens.read(first[f"tokens/{holder.role}"].strip(), keys, 0.0) == holder
     assert again == first
     assert not set(other.values()) & set(first.values())
     modes = {name: (tmp_path / "a" / name).stat().st_mode & 0o777 for name in first}
@@ -151,7 +151,7 @@ def test_kubernetes_secrets_are_filled_once(script: ModuleType, kept: dict[str, 
     password = held["redis", "redis.conf"].split()[1]
     assert held["redis", "redis-url"] == f"redis://:{password}@redis:6379/0\n"
     keys = tokens.keys_of(held["cluster", "secret"])
-    assert tokens.read(held["tokens", "worker"].strip(), keys, 0.0) == tokens.Holder("worker", "worker", 0)
+    assert tokens.read(held["tokens", "worker"].strip(), keys, 0.0) == tokens.Holder("worker", "pool", 0)
 
 
 def test_of_two_jobs_at_once_one_gives_way(script: ModuleType, kept: dict[str, dict[str, Any]]) -> None:
