@@ -117,7 +117,10 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
 
 
 def test_tokens_follow_a_secret_that_was_changed(script: ModuleType, tmp_path: Path) -> None:
-    """After a new key is put first in the secret, the next run makes new tokens; an existing Redis password stays."""
+    """After a new key is put first in the secret, the next run makes new tokens; an existing Redis password stays.
+
+    Once the secret is removed, the next run makes another one, and tokens that no other has made.
+    """
     kinds = ("redis", "cluster", "tokens")
     for kind in kinds:
         (tmp_path / kind).mkdir()
@@ -135,6 +138,12 @@ def test_tokens_follow_a_secret_that_was_changed(script: ModuleType, tmp_path: P
     after = (tmp_path / "tokens/worker").read_text()
     assert tokens.read(after.strip(), [new.encode()], 0.0) is not None
     assert tokens.read(before.strip(), tokens.keys_of(f"{new}\n{old}"), 0.0) is not None
+
+    (tmp_path / "cluster/secret").unlink()
+    assert script.fill(place, "redis") == ["cluster", "tokens"]
+    newest = tokens.keys_of((tmp_path / "cluster/secret").read_text())
+    assert tokens.read(after.strip(), newest, 0.0) is None
+    assert tokens.read((tmp_path / "tokens/worker").read_text().strip(), newest, 0.0) is not None
 
 
 def test_kubernetes_secrets_are_filled_once(script: ModuleType, kept: dict[str, dict[str, Any]]) -> None:

@@ -462,7 +462,7 @@ def files_of(names: dict[str, str], mounts: dict[str, str]) -> set[str]:
 def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
     """Only nodes, series and the container that makes it mount the secret; workers mount a token, not the secret.
 
-    Every file that a container's environment names is mounted.
+    Every file that a container's environment names is mounted.  In Compose all nodes take the names of revoked tokens.
     """
     of_nodes = NODES | {"series", "series-gpu"}
     of_workers = {"worker", "worker-gpu"}
@@ -475,6 +475,7 @@ def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], obje
         assert (mounts.get("/run/cluster") == "secret") == (name in of_nodes | {"secrets"}), name
         assert (mounts.get("/run/tokens") == "tokens") == (name in of_workers | {"secrets", "prometheus"}), name
         assert (token in named_files.values()) == (name in of_workers), name
+        assert ("PARAMSERVER_REVOKED" in s.get("environment", {})) == (name in NODES), name
     config = named(objects, "ConfigMap", "paramserver")["data"]
     for name, pod in pods(objects).items():
         (container,) = pod["spec"]["containers"]
