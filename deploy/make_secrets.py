@@ -33,9 +33,12 @@ def redis_files(host: str) -> Keep:
 
 
 def token_files(secret: str) -> Keep:
-    """The tokens of those who are no nodes."""
+    """The tokens of those who are no nodes; no other token has their names unless somebody asks for it."""
     key = tokens.keys_of(secret)[0]
-    return {role: f"{tokens.make(key, role)}\n" for role in ("worker", "reader")}
+    return {
+        "worker": f"{tokens.make(key, 'worker', tokens.POOL)}\n",
+        "reader": f"{tokens.make(key, 'reader', 'prometheus')}\n",
+    }
 
 
 class Folders:

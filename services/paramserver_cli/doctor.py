@@ -155,16 +155,27 @@ def _redis(url: str | None, started: bool) -> Finding:
         return Finding("Redis", "failed", f"{host}:{port}: {e}", remedy)
     detail = f"{host}:{port} version {info['redis_version']}, {policy}"
     if policy not in ("noeviction", "?"):
-        return Finding("Redis", "failed", detail, "CONFIG SET maxmemory-policy noeviction: evicted state is lost state")
+        remedy = "CONFIG SET maxmemory-policy noeviction, and in its redis.conf: evicted state is lost state"
+        return Finding("Redis", "failed", detail, remedy)
     held, most = info["used_memory"] - info.get("mem_not_counted_for_evict", 0), info.get("maxmemory", 0)
     if 0 < most * NEARLY_FULL <= held:
         full = f"{'full' if held >= most else 'nearly full'}: {held / (1 << 20):.1f} of {most / (1 << 20):.1f} MiB"
-        remedy = "CONFIG SET maxmemory to more, or delete models: full, it refuses writes, and nothing is durable"
+        remedy = (
+            "CONFIG SET maxmemory to more, and in its redis.conf, or delete models: full, it refuses writes, and "
+            "nothing is durable"
+        )
         return Finding("Redis", "failed" if held >= most else "warning", f"{detail}, {full}", remedy)
     if not info.get("aof_enabled"):
-        return Finding("Redis", "warning", f"{detail}, no append-only file", "CONFIG SET appendonly yes")
+        remedy = (
+            "appendonly yes in its redis.conf or on its command line, and CONFIG SET appendonly yes now: set only now, "
+            "the next start ignores the file and starts empty"
+        )
+        return Finding("Redis", "warning", f"{detail}, no append-only file", remedy)
     if info.get("maxmemory") == 0 and not started:
-        remedy = "CONFIG SET maxmemory, half of what it may take: full, it then refuses writes and is not killed"
+        remedy = (
+            "CONFIG SET maxmemory, and in its redis.conf, half of what it may take: full, it then refuses writes and "
+            "is not killed"
+        )
         return Finding("Redis", "warning", f"{detail}, no maxmemory", remedy)
     return Finding("Redis", "ok", detail)
 

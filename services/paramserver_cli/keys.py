@@ -102,5 +102,5 @@ def printable_cluster(cluster: Cluster) -> dict[str, object]:
 
 def worker_environment(state: StateDir) -> Mapping[str, str]:
     """Return environment variables for the workers: a token, if there is a secret and no token that they inherit."""
-    token = None if client_settings({}).token else tokens.of_secret(secret_of(state), "worker")
+    token = None if client_settings({}).token else tokens.of_secret(secret_of(state), "worker", tokens.POOL)
     return {} if token is None else {"PARAMSERVER_TOKEN": token}

@@ -28,7 +28,10 @@ def logs(
     folder = state_dir(state)
     found = {p.stem: p for p in sorted(folder.logs.glob("*.log"))}
     if not found:
-        raise Failed(f"there are no logs in {folder.logs}; --state-dir names another cluster's folder")
+        raise Failed(
+            f"there are no logs in {folder.logs}; --state-dir names another cluster's folder; in containers: "
+            "docker compose logs, or kubectl -n paramserver logs"
+        )
     if node is not None and node not in found:
         raise Failed(f"there is no log of '{node}' in {folder.logs}; there are: {', '.join(found)}")
     chosen = found if node is None else {node: found[node]}

@@ -125,9 +125,12 @@ def _wrong_secret(text: str) -> str:
 def _wrong_token_names(text: str) -> str:
     from paramserver_node import tokens  # as above
 
-    if all([tokens.is_name(name) for name in map(str.strip, text.split(",")) if name]):
-        return ""
-    return "must be names of tokens (psctl token --name), separated by commas: nothing else is revoked"
+    names = [name for name in map(str.strip, text.split(",")) if name]
+    if not all(map(tokens.is_name, names)):
+        return "must be names of tokens (psctl token --name), separated by commas: nothing else is revoked"
+    if "node" in names:
+        return "must not have 'node', the name of the nodes' own token: no node could call another"
+    return ""
 
 
 def _wrong_memory(text: str) -> str:

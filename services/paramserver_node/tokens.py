@@ -21,9 +21,12 @@ TOKEN_CHARS_MAX: Final = 256
 KEY_CHARS_MIN: Final = 32
 KEYS_MAX: Final = 2
 """The key that signs, and one more that is still (or already) accepted while the secret is being changed."""
+POOL: Final = "pool"
+"""Name of the worker pool's token; that of `psctl token worker` is the role's, so that it can be revoked by itself."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _EXPIRES: Final = re.compile(r"0|[1-9][0-9]{0,11}")
 _FORMAT: Final = "ps1"
+_CODE_FORMAT: Final = "ps1-once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,21 @@ def read(token: str, keys: Iterable[bytes], now_s: float) -> Holder | None:
         return None
     holder = Holder(role, name, int(expires))
     return holder if not holder.expires_at_s or now_s < holder.expires_at_s else None
+
+
+def make_code(key: bytes, expires_at_s: int) -> str:
+    """Return a new code for one login, which every node that has the key can check; it is no token."""
+    payload = f"{_CODE_FORMAT}.{secrets.token_urlsafe(12)}.{expires_at_s}"
+    return f"{payload}.{_mac(key, payload)}"
+
+
+def code_expires_at_s(code: str, keys: Iterable[bytes]) -> int | None:
+    """Return when a code of `make_code` expires, in seconds since 1970; None if no key made it."""
+    payload, _, mac = code.rpartition(".")
+    if len(code) > TOKEN_CHARS_MAX or not code.isascii() or not payload.startswith(f"{_CODE_FORMAT}."):
+        return None
+    made = [hmac.compare_digest(_mac(key, payload), mac) for key in keys]  # all keys, as in `read`
+    return int(payload.rpartition(".")[2]) if any(made) else None
 
 
 def _mac(key: bytes, payload: str) -> str:

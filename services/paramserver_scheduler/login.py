@@ -1,19 +1,17 @@
-"""/login: admits a browser by a token typed into a form, or by the one-time link that the scheduler logs.
+"""/login: admits a browser by a token typed into a form, or by the one-time link that each scheduler logs.
 
-Both set a cookie that permits reading only, until it or the token expires.
+Any scheduler accepts the link of any other, once: its code is signed with the secret that they share.  Both set a
+cookie that permits reading only, until it or the token expires.
 """
 
-import hashlib
-import hmac
-import secrets
+import time
 from html import escape
-from time import monotonic
 from typing import Final
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Request, Response
 
-from paramserver_node import negotiate
+from paramserver_node import negotiate, tokens
 from paramserver_node.access import Access
 from paramserver_node.roles import role
 from paramserver_node.tokens import Holder
@@ -59,24 +57,24 @@ _FORM: Final = """<!doctype html>
 
 
 class Login:
-    """Issues one scheduler's cookies: to every bearer of a valid token, and to one bearer of the link."""
+    """Issues one scheduler's cookies: to every bearer of a valid token, and once for each link that is still valid."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._link: tuple[bytes, float] | None = None
-        """Hash of the link's code, and when it expires (monotonic); None if no link is open."""
+        self._used: dict[str, int] = {}
+        """Codes that were redeemed here, with their expiry (Unix time); those that have expired are forgotten."""
 
     def link(self) -> str:
-        """Return path and query of a new link that admits one browser within `LINK_S`; the previous one is void."""
-        code = secrets.token_urlsafe(24)
-        self._link = _hash(code), monotonic() + LINK_S
-        return f"/login?once={code}"
+        """Return path and query of a new link that admits one browser at each scheduler within `LINK_S`."""
+        return f"/login?once={tokens.make_code(self._access.keys[0], int(time.time() + LINK_S))}"
 
     def redeem(self, code: str) -> str | None:
-        """Return the `Set-Cookie` value for the link's code; None if the code is wrong, used or expired."""
-        if self._link is None or monotonic() > self._link[1] or not hmac.compare_digest(_hash(code), self._link[0]):
+        """Return the `Set-Cookie` value for a link's code; None if the code is wrong, used or expired."""
+        now_s = time.time()
+        expires_at_s = tokens.code_expires_at_s(code, self._access.keys)
+        if expires_at_s is None or expires_at_s <= now_s or code in self._used:
             return None
-        self._link = None
+        self._used = {c: at_s for c, at_s in self._used.items() if at_s > now_s} | {code: expires_at_s}
         return self._access.cookie(LINK_HOLDER, COOKIE_S)
 
     def enter(self, token: str) -> str | None:
@@ -123,7 +121,3 @@ def _to_page(cookie: str | None) -> Response:
 
 def _ask(message: str, status: int) -> Response:
     return Response(_FORM.format(message=escape(message)), status, _HEADERS, media_type="text/html; charset=utf-8")
-
-
-def _hash(code: str) -> bytes:
-    return hashlib.sha256(code.encode()).digest()

@@ -62,7 +62,7 @@ def _models(models: list[ModelStatus]) -> Iterator[Metric]:
     yield each("paramserver_model_clock", "Clock of a model", ((m, m.clock) for m in models))
     yield each("paramserver_model_workers", "Live workers of a model", ((m, _live(m)) for m in models))
     waited = ((m, len(m.waiting_for)) for m in models)
-    yield each("paramserver_model_waited_for", "Workers that the others wait for", waited)
+    yield each("paramserver_model_waited_for", "Workers, or joins or a commit, that the others wait for", waited)
     yield each("paramserver_model_lag_versions", "Mean version lag over the workers", ((m, m.lag) for m in models))
     yield each("paramserver_model_partitions", "Partitions of a model", ((m, m.partitions) for m in models))
     loading = ((m, m.partitions - m.served) for m in models)

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import paramserver as ps
 from paramserver import limits
-from paramserver.errors import ConflictError, NotFoundError, PsError
+from paramserver.errors import AuthError, ConflictError, NotFoundError, PsError
 from paramserver_node.unwind import Terminated
 from paramserver_node.usage import Usage
 from paramserver_worker import entry
@@ -48,7 +48,10 @@ class PoolMember:
         log.info("pool.joined member=%s epoch=%d allow=%s", self._member, self._epoch, ",".join(self._allow))
 
     def _heartbeat(self) -> dict[str, Any] | None:
-        """Send a heartbeat, joining first if needed; returns the scheduler's answer, or None if there is none."""
+        """Send a heartbeat, joining first if needed; returns the scheduler's answer, or None if there is none.
+
+        Raises AuthError if the token is refused, and RequestError (`invalid_field`) if the name is, on the first join.
+        """
         try:
             if not self._epoch:
                 self._join()
@@ -59,6 +62,8 @@ class PoolMember:
         except (ConflictError, NotFoundError) as e:
             log.warning("pool.lost member=%s reason=%s: joining again", self._member, e.code)
             self._epoch = 0
+        except AuthError:
+            raise  # the token is read at the start of the process: retrying would not help
         except PsError as e:
             if not self._member and e.code == "invalid_field":
                 raise  # refused on the first join, so the name is not allowed: retrying would not help
@@ -66,7 +71,7 @@ class PoolMember:
         return None
 
     def work(self) -> None:
-        """Take and work places, one after the other, forever."""
+        """Take and work places, one after the other, forever.  Raises what `_heartbeat` does."""
         while True:
             answer = self._heartbeat()
             place = answer["run"] if answer is not None else None
@@ -131,7 +136,11 @@ class PoolMember:
     def _heartbeat_loop(self, place: dict[str, Any], ended: threading.Event) -> None:
         taken_away_at: float | None = None
         while not ended.wait(limits.HEARTBEAT_S):
-            answer = self._heartbeat()
+            try:
+                answer = self._heartbeat()
+            except AuthError as e:  # raised again once the function has ended
+                log.warning("pool.refused %s", e)
+                continue
             if answer is None:
                 continue
             assigned = answer["run"] if answer["state"] != "stop" else None

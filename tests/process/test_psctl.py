@@ -167,6 +167,28 @@ def test_doctor_asks_for_a_bound_of_redis(tmp_path: Path, more: tuple[str, ...],
     assert (found.result, "CONFIG SET maxmemory" in found.remedy) == (result, result == "warning")
 
 
+@pytest.mark.parametrize(
+    ("more", "result"),
+    [
+        (("--appendonly", "no", "--maxmemory", "1gb"), "warning"),
+        (("--maxmemory-policy", "allkeys-lru", "--maxmemory", "1gb"), "failed"),
+        ((), "warning"),
+        (("--maxmemory", "1mb"), "failed"),
+    ],
+)
+def test_what_doctor_advises_for_redis_outlives_its_restart(tmp_path: Path, more: tuple[str, ...], result: str) -> None:
+    """Each remedy for Redis names its redis.conf, as a restart forgets CONFIG SET.
+
+    A Redis that restarts without `appendonly` would ignore its append-only file and start empty.
+    """
+    with redis_server.running(tmp_path, more=more) as url:
+        (found,) = [f for f in doctor.machine(url) if f.check == "Redis"]
+    assert found.result == result
+    assert "CONFIG SET" in found.remedy
+    assert "redis.conf" in found.remedy
+    assert ("starts empty" in found.remedy) is ("no append-only file" in found.detail)
+
+
 def test_doctor_looks_at_the_redis_that_up_would_use(tmp_path: Path) -> None:
     """`doctor` checks the Redis that PARAMSERVER_REDIS names, if it is set."""
     with redis_server.running(tmp_path, more=("--maxmemory", "1gb")) as url:

@@ -26,7 +26,7 @@ from paramserver_node.roles import ROLES, Role
 from paramserver_node.server import Tls
 from paramserver_node.settings import ShardSettings
 from paramserver_scheduler.app import make_app
-from paramserver_scheduler.login import COOKIE_S, Login
+from paramserver_scheduler.login import COOKIE_S, LINK_S, Login
 
 KEY = b"k" * 43
 SECRET = KEY.decode()
@@ -206,6 +206,33 @@ def test_a_cookie_outlives_neither_its_days_nor_its_token(days: int, lasts_s: in
     assert 0 <= holder.expires_at_s - now_s - lasts_s < 60
     assert entered(page) == page
     assert entered(page, "bob") is None
+
+
+def test_a_link_admits_once_at_each_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link that one scheduler logs works once at each scheduler that has its key, until it expires.
+
+    Its code is no token, and no token is a code.
+    """
+    now_s = 1_000_000.5
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    other = b"o" * 43
+    mine, standby, newer = Login(Access([KEY])), Login(Access([KEY])), Login(Access([other, KEY]))
+    path, _, code = mine.link().partition("=")
+
+    assert path == "/login?once"
+    for login in (standby, mine, newer):
+        assert login.redeem(code) is not None
+        assert login.redeem(code) is None
+    assert Login(Access([other])).redeem(code) is None
+    assert mine.enter(code) is None
+    expires_at_s = int(now_s + LINK_S)
+    for wrong in ("", "x", code[:-1], f"{code}é", code.upper(), tokens.make(KEY, "reader", "page", expires_at_s)):
+        assert Login(Access([KEY])).redeem(wrong) is None
+    assert mine.redeem(mine.link().partition("=")[2]) is not None
+    now_s += LINK_S
+    assert Login(Access([KEY])).redeem(code) is None
+    assert mine.redeem(mine.link().partition("=")[2]) is not None
+    assert len(mine._used) == 1
 
 
 @pytest.mark.parametrize("by", ["authorization", "cookie"])

@@ -8,6 +8,7 @@ import typer
 
 from paramserver_cli import logs
 from paramserver_cli.cluster_file import StateDir
+from paramserver_cli.launch import Failed
 
 
 @pytest.mark.parametrize(("lines", "shown"), [(2, ["b", "c"]), (0, [])])
@@ -34,3 +35,9 @@ def test_what_is_written_while_the_end_of_a_log_is_shown_follows_it(
     with pytest.raises(KeyboardInterrupt):
         logs.logs("shard-0", follow=True, lines=lines, state=tmp_path)
     assert printed == [*shown, *(["d"] if shown else [])]
+
+
+def test_where_there_are_no_logs_it_says_where_they_are_in_containers(tmp_path: Path) -> None:
+    """Without a log the error names the commands that show those of containers, whose nodes write no files."""
+    with pytest.raises(Failed, match="docker compose logs, or kubectl -n paramserver logs"):
+        logs.logs("shard-0", follow=False, lines=20, state=tmp_path)

@@ -108,8 +108,8 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
     assert match is not None
     assert found["redis"][0] == f"redis://:{match[1]}@redis:6379/0"
     keys = tokens.keys_of(found["secret"][0])
-    for role in ("worker", "reader"):
-        assert tokens.read(first[f"tokens/{role}"].strip(), keys, 0.0) == tokens.Holder(role, role, 0)
+    for holder in (tokens.Holder("worker", "pool", 0), tokens.Holder("reader", "prometheus", 0)):
+        assert tokens.read(first[f"tokens/{holder.role}"].strip(), keys, 0.0) == holder
     assert again == first
     assert not set(other.values()) & set(first.values())
     modes = {name: (tmp_path / "a" / name).stat().st_mode & 0o777 for name in first}
@@ -117,7 +117,10 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
 
 
 def test_tokens_follow_a_secret_that_was_changed(script: ModuleType, tmp_path: Path) -> None:
-    """After a new key is put first in the secret, the next run makes new tokens; an existing Redis password stays."""
+    """After a new key is put first in the secret, the next run makes new tokens; an existing Redis password stays.
+
+    Once the secret is removed, the next run makes another one, and tokens that no other has made.
+    """
     kinds = ("redis", "cluster", "tokens")
     for kind in kinds:
         (tmp_path / kind).mkdir()
@@ -136,6 +139,12 @@ def test_tokens_follow_a_secret_that_was_changed(script: ModuleType, tmp_path: P
     assert tokens.read(after.strip(), [new.encode()], 0.0) is not None
     assert tokens.read(before.strip(), tokens.keys_of(f"{new}\n{old}"), 0.0) is not None
 
+    (tmp_path / "cluster/secret").unlink()
+    assert script.fill(place, "redis") == ["cluster", "tokens"]
+    newest = tokens.keys_of((tmp_path / "cluster/secret").read_text())
+    assert tokens.read(after.strip(), newest, 0.0) is None
+    assert tokens.read((tmp_path / "tokens/worker").read_text().strip(), newest, 0.0) is not None
+
 
 def test_kubernetes_secrets_are_filled_once(script: ModuleType, kept: dict[str, dict[str, Any]]) -> None:
     """Empty Secrets are filled and filled ones stay; lost tokens are made again from the existing secret."""
@@ -151,7 +160,7 @@ def test_kubernetes_secrets_are_filled_once(script: ModuleType, kept: dict[str, 
     password = held["redis", "redis.conf"].split()[1]
     assert held["redis", "redis-url"] == f"redis://:{password}@redis:6379/0\n"
     keys = tokens.keys_of(held["cluster", "secret"])
-    assert tokens.read(held["tokens", "worker"].strip(), keys, 0.0) == tokens.Holder("worker", "worker", 0)
+    assert tokens.read(held["tokens", "worker"].strip(), keys, 0.0) == tokens.Holder("worker", "pool", 0)
 
 
 def test_of_two_jobs_at_once_one_gives_way(script: ModuleType, kept: dict[str, dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from typer.main import get_command
 
 import paramserver
 from paramserver_cli import runs, series
+from paramserver_node.setting_checks import size_bytes
 from paramserver_node.settings import PREFIX, SERVICES
 from paramserver_shard.main import GRACE_S
 from paramserver_shard.stopping import SAVE_S
@@ -90,6 +91,19 @@ def test_the_tag_of_every_image_is_the_version() -> None:
         "paramserver-worker-cpu",
     }
     assert {i.partition(":")[2] for i in images} == {paramserver.__version__}
+
+
+def test_images_of_others_are_exact_versions(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
+    """Images of others have an exact version, and Compose and the manifests the same Redis.
+
+    A floating tag may give one node a Redis that cannot read what that of another node has written.
+    """
+    in_pods = {c["image"] for pod in pods(objects).values() for c in pod["spec"]["containers"]}
+    of_others = {i for i in in_pods | {s["image"] for s in compose["services"].values()} if not own_images(iter([i]))}
+
+    assert compose["services"]["redis"]["image"] in in_pods
+    assert len(of_others) == 3
+    assert [i for i in of_others if not re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+(-alpine)?", i)] == []
 
 
 def test_every_setting_in_an_environment_is_one_that_a_service_knows(
@@ -304,22 +318,54 @@ def test_nodes_of_kubernetes_have_addresses_time_and_probes(objects: list[dict[s
     assert {d["metadata"]["name"] for d in objects if d["kind"] == "PodDisruptionBudget"} >= {"scheduler", "shard"}
 
 
+def memory_of(pod: dict[str, Any], kind: str) -> int:
+    """Return what a pod's only container `requests` or `limits`, in bytes."""
+    (container,) = pod["spec"]["containers"]
+    text: str = container["resources"][kind]["memory"]
+    return int(text[:-2]) << {"Mi": 20, "Gi": 30}[text[-2:]]
+
+
 def memory_limit(objects: list[dict[str, Any]], name: str) -> int:
-    """Return the memory limit of the container of that StatefulSet, in bytes."""
-    (container,) = pods(objects)[f"StatefulSet/{name}"]["spec"]["containers"]
-    text = container["resources"]["limits"]["memory"]
-    assert text.endswith("Gi")
-    return int(text.removesuffix("Gi")) << 30
+    return memory_of(pods(objects)[f"StatefulSet/{name}"], "limits")
+
+
+def after(option: str, words: list[str]) -> str:
+    return words[words.index(option) + 1]
 
 
 def test_a_full_redis_refuses_before_it_is_killed(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-    """Redis uses at most half of its pod's memory, as an AOF rewrite may copy all of it; in Compose it has no limit."""
+    """Redis uses at most half of its pod's memory, as an AOF rewrite may copy all of it, and as much in Compose."""
     (container,) = pods(objects)["StatefulSet/redis"]["spec"]["containers"]
-    args = container["args"]
-    text = args[args.index("--maxmemory") + 1]
+    text = after("--maxmemory", container["args"])
     assert text.endswith("gb")  # to Redis, 1gb is 1024^3 bytes
     assert int(text.removesuffix("gb")) << 30 == memory_limit(objects, "redis") // 2
-    assert not {"mem_limit", "deploy"} & set(compose["services"]["redis"])
+    assert after("--maxmemory", compose["services"]["redis"]["command"]) == f"${{REDIS_MAXMEMORY:-{text}}}"
+    for words in (container["args"], compose["services"]["redis"]["command"]):
+        assert after("--maxmemory-policy", words) == "noeviction"
+
+
+def test_what_holds_state_has_its_memory_reserved(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
+    """Redis and shards request their memory limit, or a full node would evict them first.
+
+    A shard in Compose has the limit of a pod, not the whole machine's memory, and the documentation has the sum of what
+    the manifests request.
+    """
+    for name in ("redis", "shard"):
+        assert memory_of(pods(objects)[f"StatefulSet/{name}"], "requests") == memory_limit(objects, name)
+    setting = compose["services"]["shard"]["environment"]["PARAMSERVER_MEMORY_LIMIT"]
+    default = setting.removeprefix("${SHARD_MEMORY:-").removesuffix("}")
+    assert size_bytes(default) == memory_limit(objects, "shard")
+    whole = sum(
+        memory_of(pod, "requests") * named(objects, *name.split("/"))["spec"].get("replicas", 1)
+        for name, pod in pods(objects).items()
+    )
+    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    assert f"request {whole / (1 << 30):.1f} GiB of memory" in " ".join(text.split())
+
+
+def test_applying_the_manifests_again_does_not_start_the_example(objects: list[dict[str, Any]]) -> None:
+    """The Deployment `series` gives no number of replicas, so that `kubectl apply` leaves it at 0 where it was."""
+    assert "replicas" not in named(objects, "Deployment", "series")["spec"]
 
 
 def test_a_redis_by_hand_is_started_as_the_manifests_start_theirs(objects: list[dict[str, Any]]) -> None:
@@ -344,6 +390,34 @@ def test_a_scheduler_has_memory_for_every_checkpoint_that_redis_has_room_for(obj
     state = memory_limit(objects, "redis") // 6
 
     assert memory_limit(objects, "scheduler") >= 2 * state + (300 << 20)
+
+
+def test_what_the_operations_page_stops_and_makes_exists(objects: list[dict[str, Any]]) -> None:
+    """Workloads and labels of documented kubectl commands exist; each kind stops after those that need it, and waits.
+
+    The claim that a restore makes is that of the StatefulSet of Redis.
+    """
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    lines = [line.strip().partition(" #")[0].rstrip() for line in page.splitlines() if line.startswith("    ")]
+    there = {f"{d['kind'].lower()}/{d['metadata']['name']}" for d in objects} | {"deployment/worker-gpu"}
+    components = {name.partition("/")[2] for name in there}
+    for line in lines:
+        found = re.findall(r"(?:statefulset|deployment|job)[ /][a-z][\w-]*", line)
+        assert {name.replace(" ", "/") for name in found} <= there
+        for chosen in re.findall(r"app\.kubernetes\.io/component(?:=| in \()([\w,-]+)", line):
+            assert set(chosen.split(",")) <= components
+
+    stopped = [re.split(r"scale \w+ |--replicas", line)[1].strip() for line in lines if line.endswith("--replicas 0")]
+    waited = [line.partition("component")[2] for line in lines if "--for=delete pod" in line]
+    assert stopped[1:] == ["--all", "shard", "scheduler", "redis"]  # the first stops only the example
+    assert [re.findall(r"worker|shard|scheduler|redis", text)[0] for text in waited] == ["worker", *stopped[2:]]
+    made = [yaml.safe_load(text) for text in re.findall(r"<<'END'\n(.*?)\n    END\n", page, re.DOTALL)]
+    (template,) = named(objects, "StatefulSet", "redis")["spec"]["volumeClaimTemplates"]
+    name = f"{template['metadata']['name']}-redis-0"
+    assert [made[0]["spec"]["source"]["persistentVolumeClaimName"], made[1]["metadata"]["name"]] == [name, name]
+    source = made[1]["spec"].pop("dataSource")
+    assert (source["kind"], source["name"]) == (made[0]["kind"], made[0]["metadata"]["name"])
+    assert made[1]["spec"] == template["spec"]
 
 
 def test_nothing_outside_the_cluster_reaches_a_service(objects: list[dict[str, Any]]) -> None:
@@ -388,7 +462,7 @@ def files_of(names: dict[str, str], mounts: dict[str, str]) -> set[str]:
 def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
     """Only nodes, series and the container that makes it mount the secret; workers mount a token, not the secret.
 
-    Every file that a container's environment names is mounted.
+    Every file that a container's environment names is mounted.  In Compose all nodes take the names of revoked tokens.
     """
     of_nodes = NODES | {"series", "series-gpu"}
     of_workers = {"worker", "worker-gpu"}
@@ -401,6 +475,7 @@ def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], obje
         assert (mounts.get("/run/cluster") == "secret") == (name in of_nodes | {"secrets"}), name
         assert (mounts.get("/run/tokens") == "tokens") == (name in of_workers | {"secrets", "prometheus"}), name
         assert (token in named_files.values()) == (name in of_workers), name
+        assert ("PARAMSERVER_REVOKED" in s.get("environment", {})) == (name in NODES), name
     config = named(objects, "ConfigMap", "paramserver")["data"]
     for name, pod in pods(objects).items():
         (container,) = pod["spec"]["containers"]

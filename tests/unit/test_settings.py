@@ -150,6 +150,7 @@ def of_environment(service: type[Settings], name: str, value: str) -> Any:
         ],
         (ShardSettings, "log_level", "foo", "DEBUG.*not 'foo'"),
         *[(ShardSettings, "revoked", v, "names of tokens") for v in ("ci;laptop", "ci laptop", "ps1.node.secret.0.x")],
+        *[(service, "revoked", "ci, node", "the nodes' own token") for service in (SchedulerSettings, ShardSettings)],
         *[(SchedulerSettings, "name", v, "printable") for v in ("a\nb", "a\udcff", 129 * "a")],
         *[(ShardSettings, "snapshot_mib_per_s", v, "a number from 0.001") for v in ("0", "-1", "nan", "inf", "1e-300")],
         *[(ClientSettings, "timeout_s", v, "more than 0") for v in ("0", "-1", "nan", "inf", "1e300")],

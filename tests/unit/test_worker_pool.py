@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paramserver import limits
-from paramserver.errors import problem
+from paramserver.errors import AuthError, problem
 from paramserver_worker import entry
 from paramserver_worker.pool import PoolMember
 
@@ -51,3 +51,35 @@ def test_a_member_that_may_not_rejoin_keeps_trying_while_it_works(monkeypatch: p
         PoolMember(scheduler, "w", ["json"]).work()
 
     assert joined == [True]
+
+
+class RefusingScheduler:
+    """Gives out one place and then refuses the member's token."""
+
+    def __init__(self) -> None:
+        self.refused = threading.Event()
+        self.heartbeats = 0
+
+    def request(self, method: str, path: str, *_: Any, **__: Any) -> dict[str, Any]:
+        if method == "POST" and path == "/pool":
+            return {"member": "w", "epoch": 1}
+        self.heartbeats += method == "PUT"
+        if self.heartbeats <= 1:
+            return {"state": "run", "run": {"id": "r", "place": 0, "entry": "json:dumps", "model": "m"}}
+        if self.heartbeats > 2:
+            self.refused.set()
+        raise problem("unauthorized", "the token is invalid, expired or revoked")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_member_whose_token_is_refused_ends_after_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member whose token is refused works its place to the end, then fails with the refusal instead of retrying."""
+    scheduler: Any = RefusingScheduler()
+    worked: list[bool] = []
+    monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(entry, "run", lambda *_, **__: worked.append(scheduler.refused.wait(5.0)))
+
+    with pytest.raises(AuthError, match="revoked"):
+        PoolMember(scheduler, "w", ["json"]).work()
+
+    assert worked == [True]
