@@ -376,8 +376,13 @@ def test_the_dashboard_and_the_rules_are_where_they_are_looked_for(compose: dict
     config = read(ROOT / "deploy/prometheus.yml")
     mounted = {v.split(":")[1] for v in compose["services"]["prometheus"]["volumes"]}
     assert {f"/etc/prometheus/{name}" for name in ("prometheus.yml", *config["rule_files"])} <= mounted
-    names = [n for j in config["scrape_configs"] for c in j["dns_sd_configs"] for n in c["names"]]
-    assert NODES == set(names) <= set(compose["services"])
+    scheduler, shard = config["scrape_configs"]
+    targets = {t.partition(":")[0] for c in scheduler["static_configs"] for t in c["targets"]}
+    names = {n for c in shard["dns_sd_configs"] for n in c["names"]}
+    assert (scheduler["job_name"], shard["job_name"]) == ("scheduler", "shard")  # the alerts ask for these
+    assert SCHEDULERS == targets, "one that has stopped stays a target, though its name is no longer known"
+    assert NODES - SCHEDULERS == names
+    assert targets | names <= set(compose["services"])
 
 
 def files_of(names: dict[str, str], mounts: dict[str, str]) -> set[str]:
