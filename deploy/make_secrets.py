@@ -33,9 +33,9 @@ def redis_files(host: str) -> Keep:
 
 
 def token_files(secret: str) -> Keep:
-    """The tokens of those who are no nodes."""
+    """The tokens of those who are no nodes; without a newline, which a Prometheus operator would put into a header."""
     key = tokens.keys_of(secret)[0]
-    return {role: f"{tokens.make(key, role)}\n" for role in ("worker", "reader")}
+    return {role: tokens.make(key, role) for role in ("worker", "reader")}
 
 
 class Folders:

@@ -109,7 +109,7 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
     assert found["redis"][0] == f"redis://:{match[1]}@redis:6379/0"
     keys = tokens.keys_of(found["secret"][0])
     for role in ("worker", "reader"):
-        assert tokens.read(first[f"tokens/{role}"].strip(), keys, 0.0) == tokens.Holder(role, role, 0)
+        assert tokens.read(first[f"tokens/{role}"], keys, 0.0) == tokens.Holder(role, role, 0)
     assert again == first
     assert not set(other.values()) & set(first.values())
     modes = {name: (tmp_path / "a" / name).stat().st_mode & 0o777 for name in first}
