@@ -33,12 +33,12 @@ def redis_files(host: str) -> Keep:
 
 
 def token_files(secret: str) -> Keep:
-    """The tokens of those who are no nodes; no other token has their names unless somebody asks for it."""
+    """The tokens of those who are no nodes; no other token has their names unless somebody asks for it.
+
+    Without a newline, which a Prometheus operator would put into a header.
+    """
     key = tokens.keys_of(secret)[0]
-    return {
-        "worker": f"{tokens.make(key, 'worker', tokens.POOL)}\n",
-        "reader": f"{tokens.make(key, 'reader', 'prometheus')}\n",
-    }
+    return {"worker": tokens.make(key, "worker", tokens.POOL), "reader": tokens.make(key, "reader", "prometheus")}
 
 
 class Folders:

@@ -26,6 +26,9 @@ from paramserver_cli.launch import Failed
 POLL_S: Final = 0.25
 QUIET_S: Final = 2.0
 """Time without a move or a change of the shards after which rebalancing counts as complete."""
+SLOW_S: Final = 5.0
+"""Time without a partition moved after which psctl says what it waits for."""
+MOVES_SHOWN: Final = 4
 MIB: Final = 1 << 20
 
 Line = Mapping[str, Any]
@@ -214,25 +217,43 @@ def _drain_all(client: ps.Client, names: Sequence[str]) -> None:
 
 
 def until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> None:
-    """Show the moves until none of these shards owns a partition.
+    """Show the moves until none of these shards owns a partition; of a slow one, what it waits for.
 
     Raises Failed after `timeout_s`, or if another command has made one of them active again.
     """
     deadline, total = time.monotonic() + timeout_s, 0
+    before, reason, look_s = -1, "", 0.0
     with _progress("partitions moved") as show:
         while True:
             lines = [x for x in _shards(client) if x["name"] in names]
             left = sum(x["partitions"] for x in lines)
             total = max(total, left)
             size = sum(x["bytes"] for x in lines) / MIB
-            show(total - left, total, f"{size:.1f} MiB left on {', '.join(names)}")
+            if left != before:
+                before, reason, look_s = left, "", time.monotonic() + SLOW_S
+            elif time.monotonic() >= look_s:
+                reason, look_s = f"; {_waits_for(client, lines)}", time.monotonic() + SLOW_S
+            show(total - left, total, f"{size:.1f} MiB left on {', '.join(names)}{reason}")
             if not left:
                 return
             for x in lines:
                 if x["state"] == "active":
                     raise Failed(f"another command has made {x['name']} active again")
-            _check(deadline, f"{', '.join(names)} still own {left} partitions; psctl status shows the reason")
+            if time.monotonic() > deadline:
+                still = f"{', '.join(names)} still own {left} partitions; {_waits_for(client, lines)}"
+                raise Failed(f"timed out: {still}")
             time.sleep(POLL_S)  # moves happen in other processes; this is the redraw interval
+
+
+def _waits_for(client: ps.Client, lines: Sequence[Line]) -> str:
+    """Return what keeps the partitions of these shards where they are."""
+    moves = [f"{m['model']}/{m['partition']} to {m['to']}" for x in lines for m in x["moves"]]
+    if moves:
+        more = f" and {len(moves) - MOVES_SHOWN} more" if len(moves) > MOVES_SHOWN else ""
+        return f"slow, by way of Redis: {', '.join(moves[:MOVES_SHOWN])}{more}"
+    problems = client.status()["cluster"]["problems"]
+    known = problems[0] if problems else "its models are being loaded, restored or saved, or no other shard has room"
+    return f"no move has begun: {known}"
 
 
 def _until_quiet(client: ps.Client, number: int, local: _LocalCluster | None, timeout_s: float) -> None:

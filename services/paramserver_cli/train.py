@@ -60,6 +60,9 @@ def train(
         known = ", ".join(ConsistencySpec.MODES)
         raise typer.BadParameter(f"'{mode}' is not a mode; known: {known}", param_hint="--mode")
     args = pairs(arg or [])
+    for name in args:
+        if not name.isidentifier():
+            raise typer.BadParameter(f"'{name}' cannot be the name of a function's argument", param_hint="--arg")
     client = connect(url)
     _prepare(client, model, spec or _beside(target), mode, workers)
     stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}

@@ -24,7 +24,7 @@ POINTS: Final = 120
 RUNS: Final = 20
 EVENTS: Final = 100
 FORGOTTEN_S: Final = 60.0
-"""How long a dead worker or shard is shown after its last heartbeat."""
+"""How long a dead worker is shown after its last heartbeat."""
 SLICE_S: Final = 0.01
 """After so long with its models, a status lets requests be answered before it goes on."""
 
@@ -38,7 +38,7 @@ async def describe(s: Service, *, series: bool = True) -> Status:
     """
     now = s.now
     found = s.read.status(now)
-    shards = [x for x in found["shards"] if x["alive"] or x["heartbeat_age_s"] < FORGOTTEN_S]
+    shards = found["shards"]
     nodes = [*_schedulers(s, found["term"]), *map(_shard, shards), *map(_member, found["pool"])]
     moves = {(move["model"], move["partition"]) for x in shards for move in x["moves"]}
     models: list[ModelStatus] = []
@@ -68,6 +68,7 @@ async def describe(s: Service, *, series: bool = True) -> Status:
         uptime_s=now - s.started_s,
         redis="away" if s.runtime.redis_away else "ok",
         now=found["now"],
+        runs_ended=found["runs_ended"],
     )
     events = [e for e, _ in zip(s.history.events, range(EVENTS), strict=False)]
     return Status(cluster=cluster, nodes=nodes, models=models, runs=runs, events=events)
@@ -252,7 +253,9 @@ def _problems(
     for x in shards:
         if x["state"] == "dead":
             others = "; its partitions go to the others" if alive else ""
-            out.append(f"Shard {x['name']} is dead, its last heartbeat was {x['heartbeat_age_s']:.0f} s ago{others}")
+            age_s = x["heartbeat_age_s"]
+            age = f"{age_s:.0f} s" if age_s < 120 else f"{age_s / 60:.0f} min"
+            out.append(f"Shard {x['name']} is dead, its last heartbeat was {age} ago{others}")
         if x["alive"] and isinstance(why := x["metrics"].get("degraded"), str):
             degraded.setdefault(why[:300], []).append(x["name"])
     for why, names in degraded.items():

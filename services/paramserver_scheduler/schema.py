@@ -20,6 +20,9 @@ class ClusterStatus(BaseModel):
     uptime_s: float
     redis: Literal["ok", "away"]
     now: float = Field(description="wall clock of the scheduler, seconds since 1970")
+    runs_ended: dict[str, int] = Field(
+        default={}, description="runs that have ended since this scheduler began to lead, by state"
+    )
 
 
 class NodeStatus(BaseModel):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paramserver_scheduler.schema import ModelStatus, Status
@@ -36,6 +36,7 @@ class ClusterMetrics(Collector):
         cluster = status.cluster
         yield _one("paramserver_scheduler_term", "How often a scheduler has begun to lead on this Redis", cluster.term)
         yield _one("paramserver_scheduler_redis_up", "1 while Redis answers the scheduler", cluster.redis == "ok")
+        yield _one("paramserver_problems", "Problems that the status page lists", len(cluster.problems))
         yield _one("paramserver_map_epoch", "Version of the partition map", cluster.map_epoch)
         shards = [n for n in status.nodes if n.role == "shard"]
         states = [(s, sum(n.state == s for n in shards)) for s in NODE_STATES]
@@ -46,6 +47,12 @@ class ClusterMetrics(Collector):
         yield _one("paramserver_pool_members", "Worker processes in the pool", pool)
         runs = [(s, sum(r.state == s for r in status.runs)) for s in RUN_STATES]
         yield _by("paramserver_runs", "The newest 20 runs by state", "state", runs)
+        ended = CounterMetricFamily(
+            "paramserver_runs_ended", "Runs that have ended since this scheduler began to lead", labels=["state"]
+        )
+        for state, count in cluster.runs_ended.items():
+            ended.add_metric([state], count)
+        yield ended
         yield from _models(status.models)
 
 

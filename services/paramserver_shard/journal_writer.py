@@ -53,8 +53,13 @@ class JournalWriter:
             for lane in self._lanes.values():
                 group.create_task(lane.run())
 
+    @property
+    def reason(self) -> str:
+        """Why nothing can be journaled now; "" if it can."""
+        return self._lanes[False].reason
+
     def note_failure(self, reason: str) -> None:
-        """Note that Redis did not answer another caller: nothing can be made durable until a write succeeds."""
+        """Note that Redis did not answer another caller, who logs it: nothing is durable until a write succeeds."""
         self._lanes[False].note_failure(reason)
 
     async def written(self, key: PartitionKey, lsn: int, within_s: float) -> None:
@@ -81,10 +86,8 @@ class JournalWriter:
         self._settled.set()
         self._settled = asyncio.Event()
 
-    def lane_changed(self, reason: str) -> None:
-        """Feed to the core that a lane cannot write for this reason; "": that it can again."""
-        if reason:
-            log.warning("journals cannot be written: %s", reason)
+    def lane_changed(self) -> None:
+        """Feed to the core why the lanes cannot write, or that they can again."""
         self.wake_waiters()
         self._feed(StorageChanged(self._lanes[False].reason, self._lanes[True].reason))
 
@@ -202,7 +205,7 @@ class _Lane:
 
     def note_failure(self, reason: str) -> None:
         if not self.reason:
-            self._set_reason(reason)
+            self._set_reason(reason, logged=True)
             self._wake.set()
 
     async def _rest(self, now: float) -> None:
@@ -223,10 +226,12 @@ class _Lane:
         else:
             self._set_reason("")
 
-    def _set_reason(self, reason: str) -> None:
+    def _set_reason(self, reason: str, *, logged: bool = False) -> None:
         if reason != self.reason:
+            if reason and not (self.reason or logged):
+                log.warning("journals cannot be written: %s", reason)
             self.reason = reason
-            self._writer.lane_changed(reason)
+            self._writer.lane_changed()
 
 
 def _reason_of(error: Exception) -> str:

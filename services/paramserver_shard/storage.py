@@ -50,7 +50,7 @@ class Storage:
         self._feed = feed
         self._spawn = spawn
         self._snapshot_errors: dict[tuple[PartitionKey, Token], str] = {}
-        """Why the newest snapshot of a partition is not stored, by ownership."""
+        """Why the newest snapshot of a partition is not stored, by ownership; whatever else Redis answers meanwhile."""
         self._redis_error = ""
         self._redis_run_id = ""
 
@@ -88,10 +88,11 @@ class Storage:
             log.error("partition %s cannot be snapshotted: %s", key, error)
             self._snapshot_errors[key, token] = str(error)
         except (RedisError, OSError) as error:
-            if isinstance(error, AWAY):
+            if effect.urgent and isinstance(error, AWAY):  # who waits for it may call it off, and then it stays undone
                 self.redis_failed(error)
             else:
-                self._snapshot_refused(key, token, trouble(error))
+                self._note_failure(error)
+                self._snapshot_errors[key, token] = trouble(error)
         else:
             if saved is SaveResult.EMPTIED:
                 self._snapshot_errors[key, token] = "Redis was emptied"
@@ -104,19 +105,16 @@ class Storage:
         done = SnapshotStored if saved is SaveResult.STORED else SnapshotFailed
         self._feed(done(key, token, effect.urgent))
 
-    def _snapshot_refused(self, key: PartitionKey, token: Token, why: str) -> None:
-        """Note that Redis refuses a snapshot, as when it is full; it answers what only reads nevertheless."""
-        if not self.degraded:
-            log.warning("writes are not durable for now: %s", why)
-        self._snapshot_errors[key, token] = why
-        self._writer.note_failure(why)
-
     def redis_failed(self, error: Exception) -> None:
-        """Note that Redis did not answer a request, or refused it: nothing counts as durable for now."""
-        if not self._redis_error:
-            log.warning("writes are not durable for now: %s", trouble(error))
+        """Note that Redis did not answer a request, or refused it: nothing counts as durable until it answers."""
+        self._note_failure(error)
         self._redis_error = trouble(error)
-        self._writer.note_failure(self._redis_error)
+
+    def _note_failure(self, error: Exception) -> None:
+        """Log what Redis did not do, unless its last failure is not over, and tell the journals."""
+        if not (self.degraded or self._writer.reason).startswith("Redis "):
+            log.warning("writes are not durable for now: %s", trouble(error))
+        self._writer.note_failure(trouble(error))
 
     def redis_answered(self, run_id: str) -> None:
         """Note that Redis has answered; a `run_id` other than before means that it was restarted."""

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +105,31 @@ def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
         eventually(lambda: page.locator("#runs button").count() == 0, what="the end of the run on the page")
         fits(seen)
         assert [e for e in seen.errors if "422" not in e] == []
+
+
+def test_the_form_of_a_run_reads_lists_to_their_end(tmp_path: Path) -> None:
+    """The form offers every model, and what the model's last run had, also where the node answers page by page."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        for model, workers in (("first", 3), ("second", 2), ("third", 1)):
+            cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
+            cluster.post("/runs", {"model": model, "entry": "a.b:c", "workers": workers}, status=201)
+
+        def one_item_a_page(route: Any) -> None:
+            url = route.request.url
+            route.continue_(url=f"{url}{'&' if '?' in url else '?'}limit=1")
+
+        seen.page.route(re.compile(r"/(models|runs)(\?[^/]*)?$"), one_item_a_page)
+        seen.page.goto(cluster.url)
+        seen.page.click("#new-run summary")
+        seen.page.wait_for_selector("#new-run [name=workers]")
+        options = seen.page.locator("#new-run [name=model] option")
+        assert (options.all_inner_texts(), seen.page.input_value("#new-run [name=workers]")) == (
+            ["first", "second", "third"],
+            "1",
+        )
+        seen.page.select_option("#new-run [name=model]", "first")
+        eventually(lambda: seen.page.input_value("#new-run [name=workers]") == "3", what="the first model's run")
+        assert seen.errors == []
 
 
 def test_a_focus_stays_with_its_run_and_its_model(tmp_path: Path) -> None:

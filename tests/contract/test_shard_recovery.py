@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -234,6 +234,32 @@ async def test_a_shard_is_degraded_until_redis_is_no_longer_full(redis: Redis) -
         async with asyncio.timeout(20):
             while shard.runtime.storage.degraded:  # what is in Redis is known here before its answer has come
                 await asyncio.sleep(0.005)
+
+
+async def test_a_redis_too_slow_for_a_snapshot_is_told_once(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shard whose snapshot takes too long is degraded until that is stored, and warns once, though Redis answers."""
+    async with running(redis) as shard:
+        await shard.push(1)
+        storage = shard.runtime.storage
+        with monkeypatch.context() as slow:
+            save = AsyncMock(side_effect=TimeoutError("4194304 bytes took longer than 6 s"))
+            slow.setattr(SnapshotStore, "save", save)
+            (p,) = shard.runtime.core.models["m"].partitions.values()
+            shard.runtime.core.plan.due_now(p)
+            shard.runtime.feed(Tick())
+            for tries in (1, 2, 3):
+                async with asyncio.timeout(20):
+                    while save.await_count < tries or shard.runtime.writer.reason:  # a write has shown that it answers
+                        await asyncio.sleep(0.005)
+                storage.redis_answered("its run id")
+                assert storage.degraded == "Redis does not answer: 4194304 bytes took longer than 6 s"
+        async with asyncio.timeout(20):
+            while storage.degraded:
+                await asyncio.sleep(0.005)
+        assert await redis.exists(f"{{{shard.key}}}:saved")
+    assert [r.levelname for r in caplog.records] == ["WARNING"], caplog.text
 
 
 async def test_the_older_snapshot_and_the_journal_lose_nothing(redis: Redis) -> None:

@@ -16,9 +16,12 @@ from functools import partial
 import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Peer, Server, serving
 
+from paramserver.client.control import AT_ONCE
 from paramserver.net.calls import Call, Request, Response
-from paramserver.net.concurrent_requests import CallerInterrupted, Helpers, Interruptible
+from paramserver.net.concurrent_requests import CallerInterrupted, ConcurrentRequests, Helpers, Interruptible
 from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.direct import DirectTransport
+from paramserver.net.plain import PlainTransport
 from paramserver.net.transport import BlockingTransport
 from paramserver.wire import http2 as wire
 
@@ -108,6 +111,36 @@ def test_what_is_asked_for_at_the_same_time_is_done_at_the_same_time() -> None:
         helpers.submit(lambda: together.wait(10.0))
     together.wait(10.0)
     helpers.close()
+
+
+@pytest.mark.parametrize("kind", [DirectTransport, PlainTransport])
+def test_what_is_sent_at_once_again_and_again_connects_once(kind: type[DirectTransport] | type[PlainTransport]) -> None:
+    """As many requests as a call sends at once to one node leave their connections to the next call, all of them."""
+    together, connections = threading.Barrier(AT_ONCE), list[socket.socket]()
+
+    def serve(connected: socket.socket) -> None:
+        connections.append(connected)
+        if kind is PlainTransport:
+            while connected.recv(65536):
+                together.wait(20.0)
+                connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            return
+        peer = Peer(connected)
+        peer.send(wire.settings({}))
+        with suppress(AssertionError):  # the client hung up
+            while stream := peer.until(wire.HEADERS):
+                together.wait(20.0)
+                peer.send(peer.answer(stream, b""))
+
+    transport, helpers = kind(NO_CREDENTIALS), Helpers(AT_ONCE)
+    with serving(serve) as url:
+        for _ in range(3):
+            requests = [Request("GET", "/models")] * AT_ONCE
+            call = ConcurrentRequests(lambda request, within: transport.send(request, url, within), requests, None)
+            assert [o.status for o in call.outcomes(helpers) if isinstance(o, Response)] == [200] * AT_ONCE
+        transport.close()
+    helpers.close()
+    assert len(connections) == AT_ONCE
 
 
 def test_threads_end_with_the_client_they_help() -> None:

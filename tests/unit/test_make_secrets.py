@@ -109,7 +109,7 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
     assert found["redis"][0] == f"redis://:{match[1]}@redis:6379/0"
     keys = tokens.keys_of(found["secret"][0])
     for holder in (tokens.Holder("worker", "pool", 0), tokens.Holder("reader", "prometheus", 0)):
-        assert tokens.read(first[f"tokens/{holder.role}"].strip(), keys, 0.0) == holder
+        assert tokens.read(first[f"tokens/{holder.role}"], keys, 0.0) == holder
     assert again == first
     assert not set(other.values()) & set(first.values())
     modes = {name: (tmp_path / "a" / name).stat().st_mode & 0o777 for name in first}

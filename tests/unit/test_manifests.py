@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -32,6 +33,7 @@ SCHEDULERS = {"scheduler-1", "scheduler-2"}
 NODES = {*SCHEDULERS, "shard"}
 GPU = ROOT / "deploy" / "k8s-gpu"
 GRAFANA = ROOT / "deploy" / "grafana"
+MONITORING = ROOT / "deploy" / "k8s-monitoring" / "prometheus-operator.yaml"
 
 
 def read(path: Path) -> Any:
@@ -450,8 +452,44 @@ def test_the_dashboard_and_the_rules_are_where_they_are_looked_for(compose: dict
     config = read(ROOT / "deploy/prometheus.yml")
     mounted = {v.split(":")[1] for v in compose["services"]["prometheus"]["volumes"]}
     assert {f"/etc/prometheus/{name}" for name in ("prometheus.yml", *config["rule_files"])} <= mounted
-    names = [n for j in config["scrape_configs"] for c in j["dns_sd_configs"] for n in c["names"]]
-    assert NODES == set(names) <= set(compose["services"])
+    scheduler, shard = config["scrape_configs"]
+    targets = {t.partition(":")[0] for c in scheduler["static_configs"] for t in c["targets"]}
+    names = {n for c in shard["dns_sd_configs"] for n in c["names"]}
+    assert (scheduler["job_name"], shard["job_name"]) == ("scheduler", "shard")  # the alerts ask for these
+    assert SCHEDULERS == targets, "one that has stopped stays a target, though its name is no longer known"
+    assert NODES - SCHEDULERS == names
+    assert targets | names <= set(compose["services"])
+
+
+def test_prometheus_of_another_namespace_reaches_every_node_with_a_token_that_exists(
+    objects: list[dict[str, Any]],
+) -> None:
+    """PodMonitor and policy select the pods of schedulers and shards and their port; Secret, key and jobs exist."""
+    monitor, policy = yaml.safe_load_all(MONITORING.read_text(encoding="utf-8"))
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    credentials = endpoint["authorization"]["credentials"]
+    ((rule,), (chosen,)) = policy["spec"]["ingress"], monitor["spec"]["selector"]["matchExpressions"]
+    api = named(objects, "NetworkPolicy", "api")["spec"]
+    found = [p for p in pods(objects).values() if p["metadata"]["labels"][chosen["key"]] in chosen["values"]]
+
+    assert {d["metadata"]["namespace"] for d in (monitor, policy)} == {"paramserver"}
+    assert [p["metadata"]["labels"][monitor["spec"]["jobLabel"]] for p in found] == ["scheduler", "shard"]
+    assert {p["name"] for pod in found for c in pod["spec"]["containers"] for p in c["ports"]} == {endpoint["port"]}
+    assert credentials == {"name": "tokens", "key": "reader"}
+    assert named(objects, "Secret", credentials["name"])
+    assert policy["spec"]["podSelector"] == api["podSelector"] == monitor["spec"]["selector"]
+    assert rule["ports"] == api["ingress"][0]["ports"]
+
+
+def test_the_documented_command_makes_a_rule_of_the_alerts() -> None:
+    """The command in docs/operations.md gives the Prometheus operator the alerts as they are."""
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^    (head=.*\n.*alerts\.yml\)) \| kubectl apply -f -$", page, re.MULTILINE)
+
+    made = yaml.safe_load(subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, check=True).stdout)
+
+    assert (made["apiVersion"], made["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    assert made["spec"] == read(ROOT / "deploy/alerts.yml")
 
 
 def files_of(names: dict[str, str], mounts: dict[str, str]) -> set[str]:

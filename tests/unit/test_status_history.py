@@ -3,7 +3,8 @@
 import asyncio
 import math
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
-from paramserver.errors import PsError
+from paramserver.core.runs import RESTARTS_MAX
+from paramserver.errors import PsError, problem
 from paramserver_scheduler import overview, status_broadcast
+from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
 from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Ring, Rings
 from paramserver_scheduler.schema import ClusterStatus, ModelStatus, NodeStatus, RunStatus, Status
@@ -181,10 +184,76 @@ async def test_workers_that_are_gone_are_shown_and_not_counted() -> None:
     for series in ("cluster.workers", "model.workers"):
         ((_, values),) = service.history.rings.read(series, {}, grid)
         assert values == [1.0]
+    assert told(found, "paramserver_model_workers", "model") == {"m00": 1}
+
+
+async def test_a_dead_shard_is_a_problem_until_it_is_no_longer_listed() -> None:
+    """Status and metrics show a dead shard for as long as `GET /shards` lists it, or until it joins again."""
+    d, service = of_models(1)
+    d.shard("s1")
+    del d.shards["s1"]
+
+    async def shown(after_s: float) -> tuple[set[str], list[str], dict[str, float]]:
+        d.wait(after_s)
+        found = await overview.describe(cast(Service, SimpleNamespace(**(vars(service) | {"now": d.now}))))
+        assert [n.name for n in found.nodes] == [s["name"] for s in d.core.read.shards(d.now)]
+        return {n.name for n in found.nodes}, found.cluster.problems, told(found, "paramserver_shards", "state")
+
+    names, problems, counted = await shown(limits.LEASE_S + 1)
+    assert (names, counted["dead"]) == ({"s0", "s1"}, 1)
+    assert "Shard s1 is dead, its last heartbeat was 6 s ago" in problems[0]
+    names, problems, counted = await shown(limits.SHARD_DEAD_LISTED_S - 60)
+    assert (names, counted["dead"]) == ({"s0", "s1"}, 1)
+    assert "its last heartbeat was 59 min ago" in problems[0]
+    assert await shown(60) == ({"s0"}, [], {"active": 1, "draining": 0, "left": 0, "dead": 0})
+    d.shard("s1")
+    assert (await shown(0))[2]["active"] == 2
+
+
+async def test_prometheus_reads_how_many_problems_there_are() -> None:
+    """The number of problems that the status lists is a metric, so a checkpoint that fails can raise an alert."""
+    d, service = of_models(2)
+    assert told(await overview.describe(service), "paramserver_problems") == {"": 0}
+    for model in ("m00", "m01"):
+        d.send(partial(io.RequestCheckpoint, model=model, name="mine"))
+        (asked,) = [e for e in d.work if isinstance(e, io.WriteCheckpoint) and e.model.name == model]
+        d.do(io.CheckpointFailed(asked.model, asked.name, problem("disk_refuses", "the disk is full")))
+
+    found = await overview.describe(service)
+
+    assert [p.partition(":")[0] for p in found.cluster.problems] == ["Model m00", "Model m01"]
+    assert told(found, "paramserver_problems") == {"": 2}
+
+
+async def test_runs_that_end_are_counted_however_many_have_ended_before() -> None:
+    """Each run that ends is counted under its state; the gauge of the newest runs stays at 20 once all have failed."""
+    d, service = of_models(1)
+    member = d.ask(lambda n: io.JoinPool(n, "p", ["a"]))
+
+    async def fail() -> Status:
+        run = d.ask(lambda n: io.CreateRun(n, "m00", "a:b"))
+        for _ in range(RESTARTS_MAX + 1):
+            d.ask(lambda n: io.PlaceDone(n, run["id"], 0, member["member"], member["epoch"], "boom"))
+        return await overview.describe(service)
+
+    for _ in range(overview.RUNS):
+        found = await fail()
+    before = told(found, "paramserver_runs", "state"), told(found, "paramserver_runs_ended", "state")
+    found = await fail()
+
+    assert before == (
+        {"waiting": 0, "running": 0, "paused": 0, "finished": 0, "failed": 20, "stopped": 0},
+        {"finished": 0, "failed": 20, "stopped": 0},
+    )
+    assert told(found, "paramserver_runs", "state")["failed"] == 20
+    assert told(found, "paramserver_runs_ended", "state") == {"finished": 0, "failed": 21, "stopped": 0}
+
+
+def told(found: Status, metric: str, label: str = "") -> dict[str, float]:
+    """Return what Prometheus reads of that metric, by the value of the label."""
     metrics = ClusterMetrics()
     metrics.status = found
-    (live,) = [m for m in metrics.collect() if m.name == "paramserver_model_workers"]
-    assert live.samples[0].value == 1
+    return {s.labels.get(label, ""): s.value for m in metrics.collect() if m.name == metric for s in m.samples}
 
 
 def test_events_are_what_differs_from_the_second_before() -> None:
@@ -243,23 +312,26 @@ async def test_a_stream_shows_the_newest_status_and_ends_with_the_scheduler() ->
     await asyncio.wait_for(reading, 5)
 
     assert seen == [b'event: status\ndata: {"n":1}\n\n', b'event: status\ndata: {"n":2}\n\n']
-    broadcast.check_capacity()
 
 
 async def test_streams_are_bounded() -> None:
-    """While STATUS_STREAMS_MAX streams are open another one is refused, until one of them is closed."""
+    """Of streams that are opened at once, STATUS_STREAMS_MAX are, until one is closed, or given up before it began."""
     broadcast = StatusBroadcast()
     broadcast.publish(b"{}")
     streams = [broadcast.stream() for _ in range(limits.STATUS_STREAMS_MAX)]
-    for stream in streams:
-        await anext(stream)
     with pytest.raises(PsError, match="the limit of"):
-        broadcast.check_capacity()
-    await streams[0].aclose()  # type: ignore[attr-defined]
+        broadcast.stream()
+    for stream in streams[1:]:
+        await anext(stream)
+    del streams[0]
+    streams.append(broadcast.stream())
+    with pytest.raises(PsError, match="the limit of"):
+        broadcast.stream()
+    await streams[0].aclose()
+    streams.append(broadcast.stream())
 
-    broadcast.check_capacity()
     for stream in streams:
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
 
 
 async def test_a_stream_without_news_shows_that_its_node_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,4 +344,4 @@ async def test_a_stream_without_news_shows_that_its_node_is_alive(monkeypatch: p
     assert [await anext(stream) for _ in range(3)] == [b"event: status\ndata: 1\n\n", *[b": alive\n\n"] * 2]
     broadcast.publish(b"2")
     assert await anext(stream) == b"event: status\ndata: 2\n\n"
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()

@@ -41,10 +41,8 @@ async def stream(request: Request) -> StreamingResponse:
 
     Each event is the document of `GET /status` without the points in `series`, which `GET /status/series` returns.
     """
-    broadcast = service(request).broadcast
-    broadcast.check_capacity()
     return StreamingResponse(
-        broadcast.stream(),
+        service(request).broadcast.stream(),
         media_type="text/event-stream",
         headers={"cache-control": "no-store", "x-accel-buffering": "no"},
     )

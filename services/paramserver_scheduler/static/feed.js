@@ -12,6 +12,17 @@ export async function get(path) {
   return answer.json();
 }
 
+/** All items of a list, which the node answers page by page. */
+export async function list(path) {
+  const items = [];
+  for (let after = 0; after !== null;) {
+    const page = await get(`${path}?after=${after}`);
+    items.push(...page.items);
+    after = page.next;
+  }
+  return items;
+}
+
 async function check(answer) {
   if (answer.status === 401 || answer.status === 403) location.assign("login" + location.hash);
   if (!answer.ok) throw new Error(said(await problemOf(answer)));

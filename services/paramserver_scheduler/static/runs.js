@@ -3,7 +3,7 @@
 import {copyCommands} from "./commands.js";
 import {attempt, foldedForm, send} from "./control.js";
 import {bar, el, pill, show, table} from "./dom.js";
-import {get} from "./feed.js";
+import {get, list} from "./feed.js";
 import {duration, fixed, percent} from "./format.js";
 import {SettingsFields, choice, number, pathOf} from "./settings.js";
 
@@ -72,12 +72,12 @@ export class RunForm {
 
   /** Fill in what the last run of this model had. */
   async #load(chosen) {
-    const [models, runs] = await Promise.all([get("models"), get("runs")]);
-    const names = models.items.map(m => m.name);
-    const model = chosen ?? runs.items.find(r => names.includes(r.model))?.model ?? names[0];
+    const [models, runs] = await Promise.all([list("models"), list("runs")]);
+    const names = models.map(m => m.name);
+    const model = chosen ?? runs.find(r => names.includes(r.model))?.model ?? names[0];
     if (model === undefined) return "create a model first";
     this.#spec = (await get(pathOf(model))).spec;
-    const last = runs.items.find(r => r.model === model) ?? runs.items[0] ?? {entry: EXAMPLE, workers: 1, args: {}, stop: {minutes: 5}};
+    const last = runs.find(r => r.model === model) ?? runs[0] ?? {entry: EXAMPLE, workers: 1, args: {}, stop: {minutes: 5}};
     const uploaded = Object.keys(this.#spec.params).filter(p => this.#spec.params[p].init.kind === "upload");
     const text = (name, label, value, attributes) => el("label", {}, label, el("input", {name, value, ...attributes}));
     this.#fields.replaceChildren(...[

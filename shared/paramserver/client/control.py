@@ -17,12 +17,14 @@ from paramserver.core.fields import whole_number
 from paramserver.core.selection import select
 from paramserver.errors import InDoubt, PsError, combined, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_of, json_request
+from paramserver.net.direct import KEPT_MAX
 from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result, together
 from paramserver.types import AnyArray
 
 NPY: Final = "application/x-npy"
-AT_ONCE: Final = 32
-"""Most parameters sent at the same time: a scheduler stores once what it learns of all of them."""
+AT_ONCE: Final = KEPT_MAX
+"""Most parameters sent at the same time: a scheduler stores once what it learns of all of them, and each leaves its
+connection to the next."""
 AT_ONCE_BYTES: Final = 4 << 20
 """Bytes of the parameters sent at the same time; a larger one goes alone."""
 

@@ -14,7 +14,7 @@ from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import Model
 from paramserver.core.near import near
 from paramserver.core.owner import Owner
-from paramserver.core.runs import Run
+from paramserver.core.runs import ENDED, Run
 from paramserver.core.scheduler_io import Effect, ForgetModel, LoadFiles, Publish, Reply, SetTokens, Store
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem
@@ -41,6 +41,8 @@ class Cluster:
     """Highest epoch of any pool member whose name was forgotten."""
     models: dict[str, Model] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
+    runs_ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDED, 0))
+    """How many runs have ended under this leader, by state; not stored."""
     members: dict[str, Member] = field(default_factory=dict)
     tokens_given: int = 0
     """Numbers issued in this term (`next_token`)."""

@@ -182,7 +182,10 @@ class Reading:
         ]
 
     def status(self, now: float) -> dict[str, Any]:
-        """Overview: map, shards, names of the models (see `model_status`), runs (oldest first), pool."""
+        """Overview: map, shards, names of the models (see `model_status`), runs (oldest first), pool.
+
+        `runs_ended` counts the runs that have ended under this leader, by state.
+        """
         return {
             "term": self._c.term,
             "map_epoch": self._c.map_epoch,
@@ -190,6 +193,7 @@ class Reading:
             "shards": self.shards(now),
             "models": sorted(self._c.models),
             "runs": self.runs()[::-1],
+            "runs_ended": dict(self._c.runs_ended),
             "pool": self.pool(now),
         }
 

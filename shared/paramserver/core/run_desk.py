@@ -110,6 +110,7 @@ class RunDesk:
     def end(self, run: Run, state: str, reason: str, now: float) -> None:
         """End the run; its workers learn this from their heartbeats and then give up their places."""
         run.change(state, now, reason)
+        self.c.runs_ended[state] += 1
         self._save(run)
 
     def _save(self, run: Run) -> None:

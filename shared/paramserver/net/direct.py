@@ -30,8 +30,8 @@ from paramserver.wire.http2 import Header
 SCHEME: Final = "unix://"
 CONNECT_S: Final = 3.0
 """Timeout for establishing a connection."""
-_KEPT_MAX: Final = 16
-"""Idle connections kept per address."""
+KEPT_MAX: Final = 32
+"""Idle connections kept for each address: as many as one call uses at once (`client.control.AT_ONCE`)."""
 _BROKEN: Final = (*ENDED, Refused)
 """Errors that mean that the connection has ended, or takes no more requests."""
 _CHANGES_NOTHING: Final = ("/pull", "/slots")
@@ -201,7 +201,7 @@ class DirectTransport(_RequestEncoder):
                 return _failure(e, request, address)
             raise
         with self._lock:
-            if connection.usable and not self._closed and len(self._idle[address]) < _KEPT_MAX:
+            if connection.usable and not self._closed and len(self._idle[address]) < KEPT_MAX:
                 self._idle[address].append(connection)
             else:
                 connection.close()

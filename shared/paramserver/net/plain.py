@@ -21,11 +21,9 @@ from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.net.concurrent_requests import Interruptible, using_memory
 from paramserver.net.connection import cut
 from paramserver.net.credentials import Credentials
-from paramserver.net.direct import CONNECT_S, changes_nothing, common_headers, unreachable_by
+from paramserver.net.direct import CONNECT_S, KEPT_MAX, changes_nothing, common_headers, unreachable_by
 from paramserver.net.forks import call_in_forked_child
 
-_KEPT_MAX: Final = 8
-"""Idle connections kept for each address."""
 _PIECE_BYTES: Final = 1 << 20
 _WAIT_S_MAX: Final = 1e6
 """Longest wait of a socket, which counts milliseconds in 31 bits."""
@@ -140,7 +138,7 @@ class PlainTransport:
             raise
         with self._lock:
             idle = self._idle.setdefault(url, [])
-            if self._closed or response.will_close or len(idle) >= _KEPT_MAX:
+            if self._closed or response.will_close or len(idle) >= KEPT_MAX:
                 connection.close()
             else:
                 idle.append(connection)
