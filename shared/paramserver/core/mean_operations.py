@@ -45,7 +45,6 @@ class CommitOperation(Operation):
         (p,) = self.partitions
         assert p.state is not None
         if results[0].state is None:
-            shard.not_finite += 1
             self._step = None
         self._finish(shard, results[0].state or p.state, now)
 
@@ -84,7 +83,6 @@ class FlushOperation(Operation):
         (p,) = self.partitions
         shard.held_bytes -= p.drop_unapplied()
         if results[0].state is None:
-            shard.not_finite += 1
             p.lsn += 1
             self._step = None
         else:
