@@ -7,7 +7,7 @@ without a journal (level `applied`) the changes between the two are lost, and th
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 from paramserver.core import initial
 from paramserver.core.layout import Layout
@@ -26,7 +26,6 @@ from paramserver_shard.snapshot_format import from_stored
 from paramserver_shard.snapshot_store import SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
-T = TypeVar("T")
 
 ASSIGNED_KINDS: Final = ("upload", "file")
 """Kinds of initial values that reach the owner later, as an assignment."""
@@ -34,16 +33,17 @@ FIRST_INLINE_MAX: Final = 4096
 """Elements up to which initial values are made on the event loop: a model's partitions are loaded all at once."""
 
 
-class Submit(Protocol):
-    """Starts work in a compute thread."""
-
-    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
-
-
 class Loader:
     """Reads partitions.  Raises RedisError or OSError when Redis does not answer."""
 
-    def __init__(self, store: SnapshotStore, journal: Journal, pool: BufferPool, submit: Submit) -> None:
+    def __init__(
+        self,
+        store: SnapshotStore,
+        journal: Journal,
+        pool: BufferPool,
+        submit: Callable[[Callable[[], LoadedState]], Awaitable[LoadedState]],
+    ) -> None:
+        """`submit` starts work in a compute thread."""
         self._store = store
         self._journal = journal
         self._pool = pool

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from paramserver.core.journal import set_head
-from paramserver.core.operation import RequestOperation, Shard
+from paramserver.core.operation import RequestOperation
 from paramserver.core.shard_effects import AssignTask, PushDone, Task
 from paramserver.core.shard_events import SetReceived, TaskResult
 from paramserver.errors import PsError, as_problem, problem
+
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +20,7 @@ class SetOperation(RequestOperation):
 
     event: SetReceived = field(kw_only=True)
 
-    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+    def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         tasks: list[Task] = []
         try:
             self.model.check(self.event.generation, self.event.timeline)
@@ -40,7 +44,7 @@ class SetOperation(RequestOperation):
         if changed:
             raise precondition_failed(f"partitions {changed} have changed meanwhile")
 
-    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+    def finish(self, shard: "ShardCore", results: Sequence[TaskResult], now: float) -> None:
         if any(r.state is None for r in results):
             self.refuse(shard, problem("non_finite", "the values hold NaN or infinity in float32; nothing was changed"))
             return
