@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from paramserver.core import initial
 from paramserver.core.layout import Layout
-from paramserver.core.optimizer import initial_slots
+from paramserver.core.optimizer import initial_slots, slot_names
 from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.replay import replay
 from paramserver.core.shard_effects import LoadPartition, Task
@@ -155,8 +155,8 @@ def first_state(spec: ModelSpec, layout: Layout, index: int, take: Callable[[int
         else:
             offset = base - layout.offsets[param.name][0]
             into[:] = initial.draw(param, segment.start + offset, segment.stop + offset)
-    slots = initial_slots(spec.optimizer, values)
-    return LoadedState(PartitionState(values, slots, (0,) * len(layout.segments[index])))
+    state = PartitionState(values, initial_slots(spec.optimizer, values), (0,) * len(layout.segments[index]))
+    return LoadedState(state, memory={"slots": list(slot_names(spec.optimizer))})
 
 
 def _has_assigned_values(effect: LoadPartition) -> bool:
