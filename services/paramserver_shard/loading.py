@@ -22,7 +22,6 @@ from paramserver.types import F32
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import compute
 from paramserver_shard.journal import Journal
-from paramserver_shard.snapshot_format import from_stored
 from paramserver_shard.snapshot_store import SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
@@ -65,12 +64,12 @@ class Loader:
             return await self._cut(effect, source, manifest)
         errors: list[PsError] = []
         for entry in manifest:
-            stored = await self._store.read(key, entry)
-            if stored is None:
+            loaded = await self._store.read(key, entry)
+            if loaded is None:
                 errors.append(problem("corrupt_state", f"the snapshot of version {entry['version']} is damaged"))
                 continue
             try:
-                loaded = await self._continued(effect, from_stored(stored.head, stored.arrays))
+                loaded = await self._continued(effect, loaded)
             except CorruptState as error:
                 errors.append(error)
                 continue
@@ -102,8 +101,8 @@ class Loader:
         """Load the partition as it was stored at that clock."""
         key = effect.key
         for entry in manifest:
-            if entry["cut"] == clock and (stored := await self._store.read(key, entry)) is not None:
-                return from_stored(stored.head, stored.arrays)
+            if entry["cut"] == clock and (loaded := await self._store.read(key, entry)) is not None:
+                return loaded
         if manifest:
             raise problem("corrupt_state", f"the cut at clock {clock} of partition {key} cannot be restored")
         if _has_assigned_values(effect):
