@@ -7,8 +7,7 @@ from starlette.datastructures import Headers
 
 from paramserver.core.set_operation import precondition_failed
 from paramserver.errors import problem
-
-KEY_BYTES_MAX: Final = 256
+from paramserver.limits import IDEMPOTENCY_KEY_BYTES_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,8 @@ def idempotency_key(headers: Headers) -> str | None:
         key.encode("latin-1").decode()
     except UnicodeDecodeError:
         raise problem("invalid_field", "Idempotency-Key must be UTF-8", where="Idempotency-Key") from None
-    if not 0 < len(key) <= KEY_BYTES_MAX:
-        detail = f"Idempotency-Key must be of 1 to {KEY_BYTES_MAX} bytes"
+    if not 0 < len(key) <= IDEMPOTENCY_KEY_BYTES_MAX:
+        detail = f"Idempotency-Key must be of 1 to {IDEMPOTENCY_KEY_BYTES_MAX} bytes"
         raise problem("invalid_field", detail, where="Idempotency-Key")
     return key
 

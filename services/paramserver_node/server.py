@@ -6,13 +6,10 @@ requests in flight within `grace_s`.
 
 import asyncio
 import gc
-import logging
-import os
 import resource
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -202,15 +199,3 @@ def _raise_file_limit() -> None:
     want = 4 * CONNECTIONS_MAX if hard == resource.RLIM_INFINITY else min(hard, 4 * CONNECTIONS_MAX)
     if soft != resource.RLIM_INFINITY and soft < want:
         resource.setrlimit(resource.RLIMIT_NOFILE, (want, hard))
-
-
-def leave(code: int = 0) -> NoReturn:
-    """Exit the process at once, after flushing its logs; its work must be done.
-
-    Native threads (of HTTP clients, of kernels) may still be releasing Python objects; an interpreter that finalizes
-    meanwhile aborts.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -198,23 +198,17 @@ def taken(name: str) -> PsError:
     )
 
 
-def _creation(path: Path, like: str = "") -> str:
-    """Return the creation of the model that a checkpoint is of; "" if its manifest cannot be read.
-
-    Old manifests name only the generation; if `like` has the same generation, it is returned.
-    """
+def _creation(path: Path) -> str:
+    """Return the creation of the model that a checkpoint is of; "" if its manifest names none or cannot be read."""
     try:
-        manifest = checkpoint.read_manifest(path)
+        return str(checkpoint.read_manifest(path).get("creation", ""))
     except PsError:
         return ""
-    if manifest.get("creation") is None and like.partition("-")[0] == str(manifest.get("generation")):
-        return like
-    return str(manifest.get("creation"))
 
 
 def _of(path: Path, creation: str | None) -> bool:
     """Whether a checkpoint is of that creation of its model (None: always)."""
-    return creation is None or _creation(path, like=creation) == creation
+    return creation is None or _creation(path) == creation
 
 
 def renamed(spec: ModelSpec, name: str, partitions: int | None) -> dict[str, Any]:

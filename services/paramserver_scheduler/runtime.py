@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import Receive
 
@@ -26,6 +26,9 @@ from paramserver_node.race import while_there
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.lease import Deposed, RedisDataLost
 from paramserver_scheduler.store import StateStore
+
+if TYPE_CHECKING:
+    from paramserver_scheduler.jobs import Jobs
 
 log = logging.getLogger("paramserver.scheduler")
 
@@ -87,13 +90,6 @@ class _Batch:
         self.tokens.update(later.tokens)
         self.fences.update(later.fences)
         self.effects += later.effects
-
-
-class Jobs(Protocol):
-    """Performs long-running effects (files, requests to shards) and reports their completion by events."""
-
-    def start(self, effect: io.Effect) -> None:
-        """Start an effect without blocking."""
 
 
 class Runtime:

@@ -4,9 +4,9 @@ Where pushes are applied at once, applying also checks the elements: one pass ov
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from msgspec.structs import replace
 
@@ -24,6 +24,9 @@ from paramserver_shard.computing import shares
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.receiving import has_own_buffers
 
+if TYPE_CHECKING:
+    from paramserver_shard.runtime import Runtime
+
 INLINE_BYTES_MAX: Final = 512 << 10
 """More bytes than this are checked in a thread while the event loop goes on reading; for fewer, handing over costs as
 much as the check."""
@@ -37,21 +40,11 @@ SLOT_PER_HELD_MAX: Final = 2
 """A gradient that waits to be applied stays in its slot, unless that is more than this many times as large."""
 
 
-class Threads(Protocol):
-    """A pool of compute threads."""
-
-    threads: int
-    """Number of threads."""
-
-    def submit(self, work: Callable[[], list[PushPart]]) -> asyncio.Future[list[PushPart]]:
-        """Start `work` in a compute thread and return a future for its result."""
-
-
 class Arriving:
     """The parts of one push, built from its body or its shared-memory slot."""
 
     def __init__(
-        self, known: KnownModel, frame: PushFrame, all_local: bool, sizes: Sequence[int], threads: Threads
+        self, known: KnownModel, frame: PushFrame, all_local: bool, sizes: Sequence[int], runtime: "Runtime"
     ) -> None:
         self.known: Final = known
         self.frame: Final = frame
@@ -71,7 +64,7 @@ class Arriving:
         self._defer_check = all_local and not self._staged and known.spec.consistency.immediate
         """Whether parts that are whole partitions are checked while they are applied."""
         self._coding: Coding = cast(DType, frame.dtype) if self._codec is None else self._codec.coding
-        self._threads = threads
+        self._runtime = runtime
         self._own_buffers = frame.slot is None and has_own_buffers(sizes)
         self._held = not known.spec.consistency.immediate
         in_one_buffer = frame.slot is None and len(sizes) > 1 and not self._own_buffers
@@ -84,7 +77,7 @@ class Arriving:
 
         Raises RequestError for a bad part that is small enough to be checked here; `parts` raises it for the others.
         """
-        for share in shares(pieces, self._threads.threads):
+        for share in shares(pieces, self._runtime.threads):
             self._check(share)
 
     def take(self, slot: AnyArray) -> None:
@@ -105,7 +98,7 @@ class Arriving:
         if sum(data.size for _, data in pieces) <= (INLINE_UNPACK_BYTES_MAX if self._staged else INLINE_BYTES_MAX):
             self._results.append(work())
             return
-        future = self._threads.submit(work)
+        future = self._runtime.submit(work)
         future.add_done_callback(_retrieve_exception)  # nobody awaits `parts` of a push that is cut off
         self._results.append(future)
 

@@ -7,11 +7,11 @@ without a journal (level `applied`) the changes between the two are lost, and th
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 from paramserver.core import initial
 from paramserver.core.layout import Layout
-from paramserver.core.optimizer import initial_slots
+from paramserver.core.optimizer import initial_slots, slot_names
 from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.replay import replay
 from paramserver.core.shard_effects import LoadPartition, Task
@@ -22,11 +22,9 @@ from paramserver.types import F32
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import compute
 from paramserver_shard.journal import Journal
-from paramserver_shard.snapshot_format import from_stored
 from paramserver_shard.snapshot_store import SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
-T = TypeVar("T")
 
 ASSIGNED_KINDS: Final = ("upload", "file")
 """Kinds of initial values that reach the owner later, as an assignment."""
@@ -34,16 +32,17 @@ FIRST_INLINE_MAX: Final = 4096
 """Elements up to which initial values are made on the event loop: a model's partitions are loaded all at once."""
 
 
-class Submit(Protocol):
-    """Starts work in a compute thread."""
-
-    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
-
-
 class Loader:
     """Reads partitions.  Raises RedisError or OSError when Redis does not answer."""
 
-    def __init__(self, store: SnapshotStore, journal: Journal, pool: BufferPool, submit: Submit) -> None:
+    def __init__(
+        self,
+        store: SnapshotStore,
+        journal: Journal,
+        pool: BufferPool,
+        submit: Callable[[Callable[[], LoadedState]], Awaitable[LoadedState]],
+    ) -> None:
+        """`submit` starts work in a compute thread."""
         self._store = store
         self._journal = journal
         self._pool = pool
@@ -65,12 +64,12 @@ class Loader:
             return await self._cut(effect, source, manifest)
         errors: list[PsError] = []
         for entry in manifest:
-            stored = await self._store.read(key, entry)
-            if stored is None:
+            loaded = await self._store.read(key, entry)
+            if loaded is None:
                 errors.append(problem("corrupt_state", f"the snapshot of version {entry['version']} is damaged"))
                 continue
             try:
-                loaded = await self._continued(effect, from_stored(stored.head, stored.arrays))
+                loaded = await self._continued(effect, loaded)
             except CorruptState as error:
                 errors.append(error)
                 continue
@@ -102,8 +101,8 @@ class Loader:
         """Load the partition as it was stored at that clock."""
         key = effect.key
         for entry in manifest:
-            if entry["cut"] == clock and (stored := await self._store.read(key, entry)) is not None:
-                return from_stored(stored.head, stored.arrays)
+            if entry["cut"] == clock and (loaded := await self._store.read(key, entry)) is not None:
+                return loaded
         if manifest:
             raise problem("corrupt_state", f"the cut at clock {clock} of partition {key} cannot be restored")
         if _has_assigned_values(effect):
@@ -155,8 +154,8 @@ def first_state(spec: ModelSpec, layout: Layout, index: int, take: Callable[[int
         else:
             offset = base - layout.offsets[param.name][0]
             into[:] = initial.draw(param, segment.start + offset, segment.stop + offset)
-    slots = initial_slots(spec.optimizer, values)
-    return LoadedState(PartitionState(values, slots, (0,) * len(layout.segments[index])))
+    state = PartitionState(values, initial_slots(spec.optimizer, values), (0,) * len(layout.segments[index]))
+    return LoadedState(state, memory={"slots": list(slot_names(spec.optimizer))})
 
 
 def _has_assigned_values(effect: LoadPartition) -> bool:

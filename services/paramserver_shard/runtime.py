@@ -104,6 +104,7 @@ class Runtime:
         self._loop = asyncio.get_running_loop()
         self.loads = Loads(self._loop.time)
         self.threads = os.cpu_count() or 1
+        """Number of compute threads."""
         self._executor = ThreadPoolExecutor(self.threads, "compute")
         self._tasks: set[asyncio.Task[None]] = set()
         self._events: deque[Event] = deque()

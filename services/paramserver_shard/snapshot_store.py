@@ -12,7 +12,6 @@ that a missing manifest was lost), `…:pending` (snapshots whose blocks may exi
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -21,6 +20,7 @@ import numpy as np
 from redis.asyncio import Redis
 from zlib_ng import zlib_ng
 
+from paramserver.core.partition_state import LoadedState
 from paramserver.errors import problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import AnyArray, PartitionKey, Token
@@ -34,6 +34,7 @@ from paramserver_shard.snapshot_format import (
     blocks_of,
     decode_head,
     encode_head,
+    from_stored,
     next_block,
     pack_manifest,
     read_manifest,
@@ -78,17 +79,6 @@ class SaveResult(IntEnum):
     """The partition has a newer owner."""
     BLOCKS_GONE = 3
     """Redis lost blocks before the manifest was switched; the snapshot must be stored again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One snapshot, read back and checked."""
-
-    version: int
-    token: Token
-    lsn: int
-    head: Mapping[str, Any]
-    arrays: tuple[AnyArray, ...]
 
 
 class Budget:
@@ -230,17 +220,17 @@ class SnapshotStore:
         text, saved = await self._redis.mget(_key(key, "manifest"), _key(key, "saved"))
         return _entries(key, text, saved)
 
-    async def read(self, key: PartitionKey, entry: Mapping[str, Any]) -> Stored | None:
+    async def read(self, key: PartitionKey, entry: Mapping[str, Any]) -> LoadedState | None:
         """Read a snapshot of the manifest; None if it is damaged. Raises CorruptState if its format is newer."""
         try:
-            stored = await self._read(key, entry)
+            loaded = await self._read(key, entry)
         except (ValueError, TypeError, KeyError, OverflowError, MemoryError):  # a 1.0 manifest has no checksum
-            stored = None
-        if stored is None:
+            loaded = None
+        if loaded is None:
             self._damaged.add((key, entry["name"]))
-        return stored
+        return loaded
 
-    async def _read(self, key: PartitionKey, entry: Mapping[str, Any]) -> Stored | None:
+    async def _read(self, key: PartitionKey, entry: Mapping[str, Any]) -> LoadedState | None:
         if not 0 <= entry["bytes"] <= SNAPSHOT_BLOCK_BYTES * len(entry["crc32"]):
             return None
         stream = np.empty(entry["bytes"], np.uint8)  # not from the pool: no other buffer has this size
@@ -262,7 +252,7 @@ class SnapshotStore:
             array[:] = stream[body : body + size]
             arrays.append(array.view(dtype))
             body += size
-        return Stored(int(entry["version"]), int(entry["token"]), int(entry["lsn"]), head["head"], tuple(arrays))
+        return from_stored(head["head"], arrays)
 
     async def _delete_abandoned(
         self, key: PartitionKey, token: Token, manifest: Sequence[Mapping[str, Any]], pending: Iterable[bytes | str]

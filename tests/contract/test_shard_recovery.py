@@ -45,7 +45,7 @@ from paramserver_shard.journal import Journal
 from paramserver_shard.loading import Loader
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
-from paramserver_shard.snapshot_format import from_stored, pack_manifest, to_stored
+from paramserver_shard.snapshot_format import pack_manifest, to_stored
 from paramserver_shard.snapshot_store import SaveResult, SnapshotStore
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -460,9 +460,8 @@ async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis
     manifest = await store.manifest(key)
     assert [e["version"] for e in manifest] == [7, 6]
     for entry in manifest:
-        stored = await store.read(key, entry)
-        assert stored is not None
-        loaded, version = from_stored(stored.head, stored.arrays), entry["version"]
+        loaded, version = await store.read(key, entry), entry["version"]
+        assert loaded is not None
         values = (np.arange(12, dtype=np.float32) + version).astype(np.float32)
         assert np.array_equal(loaded.state.values, values)
         assert [s.tolist() for s in loaded.state.slots] == [(values * 0.5).tolist(), (values * 0.25).tolist()]

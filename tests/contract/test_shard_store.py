@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -10,14 +11,16 @@ import pytest
 from redis.asyncio import Redis
 from tests.chaos.proxy import Link
 
+from paramserver.core.partition_state import Capture, LoadedState, PartitionState
 from paramserver.errors import CorruptState
 from paramserver.limits import MIB
-from paramserver.types import F32, ModelKey, PartitionKey
+from paramserver.types import F32, AnyArray, ModelKey, PartitionKey
 from paramserver_node import redis as node_redis
 from paramserver_shard import line
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.scripts import ScriptRunner
-from paramserver_shard.snapshot_store import SaveResult, SnapshotStore, Stored
+from paramserver_shard.snapshot_format import to_stored
+from paramserver_shard.snapshot_store import SaveResult, SnapshotStore
 
 pytestmark = pytest.mark.process
 
@@ -43,17 +46,23 @@ def values(version: int, count: int = 1000) -> F32:
     return np.full(count, version, np.float32)
 
 
+def stored(version: int, *arrays: F32) -> tuple[dict[str, Any], tuple[AnyArray, ...]]:
+    """Return the stored form of a partition with these values and optimizer state."""
+    state = PartitionState(arrays[0], arrays[1:], ())
+    return to_stored(Capture(KEY, TOKEN, version, 0, state, {}))
+
+
 async def save(
     store: SnapshotStore, version: int, *, token: int = TOKEN, cut: int | None = None, pinned: int | None = None
 ) -> SaveResult:
-    return await store.save(KEY, token, version, {"version": version}, [values(version)], cut=cut, pinned=pinned)
+    return await store.save(KEY, token, version, *stored(version, values(version)), cut=cut, pinned=pinned)
 
 
-async def newest(store: SnapshotStore) -> Stored | None:
+async def newest(store: SnapshotStore) -> LoadedState | None:
     """Return the first intact snapshot of the manifest, as a loading shard does."""
     for entry in await store.manifest(KEY):
-        if (stored := await store.read(KEY, entry)) is not None:
-            return stored
+        if (loaded := await store.read(KEY, entry)) is not None:
+            return loaded
     return None
 
 
@@ -74,10 +83,10 @@ async def test_two_snapshots_are_kept_and_the_newest_is_read(redis: Redis) -> No
         assert await save(store, version) == SaveResult.STORED
     assert [e["version"] for e in await store.manifest(KEY)] == [3, 2]
     assert len(await blocks(redis)) == 2
-    stored = await newest(store)
-    assert stored is not None
-    assert (stored.version, dict(stored.head)) == (3, {"version": 3})
-    assert np.array_equal(stored.arrays[0], values(3))
+    loaded = await newest(store)
+    assert loaded is not None
+    assert loaded.version == 3
+    assert np.array_equal(loaded.state.values, values(3))
 
 
 async def test_what_is_stored_of_a_model_that_is_deleted_meanwhile_goes_with_it(redis: Redis) -> None:
@@ -94,9 +103,9 @@ async def test_what_is_read_back_leaves_no_other_memory_in_the_pool(redis: Redis
     """
     pool = BufferPool()
     store = store_of(redis, pool)
-    await store.save(KEY, TOKEN, 1, {"version": 1}, [values(1, 1 << 18), values(2, 1 << 18)])
-    stored = await newest(store)
-    assert stored is not None
+    await store.save(KEY, TOKEN, 1, *stored(1, values(1, 1 << 18), values(2, 1 << 18)))
+    loaded = await newest(store)
+    assert loaded is not None
     assert pool.lent_bytes >= 2 << 20
     assert pool.kept_bytes == 0
 
@@ -105,14 +114,14 @@ async def test_blocks_are_bounded(redis: Redis) -> None:
     """A snapshot of 9 MB is stored as three blocks of at most 4 MiB and read back bit for bit."""
     store = store_of(redis)
     array = np.random.default_rng(1).standard_normal(2_250_000).astype(np.float32)
-    assert await store.save(KEY, TOKEN, 1, {}, [array, array[:3]]) == SaveResult.STORED
+    assert await store.save(KEY, TOKEN, 1, *stored(1, array, array[:3])) == SaveResult.STORED
     sizes = [await redis.strlen(f"{{{KEY}}}:snap:{name}") for name in await blocks(redis)]
     assert len(sizes) == 3
     assert max(sizes) == 4 << 20
-    stored = await newest(store)
-    assert stored is not None
-    assert np.array_equal(stored.arrays[0], array)
-    assert np.array_equal(stored.arrays[1], array[:3])
+    loaded = await newest(store)
+    assert loaded is not None
+    assert np.array_equal(loaded.state.values, array)
+    assert np.array_equal(loaded.state.slots[0], array[:3])
 
 
 async def test_writes_are_spread_over_time(redis: Redis) -> None:
@@ -121,10 +130,10 @@ async def test_writes_are_spread_over_time(redis: Redis) -> None:
     store = SnapshotStore(redis, ScriptRunner(redis), BufferPool(), clock, rate)
     began = clock()
     for version in (1, 2):
-        assert await store.save(KEY, TOKEN, version, {}, [values(version, 2 * MIB)]) == SaveResult.STORED
+        assert await store.save(KEY, TOKEN, version, *stored(version, values(version, 2 * MIB))) == SaveResult.STORED
     assert clock() - began >= 12 * MIB / rate, "the last block of 16 MiB waits for those before it"
-    assert await store.save(KEY, TOKEN, 3, {}, [values(3, 2 * MIB)], urgent=True) == SaveResult.STORED
-    assert await store.save(KEY, TOKEN, 4, {}, [values(4)]) == SaveResult.STORED
+    assert await store.save(KEY, TOKEN, 3, *stored(3, values(3, 2 * MIB)), urgent=True) == SaveResult.STORED
+    assert await store.save(KEY, TOKEN, 4, *stored(4, values(4))) == SaveResult.STORED
     assert clock() - began >= 24 * MIB / rate
 
 
@@ -151,9 +160,9 @@ async def test_a_damaged_snapshot_is_noticed(redis: Redis) -> None:
     await save(store, 2)
     new, old = await names(redis)
     await redis.setrange(f"{{{KEY}}}:snap:{new}:0", 900, "x")
-    stored = await newest(store)
-    assert stored is not None
-    assert stored.version == 1
+    loaded = await newest(store)
+    assert loaded is not None
+    assert loaded.version == 1
     await save(store, 3)
     assert [e["version"] for e in await store.manifest(KEY)] == [3, 1], "what is damaged is not kept beside the new one"
     assert len(await blocks(redis)) == 2
@@ -232,15 +241,15 @@ async def test_partitions_that_share_a_slow_line_are_stored_and_loaded_in_turn(
     link.bytes_per_s = 2 * size  # 0.5 s for each of them, 3 s for all
     try:
         arrays = [np.full(size // 4, key.index, np.float32) for key in keys]
-        saved = [store.save(key, TOKEN, 1, {}, [a]) for key, a in zip(keys, arrays, strict=True)]
+        saved = [store.save(key, TOKEN, 1, *stored(1, a)) for key, a in zip(keys, arrays, strict=True)]
         assert await asyncio.gather(*saved) == [SaveResult.STORED] * len(keys)
 
-        async def loaded(key: PartitionKey) -> Stored | None:
+        async def loaded(key: PartitionKey) -> LoadedState | None:
             return await store.read(key, (await store.manifest(key))[0])
 
         for found, wanted in zip(await asyncio.gather(*map(loaded, keys)), arrays, strict=True):
             assert found is not None
-            assert np.array_equal(found.arrays[0], wanted)
+            assert np.array_equal(found.state.values, wanted)
     finally:
         await slow.aclose()
         await link.stop()

@@ -18,7 +18,7 @@ from paramserver_node import log, problems
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.race import while_there
-from paramserver_node.server import leave, serve_tcp, stop_on_signals
+from paramserver_node.server import serve_tcp, stop_on_signals
 
 PULL_BYTES = 5_000_000
 
@@ -132,4 +132,3 @@ async def main(port: int, upstreams: list[str]) -> None:
 
 if __name__ == "__main__":
     uvloop.run(main(int(sys.argv[1]), sys.argv[2].split(",") if len(sys.argv) > 2 else []))
-    leave()

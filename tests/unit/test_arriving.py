@@ -14,7 +14,7 @@ from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import Coding, ModelKey
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
 from paramserver.wire.tensor import slice_crc
-from paramserver_shard.arriving import BLOCK_BYTES, Arriving, Threads, checked
+from paramserver_shard.arriving import BLOCK_BYTES, Arriving, checked
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange
@@ -22,6 +22,7 @@ from paramserver_shard.inflight import InFlight
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
 from paramserver_shard.receiving import Body, FrameReader
+from paramserver_shard.runtime import Runtime
 
 DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -50,7 +51,7 @@ async def test_a_push_that_came_before_its_partition_has_a_checksum(fields: dict
     frame = PushFrame("m", [PushPart(0, None, None)], worker="a", epoch=1, seq=1, **fields)
     gradient = np.ones(4, np.float32)
 
-    arriving = Arriving(known, frame, False, [gradient.nbytes], cast(Threads, SimpleNamespace(threads=2)))
+    arriving = Arriving(known, frame, False, [gradient.nbytes], cast(Runtime, SimpleNamespace(threads=2)))
     arriving.check([(0, gradient.view(np.uint8))])
     (part,) = await arriving.parts()
 
@@ -74,7 +75,7 @@ async def test_a_held_part_keeps_only_its_own_bytes_in_memory() -> None:
     gradient = np.ones(KNOWN.layout.partition_size(0) + 19, np.float32)
     sizes, pool = [gradient.nbytes - 4 * 19, *[4] * 19], BufferPool()
 
-    arriving = Arriving(KNOWN, frame, True, sizes, cast(Threads, SimpleNamespace(threads=2)))
+    arriving = Arriving(KNOWN, frame, True, sizes, cast(Runtime, SimpleNamespace(threads=2)))
     body = Body(sizes, arriving.check)
     body.allocate(pool)
     body.feed(gradient.data.cast("B"))
@@ -92,7 +93,7 @@ async def test_a_held_part_keeps_no_slot_that_is_much_larger(slot_elements: int,
     """A held gradient stays in the slot that it came in, unless that is so much larger that a copy keeps less."""
     slot = np.ones(4 * slot_elements, np.uint8)
     frame = PushFrame("m", [PushPart(0, None, None)], slot="b1")
-    arriving = Arriving(KNOWN, frame, True, [4 * 40_000], cast(Threads, SimpleNamespace(threads=2)))
+    arriving = Arriving(KNOWN, frame, True, [4 * 40_000], cast(Runtime, SimpleNamespace(threads=2)))
     arriving.take(slot)
     (held,) = await arriving.parts()
     assert np.shares_memory(held.data, slot) is shares

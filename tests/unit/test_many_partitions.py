@@ -26,7 +26,7 @@ from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId, Token
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.lending import Lending
-from paramserver_shard.loading import Loader, Submit
+from paramserver_shard.loading import Loader
 from paramserver_shard.shared_folder import SharedFolder
 
 from .sharding import Now, Shards, drive, terms
@@ -265,7 +265,7 @@ async def test_first_values_are_not_made_on_the_event_loop() -> None:
         threads.append(1)
         return await asyncio.to_thread(work)
 
-    loader = Loader(Mock(), Mock(), BufferPool(), cast(Submit, submit))
+    loader = Loader(Mock(), Mock(), BufferPool(), submit)
     key = PartitionKey(ModelKey("m", 1), 0)
     loaded = await loader.load(LoadPartition(key, Token(1), "init", spec, layout))
     assert loaded.state.values.size == layout.partition_size(0)

@@ -422,18 +422,6 @@ def test_a_run_is_kept_until_its_workers_have_reported(monkeypatch: pytest.Monke
     assert [r["id"] for r in d.core.read.runs()] == ["run-5", "run-4"]
 
 
-def test_a_stored_place_in_a_run_that_is_gone_is_no_place() -> None:
-    """A member whose stored place is in a run that is gone (older releases stored such) gets one in a waiting run."""
-    d = Driver.with_model()
-    run(d)
-    m = member(d, "p")
-    d.hash["member:p"] = json.dumps(json.loads(d.hash["member:p"]) | {"place": ["run-0", 0]})
-    d.hash["run:run-1"] = json.dumps(json.loads(d.hash["run:run-1"]) | {"places": [[None, 0, 0, False]]})
-    d.restart()
-    assert beat(d, m)["run"]["id"] == "run-1"
-    assert json.loads(d.hash["member:p"])["place"] == ["run-1", 0]
-
-
 def test_everything_survives_a_kill_of_the_scheduler() -> None:
     """After a kill of the scheduler, model, owners, worker, data, run, pool member and evaluation are as before."""
     d = Driver.with_model(evaluate_every=2, consistency={"mode": "sync"})

@@ -105,6 +105,19 @@ def test_pushes_that_wait_for_partitions_run_in_order_of_arrival() -> None:
     assert [[p.version for p in o.parts] for o in outcomes if isinstance(o, PushDone)] == [[1, 1], [2]]
 
 
+def test_an_optimizer_that_is_chosen_while_initial_values_load_begins_with_its_own_state() -> None:
+    """What another optimizer's state would begin with is not given to one that has as many arrays."""
+    driver = ShardDriver(eager=False)
+    driver.serve(spec(optimizer={"name": "adagrad", "initial_accumulator_value": 0.5}))
+    driver.patch({"optimizer": {"name": "momentum"}})
+
+    driver.settle()
+
+    state = driver.core.models["m"].partitions[0].state
+    assert state is not None
+    assert [set(slot.tolist()) for slot in state.slots] == [{0.0}]
+
+
 def test_a_failed_load_is_told_and_tried_again() -> None:
     """When a load fails, waiting requests get its error, and the load is retried after a second."""
     driver = ShardDriver(eager=False)

@@ -109,13 +109,13 @@ def test_idempotency_keys_are_forgotten_in_order_of_arrival() -> None:
 
 
 def test_windows_start_small_and_are_bounded() -> None:
-    """A window grows from 96 bytes to at most 1.5 KiB, and the least recent worker is forgotten first."""
+    """A window grows from 4 seqs to at most 64, and the least recent worker is forgotten first."""
     memory = PushMemory()
     accept(memory, 0)
-    assert memory.nbytes == 4 * 24
+    assert len(memory._plain["w"]._seqs) == 4
     for seq in range(1000):
         accept(memory, seq + 1)
-    assert memory.nbytes == 64 * 24
+    assert len(memory._plain["w"]._seqs) == 64
 
     for i in range(limits.WORKERS_PER_MODEL_MAX):
         memory.record(PushId(f"other {i}", 1, 0), None, 7, 0)

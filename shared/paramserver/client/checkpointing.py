@@ -115,14 +115,9 @@ def _report_restored(cluster: Cluster, model_map: ModelMap, found: "Checkpoint",
     bodies: list[dict[str, Any]] = [{"workers": states} for states in _pieces(found.states_in(model_map.name))]
     bodies.append({"timeline": model_map.timeline, "version": found.version})
     document: Any = None
-    try:
-        for body in bodies:
-            request = json_request("POST", path, {"generation": model_map.generation, **body}, timeout_s=ATTEMPT_S)
-            document = yield from deliver_json(request, deadline)
-    except NotFoundError as e:
-        if e.code != "not_found":
-            raise
-        return model_map  # an older scheduler, which lacks this route
+    for body in bodies:
+        request = json_request("POST", path, {"generation": model_map.generation, **body}, timeout_s=ATTEMPT_S)
+        document = yield from deliver_json(request, deadline)
     return (yield from cluster.store_document(document, deadline))
 
 
@@ -156,7 +151,7 @@ def _states(
     found: dict[int, Response] = {}
     pending = list(range(model_map.spec.partitions))
     backoff = Backoff(deadline)
-    query = f"?cut={cut}&version={cut}" if cut is not None else ""
+    query = f"?cut={cut}" if cut is not None else ""
     while pending:
         now, later = pending[:AT_ONCE], pending[AT_ONCE:]
         requests = [

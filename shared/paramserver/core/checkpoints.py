@@ -70,7 +70,7 @@ class Record(Struct, frozen=True):
             metric,
             doc["kept"],
             doc["path"],
-            doc.get("scheduler", ""),
+            doc["scheduler"],
         )
 
 

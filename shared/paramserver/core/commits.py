@@ -1,9 +1,8 @@
 """Commits of synchronous models: which one a partition takes next, and what none will list any more."""
 
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from paramserver.core import operation as running
 from paramserver.core.journal import drop_head
 from paramserver.core.mean_operations import CommitOperation
 from paramserver.core.operation import record_settings_change
@@ -13,22 +12,17 @@ from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_effects import Resync
 from paramserver.core.shard_events import CommitDecided
 from paramserver.core.timers import Timers
-from paramserver.types import ModelKey
+
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 _RETRY_S = 1.0
-
-
-class Shard(running.Shard, Protocol):
-    """The part of the shard that `CommitDesk` uses."""
-
-    def find_model(self, key: ModelKey) -> ServedModel | None:
-        """The model of that name and generation; None if this shard does not know it."""
 
 
 class CommitDesk:
     """Brings the partitions of synchronous models from clock to clock."""
 
-    def __init__(self, shard: Shard, queues: OperationQueues, timers: Timers) -> None:
+    def __init__(self, shard: "ShardCore", queues: OperationQueues, timers: Timers) -> None:
         self._shard = shard
         self._queues = queues
         self._timers = timers

@@ -6,7 +6,7 @@ waits for a snapshot, which is scheduled at once.  A push at level `applied` pay
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -16,28 +16,21 @@ from paramserver.core.partition import Partition
 from paramserver.core.partition_state import Capture
 from paramserver.core.shard_effects import Journal, Outcome, PushDone
 from paramserver.core.shard_events import Request
-from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.timers import Timers
 from paramserver.core.watermark import Waiting
 from paramserver.errors import PsError, problem
 from paramserver.types import LEVELS, AnyArray
 
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
+
 _FSYNCED = LEVELS["fsynced"]
-
-
-class Shard(Protocol):
-    """The part of the shard that `Durability` uses."""
-
-    plan: SnapshotPlan
-
-    def reply(self, request: Request, outcome: Outcome) -> None:
-        """Answer a request."""
 
 
 class Durability:
     """The journal of one shard's partitions and the replies that wait for it."""
 
-    def __init__(self, shard: Shard, timers: Timers) -> None:
+    def __init__(self, shard: "ShardCore", timers: Timers) -> None:
         self.storage = ""
         """Why nothing can be made durable now; empty if it can."""
         self.fsync_refused = ""

@@ -1,10 +1,9 @@
 """Handover of live partitions: moved whole to another shard, or kept under a renewed token (semantics 6)."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from paramserver.core import operation as running
 from paramserver.core.mean_operations import CommitOperation
 from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
@@ -14,18 +13,14 @@ from paramserver.core.shard_effects import LoadPartition
 from paramserver.core.shard_events import ModelView
 from paramserver.types import PartitionKey, Token
 
-
-class Shard(running.Shard, Protocol):
-    """The part of the shard that `Handover` uses."""
-
-    def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """Resume what was suspended while the partition was held or not loaded."""
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 
 class Handover:
     """Holds partitions that are to be released, until their whole state is stored."""
 
-    def __init__(self, shard: Shard, queues: OperationQueues) -> None:
+    def __init__(self, shard: "ShardCore", queues: OperationQueues) -> None:
         self._shard = shard
         self._queues = queues
         self._held: dict[Partition, None] = {}

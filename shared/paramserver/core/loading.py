@@ -1,37 +1,26 @@
 """Loading of partitions: the state their owner begins with, and what follows from it at once."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from paramserver.core import operation as running
 from paramserver.core.operation import record_settings_change
-from paramserver.core.partition import Partition
 from paramserver.core.requests import RequestDesk
-from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_effects import LoadPartition, Report
 from paramserver.core.shard_events import LoadFailed, PartitionLoaded
 from paramserver.core.timers import Timers
 from paramserver.errors import PsError
-from paramserver.types import PartitionKey, Token
+
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 _RETRY_S = 1.0
-
-
-class Shard(running.Shard, Protocol):
-    """The part of the shard that `LoadDesk` uses."""
-
-    def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
-        """Return the model, if known, and the partition, if this shard has it under that token."""
-
-    def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """Resume what was suspended while the partition was not loaded."""
 
 
 class LoadDesk:
     """Handles load results and retries failed loads."""
 
-    def __init__(self, shard: Shard, timers: Timers, requests: RequestDesk) -> None:
+    def __init__(self, shard: "ShardCore", timers: Timers, requests: RequestDesk) -> None:
         self._shard = shard
         self._timers = timers
         self._requests = requests

@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from paramserver.core.commit import Commit
 from paramserver.core.journal import Step, commit_head, flush_head
-from paramserver.core.operation import Operation, Shard, record_settings_change
+from paramserver.core.operation import Operation, record_settings_change
 from paramserver.core.partition_state import PartitionState
 from paramserver.core.shard_effects import Task
 from paramserver.core.shard_events import TaskResult
 from paramserver.core.update import mean_task
+
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +24,7 @@ class CommitOperation(Operation):
     _step: Step | None = None
     """Numbers of the step being computed, for the journal."""
 
-    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+    def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         (p,) = self.partitions
         settings = self.model.spec_of(self.commit.revision)
         if self.commit.timeline != self.model.timeline or self.commit.t != p.clock or settings is None:
@@ -41,15 +45,14 @@ class CommitOperation(Operation):
         self._finish(shard, p.state, now)
         return ()
 
-    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+    def finish(self, shard: "ShardCore", results: Sequence[TaskResult], now: float) -> None:
         (p,) = self.partitions
         assert p.state is not None
         if results[0].state is None:
-            shard.not_finite += 1
             self._step = None
         self._finish(shard, results[0].state or p.state, now)
 
-    def _finish(self, shard: Shard, state: PartitionState, now: float) -> None:
+    def _finish(self, shard: "ShardCore", state: PartitionState, now: float) -> None:
         (p,) = self.partitions
         p.committing = False
         shard.held_bytes -= p.committed(self.commit.contributions, self.commit.t)
@@ -69,7 +72,7 @@ class FlushOperation(Operation):
     """Whether to apply the buffer even if it is neither full nor due."""
     _step: Step | None = None
 
-    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+    def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         (p,) = self.partitions
         rule = p.spec.consistency
         full = rule.mode != "buffered" or len(p.buffered) >= rule.count or self.early
@@ -80,11 +83,10 @@ class FlushOperation(Operation):
         self._step = (p.rate(), [weight for _, weight in parts])
         return [mean_task(p.update_input(), parts, p.contributions, self._step[0])]
 
-    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+    def finish(self, shard: "ShardCore", results: Sequence[TaskResult], now: float) -> None:
         (p,) = self.partitions
         shard.held_bytes -= p.drop_unapplied()
         if results[0].state is None:
-            shard.not_finite += 1
             p.lsn += 1
             self._step = None
         else:

@@ -98,8 +98,8 @@ class Shard(Holder):
     def of(cls, name: str, doc: Mapping[str, Any], now: float) -> "Shard":
         """Rebuild a shard from its stored document, as if heard from now."""
         shard = cls(name, doc["epoch"], now, doc["alive"], tuple(doc["addresses"]), doc["version"])
-        shard.draining, shard.left = doc.get("draining", False), doc.get("left", False)
-        shard.gone_s, shard.listed = now, doc.get("listed", True)
+        shard.draining, shard.left, shard.listed = doc["draining"], doc["left"], doc["listed"]
+        shard.gone_s = now
         return shard
 
 
@@ -199,7 +199,7 @@ class Worker(Holder):
         worker = cls(name, doc["epoch"], now, doc["alive"], lease_s=doc["lease_s"], rank=doc["rank"])
         worker.done = worker.granted = doc["clock"]
         worker.timeline = doc["timeline"]  # so that a plain client that has not been told of a rollback yet will be
-        worker.draining, worker.left = doc.get("draining", False), doc.get("left", False)
+        worker.draining, worker.left = doc["draining"], doc["left"]
         worker.keep(doc["state"])
         return worker
 

@@ -313,15 +313,14 @@ class Model:
         """Rebuild a model from its three stored documents."""
         m = cls(ModelSpec.parse(doc["spec"]), doc["created"], doc["generation"], doc["created_s"])
         m.revision = doc["revision"]
-        m.missing, m.lost = set(doc["missing"]), set(doc.get("lost", ()))
-        m.creator = doc.get("creator", "")
+        m.missing, m.lost, m.creator = set(doc["missing"]), set(doc["lost"]), doc["creator"]
         m.upload_token, m.upload_until_s = doc["upload_token"], now + limits.UPLOAD_TOKEN_S
         m.restoring, m.restored, m.worker_count = doc["restoring"], doc["restored"], doc["worker_count"]
-        m.roster.floor, m.left_sync = doc["epoch_floor"], doc.get("left_sync", 0)
+        m.roster.floor, m.left_sync = doc["epoch_floor"], doc["left_sync"]
         m.source = place["source"]
         m.owners = [Owner.of(row) for row in place["owners"]]
-        m.gate.clock, m.gate.opened, m.timeline = clock["clock"], clock["opened"], clock["timeline"]
-        m.began = clock.get("began", m.gate.clock)
+        m.gate.clock, m.gate.opened, m.gate.opening = clock["clock"], clock["opened"], clock["opening"]
+        m.timeline, m.began = clock["timeline"], clock["began"]
         m.cuts = Cuts(
             clock["cut"],
             clock["pending_cut"],
@@ -329,7 +328,6 @@ class Model:
             lacks_first=clock["switched"],
             moved=True,  # Owners may have changed since.
         )
-        m.gate.opening = clock.get("opening", m.cuts.lacks_first and m.cuts.wanted)
         m.evaluated = clock["evaluated"]
         m.evaluations = [Evaluation(c, (who[0], who[1]) if who else None) for c, *who in clock["evaluations"]]
         m.checkpoints.number, m.checkpoints.last_clock = clock["checkpoint_number"], clock["checkpoint_clock"]

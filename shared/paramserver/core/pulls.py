@@ -1,7 +1,7 @@
 """Pulls, which may have to wait for a version, a clock, a partition being loaded, or complete initial values."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paramserver import limits
 from paramserver.core.partition import Partition
@@ -10,6 +10,9 @@ from paramserver.core.shard_effects import Outcome, PullDone, PulledPart
 from paramserver.core.shard_events import PullReceived, Request
 from paramserver.core.timers import Timer, Timers
 from paramserver.errors import PsError, as_problem, problem
+
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 
 @dataclass(slots=True, eq=False)
@@ -84,23 +87,10 @@ def _takes_commits(model: ServedModel, p: Partition) -> bool:
     return model.sync or p.spec.consistency.mode == "sync"
 
 
-class Shard(Protocol):
-    """The part of the shard that pulls use."""
-
-    map_epoch: int
-    models: dict[str, ServedModel]
-
-    def reply(self, request: Request, outcome: Outcome) -> None:
-        """Answer a request."""
-
-    def model_gone(self, model: ServedModel) -> PsError:
-        """The error for a request to a model that was deleted or recreated."""
-
-
 class PullDesk:
     """All waiting pulls, each at the last partition that cannot serve it yet."""
 
-    def __init__(self, shard: Shard, timers: Timers) -> None:
+    def __init__(self, shard: "ShardCore", timers: Timers) -> None:
         self._shard = shard
         self._timers = timers
         self._waiting: dict[Request, WaitingPull] = {}

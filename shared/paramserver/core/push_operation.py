@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from msgspec.structs import astuple, replace
 
@@ -9,7 +10,7 @@ from paramserver import limits
 from paramserver.core import admission
 from paramserver.core.journal import hold_head, push_head
 from paramserver.core.mean_operations import FlushOperation
-from paramserver.core.operation import RequestOperation, Shard
+from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.partition_state import HeldPart
 from paramserver.core.shard_effects import PushDone, Task
@@ -19,6 +20,9 @@ from paramserver.core.update import single_task
 from paramserver.core.window import EarlierAnswer
 from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import PushState
+
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +41,7 @@ class PushOperation(RequestOperation):
     _state_changed: bool = False
     """Whether `start` has begun to change state; from then on the push can no longer be rejected."""
 
-    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+    def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         try:
             return self._start(shard, now)
         except Exception as error:
@@ -46,7 +50,7 @@ class PushOperation(RequestOperation):
             self.refuse(shard, as_problem(error))
             return ()
 
-    def _start(self, shard: Shard, now: float) -> Sequence[Task]:
+    def _start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         spec = self._check(shard)
         rule, event = spec.consistency, self.event
         if not rule.immediate or any([p.memory.remembers(event.push_id, event.key) for p in self.partitions]):
@@ -72,7 +76,7 @@ class PushOperation(RequestOperation):
         self._reply(shard, state, now)
         return ()
 
-    def _check(self, shard: Shard) -> ModelSpec:
+    def _check(self, shard: "ShardCore") -> ModelSpec:
         """Return the settings in force, or raise if the push cannot be accepted now, whatever it contains."""
         event, spec = self.event, self.partitions[0].spec
         self.model.check(event.generation, event.timeline)
@@ -103,7 +107,7 @@ class PushOperation(RequestOperation):
             for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
         ]
 
-    def _check_holdable(self, shard: Shard, *, sync: bool) -> None:
+    def _check_holdable(self, shard: "ShardCore", *, sync: bool) -> None:
         """Raise if the fresh parts cannot be staged or buffered."""
         if sync:
             if self.event.clock is None:
@@ -114,7 +118,7 @@ class PushOperation(RequestOperation):
         if shard.held_bytes + nbytes > limits.STAGED_BYTES_MAX:
             raise problem("queue_full", f"{shard.held_bytes} bytes of gradients wait to be applied in this shard")
 
-    def _with_checksums(self, shard: Shard) -> PushReceived:
+    def _with_checksums(self, shard: "ShardCore") -> PushReceived:
         """Return the push with every part's checksum known. Raises RequestError (`non_finite`) for NaN or infinity."""
         if any(part.crc is None for part in self.event.parts):
             parts = tuple(part if part.crc is not None else shard.check_content(part) for part in self.event.parts)
@@ -127,7 +131,7 @@ class PushOperation(RequestOperation):
         rule, clock = p.spec.consistency, self.event.clock
         return rule.mode == "sync" and rule.late == "drop" and clock is not None and clock < p.clock
 
-    def _hold(self, shard: Shard, p: Partition, part: PushPart, scale: float, now: float) -> None:
+    def _hold(self, shard: "ShardCore", p: Partition, part: PushPart, scale: float, now: float) -> None:
         """Keep one part until its clock commits or the partition's buffer is flushed."""
         event, rule, late = self.event, p.spec.consistency, self._late(p)
         sync = rule.mode == "sync"
@@ -154,7 +158,7 @@ class PushOperation(RequestOperation):
             p.flush_at = now + rule.interval_ms / 1000.0
             shard.flush_by(p, p.flush_at, now)
 
-    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+    def finish(self, shard: "ShardCore", results: Sequence[TaskResult], now: float) -> None:
         if any([r.state is None for r in results]):
             self.refuse(shard, self._not_finite(results))
             return
@@ -177,7 +181,7 @@ class PushOperation(RequestOperation):
         bad = [index for index, result in pairs if result.state is None]
         return problem("non_finite_result", f"partitions {bad} would hold NaN or infinity; nothing was changed")
 
-    def _reply(self, shard: Shard, state: PushState, now: float) -> None:
+    def _reply(self, shard: "ShardCore", state: PushState, now: float) -> None:
         pairs = list(zip(self.partitions, self._seen, strict=True))
         parts = tuple([p.part_version(None if seen is None else seen.version) for p, seen in pairs])
         late = any([self._late(p) if seen is None else seen.late for p, seen in pairs])

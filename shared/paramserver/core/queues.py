@@ -3,11 +3,15 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from paramserver.core.operation import Operation, RequestOperation, Shard
+from paramserver.core.operation import Operation, RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.shard_effects import Apply, Task
 from paramserver.core.shard_events import Applied, TaskResult
+
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 
 class OperationQueues:
@@ -29,7 +33,7 @@ class OperationQueues:
         """Insert an operation on this partition alone right behind the first one in its queue."""
         partition.operations.insert(1, operation)
 
-    def start(self, shard: Shard, now: float) -> Apply | None:
+    def start(self, shard: "ShardCore", now: float) -> Apply | None:
         """Start every operation that can start; return a job with their tasks, or None if they have none."""
         started: list[tuple[Operation, int]] = []
         due: list[Task] = []

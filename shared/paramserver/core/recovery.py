@@ -57,11 +57,9 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         model.filled.add(parameter)
         model.missing.discard(parameter)
     for model, worker, doc in _of_models(c, groups["worker"]):
-        late = groups["clock"][model.name].get("late", {}).get(worker)
+        late = groups["clock"][model.name]["late"].get(worker)
         model.roster.workers[worker] = _worker(worker, model, doc, late, now)
     for model, _, doc in sorted(_of_models(c, groups["commit"]), key=lambda found: found[2]["t"]):
-        if not model.commits and "began" not in groups["clock"][model.name]:
-            model.began = doc["t"]  # Partitions before that cannot catch up any more.
         model.commits.append((now, Commit.of(doc)))
     for model, dataset, doc in _of_models(c, groups["dataset"]):
         model.datasets[dataset] = Dataset.of(doc, groups["tasks"].get(f"{model.name}:{dataset}"))

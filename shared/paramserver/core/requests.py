@@ -1,11 +1,9 @@
 """Incoming requests: checked, their worker asked about if needed, then queued or parked."""
 
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from paramserver import limits
 from paramserver.core import admission
-from paramserver.core import operation as running
-from paramserver.core import pulls as pulling
 from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
@@ -28,9 +26,8 @@ from paramserver.core.timers import Timers
 from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import LEVELS
 
-
-class Shard(running.Shard, pulling.Shard, Protocol):
-    """The part of the shard that requests use."""
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 
 AnyRequest: TypeAlias = PushReceived | PullReceived | SetReceived | CaptureReceived
@@ -43,7 +40,7 @@ class RequestDesk:
     Handlers raise PsError for what they refuse, and `ShardCore.handle` passes it to `failed`.
     """
 
-    def __init__(self, shard: Shard, queues: OperationQueues, timers: Timers, pulls: PullDesk) -> None:
+    def __init__(self, shard: "ShardCore", queues: OperationQueues, timers: Timers, pulls: PullDesk) -> None:
         self.open: set[Request] = set()
         self._shard = shard
         self._queues = queues

@@ -198,10 +198,6 @@ class RunDesk:
             metrics = check_metrics({} if e.metrics is None else e.metrics)
         member.heard_s = now
         member.metrics = {name: value for name, value in metrics.items() if isfinite(value)}
-        if member.place is not None and member.place[0] not in self.c.runs:
-            # Earlier releases could forget a run that a member was still in, and stored that state.
-            self._free(member, now)
-            self.fill(now)
         self.c.answer(e.request, self.assignment(member))
 
     def assignment(self, member: Member) -> dict[str, Any]:
@@ -242,14 +238,16 @@ class RunDesk:
 
     def count_death(self, member: Member, now: float) -> None:
         """Count the death of a process at its place, if it has one, and end a run in which they die each time."""
-        run = self.c.runs.get(member.place[0]) if member.place is not None else None
-        if member.place is None or run is None or run.ended or not run.has(member.place[1], member.name):
+        if member.place is None:
             return
-        place = run.places[member.place[1]]
+        run, index = self.c.runs[member.place[0]], member.place[1]
+        if run.ended or not run.has(index, member.name):
+            return
+        place = run.places[index]
         place.deaths = place.deaths + 1 if now - place.taken_s < SOON_S else 0
         if place.deaths == DEATHS_MAX:
             reason = (
-                f"the process of worker {member.place[1]} died {place.deaths} times in a row within {SOON_S:g} s of "
+                f"the process of worker {index} died {place.deaths} times in a row within {SOON_S:g} s of "
                 f"taking its place, without an exception, such as by os._exit, a crash of native code or for its "
                 f"memory; see the log of pool member '{member.name}'"
             )
@@ -279,9 +277,7 @@ class RunDesk:
         run_id, place = member.place
         member.place = None
         self.c.save_member(member)
-        run = self.c.runs.get(run_id)
-        if run is None:
-            return
+        run = self.c.runs[run_id]
         if run.has(place, member.name):
             run.places[place].member = None
         self._save(run)
@@ -329,7 +325,7 @@ class RunDesk:
                 if member is None:
                     break
                 idle.remove(member)
-                place.member, place.epoch, place.taken_s = member.name, member.epoch, now
+                place.member, place.taken_s = member.name, now
                 member.place = (run.id, i)
                 self.c.save_member(member)
                 self._save(run)

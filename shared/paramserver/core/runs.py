@@ -37,8 +37,6 @@ class Place:
     """One worker's place in a run."""
 
     member: str | None = None
-    epoch: int = 0
-    """The member's epoch."""
     restarts: int = 0
     done: bool = False
     """The entry has returned."""
@@ -190,7 +188,7 @@ class Run:
 
     def stored(self) -> dict[str, Any]:
         """Stored field `run:ID`."""
-        return {**self._fields(), "places": [[p.member, p.epoch, p.restarts, p.done] for p in self.places]}
+        return {**self._fields(), "places": [[p.member, p.restarts, p.done] for p in self.places]}
 
     @classmethod
     def of(cls, doc: Mapping[str, Any], now: float) -> "Run":
@@ -202,7 +200,7 @@ class Run:
             doc["entry"],
             doc["args"],
             StopRule.check(doc["stop"]),
-            [Place(m, e, r, d) for m, e, r, d in doc["places"]],
+            [Place(m, r, d) for m, r, d in doc["places"]],
             doc["created_s"],
             doc["evaluate_every"],
             doc["checkpoint_every"],

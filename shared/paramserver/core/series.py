@@ -64,7 +64,7 @@ class Series:
         for name, points in doc["points"].items():
             rows = ((float(t), int(c), str(w), float(v)) for t, c, w, v in points)
             series.points[name] = deque(rows, maxlen=limits.METRIC_POINTS_MAX)
-        series.not_finite = {n: (float(a), float(b), str(w)) for n, (a, b, w) in doc.get("not_finite", {}).items()}
+        series.not_finite = {n: (float(a), float(b), str(w)) for n, (a, b, w) in doc["not_finite"].items()}
         return series
 
     def stored(self) -> dict[str, Any]:

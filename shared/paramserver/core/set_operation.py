@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from paramserver.core.journal import set_head
-from paramserver.core.operation import RequestOperation, Shard, record_settings_change
+from paramserver.core.operation import RequestOperation, record_settings_change
 from paramserver.core.partition import Partition
 from paramserver.core.shard_effects import AssignTask, PushDone, Task
 from paramserver.core.shard_events import SetReceived, TaskResult
 from paramserver.errors import PsError, as_problem, problem
+
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +21,7 @@ class SetOperation(RequestOperation):
 
     event: SetReceived = field(kw_only=True)
 
-    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+    def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         tasks: list[Task] = []
         try:
             self.model.check(self.event.generation, self.event.timeline)
@@ -37,7 +41,7 @@ class SetOperation(RequestOperation):
             return ()
         return tasks
 
-    def _change_settings(self, shard: Shard, p: Partition, now: float) -> None:
+    def _change_settings(self, shard: "ShardCore", p: Partition, now: float) -> None:
         """Adopt settings that would wait for the next commit: there is none before the restore has ended."""
         model = self.model
         if p.revision < model.revision and model.sync and p.spec.consistency.mode == "sync":
@@ -50,7 +54,7 @@ class SetOperation(RequestOperation):
         if changed:
             raise precondition_failed(f"partitions {changed} have changed meanwhile")
 
-    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+    def finish(self, shard: "ShardCore", results: Sequence[TaskResult], now: float) -> None:
         if any(r.state is None for r in results):
             self.refuse(shard, problem("non_finite", "the values hold NaN or infinity in float32; nothing was changed"))
             return

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
-from paramserver.core.operation import Operation, Shard, record_settings_change
+from paramserver.core.operation import Operation, record_settings_change
 from paramserver.core.shard_effects import Task
 from paramserver.core.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from paramserver.core.shard import ShardCore
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +23,7 @@ class SettingsOperation(Operation):
     clock: int = 0
     """Entering sync: the clock at which the phase begins.  Leaving it: commits before this clock are applied first."""
 
-    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+    def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         (p,) = self.partitions
         old, new = p.spec.consistency, self.spec.consistency
         if self.revision <= p.revision or old.mode == new.mode == "sync":

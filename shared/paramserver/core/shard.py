@@ -65,7 +65,7 @@ class ShardCore:
         self.models: dict[str, ServedModel] = {}
         self.map_epoch = 0
         self.held_bytes = 0
-        self.not_finite = 0
+        """Bytes of staged and buffered gradients."""
         self.superseded: list[PartitionState] = []
         """States superseded by the last event: no pull returns them any more."""
         self.plan = SnapshotPlan()
@@ -307,6 +307,7 @@ class ShardCore:
         return problem("model_replaced", detail, generation=other.key.generation)
 
     def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
+        """Return the model, if known, and the partition, if this shard has it under that token."""
         model = self.find_model(key.model)
         p = None if model is None else model.partitions.get(key.index)
         return model, p if p is not None and p.token == token else None
@@ -375,16 +376,19 @@ class ShardCore:
         for p in [p for _, p in self._partitions() if p.unsaved]:
             self.plan.urgent(p)
 
-    # --- used by operations (see `operation.Shard`)
+    # --- used by operations and desks
 
     def reply(self, request: Request, outcome: Outcome) -> None:
+        """Answer a request."""
         self._requests.open.discard(request)
         self._effects.append(Reply(request, outcome))
 
     def perform(self, effect: Effect) -> None:
+        """Have the runtime perform an effect, after those before it."""
         self._effects.append(effect)
 
     def check_content(self, part: PushPart) -> PushPart:
+        """Return the part with its checksum and whether its elements are finite."""
         assert self._check_content is not None, "parts come with their checksums"
         return self._check_content(part)
 
@@ -393,6 +397,7 @@ class ShardCore:
             self.superseded.append(partition.state)
 
     def publish_version(self, partition: Partition, state: PartitionState, now: float) -> None:
+        """Make `state` the partition's current version, one higher than the last."""
         self._supersede(partition)
         partition.state = state
         partition.version += 1
@@ -402,6 +407,7 @@ class ShardCore:
             self._woken.append(partition)
 
     def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
+        """Go on after the partition applied a commit, skipped one of an older timeline, or entered a sync phase."""
         self._commits.advance(model, partition, now)
         self._commits.drop_ended(model, partition)
 
@@ -416,9 +422,11 @@ class ShardCore:
         self.committed(model, partition, now)
 
     def run_next(self, partition: Partition, operation: Operation) -> None:
+        """Run `operation` right after the current one, before everything that waits."""
         self._queues.insert_next(partition, operation)
 
     def flush_by(self, partition: Partition, at: float, now: float) -> None:
+        """Flush the partition's buffer by time `at`; schedule a snapshot too, because snapshots include the buffer."""
         self.plan.changed(partition, now)
         key = partition.key  # the timer must not keep a lost partition's memory alive
 
@@ -433,5 +441,6 @@ class ShardCore:
         partition.flush_timer = self._timers.at(at, due)
 
     def settings_changed(self, partition: Partition, now: float) -> None:
+        """Retry the pulls that wait for the partition and update its snapshot schedule after a change of settings."""
         self._woken.append(partition)  # outside sync, pulls wait for no clock
         self.plan.settings_changed(partition, now)

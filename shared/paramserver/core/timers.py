@@ -23,9 +23,6 @@ class Timers:
         self._cancelled = 0
         """Cancelled timers that are still in the heap."""
 
-    def __len__(self) -> int:
-        return len(self._timers)
-
     def at(self, at: float, call: Callable[[float], None]) -> Timer:
         """Schedule `call(now)` for that time or soon after."""
         self._count += 1

@@ -96,11 +96,6 @@ class Window:
         low = self.highest - limits.WINDOW
         return sorted(e for e in zip(self._seqs, self._crcs, self._versions, strict=True) if e[0] > max(low, _EMPTY))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the remembered seqs."""
-        return 24 * len(self._seqs)
-
 
 class PushMemory:
     """All windows and idempotency keys of one partition.
@@ -190,12 +185,6 @@ class PushMemory:
         for digest, crc, version in exported.get("keys", ()):
             memory._keys[bytes(digest)] = (crc, version)
         return memory
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is remembered, without names and Python's own overhead."""
-        windows = chain(self._plain.values(), self._issued.values())
-        return sum(w.nbytes for w in windows) + 32 * len(self._keys)
 
 
 def fenced(worker: str, epoch: int, newest: int) -> PsError:

@@ -22,7 +22,7 @@ from paramserver.core import initial
 from paramserver.core.commit import Commit, Contribution
 from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout, Range
-from paramserver.core.optimizer import initial_slots
+from paramserver.core.optimizer import initial_slots, slot_names
 from paramserver.core.partition_state import Capture, LoadedState, PartitionState
 from paramserver.core.replay import replay
 from paramserver.core.shard import ShardCore
@@ -139,8 +139,9 @@ def first_state(effect: LoadPartition) -> LoadedState:
         param = effect.spec.params[segment.param]
         offset = base - layout.offsets[param.name][0]
         values[segment.start : segment.stop] = initial.draw(param, segment.start + offset, segment.stop + offset)
-    slots = initial_slots(effect.spec.optimizer, values)
-    return LoadedState(PartitionState(values, slots, (0,) * len(layout.segments[index])))
+    optimizer = effect.spec.optimizer
+    state = PartitionState(values, initial_slots(optimizer, values), (0,) * len(layout.segments[index]))
+    return LoadedState(state, memory={"slots": list(slot_names(optimizer))})
 
 
 def perform(task: Task) -> TaskResult:
