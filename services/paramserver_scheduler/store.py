@@ -17,20 +17,24 @@ from redis.exceptions import RedisError
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
 from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, stop_if_cancelled, token_text
-from paramserver_scheduler.lease import WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
+from paramserver_scheduler.lease import OTHER_HOLDER, WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
 
 STATE_KEY: Final = "ps:state"
 FORMAT: Final = 1
 
 # KEYS: term, state, written, fence, leader, then the token keys.  ARGV: term, number of this write, the leader's lease
-# if the whole state is written again (else ''), number of the last acknowledged write, count of fields to set, (field,
-# document)..., count of fields to delete, field..., count of fences, (shard, epoch)..., then one token for each token
-# key ('' deletes it).
+# if the whole state is written again (else ''), number of the last acknowledged write, the leader's id, count of fields
+# to set, (field, document)..., count of fields to delete, field..., count of fences, (shard, epoch)..., then one token
+# for each token key ('' deletes it).
 # Returns 1: done, 0: there is a newer leader, -1: Redis has lost the state (it was emptied) or its newest writes (it
 # came back with older data), so that this write would leave an incomplete state.
-_WRITE: Final = """
+_WRITE: Final = (
+    OTHER_HOLDER
+    + """
 local stored = redis.call('GET', KEYS[1])
 if stored and tonumber(stored) > tonumber(ARGV[1]) then return 0 end
+local standing = other_holder(redis.call('GET', KEYS[5]), ARGV[5], tonumber(ARGV[1]), ARGV[4])
+if standing < 1 then return standing end
 if not stored or tonumber(stored) < tonumber(ARGV[1]) then
   if ARGV[3] == '' then return -1 end
   redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
@@ -43,7 +47,7 @@ local last = redis.call('GET', KEYS[3])
 if (last or '') < ARGV[4] then return -1 end
 if last and last >= ARGV[2] then return 1 end
 redis.call('SET', KEYS[3], ARGV[2])
-local at = 5
+local at = 6
 for i = 1, tonumber(ARGV[at]) do
   redis.call('HSET', KEYS[2], ARGV[at + 1], ARGV[at + 2])
   at = at + 2
@@ -69,6 +73,7 @@ for i = 6, #KEYS do
 end
 return 1
 """
+)
 
 
 class StateStore:
@@ -175,7 +180,7 @@ class StateStore:
         sets = [(f, text) for f, text in fields.items() if text is not None]
         gone = [f for f, text in fields.items() if text is None]
         lease = self._lease.document() if self.full_rewrite else ""
-        args: list[Any] = [self.term, number, lease, self._lease.written, len(sets)]
+        args: list[Any] = [self.term, number, lease, self._lease.written, self._lease.id, len(sets)]
         for field, text in sets:
             args += (field, text)
         args += (len(gone), *gone, len(fences))

@@ -365,3 +365,90 @@ async def test_everybody_knows_who_leads_and_who_was_seen_when(redis_url: str, p
         ages = {s.name: s.age_s for s in standby.schedulers}
         assert sorted(ages) == ["s1", "s2", "s3"]
         assert ages["s2"] == 0 <= ages["s3"] < 4 <= ages["s1"] < 10
+
+
+async def deposed_while_redis_was_empty(redis: AsyncRedis, plain: Redis) -> tuple[Lease, StateStore, Lease]:
+    """Return a leader that has yet to write its state again, in a term that another scheduler has begun meanwhile."""
+    old, new = leases(redis, 2)
+    assert await old.try_acquire()
+    store = StateStore(redis, old)
+    await store.write({"a": {"x": 1}}, [(KEY, 5)])
+    assert not await new.try_acquire()
+    plain.flushall()
+    with pytest.raises(RedisDataLost):
+        await old.renew()
+    assert store.begin_new_term()
+    await old.release()
+    assert await new.try_acquire(even_if_emptied=True)
+    return old, store, new
+
+
+@pytest.mark.parametrize("renews", [True, False])
+async def test_a_leader_whose_new_term_another_has_begun_is_deposed(redis_url: str, plain: Redis, renews: bool) -> None:
+    """A leader that did not write its state again in time neither renews nor writes in the term of its successor."""
+    async with connect(redis_url) as redis:
+        old, store, new = await deposed_while_redis_was_empty(redis, plain)
+        assert old.term == new.term
+        await StateStore(redis, new).write({"b": {"x": 1}}, [(KEY, 7)])
+        before = {key: plain.dump(key) for key in (LEADER_KEY, "ps:state", "ps:written", "{m.1/0}:token")}
+
+        with pytest.raises(Deposed):
+            await (old.renew() if renews else store.write({"a": {"x": 1}}, [(KEY, 6)]))
+
+        assert before == {key: plain.dump(key) for key in before}
+        assert old.deposed_by(new.term)
+        await new.renew()
+
+
+@pytest.mark.parametrize("renews", [True, False])
+async def test_a_scheduler_that_starts_on_an_emptied_redis_yields_to_the_leader(
+    redis_url: str, plain: Redis, renews: bool
+) -> None:
+    """A scheduler that had never heard of the leader, and begins its term again, is deposed once that notices."""
+    async with connect(redis_url) as redis:
+        old, new = leases(redis, 2)
+        assert await old.try_acquire()
+        store, later = StateStore(redis, old), StateStore(redis, new)
+        await store.write({"a": {"x": 1}})
+        plain.flushall()
+        assert await new.try_acquire()
+        assert old.term == new.term
+        assert not old.deposed_by(new.term)
+        for x in range(3):
+            await later.write({"b": {"x": x}})
+
+        with pytest.raises(RedisDataLost):
+            await (old.renew() if renews else store.write({"c": {"x": 1}}))
+        await new.renew()
+        assert store.begin_new_term()
+        await store.write({"a": {"x": 1}, "c": {"x": 1}})
+        await old.renew()
+
+        assert sorted(plain.hkeys("ps:state")) == [b"a", b"c"]
+        for refused in (new.renew(), later.write({"b": {"x": 9}})):
+            with pytest.raises(Deposed):
+                await refused
+
+
+async def test_a_scheduler_that_starts_on_an_emptied_redis_yields_before_the_state_is_written(
+    redis_url: str, plain: Redis
+) -> None:
+    """The scheduler that yields does so even before the leader has written its state: the two begin no term twice."""
+    async with connect(redis_url) as redis:
+        old, new = leases(redis, 2)
+        assert await old.try_acquire()
+        store, later = StateStore(redis, old), StateStore(redis, new)
+        await store.write({"a": {"x": 1}})
+        plain.flushall()
+        assert await new.try_acquire()
+        await later.write({"b": {"x": 1}})
+        for _ in range(2):
+            with pytest.raises(RedisDataLost):
+                await old.renew()
+            store.begin_new_term()
+
+        for refused in (new.renew(), later.write({"b": {"x": 9}})):
+            with pytest.raises(Deposed):
+                await refused
+        await store.write({"a": {"x": 1}})
+        assert plain.hkeys("ps:state") == [b"a"]
