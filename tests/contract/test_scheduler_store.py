@@ -2,19 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
+from tests.chaos.proxy import Link
 from tests.refusals import refused_with
 
 from paramserver.errors import PsError
 from paramserver.types import ModelKey, PartitionKey
+from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
 from paramserver_node.redis import LEADER_KEY, connect
-from paramserver_scheduler.leadership import Leadership
+from paramserver_scheduler import leadership as leadership_module
+from paramserver_scheduler.leadership import Leadership, kept
 from paramserver_scheduler.lease import SCHEDULERS_KEY, Deposed, Leader, Lease, RedisDataLost
 from paramserver_scheduler.store import StateStore
 
@@ -175,6 +180,54 @@ async def test_fences_only_rise(redis_url: str, plain: Redis) -> None:
         await store.write({}, (), [("shard-0", 2), ("shard-2", 0)])
 
         assert plain.hgetall("ps:fence") == {b"shard-0": b"3", b"shard-1": b"1"}
+
+
+@pytest.fixture
+async def slow_link(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Link]:
+    """A link to Redis that carries 512 KiB in a second, which is as slow as is put up with."""
+    monkeypatch.setattr(node_redis, "PACE_BYTES_PER_S", 256 * 1024)
+    link = Link("redis", urlsplit(redis_url).port or 0)
+    await link.start()
+    link.bytes_per_s = 512 * 1024
+    yield link
+    await link.stop()
+
+
+async def test_a_large_state_has_the_time_that_it_takes(redis_url: str, plain: Redis, slow_link: Link) -> None:
+    """Over a slow link a large state takes longer to write and to read than a small one may; a cut link is noticed."""
+    states = {f"worker:m:m/w{i}": {"state": "x" * 65_536} for i in range(16)}
+    async with connect(redis_url) as redis, connect(f"redis://127.0.0.1:{slow_link.port}/0", timeout_s=None) as slow:
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        assert await lease.try_acquire()
+        store = StateStore(slow, lease, timeout_s=0.5)
+        began_s = time.monotonic()
+        await store.write(states)
+        assert time.monotonic() - began_s > 0.5
+        began_s = time.monotonic()
+        assert await store.open() == {name: {**state, "format": 1} for name, state in states.items()}
+        assert time.monotonic() - began_s > 0.5
+        slow_link.cut()
+        with refused_with("storage_unavailable"):
+            await store.write({"a": {"x": 1}})
+
+
+async def test_the_lease_is_kept_while_a_large_state_is_read(
+    redis_url: str, plain: Redis, monkeypatch: pytest.MonkeyPatch, slow_link: Link
+) -> None:
+    """A scheduler renews its lease while it reads the state, which may take longer than the lease lasts."""
+    monkeypatch.setattr(leadership_module, "RENEW_S", 0.01)
+    slow_link.cut("back")
+    async with connect(redis_url) as redis, connect(f"redis://127.0.0.1:{slow_link.port}/0", timeout_s=None) as slow:
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        assert await lease.try_acquire()
+        taken = plain.get(LEADER_KEY)
+        async with asyncio.timeout(10), kept(lease):
+            reading = asyncio.ensure_future(StateStore(slow, lease).open())
+            while plain.get(LEADER_KEY) == taken:
+                await asyncio.sleep(0)
+            assert not reading.done()
+            slow_link.heal()
+            assert await reading == {}
 
 
 async def test_a_late_write_changes_nothing(redis_url: str, plain: Redis) -> None:
