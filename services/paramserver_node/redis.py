@@ -68,12 +68,14 @@ def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:
 
 
 @asynccontextmanager
-async def transfer_timeout(size_bytes: int, pace_bytes_per_s: int | None = None) -> AsyncIterator[None]:
+async def transfer_timeout(
+    size_bytes: int, pace_bytes_per_s: int | None = None, timeout_s: float | None = None
+) -> AsyncIterator[None]:
     """Limit the time of a block that transfers `size_bytes` to or from Redis; raises TimeoutError if it is too slow.
 
-    The lowest rate expected is `PACE_BYTES_PER_S` unless another is given.
+    The lowest rate expected is `PACE_BYTES_PER_S`, and the time for what is small `TIMEOUT_S`, unless others are given.
     """
-    within_s = TIMEOUT_S + size_bytes / (pace_bytes_per_s or PACE_BYTES_PER_S)
+    within_s = (TIMEOUT_S if timeout_s is None else timeout_s) + size_bytes / (pace_bytes_per_s or PACE_BYTES_PER_S)
     try:
         async with asyncio.timeout(within_s):
             yield

@@ -9,7 +9,8 @@ the other schedulers whether one of them leads.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from typing import Final
 
@@ -23,6 +24,23 @@ RENEW_S: Final = 1.0
 BEAT_S: Final = 0.2
 PAUSE_S: Final = 1.0
 """An event loop that has not run for this long counts as paused."""
+
+
+@asynccontextmanager
+async def kept(lease: Lease) -> AsyncIterator[None]:
+    """Renew the lease during a block that may last longer than it; whether it was lost is seen at the next renewal."""
+
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            with suppress(PsError, Deposed, RedisDataLost):
+                await lease.renew()
+
+    renewing = asyncio.ensure_future(renew())
+    try:
+        yield
+    finally:
+        renewing.cancel()
 
 
 class Leadership:

@@ -75,13 +75,26 @@ return {0, string.format('%.0f', term), leader or '', others, now}
 """
 )
 
+# Two schedulers can come to the same term: one that must still write its state again counts it in memory, and one that
+# found Redis empty begins at 1.  Such a term belongs to whoever has the lease, unless Redis has acknowledged a write of
+# the other one in it: Redis has then lost that, and the other one still has the whole state.
+OTHER_HOLDER: Final = """
+local function other_holder(leader, id, mine, written)
+  local held = leader and cjson.decode(leader)
+  if not held or held.id == id or held.term < mine then return 1 end
+  return (held.term > mine or written == '') and 0 or -1
+end
+"""
+
 # ARGV 6: the term led, 7: number of the newest write that Redis has acknowledged.  Returns 1: renewed, 0: there is a
-# newer leader, -1: renewed, but Redis has lost the term (it was emptied) or that write (it came back with older data).
+# newer leader, -1: Redis has lost the term (it was emptied) or that write (it came back with older data).
 _RENEW: Final = (
-    _LIST_SCHEDULERS
+    OTHER_HOLDER
+    + _LIST_SCHEDULERS
     + """
 local mine = tonumber(ARGV[6])
-if term > mine then return {0, '', leader or '', others} end
+local standing = term > mine and 0 or other_holder(leader, ARGV[4], mine, ARGV[7])
+if standing < 1 then return {standing, '', leader or '', others} end
 leader = lead(mine)
 if term < mine or (redis.call('GET', KEYS[4]) or '') < ARGV[7] then return {-1, '', leader, others} end
 return {1, '', leader, others}
@@ -181,7 +194,11 @@ class Lease:
         return bool(won)
 
     async def renew(self) -> None:
-        """Renew the lease for 3 s.  Raises Deposed, or RedisDataLost (the lease is renewed all the same)."""
+        """Renew the lease for 3 s.
+
+        Raises Deposed, or RedisDataLost: the lease is renewed all the same, unless a scheduler that has begun on the
+        emptied Redis holds it in this term.
+        """
         done, _, leader, others = await self._run(self._renew_script, *self._identity, self.term, self.written)
         self._note(leader, others)
         if done == 0:
@@ -197,6 +214,13 @@ class Lease:
         """Wait until another holder of the lease than `leader` is known."""
         while self.leader is None or self.leader.id == leader.id:
             await self._new_leader.wait()
+
+    def deposed_by(self, term: int) -> bool:
+        """Whether another scheduler that leads in that term replaces this one, which may not have reached Redis since.
+
+        In its own term it does, unless Redis has acknowledged a write of this one in it, and so has lost that.
+        """
+        return term > self.term or (term == self.term and not self.written)
 
     def document(self) -> str:
         """The value of `ps:leader` while this scheduler leads, without the time of renewal."""

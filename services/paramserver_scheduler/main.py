@@ -29,7 +29,7 @@ from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.jobs import Jobs
-from paramserver_scheduler.leadership import Leadership
+from paramserver_scheduler.leadership import Leadership, kept
 from paramserver_scheduler.lease import Deposed, Lease
 from paramserver_scheduler.login import LINK_S
 from paramserver_scheduler.other_schedulers import OtherSchedulers
@@ -77,20 +77,24 @@ async def wait_for_lease(lease: Lease, stop: asyncio.Event) -> None:
         await asyncio.sleep(ACQUIRE_INTERVAL_S)
 
 
-async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event) -> None:
-    """Read the state, then serve requests as the leader.
+async def lead(
+    settings: SchedulerSettings, redis: Redis, bulk_redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event
+) -> None:
+    """Read the state, then serve requests as the leader; `bulk_redis` has no socket timeouts.
 
     Raises Deposed if another scheduler leads, StopRequested when told to stop, CorruptState if the state cannot be
     read, and any exception of the core, whose state may then be inconsistent; all but the errors of the initial read
     come in an exception group.
     """
-    store = StateStore(redis, lease)
-    crash_point("scheduler.lease_taken")
-    documents = await store.open()
-    crash_point("scheduler.state_read")
+    store = StateStore(bulk_redis, lease)
     checkpoints: CheckpointStore = http.state.checkpoints
-    await asyncio.to_thread(checkpoints.sweep)
-    core = SchedulerCore.restore(documents, time.monotonic(), store.term, time.time(), secrets.token_hex(8))
+    crash_point("scheduler.lease_taken")
+    async with kept(lease):
+        documents = await store.open()
+        crash_point("scheduler.state_read")
+        await asyncio.to_thread(checkpoints.sweep)
+        origin = (time.monotonic(), store.term, time.time(), secrets.token_hex(8))
+        core = await asyncio.to_thread(SchedulerCore.restore, documents, *origin)
     history = History(time.time() - time.monotonic())
     history.begin(core.read)
     runtime = Runtime(core, store, Hub(lambda document: history.note(document, time.monotonic())))
@@ -120,7 +124,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
 
 
 async def run_election(
-    settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event
+    settings: SchedulerSettings, redis: Redis, bulk_redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event
 ) -> None:
     """Alternate between standby and leader until told to stop, then release the lease."""
     try:
@@ -129,7 +133,7 @@ async def run_election(
             if stop.is_set():
                 break
             try:
-                await lead(settings, redis, http, lease, stop)
+                await lead(settings, redis, bulk_redis, http, lease, stop)
             except* (Deposed, StopRequested) as over:
                 log.info("scheduler.leads_no_more term=%d %s", lease.term, first_cause(over))
             except* Unavailable as away:
@@ -167,7 +171,7 @@ async def serve(settings: SchedulerSettings) -> None:
     stop_on_signals(stop)
     http = make_app()
     http.state.checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
-    redis = connect(settings.redis, timeout_s=2.0)
+    redis, bulk_redis = connect(settings.redis, timeout_s=2.0), connect(settings.redis, timeout_s=None)
     lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings), stop)
     freeze_gc()
     try:
@@ -182,11 +186,12 @@ async def serve(settings: SchedulerSettings) -> None:
                 at = next(iter(listed_urls(settings.page_url)), lease.url) + http.state.login.link()
                 log.info("scheduler.page once within %d s: %s", LINK_S, at)
             await asyncio.sleep(0)
-            group.create_task(run_election(settings, redis, http, lease, stop))
+            group.create_task(run_election(settings, redis, bulk_redis, http, lease, stop))
             await serving
     finally:
         await forwarder.aclose()
         await redis.aclose()
+        await bulk_redis.aclose()
 
 
 @app.command()

@@ -50,11 +50,11 @@ class OtherSchedulers:
         await self._http.aclose()
 
     async def newer_leader_exists(self) -> bool:
-        """Whether one of them leads in a higher term, in case Redis is unreachable for this leader alone.
+        """Whether one of them has replaced this leader, in case Redis is unreachable for this one alone.
 
         One that does not answer counts as no.
         """
-        return max(await asyncio.gather(*map(self._term, self._urls())), default=0) > self._lease.term
+        return self._lease.deposed_by(max(await asyncio.gather(*map(self._term, self._urls())), default=0))
 
     async def _term(self, url: str) -> int:
         """Return the term in which that scheduler leads; 0 if it does not, or does not answer."""

@@ -14,23 +14,30 @@ from typing import Any, Final
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paramserver import limits
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
-from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, stop_if_cancelled, token_text
-from paramserver_scheduler.lease import WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
+from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, stop_if_cancelled, token_text, transfer_timeout
+from paramserver_scheduler.lease import OTHER_HOLDER, WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
 
 STATE_KEY: Final = "ps:state"
 FORMAT: Final = 1
+STEP_CHARS: Final = limits.MIB
+"""Characters of JSON made at a time: encoding a large state must not keep the lease from being renewed."""
 
 # KEYS: term, state, written, fence, leader, then the token keys.  ARGV: term, number of this write, the leader's lease
-# if the whole state is written again (else ''), number of the last acknowledged write, count of fields to set, (field,
-# document)..., count of fields to delete, field..., count of fences, (shard, epoch)..., then one token for each token
-# key ('' deletes it).
+# if the whole state is written again (else ''), number of the last acknowledged write, the leader's id, count of fields
+# to set, (field, document)..., count of fields to delete, field..., count of fences, (shard, epoch)..., then one token
+# for each token key ('' deletes it).
 # Returns 1: done, 0: there is a newer leader, -1: Redis has lost the state (it was emptied) or its newest writes (it
 # came back with older data), so that this write would leave an incomplete state.
-_WRITE: Final = """
+_WRITE: Final = (
+    OTHER_HOLDER
+    + """
 local stored = redis.call('GET', KEYS[1])
 if stored and tonumber(stored) > tonumber(ARGV[1]) then return 0 end
+local standing = other_holder(redis.call('GET', KEYS[5]), ARGV[5], tonumber(ARGV[1]), ARGV[4])
+if standing < 1 then return standing end
 if not stored or tonumber(stored) < tonumber(ARGV[1]) then
   if ARGV[3] == '' then return -1 end
   redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
@@ -43,7 +50,7 @@ local last = redis.call('GET', KEYS[3])
 if (last or '') < ARGV[4] then return -1 end
 if last and last >= ARGV[2] then return 1 end
 redis.call('SET', KEYS[3], ARGV[2])
-local at = 5
+local at = 6
 for i = 1, tonumber(ARGV[at]) do
   redis.call('HSET', KEYS[2], ARGV[at + 1], ARGV[at + 2])
   at = at + 2
@@ -69,12 +76,14 @@ for i = 6, #KEYS do
 end
 return 1
 """
+)
 
 
 class StateStore:
     """The stored state of one leader, which reads it once and then only writes.  Used by one task at a time."""
 
     def __init__(self, redis: Redis, lease: Lease, timeout_s: float = 2.0) -> None:
+        """`redis` is a client without socket timeouts; `timeout_s` is the time for what is small."""
         self._redis = redis
         self._lease = lease
         self._timeout_s = timeout_s
@@ -95,7 +104,8 @@ class StateStore:
         or has another format, Deposed if another term has begun.
         """
         try:
-            async with asyncio.timeout(self._timeout_s * 5):
+            # Nearly all of a large state is what workers store.
+            async with transfer_timeout(limits.WORKER_STATES_MAX, timeout_s=self._timeout_s):
                 pipe = self._redis.pipeline(transaction=True)
                 pipe.get(TERM_KEY)
                 pipe.hgetall(STATE_KEY)
@@ -105,20 +115,7 @@ class StateStore:
             raise unavailable(e) from e
         if int(term or 0) != self.term:
             raise Deposed(f"term {int(term or 0)} has begun, this was {self.term}")
-        documents: dict[str, Any] = {}
-        for field, text in ((k.decode(), v) for k, v in raw.items()):
-            try:
-                document = json.loads(text)
-                if document["format"] != FORMAT:
-                    raise ValueError(f"it has format {document['format']}, this version reads format {FORMAT}")
-            except (ValueError, KeyError, TypeError) as e:
-                raise problem(
-                    "corrupt_state",
-                    f"field '{field}' of {STATE_KEY} in Redis cannot be read: {e}",
-                    hint="start the version that wrote it, or a newer one",
-                ) from e
-            documents[field] = document
-        return documents
+        return await asyncio.to_thread(_decoded, raw)
 
     def begin_new_term(self) -> bool:
         """Begin a new term because Redis was emptied: the next write must hold the whole state.
@@ -146,16 +143,17 @@ class StateStore:
         leads, RedisDataLost if Redis has lost the state; call `begin_new_term` then.
         """
         new_tokens = {f"{{{key}}}:token": "" if t is None else token_text(t) for key, t in tokens}
-        new_fields = {
-            f: None if d is None else json.dumps({**d, "format": FORMAT}, separators=(",", ":"))
-            for f, d in documents.items()
-        }
         full_rewrite, term = self.full_rewrite, self.term
         self._writes += 1
         number = f"{term:010d}{self._writes:012d}"
+        lease = self._lease.document() if full_rewrite else ""
+        head: list[str | int] = [term, number, lease, self._lease.written, self._lease.id]
+        new_fields = await _encoded(documents)
+        size = sum([len(text) for text in new_fields.values() if text])
         try:
-            async with asyncio.timeout(self._timeout_s):
-                done = await self._run(number, new_fields, new_tokens, dict(fences))
+            # A Redis that has lost the script is sent it, with all that comes with it, another time.
+            async with transfer_timeout(2 * size, timeout_s=self._timeout_s):
+                done = await self._run(head, new_fields, new_tokens, dict(fences))
         except (RedisError, OSError, TimeoutError) as e:
             stop_if_cancelled()
             raise unavailable(e) from e
@@ -170,12 +168,15 @@ class StateStore:
             self.full_rewrite = False
 
     async def _run(
-        self, number: str, fields: Mapping[str, str | None], tokens: Mapping[str, str], fences: Mapping[str, int]
+        self,
+        head: Iterable[str | int],
+        fields: Mapping[str, str | None],
+        tokens: Mapping[str, str],
+        fences: Mapping[str, int],
     ) -> int:
         sets = [(f, text) for f, text in fields.items() if text is not None]
         gone = [f for f, text in fields.items() if text is None]
-        lease = self._lease.document() if self.full_rewrite else ""
-        args: list[Any] = [self.term, number, lease, self._lease.written, len(sets)]
+        args: list[Any] = [*head, len(sets)]
         for field, text in sets:
             args += (field, text)
         args += (len(gone), *gone, len(fences))
@@ -184,3 +185,35 @@ class StateStore:
         args += tokens.values()
         keys = [TERM_KEY, STATE_KEY, WRITTEN_KEY, FENCE_KEY, LEADER_KEY, *tokens]
         return int(await self._script(keys=keys, args=args))
+
+
+async def _encoded(documents: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str | None]:
+    """Return the JSON of each document, with its format; None for None."""
+    texts: dict[str, str | None] = {}
+    chars = 0
+    for field, document in documents.items():
+        text = None if document is None else json.dumps({**document, "format": FORMAT}, separators=(",", ":"))
+        texts[field] = text
+        chars += len(text or "")
+        if chars >= STEP_CHARS:
+            chars = 0
+            await asyncio.sleep(0)
+    return texts
+
+
+def _decoded(raw: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """Return the stored documents; raises CorruptState if one cannot be read."""
+    documents: dict[str, Any] = {}
+    for field, text in ((k.decode(), v) for k, v in raw.items()):
+        try:
+            document = json.loads(text)
+            if document["format"] != FORMAT:
+                raise ValueError(f"it has format {document['format']}, this version reads format {FORMAT}")
+        except (ValueError, KeyError, TypeError) as e:
+            raise problem(
+                "corrupt_state",
+                f"field '{field}' of {STATE_KEY} in Redis cannot be read: {e}",
+                hint="start the version that wrote it, or a newer one",
+            ) from e
+        documents[field] = document
+    return documents

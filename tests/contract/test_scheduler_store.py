@@ -2,19 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
+from tests.chaos.proxy import Link
 from tests.refusals import refused_with
 
 from paramserver.errors import PsError
 from paramserver.types import ModelKey, PartitionKey
+from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
 from paramserver_node.redis import LEADER_KEY, connect
-from paramserver_scheduler.leadership import Leadership
+from paramserver_scheduler import leadership as leadership_module
+from paramserver_scheduler.leadership import Leadership, kept
 from paramserver_scheduler.lease import SCHEDULERS_KEY, Deposed, Leader, Lease, RedisDataLost
 from paramserver_scheduler.store import StateStore
 
@@ -175,6 +180,54 @@ async def test_fences_only_rise(redis_url: str, plain: Redis) -> None:
         await store.write({}, (), [("shard-0", 2), ("shard-2", 0)])
 
         assert plain.hgetall("ps:fence") == {b"shard-0": b"3", b"shard-1": b"1"}
+
+
+@pytest.fixture
+async def slow_link(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Link]:
+    """A link to Redis that carries 512 KiB in a second, which is as slow as is put up with."""
+    monkeypatch.setattr(node_redis, "PACE_BYTES_PER_S", 256 * 1024)
+    link = Link("redis", urlsplit(redis_url).port or 0)
+    await link.start()
+    link.bytes_per_s = 512 * 1024
+    yield link
+    await link.stop()
+
+
+async def test_a_large_state_has_the_time_that_it_takes(redis_url: str, plain: Redis, slow_link: Link) -> None:
+    """Over a slow link a large state takes longer to write and to read than a small one may; a cut link is noticed."""
+    states = {f"worker:m:m/w{i}": {"state": "x" * 65_536} for i in range(16)}
+    async with connect(redis_url) as redis, connect(f"redis://127.0.0.1:{slow_link.port}/0", timeout_s=None) as slow:
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        assert await lease.try_acquire()
+        store = StateStore(slow, lease, timeout_s=0.5)
+        began_s = time.monotonic()
+        await store.write(states)
+        assert time.monotonic() - began_s > 0.5
+        began_s = time.monotonic()
+        assert await store.open() == {name: {**state, "format": 1} for name, state in states.items()}
+        assert time.monotonic() - began_s > 0.5
+        slow_link.cut()
+        with refused_with("storage_unavailable"):
+            await store.write({"a": {"x": 1}})
+
+
+async def test_the_lease_is_kept_while_a_large_state_is_read(
+    redis_url: str, plain: Redis, monkeypatch: pytest.MonkeyPatch, slow_link: Link
+) -> None:
+    """A scheduler renews its lease while it reads the state, which may take longer than the lease lasts."""
+    monkeypatch.setattr(leadership_module, "RENEW_S", 0.01)
+    slow_link.cut("back")
+    async with connect(redis_url) as redis, connect(f"redis://127.0.0.1:{slow_link.port}/0", timeout_s=None) as slow:
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        assert await lease.try_acquire()
+        taken = plain.get(LEADER_KEY)
+        async with asyncio.timeout(10), kept(lease):
+            reading = asyncio.ensure_future(StateStore(slow, lease).open())
+            while plain.get(LEADER_KEY) == taken:
+                await asyncio.sleep(0)
+            assert not reading.done()
+            slow_link.heal()
+            assert await reading == {}
 
 
 async def test_a_late_write_changes_nothing(redis_url: str, plain: Redis) -> None:
@@ -365,3 +418,90 @@ async def test_everybody_knows_who_leads_and_who_was_seen_when(redis_url: str, p
         ages = {s.name: s.age_s for s in standby.schedulers}
         assert sorted(ages) == ["s1", "s2", "s3"]
         assert ages["s2"] == 0 <= ages["s3"] < 4 <= ages["s1"] < 10
+
+
+async def deposed_while_redis_was_empty(redis: AsyncRedis, plain: Redis) -> tuple[Lease, StateStore, Lease]:
+    """Return a leader that has yet to write its state again, in a term that another scheduler has begun meanwhile."""
+    old, new = leases(redis, 2)
+    assert await old.try_acquire()
+    store = StateStore(redis, old)
+    await store.write({"a": {"x": 1}}, [(KEY, 5)])
+    assert not await new.try_acquire()
+    plain.flushall()
+    with pytest.raises(RedisDataLost):
+        await old.renew()
+    assert store.begin_new_term()
+    await old.release()
+    assert await new.try_acquire(even_if_emptied=True)
+    return old, store, new
+
+
+@pytest.mark.parametrize("renews", [True, False])
+async def test_a_leader_whose_new_term_another_has_begun_is_deposed(redis_url: str, plain: Redis, renews: bool) -> None:
+    """A leader that did not write its state again in time neither renews nor writes in the term of its successor."""
+    async with connect(redis_url) as redis:
+        old, store, new = await deposed_while_redis_was_empty(redis, plain)
+        assert old.term == new.term
+        await StateStore(redis, new).write({"b": {"x": 1}}, [(KEY, 7)])
+        before = {key: plain.dump(key) for key in (LEADER_KEY, "ps:state", "ps:written", "{m.1/0}:token")}
+
+        with pytest.raises(Deposed):
+            await (old.renew() if renews else store.write({"a": {"x": 1}}, [(KEY, 6)]))
+
+        assert before == {key: plain.dump(key) for key in before}
+        assert old.deposed_by(new.term)
+        await new.renew()
+
+
+@pytest.mark.parametrize("renews", [True, False])
+async def test_a_scheduler_that_starts_on_an_emptied_redis_yields_to_the_leader(
+    redis_url: str, plain: Redis, renews: bool
+) -> None:
+    """A scheduler that had never heard of the leader, and begins its term again, is deposed once that notices."""
+    async with connect(redis_url) as redis:
+        old, new = leases(redis, 2)
+        assert await old.try_acquire()
+        store, later = StateStore(redis, old), StateStore(redis, new)
+        await store.write({"a": {"x": 1}})
+        plain.flushall()
+        assert await new.try_acquire()
+        assert old.term == new.term
+        assert not old.deposed_by(new.term)
+        for x in range(3):
+            await later.write({"b": {"x": x}})
+
+        with pytest.raises(RedisDataLost):
+            await (old.renew() if renews else store.write({"c": {"x": 1}}))
+        await new.renew()
+        assert store.begin_new_term()
+        await store.write({"a": {"x": 1}, "c": {"x": 1}})
+        await old.renew()
+
+        assert sorted(plain.hkeys("ps:state")) == [b"a", b"c"]
+        for refused in (new.renew(), later.write({"b": {"x": 9}})):
+            with pytest.raises(Deposed):
+                await refused
+
+
+async def test_a_scheduler_that_starts_on_an_emptied_redis_yields_before_the_state_is_written(
+    redis_url: str, plain: Redis
+) -> None:
+    """The scheduler that yields does so even before the leader has written its state: the two begin no term twice."""
+    async with connect(redis_url) as redis:
+        old, new = leases(redis, 2)
+        assert await old.try_acquire()
+        store, later = StateStore(redis, old), StateStore(redis, new)
+        await store.write({"a": {"x": 1}})
+        plain.flushall()
+        assert await new.try_acquire()
+        await later.write({"b": {"x": 1}})
+        for _ in range(2):
+            with pytest.raises(RedisDataLost):
+                await old.renew()
+            store.begin_new_term()
+
+        for refused in (new.renew(), later.write({"b": {"x": 9}})):
+            with pytest.raises(Deposed):
+                await refused
+        await store.write({"a": {"x": 1}})
+        assert plain.hkeys("ps:state") == [b"a"]

@@ -185,16 +185,17 @@ def test_of_all_refusals_only_rolled_back_waits_for_the_stores_before_it() -> No
         assert (reply.outcome.code, reply.waits) == (refused, refused == "rolled_back")
 
 
-def test_a_new_leader_takes_no_model_for_untouched_of_which_it_has_not_heard() -> None:
-    """A new leader that has heard no versions does not take a model for untouched: it is recovered from snapshots.
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_model_made_synchronous_is_never_taken_for_untouched(restarts: bool) -> None:
+    """A model that no worker has joined, and of whose pushes no owner has told yet, is recovered from snapshots.
 
-    Pushes of plain clients raise no clock.  Taken for untouched, the model would draw its initial values again.
+    Taken for untouched, it would draw its initial values again.
     """
     d = Driver.with_model()
-    for owner in d.core._c.models["m"].owners:
-        owner.version = 1000
-    d.restart()
+    if restarts:
+        d.restart()
     d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
+    assert d.document()["timeline"] == 1
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
     assert (d.document()["timeline"], d.document()["source"]) == (2, "snapshot")
 

@@ -156,6 +156,55 @@ def test_who_is_told_of_a_rollback_leaves_out_what_lies_before_the_clock_it_is_t
     assert listed_of(d, b) == [4]
 
 
+def now_late(d: Driver, policy: str) -> None:
+    """Set the model's policy for late reports."""
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"late": policy}}))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_late_clock_that_was_accepted_is_folded_though_the_next_ones_are_dropped(restarts: bool) -> None:
+    """A clock reported late under `fold` is in the next list, also if the policy has become `drop` by then."""
+    d, a, b = gone_on()
+    assert d.result(d.clock_of(b, 1))["late"] is False
+    now_late(d, "drop")
+    if restarts:
+        d.restart()
+        beat(d, a, 3, 0)
+    assert d.result(d.clock_of(b, 2))["late"] is True
+    d.clock_of(a, 4)
+    d.clock_of(a, 5)
+
+    assert listed_of(d, b) == [0]
+
+
+def test_a_late_clock_that_was_dropped_is_not_folded_afterwards() -> None:
+    """A clock whose report was answered `late` under `drop` is in no list, also if the policy then becomes `fold`."""
+    d, a, b = gone_on()
+    now_late(d, "drop")
+    d.clock_of(a, 4)
+    assert d.result(d.clock_of(b, 1))["late"] is True
+    now_late(d, "fold")
+    d.clock_of(a, 5)
+
+    assert listed_of(d, b) == []
+
+
+@pytest.mark.parametrize("since", [None, 0])
+def test_another_leader_lists_the_clock_that_a_late_worker_has_reported_as_well(since: int | None) -> None:
+    """A worker with a late clock has the open one listed, too, if it reported both before a change of leader."""
+    d = Driver.with_model(consistency={"mode": "sync", "quorum": 0.6, "late": "fold", "min_workers": 3})
+    a, b, c = d.join("a"), d.join("b"), d.join("c")
+    d.clock_of(a, 1)
+    d.clock_of(c, 1)
+    d.clock_of(b, 1)
+    assert not d.ask(lambda n: io.ReportClock(n, "m", b["worker"], b["epoch"], 2, None, 0.0, since))["released"]
+    d.restart()
+    beat(d, b, 2, since)
+    d.clock_of(a, 2)
+
+    assert listed_of(d, b) == [0, 1]
+
+
 @pytest.mark.parametrize("since", [-1, 5])
 def test_a_beginning_that_cannot_be_is_refused(since: int) -> None:
     """A `since` below 0 or above the reported clock is refused."""

@@ -6,6 +6,7 @@ import pytest
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.core.fields import INTEGER_MAX
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError
 from paramserver.limits import CLOCKS_AHEAD_MAX
 
@@ -280,3 +281,41 @@ def test_a_worker_that_left_cannot_be_asked_to_finish() -> None:
         d.ask(lambda n: io.DrainWorker(n, "m", a["worker"]))
     with pytest.raises(NotFoundError, match=r"'m/b' has not joined"):
         d.ask(lambda n: io.DrainWorker(n, "m", "m/b"))
+
+
+def test_a_worker_of_a_deleted_model_is_not_one_of_its_successor() -> None:
+    """What the process of a deleted model's worker reports does not count for its successor's worker of the same id.
+
+    Epochs go on from the highest one of any deleted model, also under another leader and on a Redis that was emptied.
+    """
+    d = Driver.with_model(consistency={"mode": "sync"})
+    d.join("b", above=6)
+    old = d.join("a", above=4)
+    d.join("a")
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    d.empty_redis()
+    d.restart()
+    d.model(consistency={"mode": "sync"})
+    with pytest.raises(NotFoundError):
+        beat(d, old, clock=40)
+    new = d.join("a")
+
+    with pytest.raises(ConflictError) as refused:
+        beat(d, old, clock=40)
+    d.ask(lambda n: io.LeaveWorker(n, "m", old["worker"], old["epoch"]))
+
+    assert (refused.value.code, refused.value.members["epoch"]) == ("fenced", new["epoch"])
+    assert (old["worker"], new["worker"]) == ("m/a", "m/a")
+    assert (old["epoch"], new["epoch"]) == (5, 8)
+    assert beat(d, new)["state"] == "active"
+    assert not d.commits()
+
+
+def test_an_enormous_epoch_dies_with_its_model() -> None:
+    """A worker that joined above nearly the highest epoch leaves epochs for the workers of all later models."""
+    d = Driver.with_model()
+    d.join("a", above=INTEGER_MAX - 2)
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    d.model()
+
+    assert d.join("a")["epoch"] <= INTEGER_MAX // 2 + 1

@@ -158,6 +158,20 @@ def test_what_a_commit_left_out_is_dropped_or_folded() -> None:
         assert driver.core.held_bytes == 0
 
 
+def test_a_late_clock_is_folded_by_the_commit_that_ends_folding() -> None:
+    """A commit whose revision brings `drop` applies the late clock that it lists, and drops the one that it omits."""
+    driver = serving(spec(late="fold"), workers=ROSTER)
+    stage(driver, 0, 0, 4.0)
+    stage(driver, 1, 0, 16.0)
+    driver.commit(0)
+    driver.patch({"consistency": {"late": "drop"}})
+
+    driver.commit(1, listed(0, 0), revision=2)
+
+    assert driver.values() == [4.0] * 4
+    assert driver.core.held_bytes == 0
+
+
 def test_a_folded_gradient_that_can_never_be_listed_is_let_go() -> None:
     """Under `fold` a worker's parts older than its newest listed clock, which no list can name, are dropped."""
     driver = serving(spec(late="fold"), workers=ROSTER)

@@ -438,3 +438,68 @@ def test_sync_is_not_entered_again_while_a_partition_has_yet_to_leave_it(restart
     d.beats()
     d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}))
     assert d.ask(lambda n: io.PatchModel(n, "m", again))["spec"]["consistency"]["mode"] == "sync"
+
+
+def counting(**consistency: Any) -> tuple[Driver, Any]:
+    """Return a scheduler whose model has done three clocks of a run of five, and the run's worker."""
+    d = Driver.with_model(consistency=consistency)
+    before = d.join("before")
+    for clock in (1, 2):
+        d.clock(before, clock)
+        d.beats()
+    d.ask(lambda n: io.LeaveWorker(n, "m", before["worker"], None))
+    d.ask(lambda n: io.CreateRun(n, "m", "examples:train", stop={"clocks": 5}))
+    d.ask(lambda n: io.JoinPool(n, "p", ["examples"]))
+    worker = d.join("run-1/w0")
+    for clock in (3, 4, 5):
+        d.clock(worker, clock)
+        d.beats()
+    return d, worker
+
+
+def clocks_until_its_end(d: Driver, worker: Any, restarts: bool = False) -> int:
+    """Return the number of clocks that the worker does until its run is finished."""
+    d.wait(0.5)
+    d.beats()
+    clocks, clock = 0, int(d.core.read.model("m")["clock"])
+    worker["timeline"] = d.core.read.model("m")["timeline"]
+    while d.core.read.run("run-1")["state"] == "running":
+        if restarts:
+            d.restart()
+            d.beats()
+        clocks += 1
+        d.clock_of(worker, clock + clocks)
+        d.beats()
+    return clocks
+
+
+def become_synchronous(d: Driver) -> None:
+    """Make the model synchronous, whose partitions are at version 1000."""
+    for owner in d.core._c.models["m"].owners:
+        owner.version = 1000
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": SYNC}))
+
+
+def restore(d: Driver) -> None:
+    """Restore a checkpoint of version 1000."""
+    model = d.core.read.model("m")
+    d.ask(lambda n: io.ModelRestored(n, "m", model["generation"], model["timeline"], 1000))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize(("mode", "jump"), [("async", become_synchronous), ("sync", restore)])
+def test_a_run_does_not_count_clocks_that_a_timeline_skips(mode: str, jump: Any, restarts: bool) -> None:
+    """A run of five clocks that has done three does two more, though a new timeline begins at a far higher clock."""
+    d, worker = counting(mode=mode)
+    jump(d)
+    assert clocks_until_its_end(d, worker, restarts) == 2
+    assert d.core.read.model("m")["clock"] > 1000
+
+
+def test_a_run_counts_from_where_a_rollback_has_led() -> None:
+    """A run whose model goes back to a clock before its beginning does all of its clocks, and no others."""
+    d, worker = counting(mode="sync")
+    assert d.core.read.model("m")["cut"] == 1
+    d.shard("s0")
+    assert d.core.read.model("m")["clock"] == 1
+    assert clocks_until_its_end(d, worker) == 5

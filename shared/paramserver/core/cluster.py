@@ -39,6 +39,8 @@ class Cluster:
     """Highest epoch of any shard whose name was forgotten."""
     member_floor: int = 0
     """Highest epoch of any pool member whose name was forgotten."""
+    worker_floor: int = 0
+    """Highest epoch of any worker of a deleted model."""
     models: dict[str, Model] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     runs_ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDED, 0))
@@ -363,4 +365,5 @@ class Cluster:
             "member_count": self.member_count,
             "shard_floor": self.shard_floor,
             "member_floor": self.member_floor,
+            "worker_floor": self.worker_floor,
         }

@@ -101,26 +101,38 @@ class Gate:
         if self.sync:
             if since is None and worker.granted <= done:
                 since = worker.granted
-            worker.pending.extend(range(max(worker.done, since or 0), done))
-            if self.rule.late == "drop" and worker.pending[-1:] == [done - 1] and done <= self.clock:
-                worker.left_out = done
+            first = max(worker.done, since or 0)
+            if self.rule.late == "drop":
+                if first < done <= self.clock:
+                    worker.left_out = done
+                first = max(first, self.clock)
+            worker.pending.extend(range(first, done))
         worker.done = done
 
     def late(self, roster: Roster) -> dict[str, list[Any]]:
         """sync: [epoch, iterations done, clock granted, late clocks] by name, of the workers that may still fold.
 
         These are the workers with a clock that the others have passed and a later commit may still list.  For all
-        others these numbers follow from the open clock.
+        others these numbers follow from the open clock; what is not below it, each worker reports again.
         """
         return {
-            w.name: [w.epoch, w.done, w.granted, [c for c in w.pending if c < self.clock]]
+            w.name: [
+                w.epoch,
+                min(w.done, self.clock),
+                min(w.granted, self.clock),
+                [c for c in w.pending if c < self.clock],
+            ]
             for w in roster.barrier_members()
             if self.may_fold(w)
         }
 
     def may_fold(self, worker: Worker) -> bool:
-        """sync: whether a later commit may still list a clock of this worker that the others have passed."""
-        return self.sync and self.rule.late == "fold" and min([worker.done, *worker.pending[:1]]) < self.clock
+        """sync: whether a later commit may still list a clock of this worker that the others have passed.
+
+        With `drop`, those are the ones that it had reported when the policy was `fold`.
+        """
+        lowest = worker.pending[:1] + ([worker.done] if self.rule.late == "fold" else [])
+        return self.sync and min(lowest, default=self.clock) < self.clock
 
     def resume(self, worker: Worker, roster: Roster) -> None:
         """Wake a resting worker that has data again; it continues at least where a joining worker would begin."""
@@ -166,10 +178,9 @@ class Gate:
         t = self.clock
         if sum(w.done > t for w in members) < self.needed(len(members)):
             return None
-        fold = self.rule.late == "fold"
         listed: list[Contribution] = []
         for w in roster.live():
-            listed += [Contribution(w.name, w.epoch, w.rank, c) for c in w.pending if c == t or (fold and c < t)]
+            listed += [Contribution(w.name, w.epoch, w.rank, c) for c in w.pending if c <= t]
             w.pending = [c for c in w.pending if c > t]
         return self._commit(tuple(listed), roster, timeline, revision, cut)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from paramserver import limits
 from paramserver.core.documents import size_of
+from paramserver.core.fields import INTEGER_MAX
 from paramserver.errors import problem
 
 
@@ -210,7 +211,7 @@ class Roster:
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self.floor = 0
-        """Highest epoch of any worker that was forgotten."""
+        """Highest epoch of any worker that was forgotten, or was of a model deleted before this one was created."""
         self._live: list[Worker] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
@@ -237,6 +238,13 @@ class Roster:
             worker = self.workers[name] = Worker(name, 0, now, alive=False)
         worker.keep(state)
         return worker
+
+    def highest_epoch(self) -> int:
+        """Return the epoch above which later models begin, so that they refuse the processes of this one.
+
+        It stays in the lower half of the range, so that an enormous `above` leaves them epochs to use.
+        """
+        return min(max([self.floor, *(w.epoch for w in self)]), INTEGER_MAX // 2)
 
     def barrier_members(self) -> list[Worker]:
         """The workers that barriers wait for, by rank."""

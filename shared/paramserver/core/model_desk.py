@@ -60,7 +60,7 @@ class ModelDesk:
         self.c.save_cluster()
         model = Model(spec, spec.document(), self.c.generations, now + self.c.wall_offset_s)
         model.owners = [Owner() for _ in range(spec.partitions)]
-        model.checkpoints.last_s = now
+        model.checkpoints.last_s, model.roster.floor = now, self.c.worker_floor
         model.restored, model.creator = e.restore, e.nonce
         model.missing = {RESTORED} if e.restore else {*spec.uploads, *spec.files}
         token = None
@@ -173,19 +173,11 @@ class ModelDesk:
             self.c.save_model(model)
             self.c.save_clock(model)
             self.c.model_changed(model)
-            if model.gate.sync and not was_sync and not self._untouched(model):
+            if model.gate.sync and not was_sync:
                 # The first commit sets every partition's version to the clock, and versions never fall, so the phase
                 # begins at a clock beyond all of them.
                 begin_sync(self.c, model)
         self.c.answer(e.request, self.c.public(model))
-
-    def _untouched(self, model: Model) -> bool:
-        """Whether the values are known to be the initial ones.
-
-        A new leader does not know a partition's version until its owner reports it, so all must be served.
-        """
-        clean = model.gate.clock == 0 and model.timeline == 0 and not model.restored
-        return clean and model.served and not model.roster.workers and not any(o.version for o in model.owners)
 
     def delete(self, e: DeleteModel, now: float) -> None:
         model = self.c.model(e.model)
@@ -200,6 +192,7 @@ class ModelDesk:
             for request in pending.requests:
                 self.c.answer(request, why)
         del self.c.models[model.name]
+        self.c.worker_floor = max(self.c.worker_floor, model.roster.highest_epoch())
         self.c.drop_filled(model)
         for prefix in ("model", "place", "clock", "series"):
             self.c.drop(f"{prefix}:{model.name}")

@@ -61,7 +61,7 @@ class RunDesk:
             now + self.c.wall_offset_s,
             e.evaluate_every,
             e.checkpoint_every,
-            from_clock=model.gate.clock,
+            from_clock=model.gate.first_clock,
             counted_s=now,
             saved_s=now,
         )
@@ -141,8 +141,8 @@ class RunDesk:
             return
         run.count_time(now)
         if run.state == "waiting" and not run.ran_s:  # workers of the last run may still be finishing their steps
-            run.from_clock = model.gate.clock
-        clocks = model.gate.clock - run.from_clock
+            run.from_clock = model.gate.first_clock
+        clocks = model.gate.first_clock - run.from_clock
         if run.stop.clocks is not None and clocks >= run.stop.clocks:
             self.end(run, "finished", f"the limit of {run.stop.clocks} clocks was reached", now)
         elif run.stop.minutes is not None and run.ran_s >= 60.0 * run.stop.minutes:

@@ -132,7 +132,7 @@ class Run:
     state: str = "waiting"
     reason: str = ""
     from_clock: int = 0
-    """Clock of the model when the run was created, or when the first worker took a place."""
+    """Clock of the model when the run was created, or when the first worker took a place; a new timeline moves it."""
     ran_s: float = 0.0
     """Seconds in state running, up to `counted_s`."""
     counted_s: float = 0.0
@@ -166,6 +166,10 @@ class Run:
         if self.state == "running":
             self.ran_s += max(0.0, now - self.counted_s)
         self.counted_s = now
+
+    def clock_moved(self, before: int, after: int) -> None:
+        """Note that a new timeline goes on at clock `after`: clocks that it skips are not the run's."""
+        self.from_clock = min(self.from_clock + max(0, after - before), after)
 
     def settle(self, now: float, how: str) -> None:
         """Set an active run to waiting or running; the reason says which workers are missing and how to start them."""

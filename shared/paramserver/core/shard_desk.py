@@ -158,8 +158,8 @@ class ShardDesk:
             # sync at `applied`: every partition goes back to the newest clock that all have stored (semantics 4).
             self._new_timeline(model, {"cut": model.cuts.newest}, model.cuts.newest)
         elif model.ready and model.cuts.lacks_first:
-            self._new_timeline(model, "snapshot", model.next_phase_clock)
-            model.cuts.wanted = model.gate.opening = True
+            self._new_timeline(model, "snapshot", model.next_phase_clock, opening=True)
+            model.cuts.wanted = True
         else:
             self._begin_anew(model)
         self.c.place_changed(model)
@@ -178,10 +178,10 @@ class ShardDesk:
         self._new_timeline(model, "init", model.next_phase_clock if committed else 0)
         self.c.save_model(model)
 
-    def _new_timeline(self, model: Model, source: Any, clock: int) -> None:
+    def _new_timeline(self, model: Model, source: Any, clock: int, *, opening: bool = False) -> None:
         """Begin a timeline at that clock, on which all partitions are loaded from `source` under new tokens."""
         model.source = source
-        restart(self.c, model, clock)
+        restart(self.c, model, clock, opening=opening)
         for i, owner in enumerate(model.owners):
             if owner.shard is not None:
                 self.c.give_token(model, i)

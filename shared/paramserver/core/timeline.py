@@ -4,11 +4,20 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.models import Model
 
 
-def restart(cluster: Cluster, model: Model, clock: int) -> None:
-    """Begin a new timeline at that clock; staged gradients and done reports of the old one no longer count."""
+def restart(cluster: Cluster, model: Model, clock: int, *, opening: bool = False) -> None:
+    """Begin a new timeline at that clock; staged gradients and done reports of the old one no longer count.
+
+    `opening`: its first commit is one that lists nothing.
+    """
+    before = model.gate.first_clock
+    model.gate.opening = model.gate.opening or opening
     for _, commit in model.commits:
         cluster.drop(f"commit:{model.name}:{commit.t}")
     model.restart_at(clock)
+    for run in cluster.runs.values():
+        if run.model == model.name and not run.ended:
+            run.clock_moved(before, model.gate.first_clock)
+            cluster.save_run(run)
     cluster.save_clock(model)
     cluster.model_changed(model)
 
@@ -20,5 +29,4 @@ def begin_sync(cluster: Cluster, model: Model, clock: int | None = None) -> None
     the clock is beyond all earlier ones, so each partition can tell that its own clock is of an older timeline.
     """
     model.cuts.none_left()
-    model.gate.opening = True
-    restart(cluster, model, model.next_phase_clock if clock is None else clock)
+    restart(cluster, model, model.next_phase_clock if clock is None else clock, opening=True)
