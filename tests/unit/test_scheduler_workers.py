@@ -6,6 +6,7 @@ import pytest
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.core.cluster import FLOORS_MAX
 from paramserver.core.fields import INTEGER_MAX
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError
 from paramserver.limits import CLOCKS_AHEAD_MAX
@@ -286,7 +287,7 @@ def test_a_worker_that_left_cannot_be_asked_to_finish() -> None:
 def test_a_worker_of_a_deleted_model_is_not_one_of_its_successor() -> None:
     """What the process of a deleted model's worker reports does not count for its successor's worker of the same id.
 
-    Epochs go on from the highest one of any deleted model, also under another leader and on a Redis that was emptied.
+    Epochs go on from the highest one of the deleted model, also under another leader and on a Redis that was emptied.
     """
     d = Driver.with_model(consistency={"mode": "sync"})
     d.join("b", above=6)
@@ -319,3 +320,25 @@ def test_an_enormous_epoch_dies_with_its_model() -> None:
     d.model()
 
     assert d.join("a")["epoch"] <= INTEGER_MAX // 2 + 1
+
+
+def test_epochs_begin_at_one_unless_a_model_of_that_name_was_deleted() -> None:
+    """Of so many deleted models that not every name is remembered, the oldest raise the epochs of all others."""
+    d = Driver.with_model()
+    d.join("a", above=41)
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    for i in range(FLOORS_MAX):
+        name = f"n{i}"
+        d.model(name=name)
+        assert d.ask(lambda n, name=name: io.JoinWorker(n, name, "a"))["epoch"] == 1  # type: ignore[misc]
+        if i < FLOORS_MAX - 1:
+            d.ask(lambda n, name=name: io.DeleteModel(n, name))  # type: ignore[misc]
+    d.model()
+    assert d.join("a")["epoch"] == 43
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    for i in range(FLOORS_MAX, 2 * FLOORS_MAX):
+        d.model(name=f"n{i}")
+        d.ask(lambda n, i=i: io.DeleteModel(n, f"n{i}"))  # type: ignore[misc]
+    d.restart()
+    d.model(name="new")
+    assert d.ask(lambda n: io.JoinWorker(n, "new", "a"))["epoch"] == 44

@@ -6,7 +6,7 @@ The desks (`shard_desk`, `model_desk`, ...) change the `Cluster` and record what
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from paramserver.core.commit import Commit
 from paramserver.core.heartbeat_rows import Row
@@ -19,6 +19,9 @@ from paramserver.core.scheduler_io import Effect, ForgetModel, LoadFiles, Publis
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, Token, make_token
+
+FLOORS_MAX: Final = 64
+"""Deleted models whose workers' epochs are remembered by name; stored with the cluster's document."""
 
 
 @dataclass
@@ -40,7 +43,9 @@ class Cluster:
     member_floor: int = 0
     """Highest epoch of any pool member whose name was forgotten."""
     worker_floor: int = 0
-    """Highest epoch of any worker of a deleted model."""
+    """Highest epoch of any worker of a deleted model that is not in `worker_floors`."""
+    worker_floors: dict[str, int] = field(default_factory=dict)
+    """Highest epoch of any worker of the newest `FLOORS_MAX` deleted models, by the model's name."""
     models: dict[str, Model] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     runs_ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDED, 0))
@@ -71,6 +76,13 @@ class Cluster:
     def drop(self, name: str) -> None:
         """Delete that field."""
         self._fields[name] = None
+
+    def raise_worker_floor(self, model: Model) -> None:
+        """Record the epochs of a model that is deleted: the workers of a later one of that name begin above them."""
+        self.worker_floors[model.name] = max(self.worker_floors.pop(model.name, 0), model.roster.highest_epoch())
+        while len(self.worker_floors) > FLOORS_MAX:
+            oldest = next(iter(self.worker_floors))
+            self.worker_floor = max(self.worker_floor, self.worker_floors.pop(oldest))
 
     def save_cluster(self) -> None:
         self.save("cluster", self.stored)
@@ -366,4 +378,5 @@ class Cluster:
             "shard_floor": self.shard_floor,
             "member_floor": self.member_floor,
             "worker_floor": self.worker_floor,
+            "worker_floors": self.worker_floors,
         }

@@ -60,7 +60,8 @@ class ModelDesk:
         self.c.save_cluster()
         model = Model(spec, spec.document(), self.c.generations, now + self.c.wall_offset_s)
         model.owners = [Owner() for _ in range(spec.partitions)]
-        model.checkpoints.last_s, model.roster.floor = now, self.c.worker_floor
+        model.checkpoints.last_s = now
+        model.roster.floor = self.c.worker_floors.get(spec.name, self.c.worker_floor)
         model.restored, model.creator = e.restore, e.nonce
         model.missing = {RESTORED} if e.restore else {*spec.uploads, *spec.files}
         token = None
@@ -192,7 +193,7 @@ class ModelDesk:
             for request in pending.requests:
                 self.c.answer(request, why)
         del self.c.models[model.name]
-        self.c.worker_floor = max(self.c.worker_floor, model.roster.highest_epoch())
+        self.c.raise_worker_floor(model)
         self.c.drop_filled(model)
         for prefix in ("model", "place", "clock", "series"):
             self.c.drop(f"{prefix}:{model.name}")

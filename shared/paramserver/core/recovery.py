@@ -48,7 +48,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         c.save_cluster()
     c.map_epoch, c.generations = cluster.get("map_epoch", 0), cluster.get("generations", 0)
     c.shard_floor, c.member_floor = cluster.get("shard_floor", 0), cluster.get("member_floor", 0)
-    c.worker_floor = cluster.get("worker_floor", 0)
+    c.worker_floor, c.worker_floors = cluster.get("worker_floor", 0), dict(cluster.get("worker_floors", {}))
     c.run_count, c.member_count = cluster.get("run_count", 0), cluster.get("member_count", 0)
     for name, doc in groups["shard"].items():
         c.shards[name] = Shard.of(name, doc, now)
