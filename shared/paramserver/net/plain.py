@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies_environment
 
 from paramserver.errors import PsError, problem
-from paramserver.net.calls import Deadline, Outcome, Request, Response
+from paramserver.net.calls import Deadline, Outcome, Request, Response, Sink
 from paramserver.net.concurrent_requests import Interruptible, using_memory
 from paramserver.net.connection import cut
 from paramserver.net.credentials import Credentials
@@ -94,6 +94,26 @@ class PlainTransport:
         deadline: Deadline,
     ) -> Outcome | None:
         """Send the request and return its outcome; None if the node closed the connection before it answered."""
+        try:
+            return self._answer(connection, request, url, within, deadline)
+        except http.client.RemoteDisconnected:
+            return None
+        except TimeoutError:
+            return problem("in_doubt", f"{url} did not answer within {request.timeout_s:.3g} s")
+        except PsError as e:
+            return e
+        except (OSError, http.client.HTTPException) as e:
+            return problem("in_doubt", f"the connection to {url} broke before it answered ({e})")
+
+    def _answer(
+        self,
+        connection: http.client.HTTPConnection,
+        request: Request,
+        url: str,
+        within: Interruptible | None,
+        deadline: Deadline,
+    ) -> Response:
+        """Send the request and return the answer; then the connection is kept, or closed if this raises."""
         connected = connection.sock
         connected.settimeout(_left_s(deadline))
         try:
@@ -105,34 +125,7 @@ class PlainTransport:
                 connection.request(request.method, target, body=request.whole, headers=headers)
                 connected.settimeout(_left_s(deadline))
                 response = connection.getresponse()
-                head = {k.lower(): v for k, v in response.getheaders()}
-                sink = request.sink if response.status == 200 else None
-                body = bytearray()
-                if sink is not None:
-                    sink.begin()
-                while chunk := self._piece(response, connected, deadline):
-                    if sink is None:
-                        body += chunk
-                    else:
-                        sink.feed(memoryview(chunk))
-                response.close()  # a body of known length does not, and would keep the connection from its next request
-                if response.length:  # reading a piece does not tell that the rest is missing
-                    raise http.client.IncompleteRead(b"", response.length)
-                if sink is not None:
-                    sink.end()
-                result = Response(response.status, head, bytes(body), url)
-        except http.client.RemoteDisconnected:
-            connection.close()
-            return None
-        except TimeoutError:
-            connection.close()
-            return problem("in_doubt", f"{url} did not answer within {request.timeout_s:.3g} s")
-        except PsError as e:
-            connection.close()
-            return e
-        except (OSError, http.client.HTTPException) as e:
-            connection.close()
-            return problem("in_doubt", f"the connection to {url} broke before it answered ({e})")
+                body = _body(response, connected, request.sink if response.status == 200 else None, deadline)
         except BaseException:  # the request is half sent, or its answer would be taken for that of the next request
             connection.close()
             raise
@@ -142,14 +135,33 @@ class PlainTransport:
                 connection.close()
             else:
                 idle.append(connection)
-        return result
+        return Response(response.status, {k.lower(): v for k, v in response.getheaders()}, body, url)
 
-    def _piece(self, response: http.client.HTTPResponse, connected: socket.socket, deadline: Deadline) -> bytes:
-        """Return the next bytes of the body, empty at its end.  Raises TimeoutError at the deadline."""
-        if not deadline.left_s():
-            raise TimeoutError
-        connected.settimeout(_left_s(deadline))
-        return response.read1(_PIECE_BYTES)
+
+def _body(response: http.client.HTTPResponse, connected: socket.socket, sink: Sink | None, deadline: Deadline) -> bytes:
+    """Return the body of an answer, empty if it goes to the sink.  Raises TimeoutError at the deadline."""
+    body = bytearray()
+    if sink is not None:
+        sink.begin()
+    while chunk := _piece(response, connected, deadline):
+        if sink is None:
+            body += chunk
+        else:
+            sink.feed(memoryview(chunk))
+    response.close()  # a body of known length does not, and would keep the connection from its next request
+    if response.length:  # reading a piece does not tell that the rest is missing
+        raise http.client.IncompleteRead(b"", response.length)
+    if sink is not None:
+        sink.end()
+    return bytes(body)
+
+
+def _piece(response: http.client.HTTPResponse, connected: socket.socket, deadline: Deadline) -> bytes:
+    """Return the next bytes of the body, empty at its end.  Raises TimeoutError at the deadline."""
+    if not deadline.left_s():
+        raise TimeoutError
+    connected.settimeout(_left_s(deadline))
+    return response.read1(_PIECE_BYTES)
 
 
 def _left_s(deadline: Deadline) -> float:
