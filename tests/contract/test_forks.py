@@ -112,8 +112,8 @@ def test_what_a_forked_child_shares_between_its_threads_is_its_own(model: Model)
         "cluster.lease_cache._lock",
         "cluster.same_host._lock",
         "cluster.same_host._windows._lock",
-        "transport._http1._lock",
-        "transport._http2._lock",
+        "transport._http1._idle._lock",
+        "transport._http2._idle._lock",
     ],
 )
 def test_a_forked_child_does_not_wait_for_its_parents_threads(model: Model, lock: str) -> None:

@@ -8,7 +8,6 @@ breaks, only a request that changes nothing is sent again, because the node may 
 import base64
 import http.client
 import socket
-import threading
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address, ip_network
@@ -21,8 +20,8 @@ from paramserver.net.calls import Deadline, Outcome, Request, Response, Sink
 from paramserver.net.concurrent_requests import Interruptible, using_memory
 from paramserver.net.connection import cut
 from paramserver.net.credentials import Credentials
-from paramserver.net.direct import CONNECT_S, KEPT_MAX, changes_nothing, common_headers, unreachable_by
-from paramserver.net.forks import call_in_forked_child
+from paramserver.net.direct import CONNECT_S, changes_nothing, common_headers, unreachable_by
+from paramserver.net.idle import Idle
 
 _PIECE_BYTES: Final = 1 << 20
 _WAIT_S_MAX: Final = 1e6
@@ -35,22 +34,11 @@ class PlainTransport:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._headers = common_headers(credentials)
-        self._closed = False
-        self._begin()
-        call_in_forked_child(self._begin)  # the connections are the parent's
-
-    def _begin(self) -> None:
-        self._idle: dict[str, list[http.client.HTTPConnection]] = {}
-        self._lock = threading.Lock()
+        self._idle = Idle[http.client.HTTPConnection](lambda kept: _silent(kept.sock))
 
     def close(self) -> None:
         """Close the idle connections; one in use is closed once its answer has arrived."""
-        with self._lock:
-            self._closed = True
-            kept = [connection for idle in self._idle.values() for connection in idle]
-            self._idle.clear()
-        for connection in kept:
-            connection.close()
+        self._idle.close()
 
     def send(self, request: Request, url: str, within: Interruptible | None = None) -> Outcome:
         """Send one request to the node at `url` and return its outcome.
@@ -59,7 +47,7 @@ class PlainTransport:
         """
         deadline = Deadline.after(request.timeout_s)
         ended = problem("in_doubt", f"the connection to {url} broke before it answered")
-        if (kept := self._kept(url)) is not None:
+        if (kept := self._idle.take(url)) is not None:
             outcome = self._attempt(kept, request, url, within, deadline)
             if outcome is not None or not changes_nothing(request):
                 return outcome or ended
@@ -72,18 +60,6 @@ class PlainTransport:
                 fresh.close()
             return unreachable_by(e, url)
         return self._attempt(fresh, request, url, within, deadline) or ended
-
-    def _kept(self, url: str) -> http.client.HTTPConnection | None:
-        """Take an idle connection that the node has not closed; None if there is none."""
-        while True:
-            with self._lock:
-                idle = self._idle.get(url)
-                if not idle:
-                    return None
-                connection = idle.pop()
-            if _silent(connection.sock):
-                return connection
-            connection.close()
 
     def _attempt(
         self,
@@ -129,12 +105,10 @@ class PlainTransport:
         except BaseException:  # the request is half sent, or its answer would be taken for that of the next request
             connection.close()
             raise
-        with self._lock:
-            idle = self._idle.setdefault(url, [])
-            if self._closed or response.will_close or len(idle) >= KEPT_MAX:
-                connection.close()
-            else:
-                idle.append(connection)
+        if response.will_close:
+            connection.close()
+        else:
+            self._idle.keep(url, connection)
         return Response(response.status, {k.lower(): v for k, v in response.getheaders()}, body, url)
 
 
