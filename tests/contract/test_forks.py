@@ -111,7 +111,7 @@ def test_what_a_forked_child_shares_between_its_threads_is_its_own(model: Model)
         "shared._lock",
         "cluster.lease_cache._lock",
         "cluster.same_host._lock",
-        "cluster.same_host._windows._lock",
+        "cluster.same_host._mappings._lock",
         "transport._http1._idle._lock",
         "transport._http2._idle._lock",
     ],
