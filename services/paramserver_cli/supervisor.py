@@ -171,26 +171,11 @@ class Supervisor:
 
         Raises an ExceptionGroup with a StartFailed if the cluster does not start.
         """
-        p = self.processes
-        redis, schedulers, shards, workers = p.redis_specs(), p.scheduler_specs(), p.shard_specs(), p.worker_specs()
-        self._wanted_shards = set(p.shard_names)
+        workers = self.processes.worker_specs()
         try:
             async with asyncio.TaskGroup() as children:
                 stopper = children.create_task(self._stop_children())
-                try:
-                    async with asyncio.timeout(START_TIMEOUT_S):
-                        for spec in redis:
-                            children.create_task(self.run_child(spec))
-                            await race(self._until_redis_serves(), self.stop.wait())
-                        for spec in (*schedulers, *shards):
-                            children.create_task(self.run_child(spec))
-                        if schedulers:
-                            await race(self._until_servers_are_ready(), self.stop.wait())
-                except TimeoutError:
-                    logs = f"what its processes say is in {self.state.logs}"
-                    raise StartFailed(
-                        f"the cluster was not ready after {START_TIMEOUT_S:g} s; {logs}{self._complaints()}"
-                    ) from None
+                await self._start_servers(children)
                 if not self.stop.is_set():
                     for spec in workers:
                         children.create_task(self.run_child(spec))
@@ -204,6 +189,26 @@ class Supervisor:
             for child in self.alive.values():
                 signal_group(child.pid, signal.SIGKILL)
                 child.wait()
+
+    async def _start_servers(self, children: asyncio.TaskGroup) -> None:
+        """Start all but the workers, and wait until they are ready or `stop` is set.  Raises StartFailed if late."""
+        p = self.processes
+        redis, schedulers, shards = p.redis_specs(), p.scheduler_specs(), p.shard_specs()
+        self._wanted_shards = set(p.shard_names)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                for spec in redis:
+                    children.create_task(self.run_child(spec))
+                    await race(self._until_redis_serves(), self.stop.wait())
+                for spec in (*schedulers, *shards):
+                    children.create_task(self.run_child(spec))
+                if schedulers:
+                    await race(self._until_servers_are_ready(), self.stop.wait())
+        except TimeoutError:
+            logs = f"what its processes say is in {self.state.logs}"
+            raise StartFailed(
+                f"the cluster was not ready after {START_TIMEOUT_S:g} s; {logs}{self._complaints()}"
+            ) from None
 
     def _complaints(self) -> str:
         """Return the last warning or error in the log of each process, a line each."""

@@ -10,25 +10,30 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.limits import CONNECTIONS_MAX, PATIENCE_S
+from paramserver_node import log
 from paramserver_node.protocol_detector import ProtocolDetector
-from paramserver_node.settings import NodeSettings
+from paramserver_node.settings import NodeSettings, exit_status
 
 if TYPE_CHECKING:
     from paramserver_node.transfer_threads import TransferThreads
 
 GRACE_S: Final = 10.0
+
+SettingsT = TypeVar("SettingsT", bound=NodeSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,25 @@ def first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def run(
+    kind: type[SettingsT], flags: Mapping[str, Any], serve: Callable[[SettingsT], Coroutine[Any, Any, None]]
+) -> None:
+    """Load a node's settings and serve until it ends; an expected error exits with its reason in one line."""
+    try:
+        settings = kind.load(flags)
+        log.setup(settings.log_level)
+        uvloop.run(serve(settings))
+    except (PsError, BaseExceptionGroup) as error:
+        expected = error.subgroup((PsError, CannotListen)) if isinstance(error, BaseExceptionGroup) else error
+        if expected is None:
+            raise
+        cause = first_cause(expected)
+        print(f"paramserver-{kind.section}: {cause}", file=sys.stderr)
+        sys.exit(exit_status(cause))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def freeze_gc() -> None:

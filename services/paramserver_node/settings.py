@@ -8,12 +8,11 @@ line.  `docs/settings.md` lists all settings; a test checks that.
 import ipaddress
 import os
 import socket
-import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Final, NoReturn, Self, get_type_hints
+from typing import Any, ClassVar, Final, Self, get_type_hints
 
 from paramserver.core.near import near
 from paramserver.core.urls import is_node_url
@@ -189,12 +188,6 @@ def redacted(name: str, value: Any) -> str:
 def exit_status(error: BaseException) -> int:
     """Return the exit status of a service: 2 for invalid settings, as for an unknown flag, else 1."""
     return 2 if isinstance(error, RequestError) else 1
-
-
-def end(service: str, error: BaseException) -> NoReturn:
-    """Exit, after printing the reason in one line."""
-    print(f"{service}: {error}", file=sys.stderr)
-    sys.exit(exit_status(error))
 
 
 def is_loopback(host: str) -> bool:

@@ -4,10 +4,9 @@ import asyncio
 import logging
 import secrets
 import socket
-import sys
 import time
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 from fastapi import FastAPI
@@ -19,10 +18,9 @@ from paramserver.errors import CorruptState, PsError, Unavailable, problem
 from paramserver_node.access import Access, credentials
 from paramserver_node.crash import crash_point
 from paramserver_node.forward import Forwarder
-from paramserver_node.log import setup
 from paramserver_node.redis import connect
-from paramserver_node.server import CannotListen, Tls, first_cause, freeze_gc, serve_tcp, stop_on_signals
-from paramserver_node.settings import SchedulerSettings, end, url_of
+from paramserver_node.server import Tls, first_cause, freeze_gc, run, serve_tcp, stop_on_signals
+from paramserver_node.settings import SchedulerSettings, url_of
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.exchange import Service
@@ -40,8 +38,6 @@ from paramserver_scheduler.watch import watch
 
 log = logging.getLogger("paramserver.scheduler")
 app = typer.Typer(add_completion=False)
-
-SERVICE: Final = "paramserver-scheduler"
 
 ACQUIRE_INTERVAL_S = 0.25
 """Interval at which a standby tries to take the lease."""
@@ -215,24 +211,4 @@ def scheduler(
     Of several schedulers on the same Redis one leads; the others stand by and forward every request to it.
     Each option can also be set by an environment variable PARAMSERVER_... or in paramserver.toml.
     """
-    flags = dict(locals())
-    try:
-        settings = SchedulerSettings.load(flags)
-        setup(settings.log_level)
-        _run(settings)
-    except PsError as e:
-        end(SERVICE, e)
-    except BaseExceptionGroup as group:
-        expected = group.subgroup((PsError, CannotListen))
-        if expected is None:
-            raise
-        end(SERVICE, first_cause(expected))
-
-
-def _run(settings: SchedulerSettings) -> None:
-    if sys.platform == "win32":
-        asyncio.run(serve(settings))
-    else:
-        import uvloop
-
-        uvloop.run(serve(settings))
+    run(SchedulerSettings, dict(locals()), serve)

@@ -183,9 +183,8 @@ class Runtime:
         batch = _Batch()
         for effect in effects:
             match effect:
-                case io.Store(fields):
+                case io.Store(fields, tokens, fences):
                     batch.fields.update(fields)
-                case io.SetTokens(tokens, fences):
                     batch.tokens.update(tokens)
                     batch.fences.update(fences)
                 case io.Reply(waits=False):

@@ -3,13 +3,11 @@
 import asyncio
 import logging
 import socket
-import sys
 import time
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 import typer
-import uvloop
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -17,23 +15,14 @@ from paramserver import kernels
 from paramserver.core.fields import MODEL_NAME_HINT, is_name
 from paramserver.core.shard import ShardCore
 from paramserver.core.urls import listed_urls
-from paramserver.errors import PsError, problem
+from paramserver.errors import problem
 from paramserver.kernels import sockets
 from paramserver.limits import MIB, SHARED_BYTES_MAX
-from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
 from paramserver_node.access import Access, LocalOnly, credentials
 from paramserver_node.forward import Forwarder
-from paramserver_node.server import (
-    CannotListen,
-    Tls,
-    first_cause,
-    freeze_gc,
-    serve_tcp,
-    serve_unix,
-    stop_on_signals,
-)
-from paramserver_node.settings import ShardSettings, end, url_of
+from paramserver_node.server import Tls, freeze_gc, run, serve_tcp, serve_unix, stop_on_signals
+from paramserver_node.settings import ShardSettings, url_of
 from paramserver_node.transfer_threads import TransferThreads
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
@@ -61,7 +50,6 @@ from paramserver_shard.telemetry import Telemetry
 
 log = logging.getLogger("paramserver.shard")
 
-SERVICE: Final = "paramserver-shard"
 GRACE_S: Final = 3.0
 """Grace period for requests in flight once everything is handed over or stored."""
 
@@ -104,20 +92,7 @@ def shard(
 
     Each option can also be set as PARAMSERVER_... or in paramserver.toml; flags take precedence.
     """
-    flags = dict(locals())
-    try:
-        settings = ShardSettings.load(flags)
-        node_log.setup(settings.log_level)
-        uvloop.run(serve(settings))
-    except PsError as error:
-        end(SERVICE, error)
-    except BaseExceptionGroup as group:
-        expected = group.subgroup((PsError, CannotListen))
-        if expected is None:
-            raise
-        end(SERVICE, first_cause(expected))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run(ShardSettings, dict(locals()), serve)
 
 
 @dataclass(frozen=True, slots=True)

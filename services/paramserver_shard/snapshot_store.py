@@ -152,7 +152,6 @@ class SnapshotStore:
             packed = encode_head(head, arrays)
             size = len(packed) + sum(a.nbytes for a in arrays)
             checksums = await self._write_blocks(key, name, size, blocks_of(packed, arrays), urgent=urgent)
-            count = len(checksums)
             entry = {
                 "format": FORMAT,
                 "version": version,
@@ -165,22 +164,31 @@ class SnapshotStore:
             }
             older = [e for e in manifest if pinned is not None and e["cut"] == pinned] or manifest
             kept = [entry, *older][:KEPT]
-            keep_from = f"{min(e['lsn'] for e in kept) + 1}-0" if len(kept) == KEPT else ""
-            names = ("token", "manifest", "pending", "saved", "lsn", "journal")
-            keys = [_key(key, n) for n in names] + _blocks(key, name, count)
-            args = [token_text(token), pack_manifest(kept), f"{name}:{count}", version, lsn, keep_from]
-            crash_point("shard.snapshot_before_switch")
-            (result,) = await self._scripts.run([Script(_SWITCH, keys, args)], fsync=fsync)
-            crash_point("shard.snapshot_after_switch")
-            if result != SaveResult.STORED:
-                await self._delete_blocks(key, name, count)
-                await self._redis.srem(_key(key, "pending"), f"{name}:{count}")
-                return SaveResult(result)
+            result = await self._switch(key, token, kept, fsync=fsync)
+            if result is not SaveResult.STORED:
+                await self._delete_blocks(key, name, len(checksums))
+                await self._redis.srem(_key(key, "pending"), f"{name}:{len(checksums)}")
+                return result
             for old in found:
                 if all(old["name"] != e["name"] for e in kept):
                     await self._delete_blocks(key, str(old["name"]), len(old["crc32"]))
                     self._damaged.discard((key, str(old["name"])))
-            return SaveResult.STORED
+            return result
+
+    async def _switch(
+        self, key: PartitionKey, token: Token, manifest: Sequence[Mapping[str, Any]], *, fsync: bool
+    ) -> SaveResult:
+        """Replace the manifest, if the first of its entries is wholly written and `token` is still the owner's."""
+        new = manifest[0]
+        name, count = new["name"], len(new["crc32"])
+        keep_from = f"{min(e['lsn'] for e in manifest) + 1}-0" if len(manifest) == KEPT else ""
+        names = ("token", "manifest", "pending", "saved", "lsn", "journal")
+        keys = [_key(key, n) for n in names] + _blocks(key, name, count)
+        args = [token_text(token), pack_manifest(manifest), f"{name}:{count}", new["version"], new["lsn"], keep_from]
+        crash_point("shard.snapshot_before_switch")
+        (result,) = await self._scripts.run([Script(_SWITCH, keys, args)], fsync=fsync)
+        crash_point("shard.snapshot_after_switch")
+        return SaveResult(result)
 
     async def _write_blocks(
         self, key: PartitionKey, name: str, size_bytes: int, blocks: Iterator[bytes], *, urgent: bool

@@ -8,7 +8,7 @@ from redis.exceptions import RedisError
 
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_effects import StoreSnapshot
-from paramserver.core.shard_events import Event, JournalLost, SnapshotFailed, SnapshotStored
+from paramserver.core.shard_events import Event, JournalLost, SnapshotDone
 from paramserver.errors import PsError
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
@@ -102,8 +102,7 @@ class Storage:
                 log.warning("partition %s: its snapshot of version %d is not stored: %s", key, version, _WHY[saved])
         if effect.urgent:
             crash_point("shard.release_stored")
-        done = SnapshotStored if saved is SaveResult.STORED else SnapshotFailed
-        self._feed(done(key, token, effect.urgent))
+        self._feed(SnapshotDone(key, token, saved is SaveResult.STORED, effect.urgent))
 
     def redis_failed(self, error: Exception) -> None:
         """Note that Redis did not answer a request, or refused it: nothing counts as durable until it answers."""

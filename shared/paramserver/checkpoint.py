@@ -112,10 +112,7 @@ def write(
     if existing.exists() and not (overwrite and (existing / MANIFEST).is_file()):
         raise problem("conflict", f"'{existing}' exists already", hint="choose another path, or allow overwriting")
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
-    part.mkdir()
-    try:
+    with _replacing(target) as part:
         _save(held, part / PARAMS, {"format": "np", "model": spec.name})
         _save(state, part / OPTIMIZER, {"format": "np"})
         (part / WORKERS).write_text(json.dumps(dict(worker_states)), encoding="utf-8")
@@ -133,8 +130,19 @@ def write(
         manifest["sha256"] = _digest(manifest)
         with open(part / MANIFEST, "w", encoding="utf-8") as f:
             json.dump(manifest, f, indent=1)
-        for name in (PARAMS, OPTIMIZER, WORKERS, MANIFEST):
-            _sync(part / name)
+    return manifest
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """Yield a new folder to write files to, which then takes the place of `target`; after an error it is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
+    part.mkdir()
+    try:
+        yield part
+        for file in part.iterdir():
+            _sync(file)
         _sync(part)
         _rename(part, target)
     except BaseException as e:
@@ -142,7 +150,6 @@ def write(
         if isinstance(e, OSError):  # write and fsync name no file, other calls one in the removed folder
             e.filename = str(e.filename or target).replace(str(part), str(target))
         raise
-    return manifest
 
 
 def _arrays(

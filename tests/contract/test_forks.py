@@ -1,6 +1,7 @@
 """Processes that fork while they have a client: parent and child share no slots, leases or locks."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -111,9 +112,9 @@ def test_what_a_forked_child_shares_between_its_threads_is_its_own(model: Model)
         "shared._lock",
         "cluster.lease_cache._lock",
         "cluster.same_host._lock",
-        "cluster.same_host._windows._lock",
-        "transport._http1._lock",
-        "transport._http2._lock",
+        "cluster.same_host._mappings._lock",
+        "transport._http1._idle._lock",
+        "transport._http2._idle._lock",
     ],
 )
 def test_a_forked_child_does_not_wait_for_its_parents_threads(model: Model, lock: str) -> None:
@@ -192,6 +193,31 @@ def test_a_client_that_a_forked_child_closes_is_closed_there_alone(model: Model)
 
     assert ended(forked(child)) == 0
     assert model.info()["name"] == model.name
+
+
+def test_a_client_on_asyncio_is_used_and_closed_in_a_forked_child_alone(rest_cluster: Nodes, model: Model) -> None:
+    """A forked child makes requests with its parent's asyncio client and closes it; the parent's stays open."""
+
+    async def main() -> None:
+        async with ps.AsyncClient(rest_cluster.url) as client:
+
+            async def use() -> None:
+                assert await client.models() == names
+                await client.close()
+                with pytest.raises(ps.ConflictError, match="this client is closed"):
+                    await client.models()
+
+            def child() -> bool:
+                asyncio.run(use())
+                return True
+
+            client.transport._protocols._http1[client.urls[0]] = math.inf  # HTTP/1.1, which has threads
+            names, *_ = await asyncio.gather(*(client.models() for _ in range(4)))
+            assert await client.models() == names  # so that some of the threads are idle
+            assert ended(forked(child)) == 0
+            assert await client.models() == names
+
+    asyncio.run(main())
 
 
 def test_a_process_with_a_client_ends_without_a_word(rest_cluster: Nodes) -> None:

@@ -320,7 +320,7 @@ def test_a_shard_that_starts_anew_is_found_by_its_new_socket(tmp_path: Path) -> 
         assert not os.path.exists(same_host._folder(old))
         assert old not in client.cluster.same_host._shards
         assert old not in client.cluster._known
-        assert old not in client.transport._http2._idle
+        assert old not in client.transport._http2._idle.addresses()
 
 
 def test_a_shard_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:

@@ -67,7 +67,6 @@ class Driver:
                     self.hash.pop(name, None)
                 else:
                     self.hash[name] = json.dumps(doc, allow_nan=False)
-        elif isinstance(effect, io.SetTokens):
             for key, token in effect.tokens:
                 assert token > self.tokens.get(str(key), 0), "owner tokens only grow"
                 self.tokens[str(key)] = token

@@ -53,7 +53,7 @@ def test_an_address_without_a_kept_connection_is_forgotten() -> None:
     with Server(Blocking, leaving) as server:
         assert isinstance(server.ask(), Response)
         assert isinstance(server.transport, Blocking)
-        assert not server.transport._idle
+        assert not server.transport._idle.addresses()
 
 
 @both_clients

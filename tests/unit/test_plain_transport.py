@@ -80,7 +80,7 @@ def test_a_connection_that_the_node_has_closed_is_not_used_again() -> None:
     transport = PlainTransport(NO_CREDENTIALS)
     with serving(serve) as url:
         transport.send(Request("GET", "/livez"), url)
-        (kept,) = transport._idle[url]
+        (kept,) = transport._idle._kept[url]
         assert kept.sock is not None
         kept.sock.recv(1, socket.MSG_PEEK)  # returns once the node has closed the connection
         assert asked(transport, url, control.post_unrepeatable("/runs", {}, Deadline.after(5.0))) == {}

@@ -25,9 +25,9 @@ def test_the_dead_are_fenced_in_the_write_that_gives_their_partitions_away() -> 
     d = Driver.with_model()
     epoch = d.shards["s1"]
     effects = d.core.handle(io.LeaveShard(99, "s1", epoch), d.now)
-    (tokens,) = [e for e in effects if isinstance(e, io.SetTokens)]
-    assert dict(tokens.fences) == {"s1": epoch}
-    assert len(tokens.tokens) == 2
+    (store,) = [e for e in effects if isinstance(e, io.Store)]
+    assert dict(store.fences) == {"s1": epoch}
+    assert len(store.tokens) == 2
     d.shard("s1")
     d.shard("s1")
     assert d.fences["s1"] == epoch + 1

@@ -7,7 +7,6 @@ two leaders at once, the older one not knowing that it was deposed.
 import copy
 import json
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,23 +38,20 @@ class Redis:
         self.before: dict[int, int] = {}
         """Token -> the token it replaced."""
 
-    def write(self, term: int, effects: Sequence[io.Effect]) -> bool:
-        """Write all effects at once and return True, or nothing and return False if the leader is deposed."""
+    def write(self, term: int, store: io.Store) -> bool:
+        """Write all of it at once and return True, or nothing and return False if the leader is deposed."""
         if term < self.term:
             return False
-        for effect in effects:
-            if isinstance(effect, io.Store):
-                for name, doc in effect.fields.items():
-                    self.hash.pop(name, None)
-                    if doc is not None:
-                        self.hash[name] = json.dumps(doc)
-            elif isinstance(effect, io.SetTokens):
-                for key, token in effect.tokens:
-                    assert token > self.newest.get(key.index, 0), "owner tokens only grow"
-                    self.before[token] = self.newest.get(key.index, 0)
-                    self.newest[key.index] = self.tokens[key.index] = token
-                for shard, epoch in effect.fences:
-                    self.fences[shard] = epoch
+        for name, doc in store.fields.items():
+            self.hash.pop(name, None)
+            if doc is not None:
+                self.hash[name] = json.dumps(doc)
+        for key, token in store.tokens:
+            assert token > self.newest.get(key.index, 0), "owner tokens only grow"
+            self.before[token] = self.newest.get(key.index, 0)
+            self.newest[key.index] = self.tokens[key.index] = token
+        for shard, epoch in store.fences:
+            self.fences[shard] = epoch
         return True
 
 
@@ -105,12 +101,12 @@ class Leader:
         self.requests += 1
         event = make(self.requests)
         effects = self.core.handle(event, now)
-        writes = [e for e in effects if isinstance(e, io.Store | io.SetTokens)]
+        store = next((e for e in effects if isinstance(e, io.Store)), None)
         reply = None
         for effect in effects:
             if isinstance(effect, io.Reply) and effect.request == self.requests and not effect.waits:
                 reply = effect.outcome
-        if writes and not self.redis.write(self.term, writes):
+        if store is not None and not self.redis.write(self.term, store):
             self.stopped = True
             return reply
         for effect in effects:

@@ -14,7 +14,7 @@ from paramserver.core.shard_events import (
     ModelGone,
     RequestGone,
     SetReceived,
-    SnapshotFailed,
+    SnapshotDone,
 )
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
@@ -252,7 +252,7 @@ def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None
     (store,) = driver.pending
     assert isinstance(store, StoreSnapshot)
     driver.pending.clear()
-    driver.send(SnapshotFailed(store.capture.key, 1))
+    driver.send(SnapshotDone(store.capture.key, 1, stored=False))
     assert [e.capture.key.index for e in driver.pending if isinstance(e, StoreSnapshot)] == [1]
     driver.settle()
     driver.advance(0.9)
@@ -273,7 +273,7 @@ def failing(driver: ShardDriver, bad: set[int], seconds: float, push: int | None
             tried.append(store.capture.key.index)
             if tried[-1] in bad:
                 driver.pending.clear()
-                driver.send(SnapshotFailed(store.capture.key, 1))
+                driver.send(SnapshotDone(store.capture.key, 1, stored=False))
             else:
                 driver.complete()
         if push is not None:

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.shard_effects import StoreSnapshot
-from paramserver.core.shard_events import JournalLost, SnapshotFailed, SnapshotStored
+from paramserver.core.shard_events import JournalLost, SnapshotDone
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import FencedError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
@@ -134,7 +134,7 @@ def test_a_cut_that_could_not_be_stored_is_tried_again(ack: str) -> None:
     driver = with_a_cut_to_store(ack)
     (store,) = pending(driver, StoreSnapshot)
     driver.pending.remove(store)
-    driver.send(SnapshotFailed(store.capture.key, 1))
+    driver.send(SnapshotDone(store.capture.key, 1, stored=False))
     driver.settle()
     driver.advance(1.0)
     driver.settle()
@@ -153,7 +153,7 @@ def test_a_cut_that_cannot_be_stored_holds_up_no_other() -> None:
             if store.capture.key == bad:
                 failed += 1
                 driver.pending.clear()
-                driver.send(SnapshotFailed(bad, 1))
+                driver.send(SnapshotDone(bad, 1, stored=False))
             else:
                 driver.complete()
         driver.advance(0.1)
@@ -227,7 +227,7 @@ def test_a_move_that_was_called_off_stores_nothing_in_the_place_of_a_cut() -> No
     (urgent,) = driver.pending
     assert isinstance(urgent, StoreSnapshot)
     driver.pending.clear()
-    driver.send(SnapshotFailed(urgent.capture.key, urgent.capture.token, urgent=True))
+    driver.send(SnapshotDone(urgent.capture.key, urgent.capture.token, stored=False, urgent=True))
     driver.send(view)
     driver.eager = True
     stage(driver, 0, 0, 1.0)
@@ -341,11 +341,11 @@ def test_a_cut_that_redis_lost_is_tried_until_it_is_stored() -> None:
     (first,) = pending(driver, StoreSnapshot)
     driver.send(JournalLost(first.capture.key, 1))
     stored = []
-    for outcome in (SnapshotStored, SnapshotFailed, SnapshotStored, SnapshotFailed, SnapshotStored):
+    for succeeds in (True, False, True, False, True):
         (store,) = pending(driver, StoreSnapshot)
         driver.pending.remove(store)
         stored.append((store.capture.clock, store.cut, store.urgent))
-        driver.send(outcome(store.capture.key, 1, store.urgent))
+        driver.send(SnapshotDone(store.capture.key, 1, succeeds, store.urgent))
         driver.advance(1.0)
 
     cut, whole = (1, True, True), (2, False, True)
@@ -382,7 +382,7 @@ def test_what_changes_while_a_failed_snapshot_is_tried_again_is_stored_afterward
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
     (store,) = pending(driver, StoreSnapshot)
     driver.pending.clear()
-    driver.send(SnapshotFailed(store.capture.key, store.capture.token))
+    driver.send(SnapshotDone(store.capture.key, store.capture.token, stored=False))
     driver.advance(1.0)
     (store,) = pending(driver, StoreSnapshot)
     driver.eager = True

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from paramserver import limits
 from paramserver.core.commit import Commit, Contribution
 from paramserver.core.shard_effects import Apply, LoadPartition, StoreSnapshot
-from paramserver.core.shard_events import CaptureReceived, JournalLost, RosterChanged, SnapshotFailed
+from paramserver.core.shard_events import CaptureReceived, JournalLost, RosterChanged, SnapshotDone
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 
@@ -210,7 +210,7 @@ def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
     _, first = driver.pending
     assert isinstance(first, StoreSnapshot)
     driver.pending.clear()
-    driver.send(SnapshotFailed(first.capture.key, 1, urgent=True))
+    driver.send(SnapshotDone(first.capture.key, 1, stored=False, urgent=True))
     assert [e.capture.key.index for e in pending(driver, StoreSnapshot)] == [2]
     driver.settle()
     assert released(driver) == [(2, 1, 1, 1)]

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.shard_effects import Journal, StoreSnapshot
-from paramserver.core.shard_events import Journaled, JournalLost, JournalRefused, SnapshotFailed, StorageChanged
+from paramserver.core.shard_events import Journaled, JournalLost, JournalRefused, SnapshotDone, StorageChanged
 from paramserver.types import PushId
 
 from .partitions import WORKERS, apply, complete, done, entries, ones, pending, refused, slow
@@ -152,7 +152,7 @@ def test_a_journal_that_lost_entries_goes_on_from_a_snapshot() -> None:
     driver.send(Journaled(key, 1, 3))
     assert not {first, second} & driver.replies.keys()
     driver.pending.clear()
-    driver.send(SnapshotFailed(key, 1, urgent=True))
+    driver.send(SnapshotDone(key, 1, stored=False, urgent=True))
     driver.advance(1.0)
     (snapshot,) = pending(driver, StoreSnapshot)
     assert (snapshot.capture.lsn, snapshot.urgent) == (3, True)

@@ -14,8 +14,7 @@ from paramserver.core.shard_events import (
     JournalLost,
     JournalRefused,
     SetReceived,
-    SnapshotFailed,
-    SnapshotStored,
+    SnapshotDone,
 )
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
@@ -110,8 +109,8 @@ def test_a_cut_of_a_model_that_has_left_sync_is_not_stored_again(lost: str) -> N
     assert after.values() == [1.0] * 4
 
 
-@pytest.mark.parametrize("outcome", [SnapshotStored, SnapshotFailed])
-def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> None:
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_cuts_that_are_not_stored_when_sync_is_left_never_are(succeeds: bool) -> None:
     """Once sync is left, cuts that wait or fail are dropped, and one that is being stored does not count as a cut."""
     driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER)
     driver.advance(1.0)
@@ -123,7 +122,7 @@ def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> 
     driver.pending.clear()
 
     driver.patch({"consistency": {"mode": "async"}}, clock=2)
-    driver.send(outcome(KEY, 1))
+    driver.send(SnapshotDone(KEY, 1, stored=succeeds))
     stored = []
     for _ in range(10):
         driver.advance(1.0)
@@ -150,7 +149,7 @@ def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothin
     driver.send(JournalLost(KEY, 1))
     request_release(driver, 0)
     request_release(driver)
-    driver.send(SnapshotStored(KEY, 1, older.urgent))
+    driver.send(SnapshotDone(KEY, 1, True, older.urgent))
     assert waiting not in driver.replies
     (whole,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
     assert whole.urgent

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paramserver.core.partition import Partition
 from paramserver.core.shard_effects import StoreSnapshot
-from paramserver.core.shard_events import JournalLost, ModelView, SnapshotFailed
+from paramserver.core.shard_events import JournalLost, ModelView, SnapshotDone
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PartitionKey, PushId
 
@@ -150,7 +150,7 @@ class Snapshots(RuleBasedStateMachine):
         else:
             if counts:
                 self.failed_at[capture.key] = self.driver.now
-            self.driver.send(SnapshotFailed(capture.key, capture.token, store.urgent))
+            self.driver.send(SnapshotDone(capture.key, capture.token, False, store.urgent))
         self.look()
 
     # --- what must hold

@@ -17,7 +17,7 @@ from paramserver.core.fields import whole_number
 from paramserver.core.selection import select
 from paramserver.errors import InDoubt, PsError, combined, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_of, json_request
-from paramserver.net.direct import KEPT_MAX
+from paramserver.net.idle import KEPT_MAX
 from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result, together
 from paramserver.types import AnyArray
 

@@ -15,7 +15,7 @@ from paramserver.core.models import Model
 from paramserver.core.near import near
 from paramserver.core.owner import Owner
 from paramserver.core.runs import ENDED, Run
-from paramserver.core.scheduler_io import Effect, ForgetModel, LoadFiles, Publish, Reply, SetTokens, Store
+from paramserver.core.scheduler_io import Effect, ForgetModel, LoadFiles, Publish, Reply, Store
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, Token, make_token
@@ -257,10 +257,9 @@ class Cluster:
     def effects(self) -> list[Effect]:
         """Return and clear the effects collected since the last call, in the order to perform them."""
         out: list[Effect] = list(self._early)
-        if self._fields:
-            out.append(Store({k: None if v is None else v() for k, v in self._fields.items()}))
-        if self._tokens or self._fences:
-            out.append(SetTokens(tuple(self._tokens), tuple(self._fences.items())))
+        if self._fields or self._tokens or self._fences:
+            fields = {k: None if v is None else v() for k, v in self._fields.items()}
+            out.append(Store(fields, tuple(self._tokens), tuple(self._fences.items())))
         if self._map_changed:
             out.append(Publish(self.map_document()))
         for name in self._models_changed:

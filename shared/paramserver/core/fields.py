@@ -112,21 +112,10 @@ class Reader:
                 hint = self.near(name, self.known) or f"known fields: {', '.join(sorted(self.known))}"
                 self.fail(name[:60], "is not a known field", hint)
 
-
-class Faults:
-    """What is wrong with the fields of a request, told all at once."""
-
-    def __init__(self) -> None:
-        self._found: list[PsError] = []
-
-    def add(self, where: str, what: str, hint: str = "") -> None:
-        """Note what is wrong with the field `where`."""
-        self._found.append(problem("invalid_field", f"{where}: {what}", hint=hint, where=where))
-
     def tell(self) -> None:
-        """Raise RequestError naming each, if there are any."""
-        if self._found:
-            raise combined(self._found)
+        """Raise RequestError naming each error, if there are any."""
+        if self.errors:
+            raise combined(self.errors)
 
 
 def is_name(value: Any) -> bool:

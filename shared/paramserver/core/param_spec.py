@@ -61,32 +61,29 @@ class InitSpec(Struct, frozen=True):
 
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
-        r = Reader(data, where, errors)
-        kind = r.choice("kind", "zeros", tuple(cls.KINDS), _KINDS_ELSEWHERE)
+        r, default = Reader(data, where, errors), cls()
+        kind = r.choice("kind", default.kind, tuple(cls.KINDS), _KINDS_ELSEWHERE)
         values: dict[str, Any] = {}
         for name in cls.KINDS[kind]:
             if name == "seed":
-                values[name] = r.integer("seed", 0)
+                values[name] = r.integer("seed", default.seed)
             elif name == "mode":
-                values[name] = r.choice("mode", "fan_in", ("fan_in", "fan_out"))
+                values[name] = r.choice("mode", default.mode, ("fan_in", "fan_out"))
             elif name == "nonlinearity":
                 kinds = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
-                values[name] = r.choice("nonlinearity", "leaky_relu", kinds)
+                values[name] = r.choice("nonlinearity", default.nonlinearity, kinds)
             elif name == "path":
                 values[name] = r.take("path", "", is_name, "a file name")
                 if not values[name]:
                     r.fail("path", "is required")
             else:
                 low = 0.0 if name == "std" else float("-inf")
-                values[name] = r.number(name, float(_DEFAULTS[name]), low)
+                values[name] = r.number(name, getattr(default, name), low)
         r.done()
         return cls(kind, **values)
 
     def document(self) -> dict[str, Any]:
         return {"kind": self.kind, **{n: getattr(self, n) for n in self.KINDS[self.kind]}}
-
-
-_DEFAULTS: Final = {"value": 0.0, "mean": 0.0, "std": 1.0, "low": 0.0, "high": 1.0, "gain": 1.0, "a": 0.0}
 
 
 class ParamSpec(Struct, frozen=True):

@@ -14,9 +14,8 @@ from msgspec import Struct
 
 from paramserver import limits
 from paramserver.core.documents import check_document
-from paramserver.core.fields import Faults, finite, is_integer
+from paramserver.core.fields import Reader, finite
 from paramserver.core.series import is_metric_name
-from paramserver.errors import problem
 
 RESTARTS_MAX: Final = 3
 """How often a place is restarted after an exception; the next one fails the run."""
@@ -60,22 +59,13 @@ class StopRule(Struct, frozen=True):
     @classmethod
     def check(cls, data: Any) -> "StopRule":
         """Return the rule that a JSON object describes; raises RequestError naming each invalid field."""
-        if not isinstance(data, Mapping):
-            raise problem("invalid_field", "stop: must be an object", where="stop")
-        if len(data) > limits.FIELDS_MAX:
-            raise problem("too_large", f"stop: has {len(data)} fields; at most {limits.FIELDS_MAX} are allowed")
-        faults = Faults()
-        for key in data:
-            if key not in ("clocks", "minutes", "metric"):
-                faults.add(f"stop.{key!s:.40}", "is not a known field", "known fields: clocks, metric, minutes")
-        clocks, minutes = data.get("clocks"), data.get("minutes")
-        if clocks is not None and not is_integer(clocks, 1):
-            faults.add("stop.clocks", "must be a positive integer")
-        if minutes is not None and not (finite(minutes) and 0 < minutes < 1e9):
-            faults.add("stop.minutes", "must be a positive number")
-        bound = _bound(data.get("metric"), faults)
-        faults.tell()
-        return cls(clocks, minutes, *bound)
+        r = Reader(data, "stop", [])
+        clocks = r.optional_integer("clocks")
+        minutes = r.take("minutes", None, _is_minutes, "a positive number")
+        metric = r.take("metric", None, _is_metric, 'an object {"name": ..., "at_least" or "at_most": number}') or {}
+        r.done()
+        r.tell()
+        return cls(clocks, minutes, metric.get("name"), metric.get("at_least"), metric.get("at_most"))
 
     def document(self) -> dict[str, Any]:
         """This rule as a JSON object."""
@@ -100,18 +90,18 @@ class StopRule(Struct, frozen=True):
         return None
 
 
-def _bound(metric: Any, faults: Faults) -> tuple[str | None, float | None, float | None]:
-    """Return the (name, at_least, at_most) of a stop rule's metric; None where it has none."""
-    if metric is None:
-        return None, None, None
-    if not isinstance(metric, Mapping) or not is_metric_name(metric.get("name")):
-        faults.add("stop.metric", 'must be {"name": ..., "at_least" or "at_most": number}')
-        return None, None, None
-    low, high = metric.get("at_least"), metric.get("at_most")
-    given = [v for v in (low, high) if v is not None]
-    if len(given) != 1 or not finite(given[0]) or set(metric) - {"name", "at_least", "at_most"}:
-        faults.add("stop.metric", "needs either at_least or at_most, a number")
-    return metric["name"], low, high
+def _is_minutes(value: Any) -> bool:
+    return value is None or (finite(value) and 0 < value < 1e9)
+
+
+def _is_metric(value: Any) -> bool:
+    """Whether a JSON value is the metric of a stop rule with its bound, or null."""
+    if value is None:
+        return True
+    if not isinstance(value, Mapping) or not set(value) <= {"name", "at_least", "at_most"}:
+        return False
+    bounds = [v for v in (value.get("at_least"), value.get("at_most")) if v is not None]
+    return is_metric_name(value.get("name")) and len(bounds) == 1 and finite(bounds[0])
 
 
 @dataclass(slots=True)
@@ -260,16 +250,15 @@ def how_to_start(entry: str, barred: Sequence[Sequence[str]]) -> str:
 
 def check_run(entry: Any, workers: Any, args: Any, evaluate_every: Any, checkpoint_every: Any) -> None:
     """Raise RequestError naming each invalid field of a new run."""
-    faults = Faults()
-    if not isinstance(entry, str) or len(entry) > 256 or not ENTRY.fullmatch(entry):
-        faults.add("entry", f"{entry!r:.80} is not a valid entry point", "write 'package.module:function'")
-    if not is_integer(workers, 1, limits.WORKERS_PER_MODEL_MAX):
-        faults.add("workers", f"must be an integer from 1 to {limits.WORKERS_PER_MODEL_MAX}")
-    if not isinstance(args, Mapping) or not all(isinstance(k, str) for k in args):
-        faults.add("args", "must be an object")
-    else:
-        check_document(args, "args")
-    for where, value in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
-        if not is_integer(value):
-            faults.add(where, "must be a number of clocks, 0 for none")
-    faults.tell()
+    given = {"entry": entry, "workers": workers, "args": args}
+    r = Reader(given | {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}, "", [])
+    r.take("entry", "", _is_entry, "an entry point", "write 'package.module:function'")
+    r.integer("workers", 1, 1, limits.WORKERS_PER_MODEL_MAX)
+    check_document(r.object("args"), "args")
+    r.integer("evaluate_every", 0)
+    r.integer("checkpoint_every", 0)
+    r.tell()
+
+
+def _is_entry(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 256 and ENTRY.fullmatch(value) is not None

@@ -9,22 +9,16 @@ from paramserver.types import Json, ModelKey, PartitionKey, Token
 
 
 class Store(Struct, frozen=True):
-    """Write these fields of the hash `ps:state` in one script guarded by the term; None deletes a field.
+    """Write all of this in one script guarded by the term, or nothing.
 
     While Redis is away: retry, in order.  If Redis has another term, this process no longer leads and must stop.
     """
 
     fields: Mapping[str, Json | None]
-
-
-class SetTokens(Struct, frozen=True):
-    """Write the owner tokens of these partitions (`{NAME.GEN/INDEX}:token`, 20 digits) and these fences.
-
-    Performed in one script with the `Store` before it: all of it is stored, or nothing.
-    """
-
+    """For the hash `ps:state`; None deletes a field."""
     tokens: Sequence[tuple[PartitionKey, Token]]
-    fences: Sequence[tuple[str, int]] = ()
+    """The owner tokens of these partitions (`{NAME.GEN/INDEX}:token`, 20 digits)."""
+    fences: Sequence[tuple[str, int]]
     """(shard, highest fenced epoch) for the hash `ps:fence`; epoch 0 deletes the field."""
 
 

@@ -1,10 +1,9 @@
 """Events and effects of the scheduler's core.
 
 `SchedulerCore.handle(event, now)` returns a list of effects, which the runtime performs in order: at most one `Store`,
-then at most one `SetTokens` (both in one script), then everything that may become visible only once those have
-succeeded.  So nobody outside ever learns of a commit, an epoch or an owner that a restarted scheduler would not know.
-Only a `Reply` with `waits=False` (a heartbeat's, a refusal) comes before them and waits for no store: it reveals
-nothing that is not stored yet.
+then everything that may become visible only once that has succeeded.  So nobody outside ever learns of a commit, an
+epoch or an owner that a restarted scheduler would not know.  Only a `Reply` with `waits=False` (a heartbeat's, a
+refusal) comes before them and waits for no store: it reveals nothing that is not stored yet.
 
 An event with a `request` is answered by exactly one `Reply` with the same number, at once or later (long polls), unless
 `RequestGone` came first.  Values are plain JSON as received; the core checks them and refuses with a `PsError`.  Times
@@ -45,7 +44,6 @@ from paramserver.core.scheduler_effects import LoadFiles as LoadFiles
 from paramserver.core.scheduler_effects import Publish as Publish
 from paramserver.core.scheduler_effects import RemoveCheckpoint as RemoveCheckpoint
 from paramserver.core.scheduler_effects import Reply as Reply
-from paramserver.core.scheduler_effects import SetTokens as SetTokens
 from paramserver.core.scheduler_effects import Store as Store
 from paramserver.core.scheduler_effects import WriteCheckpoint as WriteCheckpoint
 from paramserver.core.worker_events import ClockStaged as ClockStaged
@@ -80,4 +78,4 @@ Event: TypeAlias = (
     | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | ModelForgotten | RequestGone | Tick
 )  # fmt: skip
 
-Effect: TypeAlias = Store | SetTokens | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel
+Effect: TypeAlias = Store | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel

@@ -44,8 +44,7 @@ from paramserver.core.shard_events import (
     RosterChanged,
     SaveAll,
     SetReceived,
-    SnapshotFailed,
-    SnapshotStored,
+    SnapshotDone,
     StorageChanged,
     Tick,
     WorkerAnswered,
@@ -94,8 +93,7 @@ class ShardCore:
             RequestGone: self._requests.gone,
             WorkerAnswered: self._requests.worker_answered,
             Applied: self._applied,
-            SnapshotStored: self._snapshot_done,
-            SnapshotFailed: self._snapshot_done,
+            SnapshotDone: self._snapshot_done,
             Journaled: self._journaled,
             JournalRefused: self._journal_refused,
             JournalLost: self._journal_lost,
@@ -340,9 +338,9 @@ class ShardCore:
                 operation.finish(self, results, now)
             self._queues.release(operation)
 
-    def _snapshot_done(self, event: SnapshotStored | SnapshotFailed, now: float) -> None:
+    def _snapshot_done(self, event: SnapshotDone, now: float) -> None:
         _, p = self.find(event.key, event.token)
-        store = self.plan.done(isinstance(event, SnapshotStored), event.urgent, p, now)
+        store = self.plan.done(event.stored, event.urgent, p, now)
         if store is not None and p is not None:
             self.durability.snapshot(p, store.capture, store.fsync)
             whole = not store.cut or p.level > 0  # at `applied` a cut lacks the staged parts, which a move needs

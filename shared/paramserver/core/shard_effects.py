@@ -159,7 +159,7 @@ class Reply(Struct, frozen=True):
 
 
 class StoreSnapshot(Struct, frozen=True):
-    """Write the capture to Redis, fenced by its token; answer with `SnapshotStored` or `SnapshotFailed`."""
+    """Write the capture to Redis, fenced by its token; answer with `SnapshotDone`."""
 
     capture: Capture
     cut: bool
@@ -175,7 +175,7 @@ class Journal(Struct, frozen=True):
 
     Answer with `Journaled` for the last entry of each partition once it is durable, or with `JournalRefused`.  Entries
     wait while Redis is away.  If Redis does not know a partition's token (it was emptied), its entries wait until the
-    token is renewed, which voids them: `SnapshotStored` then covers their commands.
+    token is renewed, which voids them: `SnapshotDone` then covers their commands.
     """
 
     entries: tuple[JournalEntry, ...]

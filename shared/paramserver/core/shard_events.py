@@ -286,20 +286,13 @@ class Applied(Struct, frozen=True):
     """One for each task, in their order."""
 
 
-class SnapshotStored(Struct, frozen=True):
-    """`StoreSnapshot` succeeded: its capture is durable."""
+class SnapshotDone(Struct, frozen=True):
+    """`StoreSnapshot` has ended."""
 
     key: PartitionKey
     token: Token
-    urgent: bool = False
-    """As in `StoreSnapshot`."""
-
-
-class SnapshotFailed(Struct, frozen=True):
-    """`StoreSnapshot` failed: Redis is away, or its token is no longer the owner's."""
-
-    key: PartitionKey
-    token: Token
+    stored: bool
+    """Whether the capture is durable; otherwise Redis is away, or the token is no longer the owner's."""
     urgent: bool = False
     """As in `StoreSnapshot`."""
 
@@ -364,8 +357,7 @@ Event: TypeAlias = (
     | RequestGone
     | WorkerAnswered
     | Applied
-    | SnapshotStored
-    | SnapshotFailed
+    | SnapshotDone
     | Journaled
     | JournalRefused
     | JournalLost

@@ -13,7 +13,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from paramserver import limits
-from paramserver.core.fields import Faults, is_integer, is_name
+from paramserver.core.fields import Reader, is_integer, is_name
 from paramserver.errors import problem
 
 OPEN_PASSES: Final = 2
@@ -79,23 +79,21 @@ class DatasetSpec(Struct, frozen=True):
         passes: int | None,
     ) -> "DatasetSpec":
         """Return the dataset with these fields; raises RequestError naming each wrong one."""
-        faults = Faults()
+        given = {"dataset": name, "size": size, "task_size": task_size, "ranges": ranges}
+        r = Reader(given | {"uri": uri, "assignment": assignment, "passes": passes}, "", [])
+        r.take("dataset", "", _is_dataset_name, "a name: letters, digits, '.', '_' and '-'; not 'evaluate'")
+        r.take("uri", None, _is_uri, "at most 4096 printable characters")
+        r.choice("assignment", "dynamic", ("dynamic", "static"))
+        r.take("passes", None, _is_optional_count, "a positive integer, or null for passes without end")
         pieces: list[tuple[int, int]] = []
-        if not is_name(name) or name == EVALUATE:
-            faults.add("dataset", f"{name!r:.80} is not allowed", "letters, digits, '.', '_' and '-'; not 'evaluate'")
-        if uri is not None and (not isinstance(uri, str) or len(uri) > 4096 or not uri.isprintable()):
-            faults.add("uri", "must be at most 4096 printable characters")
-        if assignment not in ("dynamic", "static"):
-            faults.add("assignment", f"'{assignment!s:.40}' is not one of dynamic, static")
-        if passes is not None and not is_integer(passes, 1):
-            faults.add("passes", "must be a positive integer, or null for passes without end")
         if ranges is None:
-            pieces = _equal_ranges(size, task_size, faults)
+            pieces = _equal_ranges(r)
         elif size is not None or task_size is not None:
-            faults.add("ranges", "cannot be given together with size or task_size")
+            r.fail("ranges", "cannot be given together with size or task_size")
         else:
-            pieces = _listed_ranges(ranges, faults)
-        faults.tell()
+            listed = f"a list of 1 to {limits.TASKS_PER_DATASET_MAX} ranges [start, stop] with 0 <= start < stop"
+            pieces = [(start, stop) for start, stop in r.take("ranges", (), _are_ranges, listed)]
+        r.tell()
         return cls(name, tuple(pieces), uri, assignment, passes)
 
     def document(self) -> dict[str, Any]:
@@ -115,30 +113,31 @@ class DatasetSpec(Struct, frozen=True):
         return cls(doc["name"], ranges, doc["uri"], doc["assignment"], doc["passes"])
 
 
-def _equal_ranges(size: int | None, task_size: int | None, faults: Faults) -> list[tuple[int, int]]:
+def _equal_ranges(r: Reader) -> list[tuple[int, int]]:
     """Return the ranges of `task_size` elements, or else about 64 equal ones, that make up [0, size)."""
-    if not is_integer(size, 1):
-        faults.add("size", "must be a positive integer", "or give `ranges`")
-        return []
-    if task_size is not None and not is_integer(task_size, 1):
-        faults.add("task_size", "must be a positive integer")
-        return []
-    assert size is not None
-    step = task_size or max(1, -(-size // 64))
+    size = r.take("size", 0, lambda v: is_integer(v, 1), "a positive integer", "or give `ranges`")
+    step = r.take("task_size", None, _is_optional_count, "a positive integer") or max(1, -(-size // 64))
     if -(-size // step) > limits.TASKS_PER_DATASET_MAX:
-        faults.add("task_size", f"would make more than {limits.TASKS_PER_DATASET_MAX} tasks")
+        r.fail("task_size", f"would make more than {limits.TASKS_PER_DATASET_MAX} tasks")
         return []
     return [(a, min(a + step, size)) for a in range(0, size, step)]
 
 
-def _listed_ranges(ranges: Sequence[Sequence[int]], faults: Faults) -> list[tuple[int, int]]:
-    if not isinstance(ranges, Sequence) or not 0 < len(ranges) <= limits.TASKS_PER_DATASET_MAX:
-        faults.add("ranges", f"must be a list of 1 to {limits.TASKS_PER_DATASET_MAX} ranges")
-        return []
-    if not all(_is_range(r) for r in ranges):
-        faults.add("ranges", "each must be [start, stop] with 0 <= start < stop")
-        return []
-    return [(r[0], r[1]) for r in ranges]
+def _is_dataset_name(value: Any) -> bool:
+    return is_name(value) and value != EVALUATE
+
+
+def _is_uri(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and len(value) <= 4096 and value.isprintable())
+
+
+def _is_optional_count(value: Any) -> bool:
+    return value is None or is_integer(value, 1)
+
+
+def _are_ranges(value: Any) -> bool:
+    fits = isinstance(value, Sequence) and 0 < len(value) <= limits.TASKS_PER_DATASET_MAX
+    return fits and all(map(_is_range, value))
 
 
 def _is_range(value: Any) -> bool:

@@ -9,7 +9,6 @@ import os
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections import defaultdict
 from functools import cached_property, lru_cache
@@ -22,16 +21,14 @@ from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.net.concurrent_requests import Interruptible, using_memory
 from paramserver.net.connection import ENDED, Connection
 from paramserver.net.credentials import Credentials
-from paramserver.net.forks import call_in_forked_child
 from paramserver.net.http2 import Answer, Refused
+from paramserver.net.idle import Idle
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
 SCHEME: Final = "unix://"
 CONNECT_S: Final = 3.0
 """Timeout for establishing a connection."""
-KEPT_MAX: Final = 32
-"""Idle connections kept for each address: as many as one call uses at once (`client.control.AT_ONCE`)."""
 _BROKEN: Final = (*ENDED, Refused)
 """Errors that mean that the connection has ended, or takes no more requests."""
 _CHANGES_NOTHING: Final = ("/pull", "/slots")
@@ -140,13 +137,7 @@ class DirectTransport(_RequestEncoder):
 
     def __init__(self, credentials: Credentials) -> None:
         super().__init__(credentials)
-        self._closed = False
-        self._begin()
-        call_in_forked_child(self._begin)  # the connections are the parent's
-
-    def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self._idle = defaultdict[str, list[Connection]](list)
+        self._idle = Idle(Connection.still_open)
 
     def send(self, request: Request, address: str, within: Interruptible | None = None) -> Outcome:
         """Send one request to the shard at that address, and return the outcome.
@@ -154,13 +145,13 @@ class DirectTransport(_RequestEncoder):
         Raises CallerInterrupted if the call that it belongs to (`within`) has been interrupted.
         """
         deadline = Deadline(time.monotonic() + request.timeout_s)
-        connection = self._kept(address)
+        connection = self._idle.take(address)
         if connection is not None:
             try:
                 return self._attempt(connection, request, address, request.timeout_s, within)
             except _BROKEN as e:
                 if not _may_repeat(request, e):
-                    self._close_idle(address)  # if the shard has died, later requests would find them ended one by one
+                    self._idle.drop(address)  # if the shard has died, later requests would find them ended one by one
                     return _failure(e, request, address)
             if not deadline.left_s():
                 return _failure(TimeoutError(), request, address)
@@ -168,24 +159,12 @@ class DirectTransport(_RequestEncoder):
         try:
             connection = Connection(self._connected(address, min(CONNECT_S, deadline.attempt_s())))
         except OSError as e:
-            self._close_idle(address)
+            self._idle.drop(address)
             return unreachable_by(e, address)
         try:
             return self._attempt(connection, request, address, deadline.attempt_s(), within)
         except _BROKEN as e:
             return _failure(e, request, address)
-
-    def _kept(self, address: str) -> Connection | None:
-        """Take an idle connection that the shard has not closed; None if there is none."""
-        while True:
-            with self._lock:
-                idle = self._idle[address]
-                connection = idle.pop() if idle else None
-                if not idle:
-                    del self._idle[address]
-            if connection is None or connection.still_open():
-                return connection
-            connection.close()
 
     def _attempt(
         self, connection: Connection, request: Request, address: str, timeout_s: float, within: Interruptible | None
@@ -200,11 +179,10 @@ class DirectTransport(_RequestEncoder):
             if isinstance(e, (PsError, OSError, ValueError)) and not isinstance(e, _BROKEN):
                 return _failure(e, request, address)
             raise
-        with self._lock:
-            if connection.usable and not self._closed and len(self._idle[address]) < KEPT_MAX:
-                self._idle[address].append(connection)
-            else:
-                connection.close()
+        if connection.usable:
+            self._idle.keep(address, connection)
+        else:
+            connection.close()
         return _response(answer, address)
 
     def _connected(self, address: str, timeout_s: float) -> socket.socket:
@@ -229,27 +207,15 @@ class DirectTransport(_RequestEncoder):
             connected.close()
             raise
 
-    def _close_idle(self, address: str) -> None:
-        """Close the idle connections to an address that is down, so that no later request tries them one by one."""
-        with self._lock:
-            idle = self._idle.pop(address, [])
-        for connection in idle:
-            connection.close()
-
     def _forget_closed(self) -> None:
         """Close idle connections to Unix sockets that are gone: no later request would find them broken."""
-        with self._lock:
-            gone = [address for address in self._idle if address.startswith(SCHEME) and not socket_exists(address)]
-        for address in gone:
-            self._close_idle(address)
+        for address in self._idle.addresses():
+            if address.startswith(SCHEME) and not socket_exists(address):
+                self._idle.drop(address)
 
     def close(self) -> None:
         """Close the idle connections; one in use is closed once its answer has arrived."""
-        with self._lock:
-            self._closed = True
-            for connection in [c for idle in self._idle.values() for c in idle]:
-                connection.close()
-            self._idle.clear()
+        self._idle.close()
 
 
 class AsyncDirectTransport(_RequestEncoder):

@@ -8,7 +8,6 @@ breaks, only a request that changes nothing is sent again, because the node may 
 import base64
 import http.client
 import socket
-import threading
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address, ip_network
@@ -17,12 +16,12 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies_environment
 
 from paramserver.errors import PsError, problem
-from paramserver.net.calls import Deadline, Outcome, Request, Response
+from paramserver.net.calls import Deadline, Outcome, Request, Response, Sink
 from paramserver.net.concurrent_requests import Interruptible, using_memory
 from paramserver.net.connection import cut
 from paramserver.net.credentials import Credentials
-from paramserver.net.direct import CONNECT_S, KEPT_MAX, changes_nothing, common_headers, unreachable_by
-from paramserver.net.forks import call_in_forked_child
+from paramserver.net.direct import CONNECT_S, changes_nothing, common_headers, unreachable_by
+from paramserver.net.idle import Idle
 
 _PIECE_BYTES: Final = 1 << 20
 _WAIT_S_MAX: Final = 1e6
@@ -35,22 +34,11 @@ class PlainTransport:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._headers = common_headers(credentials)
-        self._closed = False
-        self._begin()
-        call_in_forked_child(self._begin)  # the connections are the parent's
-
-    def _begin(self) -> None:
-        self._idle: dict[str, list[http.client.HTTPConnection]] = {}
-        self._lock = threading.Lock()
+        self._idle = Idle[http.client.HTTPConnection](lambda kept: _silent(kept.sock))
 
     def close(self) -> None:
         """Close the idle connections; one in use is closed once its answer has arrived."""
-        with self._lock:
-            self._closed = True
-            kept = [connection for idle in self._idle.values() for connection in idle]
-            self._idle.clear()
-        for connection in kept:
-            connection.close()
+        self._idle.close()
 
     def send(self, request: Request, url: str, within: Interruptible | None = None) -> Outcome:
         """Send one request to the node at `url` and return its outcome.
@@ -59,7 +47,7 @@ class PlainTransport:
         """
         deadline = Deadline.after(request.timeout_s)
         ended = problem("in_doubt", f"the connection to {url} broke before it answered")
-        if (kept := self._kept(url)) is not None:
+        if (kept := self._idle.take(url)) is not None:
             outcome = self._attempt(kept, request, url, within, deadline)
             if outcome is not None or not changes_nothing(request):
                 return outcome or ended
@@ -73,18 +61,6 @@ class PlainTransport:
             return unreachable_by(e, url)
         return self._attempt(fresh, request, url, within, deadline) or ended
 
-    def _kept(self, url: str) -> http.client.HTTPConnection | None:
-        """Take an idle connection that the node has not closed; None if there is none."""
-        while True:
-            with self._lock:
-                idle = self._idle.get(url)
-                if not idle:
-                    return None
-                connection = idle.pop()
-            if _silent(connection.sock):
-                return connection
-            connection.close()
-
     def _attempt(
         self,
         connection: http.client.HTTPConnection,
@@ -94,6 +70,26 @@ class PlainTransport:
         deadline: Deadline,
     ) -> Outcome | None:
         """Send the request and return its outcome; None if the node closed the connection before it answered."""
+        try:
+            return self._answer(connection, request, url, within, deadline)
+        except http.client.RemoteDisconnected:
+            return None
+        except TimeoutError:
+            return problem("in_doubt", f"{url} did not answer within {request.timeout_s:.3g} s")
+        except PsError as e:
+            return e
+        except (OSError, http.client.HTTPException) as e:
+            return problem("in_doubt", f"the connection to {url} broke before it answered ({e})")
+
+    def _answer(
+        self,
+        connection: http.client.HTTPConnection,
+        request: Request,
+        url: str,
+        within: Interruptible | None,
+        deadline: Deadline,
+    ) -> Response:
+        """Send the request and return the answer; then the connection is kept, or closed if this raises."""
         connected = connection.sock
         connected.settimeout(_left_s(deadline))
         try:
@@ -105,51 +101,41 @@ class PlainTransport:
                 connection.request(request.method, target, body=request.whole, headers=headers)
                 connected.settimeout(_left_s(deadline))
                 response = connection.getresponse()
-                head = {k.lower(): v for k, v in response.getheaders()}
-                sink = request.sink if response.status == 200 else None
-                body = bytearray()
-                if sink is not None:
-                    sink.begin()
-                while chunk := self._piece(response, connected, deadline):
-                    if sink is None:
-                        body += chunk
-                    else:
-                        sink.feed(memoryview(chunk))
-                response.close()  # a body of known length does not, and would keep the connection from its next request
-                if response.length:  # reading a piece does not tell that the rest is missing
-                    raise http.client.IncompleteRead(b"", response.length)
-                if sink is not None:
-                    sink.end()
-                result = Response(response.status, head, bytes(body), url)
-        except http.client.RemoteDisconnected:
-            connection.close()
-            return None
-        except TimeoutError:
-            connection.close()
-            return problem("in_doubt", f"{url} did not answer within {request.timeout_s:.3g} s")
-        except PsError as e:
-            connection.close()
-            return e
-        except (OSError, http.client.HTTPException) as e:
-            connection.close()
-            return problem("in_doubt", f"the connection to {url} broke before it answered ({e})")
+                body = _body(response, connected, request.sink if response.status == 200 else None, deadline)
         except BaseException:  # the request is half sent, or its answer would be taken for that of the next request
             connection.close()
             raise
-        with self._lock:
-            idle = self._idle.setdefault(url, [])
-            if self._closed or response.will_close or len(idle) >= KEPT_MAX:
-                connection.close()
-            else:
-                idle.append(connection)
-        return result
+        if response.will_close:
+            connection.close()
+        else:
+            self._idle.keep(url, connection)
+        return Response(response.status, {k.lower(): v for k, v in response.getheaders()}, body, url)
 
-    def _piece(self, response: http.client.HTTPResponse, connected: socket.socket, deadline: Deadline) -> bytes:
-        """Return the next bytes of the body, empty at its end.  Raises TimeoutError at the deadline."""
-        if not deadline.left_s():
-            raise TimeoutError
-        connected.settimeout(_left_s(deadline))
-        return response.read1(_PIECE_BYTES)
+
+def _body(response: http.client.HTTPResponse, connected: socket.socket, sink: Sink | None, deadline: Deadline) -> bytes:
+    """Return the body of an answer, empty if it goes to the sink.  Raises TimeoutError at the deadline."""
+    body = bytearray()
+    if sink is not None:
+        sink.begin()
+    while chunk := _piece(response, connected, deadline):
+        if sink is None:
+            body += chunk
+        else:
+            sink.feed(memoryview(chunk))
+    response.close()  # a body of known length does not, and would keep the connection from its next request
+    if response.length:  # reading a piece does not tell that the rest is missing
+        raise http.client.IncompleteRead(b"", response.length)
+    if sink is not None:
+        sink.end()
+    return bytes(body)
+
+
+def _piece(response: http.client.HTTPResponse, connected: socket.socket, deadline: Deadline) -> bytes:
+    """Return the next bytes of the body, empty at its end.  Raises TimeoutError at the deadline."""
+    if not deadline.left_s():
+        raise TimeoutError
+    connected.settimeout(_left_s(deadline))
+    return response.read1(_PIECE_BYTES)
 
 
 def _left_s(deadline: Deadline) -> float:

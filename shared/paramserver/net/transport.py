@@ -7,7 +7,6 @@ last (see `addresses`).  A given URL that does not take HTTP/2, or is behind a p
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -159,14 +158,15 @@ class AsyncTransport:
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._protocols = Addresses(urls), Protocols()
         self._credentials = credentials
+        self._http2, self._http1 = AsyncDirectTransport(credentials), PlainTransport(credentials)
+        self._threads: ThreadPoolExecutor | None = None
         self._kept_from_parent: list[object] = []
         self._closed = False
-        self._begin()
+        call_in_forked_child(self._begin_in_child)
 
-    def _begin(self) -> None:
-        self._http2, self._http1 = AsyncDirectTransport(self._credentials), PlainTransport(self._credentials)
-        self._threads: ThreadPoolExecutor | None = None
-        self._pid = os.getpid()
+    def _begin_in_child(self) -> None:
+        self._kept_from_parent += [self._http2, self._threads]  # the connections and threads are the parent's
+        self._http2, self._threads = AsyncDirectTransport(self._credentials), None
 
     async def run(self, call: Call[T]) -> T:
         """Drive a call to its result."""
@@ -188,9 +188,6 @@ class AsyncTransport:
         """Send all requests at once and wait for all outcomes, in order."""
         if self._closed:
             return [_closed("AsyncClient()") for _ in requests]
-        if self._pid != os.getpid():  # forked: the connections and threads are the parent's
-            self._kept_from_parent += [self._http2, self._threads]
-            self._begin()
         if len(requests) == 1:
             return [await self._one(requests[0])]
         return list(await asyncio.gather(*(self._one(r) for r in requests)))
@@ -201,10 +198,9 @@ class AsyncTransport:
             return
         self._closed = True
         self._http1.close()
-        if self._pid == os.getpid():
-            if self._threads is not None:
-                self._threads.shutdown(wait=False)
-            await self._http2.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+        await self._http2.close()
 
     async def _one(self, request: Request) -> Outcome:
         if self._closed:

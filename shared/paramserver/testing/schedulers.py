@@ -184,9 +184,8 @@ class SimScheduler(Node):
         batch = _Batch()
         for effect in self.core.handle(event, self.world.now):
             match effect:
-                case io.Store(fields):
+                case io.Store(fields, tokens, fences):
                     batch.fields.update(fields)
-                case io.SetTokens(tokens, fences):
                     batch.tokens.update(tokens)
                     batch.fences.update(fences)
                 case io.Reply(waits=False):

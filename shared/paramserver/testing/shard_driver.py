@@ -54,8 +54,7 @@ from paramserver.core.shard_events import (
     PullReceived,
     PushPart,
     PushReceived,
-    SnapshotFailed,
-    SnapshotStored,
+    SnapshotDone,
     TaskResult,
     Tick,
     WorkerAnswered,
@@ -294,10 +293,10 @@ class ShardDriver:
             case LoadPartition(key, token):
                 return [PartitionLoaded(key, token, self.store.load(effect))]
             case StoreSnapshot(capture) if capture.token < self.store.tokens.get(capture.key, 0):
-                return [SnapshotFailed(capture.key, capture.token, effect.urgent)]
+                return [SnapshotDone(capture.key, capture.token, False, effect.urgent)]
             case StoreSnapshot(capture):
                 self.store.save(effect)
-                return [SnapshotStored(capture.key, capture.token, effect.urgent)]
+                return [SnapshotDone(capture.key, capture.token, True, effect.urgent)]
             case Journal(entries):
                 reached: dict[tuple[PartitionKey, Token], Event] = {}
                 missed: list[JournalEntry] = []

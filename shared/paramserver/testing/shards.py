@@ -39,8 +39,7 @@ from paramserver.core.shard_events import (
     PullReceived,
     PushReceived,
     RosterChanged,
-    SnapshotFailed,
-    SnapshotStored,
+    SnapshotDone,
     StorageChanged,
     Tick,
     WorkerAnswered,
@@ -352,8 +351,7 @@ class SimShard(Node):
         pinned = self._cuts.get(capture.key.model)
 
         def done(verdict: Verdict | None) -> None:
-            kind = SnapshotStored if verdict is Verdict.DONE else SnapshotFailed
-            self.handle(kind(capture.key, capture.token, effect.urgent))
+            self.handle(SnapshotDone(capture.key, capture.token, verdict is Verdict.DONE, effect.urgent))
 
         self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned), done)
 
