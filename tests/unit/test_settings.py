@@ -152,6 +152,7 @@ def of_environment(service: type[Settings], name: str, value: str) -> Any:
         *[(ShardSettings, "revoked", v, "names of tokens") for v in ("ci;laptop", "ci laptop", "ps1.node.secret.0.x")],
         *[(SchedulerSettings, "name", v, "printable") for v in ("a\nb", "a\udcff", 129 * "a")],
         *[(ShardSettings, "snapshot_mib_per_s", v, "a number from 0.001") for v in ("0", "-1", "nan", "inf", "1e-300")],
+        *[(ShardSettings, "stop_s", v, "from 10 to 86,400") for v in ("0", "9.9", "86401", "nan", "inf")],
         *[(ClientSettings, "timeout_s", v, "more than 0") for v in ("0", "-1", "nan", "inf", "1e300")],
         *[(s, "port", v, "65535") for s in (ShardSettings, SchedulerSettings) for v in ("0", "-1", "65536", "99999")],
         (ShardSettings, "memory_limit", "x", "'x' is not a size"),

@@ -342,7 +342,7 @@ class StorageChanged(Struct, frozen=True):
 
 
 class SaveAll(Struct, frozen=True):
-    """The process is about to stop: store every `Partition.unsaved` one, outside the budget; repeatable."""
+    """The process is about to stop: store `ShardCore.unsaved`, at once; repeatable."""
 
 
 class Tick(Struct, frozen=True):

@@ -143,6 +143,11 @@ class SnapshotPlan:
         about = {s.capture.clock for s in stores if s is not None and s.cut and s.capture.token == partition.token}
         return partition.clock == partition.cut_stored or partition.clock in about
 
+    def cut_waits(self, partition: Partition) -> bool:
+        """Whether a cut of the partition is pending or in flight."""
+        writing = (lane.storing for lane in (self._normal_lane, self._urgent_lane) if lane.key == partition.key)
+        return partition.key in self._cuts or any(store is not None and store.cut for store in writing)
+
     def store_cut(self, partition: Partition, capture: Capture) -> None:
         """Store this cut of the partition.
 
