@@ -19,6 +19,7 @@ from typer.main import get_command
 
 import paramserver
 from paramserver_cli import runs, series
+from paramserver_cli.supervisor import SHARD_SPARE_S
 from paramserver_node.settings import PREFIX, SERVICES
 from paramserver_worker.entry import is_allowed
 
@@ -304,12 +305,12 @@ def test_nodes_of_kubernetes_have_addresses_time_and_probes(objects: list[dict[s
 def test_shards_are_killed_only_after_the_time_that_they_have_to_stop(
     compose: dict[str, Any], objects: list[dict[str, Any]]
 ) -> None:
-    """Compose and Kubernetes wait 5 s longer than the shards' own `stop_s` before they kill them."""
+    """Compose and Kubernetes wait SHARD_SPARE_S longer than the shards' own `stop_s` before they kill them."""
     shard, pod = compose["services"]["shard"], pods(objects)["StatefulSet/shard"]["spec"]
     (variable,) = [e["value"] for e in pod["containers"][0]["env"] if e["name"] == "PARAMSERVER_STOP_S"]
 
-    assert shard["stop_grace_period"] == f"{float(shard['environment']['PARAMSERVER_STOP_S']) + 5.0:g}s"
-    assert pod["terminationGracePeriodSeconds"] == float(variable) + 5.0
+    assert shard["stop_grace_period"] == f"{float(shard['environment']['PARAMSERVER_STOP_S']) + SHARD_SPARE_S:g}s"
+    assert pod["terminationGracePeriodSeconds"] == float(variable) + SHARD_SPARE_S
 
 
 def memory_limit(objects: list[dict[str, Any]], name: str) -> int:
