@@ -137,7 +137,7 @@ class SnapshotStore:
         self._saves = 0
 
     def hurry(self) -> None:
-        """Write as fast as Redis takes it from now on: the shard serves nothing any more that this could slow down."""
+        """Write as fast as Redis takes it from now on, because the process is about to stop."""
         self._budget.lift()
 
     async def save(

@@ -47,9 +47,9 @@ class Stopping:
         self._membership.stopping = True
         log.info("told to stop; %d partitions to hand over", self._owned)
         if self._membership.epoch:
+            self._runtime.storage.hurry()  # moves of a model wait for the end of its cut
             await _until(began + HAND_OVER * self._store_s, self._hand_over())
             self._membership.serving.close()
-            self._runtime.storage.hurry()
             await _until(began + self._store_s, self._store())
             self._tell_losses()
             await _until(began + self._store_s + LEAVE_S, self._membership.leave())

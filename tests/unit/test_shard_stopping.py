@@ -58,8 +58,11 @@ class Leader:
         """`targets` other shards could take partitions, but never do; until `away_until_s` nobody answers."""
         self.epoch, self.stopping = 1, False
         self.serving = Serving()
-        self.serving.on_changed = lambda *_: self.closed_at.append(asyncio.get_running_loop().time())
-        self.closed_at: list[float] = []
+        self.serving.on_changed = lambda *_: self.closed.append(
+            (asyncio.get_running_loop().time(), len(list(self.runtime.core.cuts())))
+        )
+        self.closed: list[tuple[float, int]] = []
+        """When it stopped serving, and of how many partitions a cut was stored then."""
         self.left_at: float | None = None
         self.runtime: Runtime
         self._view, self._targets, self._away_until_s = view, targets, away_until_s
@@ -157,7 +160,14 @@ def test_most_of_the_time_to_store_is_for_handing_over(stop_s: float, served_s: 
     """A shard serves what others may still take over for three quarters of the time that it has for storing."""
     leader, _ = stopped("async", stop_s=stop_s, targets=1)
 
-    assert leader.closed_at[0] == pytest.approx(served_s, abs=0.2)
+    assert leader.closed[0][0] == pytest.approx(served_s, abs=0.2)
+
+
+def test_a_cut_that_moves_wait_for_is_not_held_up_by_the_budget() -> None:
+    """A cut that has begun, before whose end no partition of its model moves, is stored while others may take over."""
+    leader, _ = stopped(redis_s=1.0, budget_s=3600.0, targets=1)
+
+    assert leader.closed[0][1] == PARTITIONS
 
 
 @pytest.mark.parametrize("away_s", [0.5, 12.0])
