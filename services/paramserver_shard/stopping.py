@@ -60,7 +60,7 @@ class Stopping:
     async def _hand_over(self) -> None:
         """Have the scheduler move partitions away until none is left, or until no shard can take any."""
         while self._owned:
-            targets = await self._drain()
+            targets = await self._drain(cut=False)
             if targets is None:
                 log.warning("cannot hand over: %s", self._trouble)
                 return
@@ -74,21 +74,20 @@ class Stopping:
     async def _store(self) -> None:
         """Store in Redis everything that exists only in this process.
 
-        Synchronous models at level `applied` need a cut of all owners for that, which the scheduler requests if no
-        other shard can take their partitions.
+        Synchronous models at level `applied` need a cut of all owners for that, which the scheduler requests.
         """
         loop, ask_at = asyncio.get_running_loop(), 0.0
         while self._unsaved or self._runtime.writer.waiting or self._beyond_cuts:
             self._runtime.feed(SaveAll())
             if self._beyond_cuts and loop.time() >= ask_at:
-                await self._drain()
+                await self._drain(cut=True)
                 ask_at = loop.time() + ASK_S
             await asyncio.sleep(_LOOK_S)
 
-    async def _drain(self) -> int | None:
+    async def _drain(self, *, cut: bool) -> int | None:
         """Ask the scheduler to move all partitions away; return how many shards can take them, None if it refuses."""
         try:
-            targets = await self._membership.drain()
+            targets = await self._membership.drain(cut=cut)
         except PsError as error:
             self._trouble = str(error)
             return None

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_effects import StoreSnapshot
+from paramserver.core.shard_effects import Apply, StoreSnapshot
 from paramserver.core.shard_events import JournalLost, SaveAll, SnapshotFailed, SnapshotStored
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import FencedError
@@ -411,3 +411,29 @@ def test_a_shard_that_stops_writes_cuts_that_wait_at_once() -> None:
     assert not driver.pending
     assert not list(driver.core.unsaved())
     assert [row.clock for row in driver.core.cuts()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_cut_that_a_stopping_shard_waits_for_is_written_outside_the_budget(reached: bool) -> None:
+    """If another shard is about to stop, a cut is written at once, outside the budget, and once."""
+    driver = ShardDriver()
+    view = driver.serve(synced(2), workers=ROSTER)
+    driver.advance(1.0)
+    driver.eager = False
+    if reached:
+        driver.commit(0)
+    asked = replace(view, clock=1, cut_asked=1, cut_urgent=True)
+    driver.send(asked)
+    driver.send(asked)
+    if not reached:
+        driver.commit(0)
+    while pending(driver, Apply):
+        complete(driver, Apply)
+
+    assert [(e.capture.key.index, e.cut, e.urgent) for e in pending(driver, StoreSnapshot)] == [(0, True, True)]
+    complete(driver, StoreSnapshot)
+    assert [(e.capture.key.index, e.cut, e.urgent) for e in pending(driver, StoreSnapshot)] == [(1, True, True)]
+    driver.settle()
+    driver.send(asked)
+    assert not driver.pending
+    assert [row.clock for row in driver.core.cuts()] == [1, 1]

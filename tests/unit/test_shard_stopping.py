@@ -67,10 +67,10 @@ class Leader:
         self.runtime: Runtime
         self._view, self._targets, self._away_until_s = view, targets, away_until_s
 
-    async def drain(self) -> int:
+    async def drain(self, *, cut: bool) -> int:
         if asyncio.get_running_loop().time() < self._away_until_s:
             raise problem("no_leader", "no scheduler answers")
-        if not self._targets:
+        if cut:
             self.runtime.feed(replace(self._view, cut_asked=CLOCK))
         return self._targets
 
@@ -168,6 +168,15 @@ def test_a_cut_that_moves_wait_for_is_not_held_up_by_the_budget() -> None:
     leader, _ = stopped(redis_s=1.0, budget_s=3600.0, targets=1)
 
     assert leader.closed[0][1] == PARTITIONS
+
+
+def test_a_model_that_others_could_take_but_do_not_is_cut() -> None:
+    """What is left of a synchronous model when the time for handing over has passed is cut where it stands."""
+    leader, stopping = stopped(targets=1)
+
+    assert not stopping.lost
+    assert leader.closed[0][0] == pytest.approx(15.0, abs=0.2)
+    assert leader.left_at == pytest.approx(15.2, abs=0.3)
 
 
 @pytest.mark.parametrize("away_s", [0.5, 12.0])

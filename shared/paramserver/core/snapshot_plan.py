@@ -128,9 +128,11 @@ class SnapshotPlan:
                     self._requeue_cut(partition, lane.storing)
         self.urgent(partition)
 
-    def cut(self, partition: Partition) -> None:
-        """Capture the partition as it is now and store it as the cut of its clock."""
+    def cut(self, partition: Partition, *, urgent: bool = False) -> None:
+        """Capture the partition as it is now and store it as the cut of its clock; if `urgent`, outside the budget."""
         self.store_cut(partition, partition.capture(cut=True))
+        if urgent:
+            self.urgent(partition)
 
     def at_cut(self, partition: Partition) -> bool:
         """Whether a cut of the partition's current clock is stored, in flight or pending."""
