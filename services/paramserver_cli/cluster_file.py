@@ -21,6 +21,8 @@ from typing import IO, Any, BinaryIO, Literal
 
 import psutil
 
+from paramserver import limits
+
 if sys.platform != "win32":
     import fcntl
 
@@ -49,6 +51,8 @@ class Plan:
     insecure: bool = False
     """Whether other machines are let in without tokens."""
     schedulers: int = 1
+    stop_s: float = limits.STOP_S
+    """Time that the shards have to stop, in seconds: that of the environment in which the supervisor is started."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class SupervisorState:
     workers: dict[str, int | None] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     error: str = ""
-    """Why the phase is `failed`, or why a changed plan was not adopted."""
+    """Why the phase is `failed`, why a changed plan was not adopted, or which shards could not store everything."""
 
 
 class StateDir:

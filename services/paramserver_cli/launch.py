@@ -7,16 +7,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
 from paramserver.errors import problem
 from paramserver_cli.cluster_file import MODULE, Plan, StateDir
+from paramserver_node.settings import ShardSettings
 
 READY_TIMEOUT_S = 200.0
-STOP_TIMEOUT_S = 75.0
-"""A supervisor still running after this is killed; each kind of process has its own grace period (`supervisor`)."""
+STOP_TIMEOUT_S = 50.0
+"""A supervisor still running after this and the shards' `stop_s` is killed; `supervisor` has the time of each kind."""
 POLL_S = 0.05
 
 
@@ -37,7 +38,8 @@ class Launched:
 def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
     """Start a supervisor for `plan`; with `detach` it outlives this process, else it ends with it.
 
-    Raises Failed on Windows, ConflictError (`conflict`) if a cluster already runs in this state directory.
+    Raises Failed on Windows, ConflictError (`conflict`) if a cluster already runs in this state directory, RequestError
+    (`invalid_field`) if the shards' settings here are invalid.
     """
     if sys.platform == "win32":
         raise Failed("a cluster does not run on Windows itself: use Docker or WSL2; clients and psctl work from here")
@@ -49,6 +51,8 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
             f"a cluster is already running under {state.path} ({at})",
             hint="psctl down stops it; --state-dir names another folder",
         )
+    if plan.scheduler is None:
+        plan = replace(plan, stop_s=ShardSettings.load({"host": plan.host}).stop_s)
     state.logs.mkdir(parents=True, exist_ok=True)
     for old in state.logs.glob("*.log"):
         old.replace(old.with_suffix(".log.1"))
@@ -97,21 +101,29 @@ def wait_ready(launched: Launched) -> None:
 def stop(state: StateDir) -> bool:
     """Stop the cluster of a state directory and wait until its supervisor has ended; return False if none runs.
 
-    The supervisor gets SIGTERM, after STOP_TIMEOUT_S SIGKILL.  Raises Failed if it survives that as long.
+    The supervisor gets SIGTERM, and SIGKILL after STOP_TIMEOUT_S and the `stop_s` of the plan.  Raises Failed if it
+    survives that as long.
     """
     if not state.is_running():
         return False
-    deadline = time.monotonic() + STOP_TIMEOUT_S
+    timeout_s = STOP_TIMEOUT_S + (state.plan() or Plan()).stop_s
+    deadline = time.monotonic() + timeout_s
     while state.is_running():
         # Read again in each round: a supervisor that has just started writes its pid a moment later.
         supervisor = state.supervisor()
         late = time.monotonic() > deadline
         if supervisor is not None:
             _signal(supervisor.pid, signal.SIGKILL if late else signal.SIGTERM)
-        if late and time.monotonic() > deadline + STOP_TIMEOUT_S:
+        if late and time.monotonic() > deadline + timeout_s:
             raise Failed(f"the supervisor of {state.path} cannot be stopped")
         time.sleep(POLL_S)  # the supervisor is not a child of this process, so it cannot be waited for
     return True
+
+
+def not_stored(state: StateDir) -> str:
+    """Return which shards of a cluster that was stopped could not store everything; empty if all could."""
+    last = state.supervisor()
+    return last.error if last is not None and last.phase == "stopping" else ""
 
 
 def plan_changed(state: StateDir) -> None:

@@ -39,8 +39,8 @@ START_ATTEMPTS_MAX = 3
 """The start has failed when one child has died this often before the cluster is ready."""
 GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL."""
-SHARD_GRACE_S = 30.0
-"""The same for a shard, which first hands over or stores its partitions (within 25 s)."""
+SHARD_SPARE_S = 5.0
+"""A shard, which first hands over or stores its partitions, has so much more than its own `stop_s`."""
 PROBE_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
 
@@ -114,6 +114,10 @@ class Supervisor:
             self.guard.remove(child.pid)
             del self.alive[spec.name]
             if not self._wanted(spec) or (spec.kind == "worker" and code == 0):
+                if spec.kind == "shard" and code not in (0, -signal.SIGTERM):  # the signal itself ends one that starts
+                    lost = f"{spec.name} ended with {code} before everything was stored: {self.state.log(spec.name)}"
+                    log.error("%s", lost)
+                    self.error = f"{self.error}\n{lost}" if self.error else lost
                 break
             log.warning("%s (process %d) ended with %d", spec.name, child.pid, code)
             self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
@@ -241,25 +245,29 @@ class Supervisor:
                 if spec.name not in self._kept:
                     children.create_task(self.run_child(spec))
             self.publish()
-            await self._end(sorted(before - self._wanted_shards), SHARD_GRACE_S)
+            await self._end(sorted(before - self._wanted_shards), self._grace_s("shard"))
 
     async def _stop_children(self) -> None:
         """Wait for `stop`, then stop workers, shards, schedulers and Redis in turn: each can sign off from the rest."""
         await self.stop.wait()
-        self.phase = "stopping"
+        self.phase, self.error = "stopping", ""
         self.publish()
         names = sorted(self.alive)
         for kind in ("worker", "shard", "scheduler", "redis"):
             ours = [n for n in names if n.partition("-")[0] == kind]
-            await self._end(ours, SHARD_GRACE_S if kind == "shard" else GRACE_S)
+            await self._end(ours, self._grace_s(kind))
+
+    def _grace_s(self, kind: str) -> float:
+        return self.processes.plan.stop_s + SHARD_SPARE_S if kind == "shard" else GRACE_S
 
     async def _end(self, names: Sequence[str], grace_s: float) -> None:
         """Send these children SIGTERM, wait up to `grace_s` for them to exit, then SIGKILL their process groups."""
         children = [self.alive[n] for n in names if n in self.alive]
         for child in children:
             signal_group(child.pid, signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
-        while any(c.poll() is None for c in children) and time.monotonic() < deadline:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        while any(c.poll() is None for c in children) and loop.time() < deadline:
             await asyncio.sleep(PROBE_INTERVAL_S)
         for child in children:
             if child.poll() is None:  # the number of one that has ended may be another process's by now

@@ -89,6 +89,8 @@ def up(
     except BaseException:
         typer.echo("stopping", err=True)
         launch.end(launched)
+        if lost := launch.not_stored(folder):
+            typer.echo(lost, err=True)
         raise
     if detach:  # the cluster now runs on by itself, even if its description cannot be printed
         try:
@@ -168,10 +170,14 @@ def _watch(launched: launch.Launched) -> None:
 def down(state: StateDirOption = None) -> None:
     """Stop the cluster of a state directory and wait until its processes have ended; its data is kept.
 
+    Exits with 1 if a shard could not store everything that only it held (docs/operations.md, "Stopping a shard").
+
     psctl down --state-dir /tmp/mine
     """
     folder = state_dir(state)
     if launch.stop(folder):
+        if lost := launch.not_stored(folder):
+            raise Failed(lost)
         typer.echo(f"the cluster under {folder.path} is down")
         return
     typer.echo(f"no cluster runs under {folder.path}")

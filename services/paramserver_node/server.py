@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 GRACE_S: Final = 10.0
 
 SettingsT = TypeVar("SettingsT", bound=NodeSettings)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +88,12 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def run(
-    kind: type[SettingsT], flags: Mapping[str, Any], serve: Callable[[SettingsT], Coroutine[Any, Any, None]]
-) -> None:
-    """Load a node's settings and serve until it ends; an expected error exits with its reason in one line."""
+def run(kind: type[SettingsT], flags: Mapping[str, Any], serve: Callable[[SettingsT], Coroutine[Any, Any, T]]) -> T:
+    """Load a node's settings, and return what `serve` does; an expected error exits with its reason in one line."""
     try:
         settings = kind.load(flags)
         log.setup(settings.log_level)
-        uvloop.run(serve(settings))
+        return uvloop.run(serve(settings))
     except (PsError, BaseExceptionGroup) as error:
         expected = error.subgroup((PsError, CannotListen)) if isinstance(error, BaseExceptionGroup) else error
         if expected is None:

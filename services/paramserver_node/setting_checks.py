@@ -17,6 +17,7 @@ MEMORY_BYTES_MIN: Final = 64 * MIB
 """A process needs more than this before it holds any data."""
 MEMORY_BYTES_MAX: Final = 1 << 53
 SNAPSHOT_MIB_PER_S: Final = (0.001, 1e6)
+STOP_S: Final = (10.0, 86_400.0)
 TIMEOUT_S_MAX: Final = 1e9
 
 _SIZE: Final = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
@@ -78,6 +79,8 @@ def _wrong(section: str, name: str, value: Any) -> str:
         case "snapshot_mib_per_s" if not SNAPSHOT_MIB_PER_S[0] <= value <= SNAPSHOT_MIB_PER_S[1]:
             low, high = SNAPSHOT_MIB_PER_S
             return f"must be a number from {low:g} to {high:,.0f}, not {value:g}"
+        case "stop_s" if not STOP_S[0] <= value <= STOP_S[1]:
+            return f"must be seconds, from {STOP_S[0]:g} to {STOP_S[1]:,.0f}, not {value:g}"
         case "timeout_s" if not 0 < value <= TIMEOUT_S_MAX:
             return f"must be seconds, more than 0 and at most {TIMEOUT_S_MAX:,.0f}, not {value:g}"
         case "memory_limit" if value:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self, get_type_hints
 
+from paramserver import limits
 from paramserver.core.near import near
 from paramserver.core.urls import is_node_url
 from paramserver.errors import RequestError, problem
@@ -123,6 +124,8 @@ class ShardSettings(NodeSettings):
     """URLs at which workers and shards reach it, separated by commas; default as for a scheduler."""
     snapshot_mib_per_s: float = 64.0
     """Budget for snapshot writes."""
+    stop_s: float = limits.STOP_S
+    """Longest time from a request to stop to the end of the process; what kills it must wait longer."""
     expect_state: bool = False
     """Refuse to start on an empty Redis, which must be the wrong one or have lost its data."""
     memory_limit: str = ""

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import socket
+import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 from redis.asyncio import Redis
@@ -45,13 +46,11 @@ from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.shared_folder import SharedFolder
 from paramserver_shard.snapshot_store import SnapshotStore
-from paramserver_shard.stopping import Stopping
+from paramserver_shard.stopping import GRACE_S, Stopping
 from paramserver_shard.telemetry import Telemetry
 
 log = logging.getLogger("paramserver.shard")
 
-GRACE_S: Final = 3.0
-"""Grace period for requests in flight once everything is handed over or stored."""
 
 EPILOG = """Examples:
 
@@ -83,6 +82,9 @@ def shard(
     shared_memory: Annotated[
         str | None, typer.Option(help="Folder in memory for clients on this machine; empty: none. Default: /dev/shm.")
     ] = None,
+    stop_s: Annotated[
+        float | None, typer.Option(help="Seconds from SIGTERM to its end: it hands over or stores what it can.")
+    ] = None,
     expect_state: Annotated[
         bool | None, typer.Option("--expect-state", help="Refuse to start on an empty Redis.")
     ] = None,
@@ -92,7 +94,8 @@ def shard(
 
     Each option can also be set as PARAMSERVER_... or in paramserver.toml; flags take precedence.
     """
-    run(ShardSettings, dict(locals()), serve)
+    if not run(ShardSettings, dict(locals()), serve):
+        sys.exit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +186,11 @@ async def expect_state(url: str) -> None:
         )
 
 
-async def serve(settings: ShardSettings) -> None:
-    """Run one shard until SIGTERM or SIGINT; raises CannotListen, or PsError for invalid settings."""
+async def serve(settings: ShardSettings) -> bool:
+    """Run one shard until SIGTERM or SIGINT; return whether everything that only it held is stored or handed over.
+
+    Raises CannotListen, or PsError for invalid settings.
+    """
     access, tls = Access.of(settings), Tls.of(settings)
     if settings.expect_state:
         await expect_state(settings.redis)
@@ -198,7 +204,8 @@ async def serve(settings: ShardSettings) -> None:
             threads = TransferThreads.if_supported()
             tcp = serve_tcp(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S, transfer_threads=threads)
             serving = group.create_task(tcp)
-            loops = [group.create_task(Stopping(membership, runtime).run(asked, stop))]
+            stopping = Stopping(membership, runtime, settings.stop_s)
+            loops = [group.create_task(stopping.run(asked, stop))]
             if shard.folder is not None and lending is not None:
                 path = str(shard.folder.socket)
                 group.create_task(serve_unix(app, path, stop, grace_s=GRACE_S, transfer_threads=threads))
@@ -216,6 +223,7 @@ async def serve(settings: ShardSettings) -> None:
                 threads.close()
         finally:
             await shard.aclose()
+    return not stopping.lost
 
 
 if __name__ == "__main__":

@@ -315,9 +315,13 @@ class Membership:
         """Return the clock of each model's newest cut that all its owners have stored."""
         return {known.key: known.cut for known in self._directory.models.values()}
 
-    async def drain(self) -> int:
-        """Ask the scheduler to move all partitions away; returns how many shards can take them. Raises PsError."""
-        answer = await self.link.request("POST", f"/internal/shards/{self.name}/drain", params={"epoch": self.epoch})
+    async def drain(self, *, cut: bool) -> int:
+        """Ask the scheduler to move all partitions away; returns how many shards can take them. Raises PsError.
+
+        With `cut`, synchronous models at level `applied` are to be stored where they stand as well.
+        """
+        asked = {"epoch": self.epoch, "cut": int(cut)}
+        answer = await self.link.request("POST", f"/internal/shards/{self.name}/drain", params=asked)
         return int(answer["targets"])
 
     async def leave(self) -> None:

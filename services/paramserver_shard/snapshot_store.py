@@ -12,6 +12,7 @@ that a missing manifest was lost), `…:pending` (snapshots whose blocks may exi
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -82,12 +83,17 @@ class SaveResult(IntEnum):
 
 
 class Budget:
-    """Rate limiter for writes: at most `bytes_per_s` over all partitions of this shard."""
+    """Rate limiter for writes: at most `bytes_per_s` over all partitions of this shard, until it is lifted."""
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float]) -> None:
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._free_at = 0.0
+        self._lifted = asyncio.Event()
+
+    def lift(self) -> None:
+        """Let everything pass at once from now on, also what waits already."""
+        self._lifted.set()
 
     async def spend(self, size_bytes: int, *, urgent: bool) -> None:
         """Wait until `size_bytes` more may be written; urgent writes count but do not wait."""
@@ -95,7 +101,9 @@ class Budget:
         start = max(now, self._free_at)
         self._free_at = start + size_bytes / self._bytes_per_s
         if start > now and not urgent:
-            await asyncio.sleep(start - now)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(start - now):
+                    await self._lifted.wait()
 
 
 class SnapshotStore:
@@ -117,6 +125,10 @@ class SnapshotStore:
         self._writing: WeakValueDictionary[PartitionKey, asyncio.Lock] = WeakValueDictionary()
         self._damaged: set[tuple[PartitionKey, str]] = set()
         self._saves = 0
+
+    def hurry(self) -> None:
+        """Write as fast as Redis takes it from now on, because the process is about to stop."""
+        self._budget.lift()
 
     async def save(
         self,

@@ -1,4 +1,4 @@
-"""Graceful shutdown of a shard: unready, partitions handed over or stored, then deregistered; within 25 s.
+"""Graceful shutdown of a shard: unready, partitions handed over or stored, then deregistered; within `stop_s`.
 
 The shard serves each partition until another shard takes it over. When no more can be handed over it answers 503, so
 that nothing is acknowledged after the last snapshot.
@@ -6,9 +6,9 @@ that nothing is acknowledged after the last snapshot.
 
 import asyncio
 import logging
-from collections.abc import Callable
-from time import monotonic
-from typing import Final
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, Final
 
 from paramserver.core.shard_events import SaveAll
 from paramserver.errors import PsError
@@ -17,12 +17,12 @@ from paramserver_shard.runtime import Runtime
 
 log = logging.getLogger("paramserver.shard")
 
-HAND_OVER_S: Final = 15.0
-"""Longest wait for other shards to take over the partitions."""
-SAVE_S: Final = 20.0
-"""Deadline for storing, from the stop request on; supervisors kill the process after 25 to 30 s."""
-CUT_S: Final = 4.0
-"""Longest wait until all owners have stored synchronous models of level `applied` at their present clock."""
+LEAVE_S: Final = 2.0
+"""Of `stop_s`, what is kept for deregistering."""
+GRACE_S: Final = 3.0
+"""Of `stop_s`, what is kept for requests in flight once everything is handed over or stored."""
+HAND_OVER: Final = 0.75
+"""Share of the rest in which other shards may take over the partitions; all of it is for storing."""
 ASK_S: Final = 1.0
 _LOOK_S: Final = 0.1
 
@@ -30,62 +30,90 @@ _LOOK_S: Final = 0.1
 class Stopping:
     """Shuts one shard down."""
 
-    def __init__(self, membership: Membership, runtime: Runtime) -> None:
+    def __init__(self, membership: Membership, runtime: Runtime, stop_s: float) -> None:
+        """`stop_s` is the time from the request to stop to the end of the process, in seconds."""
+        self.lost = False
+        """Whether something that only this process held could not be stored in time."""
         self._membership = membership
         self._runtime = runtime
+        self._store_s = stop_s - LEAVE_S - GRACE_S
+        self._trouble = ""
+        """Why the scheduler was asked in vain the last time."""
 
     async def run(self, asked: asyncio.Event, stop: asyncio.Event) -> None:
         """Wait for `asked`, shut the shard down, then set `stop` so that the server closes."""
         await asked.wait()
-        began = monotonic()
+        began = asyncio.get_running_loop().time()
         self._membership.stopping = True
         log.info("told to stop; %d partitions to hand over", self._owned)
         if self._membership.epoch:
-            await self._drain(lambda: self._owned > 0, began + HAND_OVER_S)
+            self._runtime.storage.hurry()  # moves of a model wait for the end of its cut
+            await _until(began + HAND_OVER * self._store_s, self._hand_over())
             self._membership.serving.close()
-            # If no shard can take anything, the scheduler has all owners store a cut.
-            await self._drain(lambda: self._beyond_cuts, monotonic() + CUT_S, alone=True)
-            await self._save(began + SAVE_S)
-            await self._membership.leave()
+            await _until(began + self._store_s, self._store())
+            self._tell_losses()
+            await _until(began + self._store_s + LEAVE_S, self._membership.leave())
         self._membership.serving.close()
         self._runtime.close()
         stop.set()
 
-    async def _drain(self, left: Callable[[], bool], until: float, *, alone: bool = False) -> None:
-        """Ask the scheduler to move partitions away until nothing is `left`, the request fails, or `until` is reached.
-
-        Unless `alone`, give up when no other shard can take any.
-        """
-        ask_at = 0.0
-        while left() and monotonic() < until:
-            if monotonic() >= ask_at:
-                try:
-                    targets = await self._membership.drain()
-                except PsError as error:
-                    log.warning("cannot hand over: %s", error)
-                    return
-                if not targets and not alone:
-                    log.info("no other shard can take %d partitions", self._owned)
-                    return
-                ask_at = monotonic() + ASK_S
-            await asyncio.sleep(_LOOK_S)
-
-    async def _save(self, until: float) -> None:
-        """Store in Redis everything that exists only in this process, or give up at `until`."""
-        while self._unsaved or self._runtime.writer.waiting:
-            if monotonic() >= until:
-                why = self._runtime.storage.degraded or "no time"
-                log.error("%d partitions could not be stored: %s", self._unsaved, why)
+    async def _hand_over(self) -> None:
+        """Have the scheduler move partitions away until none is left, or until no shard can take any."""
+        while self._owned:
+            targets = await self._drain(cut=False)
+            if targets is None:
+                log.warning("cannot hand over: %s", self._trouble)
                 return
+            if not targets:
+                log.info("no other shard can take %d partitions", self._owned)
+                return
+            for _ in range(round(ASK_S / _LOOK_S)):
+                if self._owned:
+                    await asyncio.sleep(_LOOK_S)
+
+    async def _store(self) -> None:
+        """Store in Redis everything that exists only in this process.
+
+        Synchronous models at level `applied` need a cut of all owners for that, which the scheduler requests.
+        """
+        loop, ask_at = asyncio.get_running_loop(), 0.0
+        while self._unsaved or self._runtime.writer.waiting or self._beyond_cuts:
             self._runtime.feed(SaveAll())
+            if self._beyond_cuts and loop.time() >= ask_at:
+                await self._drain(cut=True)
+                ask_at = loop.time() + ASK_S
             await asyncio.sleep(_LOOK_S)
+
+    async def _drain(self, *, cut: bool) -> int | None:
+        """Ask the scheduler to move all partitions away; return how many shards can take them, None if it refuses."""
+        try:
+            targets = await self._membership.drain(cut=cut)
+        except PsError as error:
+            self._trouble = str(error)
+            return None
+        self._trouble = ""
+        return targets
+
+    def _tell_losses(self) -> None:
+        """Log what only this process holds, and which models will continue from before that."""
+        why = self._runtime.storage.degraded or self._trouble or "no time"
+        if unsaved := self._unsaved:
+            log.error("%d partitions could not be stored: %s", unsaved, why)
+        for name, (clock, cut) in self._beyond_cuts.items():
+            text = "synchronous model '%s' goes back from clock %d to its previous cut, of clock %d: %s"
+            log.error(text, name, clock, cut, why)
+        self.lost = bool(unsaved or self._beyond_cuts)
 
     @property
-    def _beyond_cuts(self) -> bool:
-        """Whether a partition that is recovered from cuts is beyond its model's newest cut."""
+    def _beyond_cuts(self) -> dict[str, tuple[int, int]]:
+        """(clock, newest cut) of each model that is recovered from cuts and has partitions here beyond its newest."""
         cuts = self._membership.cuts()
-        models = self._runtime.core.models.values()
-        return any(p.by_cuts and p.clock > (cuts.get(m.key) or 0) for m in models for p in m.partitions.values())
+        found = {}
+        for model in self._runtime.core.models.values():
+            clock, cut = max((p.clock for p in model.partitions.values() if p.by_cuts), default=0), cuts.get(model.key)
+            if clock > (cut or 0):
+                found[model.key.name] = clock, cut or 0
+        return found
 
     @property
     def _owned(self) -> int:
@@ -94,5 +122,12 @@ class Stopping:
 
     @property
     def _unsaved(self) -> int:
-        """Number of partitions with changes that exist only in memory and that a snapshot would store."""
-        return sum(p.unsaved for m in self._runtime.core.models.values() for p in m.partitions.values())
+        """Number of partitions of which a snapshot or a cut that is due exists only in memory."""
+        return sum(1 for _ in self._runtime.core.unsaved())
+
+
+async def _until(at: float, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; give it up at that time of the loop."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(at):
+            await work

@@ -61,6 +61,10 @@ class Storage:
             del self._snapshot_errors[ownership]
         return self._redis_error or next(iter(self._snapshot_errors.values()), "")
 
+    def hurry(self) -> None:
+        """Write snapshots as fast as Redis takes them from now on."""
+        self._store.hurry()
+
     async def store_snapshot(self, effect: StoreSnapshot) -> None:
         """Store a snapshot once the journal entries that it includes are written."""
         capture = effect.capture

@@ -132,6 +132,8 @@ LEADER_LEASE_S: Final = 3.0
 SHARED_LEASE_S: Final = 15.0
 """How long a client may hold a lease or an idle slot in shared memory."""
 SERVE_WITHOUT_CONTACT_S: Final = 3.0
+STOP_S: Final = 25.0
+"""Default of `stop_s`: how long a shard that is told to stop may take to hand over or store everything, and to end."""
 WAIT_S_MAX: Final = 60.0
 """Longest `wait_s` of a long poll."""
 CLIENT_TIMEOUT_S: Final = 30.0

@@ -73,16 +73,18 @@ class Nodes:
         self.processes[name].wait(10)
 
     def stop(self) -> None:
-        """Stop every process, shards before schedulers."""
+        """Stop every process, shards before schedulers: these have to be there for what the shards still store."""
         self.http.close()
-        for process in reversed(self.processes.values()):
-            process.send_signal(signal.SIGTERM)
-        for process in self.processes.values():
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        shards = [p for name, p in self.processes.items() if name in self.shard_ports]
+        for processes in (shards, [p for p in self.processes.values() if p not in shards]):
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+            for process in processes:
+                try:
+                    process.wait(15)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
     def logs(self) -> str:
         """The last 3000 characters of each process's log."""

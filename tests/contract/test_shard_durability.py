@@ -1,4 +1,4 @@
-"""Journaled pushes survive killed shards and a stopped or emptied Redis; a stopping shard loses nothing."""
+"""Journaled pushes survive killed shards and a stopped or emptied Redis; a stopping shard stores everything first."""
 
 import os
 import signal
@@ -291,3 +291,38 @@ def test_a_synchronous_model_that_rests_loses_nothing_with_its_only_shard(tmp_pa
         cluster.kill("shard-0")
         cluster.start_shard("shard-0")
         exact(cluster, name, 7)
+
+
+def test_the_budget_does_not_hold_up_the_last_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only shard of a synchronous model at `applied` keeps its newest clock, though its budget is long spent."""
+    monkeypatch.setenv("PARAMSERVER_SNAPSHOT_MIB_PER_S", "0.001")
+    with nodes(tmp_path, shards=1) as cluster:
+        params = {"w": {"shape": [CELLS]}, "more": {"shape": [1 << 15]}}  # 128 KiB, which the budget lets pass in 128 s
+        name = made(cluster, "applied", consistency={"mode": "sync"}, params=params)
+        worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
+        clocks(cluster, name, worker, 0, 4, timeline=0)
+        assert not cluster.get(f"/models/{name}")["cut"]
+        stopped_and_started(cluster)
+        exact(cluster, name, 4)
+        assert cluster.get(f"/models/{name}")["cut"] == 4
+
+
+def test_a_shard_that_cannot_store_what_only_it_has_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that Redis does not answer when it is to stop exits with 1 within `stop_s`, and logs what is lost."""
+    monkeypatch.setenv("PARAMSERVER_STOP_S", "10")
+    with nodes(tmp_path, shards=1) as cluster:
+        name = made(cluster, "applied")
+        body = {"model": name, "grads": {"w": [1.0] * CELLS}, "worker": "w", "epoch": 1, "seq": 1}
+        url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push"
+        with redis_client.Redis.from_url(cluster.redis_url) as r:
+            pid = int(r.info("server")["process_id"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert httpx.post(url, json=body, timeout=30).status_code == 200
+            process, began = cluster.processes["shard-0"], time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(25) == 1
+            assert 4.5 < time.monotonic() - began < 11
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert "4 partitions could not be stored" in (cluster.folder / "shard-0.log").read_text()

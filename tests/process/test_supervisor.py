@@ -142,6 +142,25 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
         assert list(ps.connect(again.url).model("kept").pull()["w"]) == [1.0, 2.0, 3.0, 4.0]
 
 
+def test_down_says_which_shard_could_not_store_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If Redis takes nothing while a shard stops within its `stop_s`, `down` names the shard and exits with 1."""
+    monkeypatch.setenv("PARAMSERVER_STOP_S", "10")
+    state = tmp_path / "c"
+    with cluster(state, shards=1) as running:
+        monkeypatch.delenv("PARAMSERVER_STOP_S")  # `down` knows it from the cluster
+        model = ps.connect(running.url).create_model("lost", {"w": (4,)}, optimizer=ps.Sum())
+        redis = int(running.present()["pids"]["redis"][0])
+        os.kill(redis, signal.SIGSTOP)
+        assert model.push({"w": [1.0, 2.0, 3.0, 4.0]}).state == "applied"
+
+        down = running.psctl("down", "--state-dir", str(state))
+
+        assert down.returncode == 1
+        assert "shard-0 ended with 1 before everything was stored" in down.stderr
+        assert json.loads((state / "plan.json").read_text())["stop_s"] == 10.0
+        assert not of_state(state)
+
+
 def test_two_clusters_start_at_once_on_different_ports(tmp_path: Path) -> None:
     """Two clusters started at the same moment in different folders share no port."""
     with ThreadPoolExecutor() as pool, _both(pool, tmp_path) as (one, two):

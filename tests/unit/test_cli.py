@@ -30,8 +30,11 @@ from paramserver_cli.display import CHART_WIDTH, picture, plain_line, sparkline
 from paramserver_cli.launch import Failed
 from paramserver_cli.main import app
 from paramserver_cli.models import read_spec
+from paramserver_cli.processes import Processes
 from paramserver_cli.training import Sample, Training, WorkerLine
 from paramserver_node.settings import ClientSettings
+
+from . import virtual_time
 
 
 @pytest.mark.parametrize(
@@ -290,6 +293,34 @@ def test_a_start_that_fails_says_why_however_deep_the_error_is(tmp_path: Path, m
     said = state.supervisor()
     assert said is not None
     assert (said.phase, said.error) == ("failed", "no space left")
+
+
+@pytest.mark.parametrize(("name", "killed_after_s"), [("shard-0", 105.0), ("scheduler", 10.0)])
+def test_a_shard_has_its_own_time_and_more_before_it_is_killed(
+    tmp_path: Path, name: str, killed_after_s: float
+) -> None:
+    """A shard that does not end is killed 5 s after its `stop_s`, any other process after 10 s."""
+
+    async def stop() -> float:
+        cluster.stop.set()
+        await cluster._stop_children()
+        return asyncio.get_running_loop().time()
+
+    state, block, guard = StateDir(tmp_path), ports.reserve(1), Guard()
+    cluster = supervisor.Supervisor(Processes(state, Plan(shards=1, stop_s=100.0), block), guard)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
+    argv = [sys.executable, "-c", deaf]
+    with (
+        closing(guard),
+        closing(block.lock),
+        subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as child,
+    ):
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"deaf\n"
+        cluster.alive[name] = child
+
+        assert virtual_time.run(stop()) == pytest.approx(killed_after_s, abs=0.1)
+        assert child.wait(10) == -signal.SIGKILL
 
 
 def resized(

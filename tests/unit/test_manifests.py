@@ -20,10 +20,9 @@ from typer.main import get_command
 
 import paramserver
 from paramserver_cli import runs, series
+from paramserver_cli.supervisor import SHARD_SPARE_S
 from paramserver_node.setting_checks import size_bytes
 from paramserver_node.settings import PREFIX, SERVICES
-from paramserver_shard.main import GRACE_S
-from paramserver_shard.stopping import SAVE_S
 from paramserver_worker.entry import is_allowed
 
 ROOT = Path(__file__).parents[2]
@@ -300,7 +299,7 @@ def test_only_scheduler_and_shards_reach_redis(objects: list[dict[str, Any]]) ->
 
 
 def test_nodes_of_kubernetes_have_addresses_time_and_probes(objects: list[dict[str, Any]]) -> None:
-    """All nodes know both schedulers by name; probes allow time for recovery, and the grace period time to drain."""
+    """All nodes know both schedulers by name, and their probes allow time for recovery."""
     config = named(objects, "ConfigMap", "paramserver")["data"]
     scheduler = named(objects, "StatefulSet", "scheduler")["spec"]
     urls = [f"http://scheduler-{i}.{scheduler['serviceName']}:8700" for i in range(scheduler["replicas"])]
@@ -316,8 +315,18 @@ def test_nodes_of_kubernetes_have_addresses_time_and_probes(objects: list[dict[s
         assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
         env = {e["name"]: e.get("value") for e in container["env"]}
         assert env["PARAMSERVER_ADVERTISE"].startswith("http://$(PARAMSERVER_NAME).")
-    assert pods(objects)["StatefulSet/shard"]["spec"]["terminationGracePeriodSeconds"] >= SAVE_S + GRACE_S + 15
     assert {d["metadata"]["name"] for d in objects if d["kind"] == "PodDisruptionBudget"} >= {"scheduler", "shard"}
+
+
+def test_shards_are_killed_only_after_the_time_that_they_have_to_stop(
+    compose: dict[str, Any], objects: list[dict[str, Any]]
+) -> None:
+    """Compose and Kubernetes wait SHARD_SPARE_S longer than the shards' own `stop_s` before they kill them."""
+    shard, pod = compose["services"]["shard"], pods(objects)["StatefulSet/shard"]["spec"]
+    (variable,) = [e["value"] for e in pod["containers"][0]["env"] if e["name"] == "PARAMSERVER_STOP_S"]
+
+    assert shard["stop_grace_period"] == f"{float(shard['environment']['PARAMSERVER_STOP_S']) + SHARD_SPARE_S:g}s"
+    assert pod["terminationGracePeriodSeconds"] == float(variable) + SHARD_SPARE_S
 
 
 def memory_of(pod: dict[str, Any], kind: str) -> int:

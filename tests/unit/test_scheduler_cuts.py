@@ -47,7 +47,7 @@ def test_a_model_that_rests_is_cut_where_it_stands() -> None:
     assert (d.core.read.model("m")["cut"], d.document("m")["cut_asked"]) == (1, None)
     d.now += 1
     d.do(io.Tick())
-    assert d.document("m")["cut_asked"] == 2
+    assert (d.document("m")["cut_asked"], d.document("m")["cut_urgent"]) == (2, False)
     d.beats()
     assert (d.core.read.model("m")["cut"], d.document("m")["cut_asked"]) == (2, None)
     published = len(d.published)
@@ -70,18 +70,27 @@ def test_the_cut_of_a_model_that_rests_holds_no_commit_up() -> None:
     assert d.core.read.model("m")["cut"] == 2
 
 
-def test_a_last_shard_that_ends_gets_its_models_cut_at_once() -> None:
-    """If the last shard drains, a cut of the present clock is requested at once: no shard can take its partitions."""
+@pytest.mark.parametrize("targets", [0, 1])
+def test_a_shard_that_ends_gets_its_models_cut_at_once(targets: int) -> None:
+    """A stopping shard that serves no more has the present clock cut at once, whether or not others could take it over.
+
+    These may lack the memory, and without commits the next cut would be 5 s away.
+    """
     d = Driver.with_model(**SYNC)
-    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    if not targets:
+        d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
     d.beats()
     a = d.join("a")
     d.clock(a, 1)
     d.beats()
     d.now += 0.1
     d.clock(a, 2)
-    answer = d.ask(lambda n: io.SetShardState(n, "s0", "draining", d.shards["s0"]))
-    assert (answer["targets"], d.document("m")["cut_asked"]) == (0, 2)
+    if targets:
+        d.beat("s1", memory={"limit_bytes": 1000, "used_bytes": 1000})
+    d.ask(lambda n: io.SetShardState(n, "s0", "draining", d.shards["s0"]))
+    assert d.document("m")["cut_asked"] is None
+    answer = d.ask(lambda n: io.SetShardState(n, "s0", "draining", d.shards["s0"], cut=True))
+    assert (answer["targets"], d.document("m")["cut_asked"], d.document("m")["cut_urgent"]) == (targets, 2, True)
     d.beats()
     assert d.core.read.model("m")["cut"] == 2
 

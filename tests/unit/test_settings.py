@@ -153,6 +153,7 @@ def of_environment(service: type[Settings], name: str, value: str) -> Any:
         *[(service, "revoked", "ci, node", "the nodes' own token") for service in (SchedulerSettings, ShardSettings)],
         *[(SchedulerSettings, "name", v, "printable") for v in ("a\nb", "a\udcff", 129 * "a")],
         *[(ShardSettings, "snapshot_mib_per_s", v, "a number from 0.001") for v in ("0", "-1", "nan", "inf", "1e-300")],
+        *[(ShardSettings, "stop_s", v, "from 10 to 86,400") for v in ("0", "9.9", "86401", "nan", "inf")],
         *[(ClientSettings, "timeout_s", v, "more than 0") for v in ("0", "-1", "nan", "inf", "1e300")],
         *[(s, "port", v, "65535") for s in (ShardSettings, SchedulerSettings) for v in ("0", "-1", "65536", "99999")],
         (ShardSettings, "memory_limit", "x", "'x' is not a size"),

@@ -5,8 +5,8 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_effects import StoreSnapshot
-from paramserver.core.shard_events import JournalLost, SnapshotDone
+from paramserver.core.shard_effects import Apply, StoreSnapshot
+from paramserver.core.shard_events import JournalLost, SaveAll, SnapshotDone
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import FencedError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
@@ -391,3 +391,49 @@ def test_what_changes_while_a_failed_snapshot_is_tried_again_is_stored_afterward
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
 
     assert [row.durable_version for row in driver.core.partitions()] == [2]
+
+
+def test_a_shard_that_stops_writes_cuts_that_wait_at_once() -> None:
+    """A shard that is about to stop writes a waiting cut beside the one it is writing, and nothing after it."""
+    driver = serving(synced(3), workers=ROSTER)
+    driver.advance(10.0)
+    driver.eager = False
+    driver.commit(0, cut=True)
+    assert [(e.capture.key.index, e.urgent) for e in pending(driver, StoreSnapshot)] == [(0, False)]
+
+    driver.send(SaveAll())
+    driver.send(SaveAll())
+    assert [(e.capture.key.index, e.urgent) for e in pending(driver, StoreSnapshot)] == [(0, False), (1, True)]
+    assert [p.index for p in driver.core.unsaved()] == [0, 1, 2]
+    driver.settle()
+    driver.send(SaveAll())
+
+    assert not driver.pending
+    assert not list(driver.core.unsaved())
+    assert [row.clock for row in driver.core.cuts()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_cut_that_a_stopping_shard_waits_for_is_written_outside_the_budget(reached: bool) -> None:
+    """If another shard is about to stop, a cut is written at once, outside the budget, and once."""
+    driver = ShardDriver()
+    view = driver.serve(synced(2), workers=ROSTER)
+    driver.advance(1.0)
+    driver.eager = False
+    if reached:
+        driver.commit(0)
+    asked = replace(view, clock=1, cut_asked=1, cut_urgent=True)
+    driver.send(asked)
+    driver.send(asked)
+    if not reached:
+        driver.commit(0)
+    while pending(driver, Apply):
+        complete(driver, Apply)
+
+    assert [(e.capture.key.index, e.cut, e.urgent) for e in pending(driver, StoreSnapshot)] == [(0, True, True)]
+    complete(driver, StoreSnapshot)
+    assert [(e.capture.key.index, e.cut, e.urgent) for e in pending(driver, StoreSnapshot)] == [(1, True, True)]
+    driver.settle()
+    driver.send(asked)
+    assert not driver.pending
+    assert [row.clock for row in driver.core.cuts()] == [1, 1]

@@ -1,28 +1,230 @@
-"""A shard that stops: what arrives after its runtime has closed."""
+"""A shard that stops: what it stores in the time it has, what it says if that is too short, and what comes later."""
 
 import asyncio
+import logging
+from collections.abc import Callable
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from msgspec.structs import replace
 
+from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout
 from paramserver.core.shard import ShardCore
-from paramserver.core.shard_events import ModelView, PullReceived
+from paramserver.core.shard_events import CommitDecided, ModelView, PullReceived
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import Unavailable
+from paramserver.errors import Unavailable, problem
 from paramserver.types import ModelKey, make_token
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory
 from paramserver_shard.runtime import Runtime
+from paramserver_shard.serving import Serving
+from paramserver_shard.snapshot_store import Budget, SaveResult
+from paramserver_shard.stopping import Stopping
+
+from . import virtual_time
 
 SPEC = ModelSpec.parse({"name": "m", "params": {"w": {"shape": [8]}}, "partitions": 1})
+KEY = ModelKey("m", 1)
+PARTITIONS = 4
+CLOCK = 3
+"""The clock that the models of these tests have reached."""
+SNAPSHOT_BYTES = 32
+"""Bytes of one partition's values."""
+
+
+class SlowStore:
+    """Stands in for `SnapshotStore`: writes at the pace of Redis, and within a budget, on the time of the loop."""
+
+    def __init__(self, redis_s: float, budget_s: float) -> None:
+        """`redis_s` and `budget_s` are the seconds that writing one partition takes Redis and the budget."""
+        self._redis_s = redis_s
+        self._budget = Budget(SNAPSHOT_BYTES / budget_s, asyncio.get_running_loop().time)
+
+    async def save(self, *_: Any, urgent: bool, **__: Any) -> SaveResult:
+        await self._budget.spend(SNAPSHOT_BYTES, urgent=urgent)
+        await asyncio.sleep(self._redis_s)
+        return SaveResult.STORED
+
+    def hurry(self) -> None:
+        self._budget.lift()
+
+
+class Leader:
+    """Stands in for `Membership` and the scheduler behind it, which other shards may follow, too."""
+
+    def __init__(self, view: ModelView, *, targets: int = 0, away_until_s: float = 0.0) -> None:
+        """`targets` other shards could take partitions, but never do; until `away_until_s` nobody answers."""
+        self.epoch, self.stopping = 1, False
+        self.serving = Serving()
+        self.serving.on_changed = lambda *_: self.closed.append(
+            (asyncio.get_running_loop().time(), len(list(self.runtime.core.cuts())))
+        )
+        self.closed: list[tuple[float, int]] = []
+        """When it stopped serving, and of how many partitions a cut was stored then."""
+        self.left_at: float | None = None
+        self.runtime: Runtime
+        self._view, self._targets, self._away_until_s = view, targets, away_until_s
+
+    async def drain(self, *, cut: bool) -> int:
+        if asyncio.get_running_loop().time() < self._away_until_s:
+            raise problem("no_leader", "no scheduler answers")
+        if cut:
+            self.runtime.feed(replace(self._view, cut_asked=CLOCK))
+        return self._targets
+
+    def cuts(self) -> dict[ModelKey, int | None]:
+        stored = {row.partition for row in self.runtime.core.cuts() if row.clock == CLOCK}
+        return {KEY: CLOCK if len(stored) == PARTITIONS else 0}
+
+    async def leave(self) -> None:
+        self.left_at = asyncio.get_running_loop().time()
+
+
+def stopped(
+    mode: str = "sync", *, stop_s: float = 25.0, redis_s: float = 0.0, budget_s: float = 1e-9, **leader: Any
+) -> tuple[Leader, Stopping]:
+    """Tell a shard to stop that has a model of four partitions at clock 3, of which nothing is stored."""
+
+    async def work() -> tuple[Leader, Stopping]:
+        fields = {"params": {"w": {"shape": [8 * PARTITIONS]}}, "partitions": PARTITIONS}
+        spec = ModelSpec.parse({"name": "m", "optimizer": {"name": "sum"}, "consistency": {"mode": mode}} | fields)
+        owned = {i: make_token(1, 1 + i) for i in range(PARTITIONS)}
+        view = ModelView(KEY, spec, Layout(spec), 0, 0, 0, True, owned, "init", {})
+        async with asyncio.TaskGroup() as group:
+            member = Leader(view, **leader)
+            store, unused = cast(Any, SlowStore(redis_s, budget_s)), cast(Any, AsyncMock())
+            runtime = member.runtime = Runtime(ShardCore(), Directory("s"), BufferPool(), store, unused, group)
+            runtime.scheduler = cast(Any, Mock())
+            runtime.feed(view)
+            await asyncio.sleep(0)
+            for t in range(CLOCK):
+                runtime.feed(CommitDecided(KEY, Commit(t, 0, (), 0, 0, False)))
+            if mode != "sync":
+                for p in runtime.core.models["m"].partitions.values():
+                    p.lsn += 1
+            stopping = Stopping(cast(Any, member), runtime, stop_s)
+            asked, stop = asyncio.Event(), asyncio.Event()
+            asked.set()
+            await stopping.run(asked, stop)
+            assert stop.is_set()
+            assert asyncio.get_running_loop().time() <= stop_s
+        return member, stopping
+
+    return virtual_time.run(work())
+
+
+def test_the_last_cut_has_all_the_time_there_is_and_no_budget(caplog: pytest.LogCaptureFixture) -> None:
+    """A synchronous model that no other shard can take is cut where it stands, though that takes more than a moment.
+
+    Its first cut still waits for the budget, which would let it pass an hour later.
+    """
+    leader, stopping = stopped(redis_s=2.0, budget_s=3600.0)
+
+    assert not stopping.lost
+    assert leader.cuts() == {KEY: CLOCK}
+    assert leader.left_at is not None
+    assert "previous cut" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("sync", "synchronous model 'm' goes back from clock 3 to its previous cut, of clock 0"),
+        ("async", "partitions could not be stored"),
+    ],
+)
+def test_what_could_not_be_stored_in_time_is_said(mode: str, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A shard whose Redis is too slow leaves in time all the same, and says what is lost."""
+    with caplog.at_level(logging.ERROR):
+        leader, stopping = stopped(mode, redis_s=15.0)
+
+    assert stopping.lost
+    assert told in caplog.text
+    assert leader.left_at == pytest.approx(20.0, abs=0.2)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_longer_time_to_stop_is_used(mode: str) -> None:
+    """With more time to stop, a shard stores what it could not store in less."""
+    leader, stopping = stopped(mode, stop_s=180.0, redis_s=15.0)
+
+    assert not stopping.lost
+    assert leader.left_at is not None
+    assert leader.left_at > 25.0
+
+
+@pytest.mark.parametrize(("stop_s", "served_s"), [(10.0, 3.75), (25.0, 15.0), (85.0, 60.0)])
+def test_most_of_the_time_to_store_is_for_handing_over(stop_s: float, served_s: float) -> None:
+    """A shard serves what others may still take over for three quarters of the time that it has for storing."""
+    leader, _ = stopped("async", stop_s=stop_s, targets=1)
+
+    assert leader.closed[0][0] == pytest.approx(served_s, abs=0.2)
+
+
+def test_a_cut_that_moves_wait_for_is_not_held_up_by_the_budget() -> None:
+    """A cut that has begun, before whose end no partition of its model moves, is stored while others may take over."""
+    leader, _ = stopped(redis_s=1.0, budget_s=3600.0, targets=1)
+
+    assert leader.closed[0][1] == PARTITIONS
+
+
+def test_a_model_that_others_could_take_but_do_not_is_cut() -> None:
+    """What is left of a synchronous model when the time for handing over has passed is cut where it stands."""
+    leader, stopping = stopped(targets=1)
+
+    assert not stopping.lost
+    assert leader.closed[0][0] == pytest.approx(15.0, abs=0.2)
+    assert leader.left_at == pytest.approx(15.2, abs=0.3)
+
+
+@pytest.mark.parametrize("away_s", [0.5, 12.0])
+def test_a_scheduler_that_is_away_for_a_while_is_asked_for_the_cut_again(away_s: float) -> None:
+    """A synchronous model is cut although no scheduler answers when the shard is told to stop, if one does in time."""
+    leader, stopping = stopped(away_until_s=away_s)
+
+    assert not stopping.lost
+    assert leader.left_at == pytest.approx(away_s, abs=1.5)
+
+
+def test_without_any_scheduler_a_synchronous_model_is_not_waited_for_beyond_the_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """If no scheduler answers at all, the shard says which model goes back, and why."""
+    _, stopping = stopped(away_until_s=1e9)
+
+    assert stopping.lost
+    assert "previous cut, of clock 0: no scheduler answers" in caplog.text
+
+
+def spent(budget: Callable[[], Budget], lift_at_s: float) -> float:
+    """Return when a second write may begin whose budget is lifted at that time."""
+
+    async def work() -> float:
+        loop, limit = asyncio.get_running_loop(), budget()
+        loop.call_at(lift_at_s, limit.lift)
+        for _ in range(2):
+            await limit.spend(100, urgent=False)
+        return loop.time()
+
+    return virtual_time.run(work())
+
+
+def test_a_lifted_budget_lets_what_waits_for_it_pass() -> None:
+    """A write that waits for its budget begins when the budget is lifted, or when its turn has come before that."""
+
+    def budget() -> Budget:
+        return Budget(1.0, asyncio.get_running_loop().time)
+
+    assert spent(budget, lift_at_s=7.0) == pytest.approx(7.0)
+    assert spent(budget, lift_at_s=1000.0) == pytest.approx(100.0)
 
 
 @pytest.mark.parametrize("loading", [False, True], ids=["later", "while it loads"])
 def test_a_partition_that_is_assigned_to_a_stopping_shard_does_not_end_it(loading: bool) -> None:
     """A map that names a stopping shard as an owner, just before or after it closes, loads and raises nothing."""
-    view = ModelView(ModelKey("m", 1), SPEC, Layout(SPEC), 0, 0, 0, True, {0: make_token(1, 1)}, "init", {})
+    view = ModelView(KEY, SPEC, Layout(SPEC), 0, 0, 0, True, {0: make_token(1, 1)}, "init", {})
 
     async def stop() -> None:
         async with asyncio.TaskGroup() as group:

@@ -128,10 +128,11 @@ def _needed_epoch(request: Request) -> int:
 async def drain_shard(request: Request, name: str) -> Response:
     """Move all partitions of a shard that is about to stop to other shards; sent by that shard, with its `?epoch=`.
 
-    `targets` in the answer is the number of other shards that can take partitions.
+    `targets` in the answer is the number of other shards that can take partitions.  With `?cut=1`, which a shard sends
+    once it serves no more, its synchronous models at level `applied` are stored where they stand.
     """
-    epoch = _needed_epoch(request)
-    return await reply(request, lambda n: io.SetShardState(n, name, "draining", epoch))
+    epoch, cut = _needed_epoch(request), bool(number_of(request, "cut", 0))
+    return await reply(request, lambda n: io.SetShardState(n, name, "draining", epoch, cut))
 
 
 @router.delete("/shards/{name}", status_code=204, responses=response_doc(204, "Left"))

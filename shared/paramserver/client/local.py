@@ -16,7 +16,6 @@ from paramserver.errors import problem
 
 START_S = 90.0
 """How long the cluster may take to become ready; on a machine's first start the kernels are compiled."""
-STOP_S = 30.0
 
 
 @contextmanager
@@ -53,14 +52,14 @@ def local(
                 client.close()
         finally:
             if os.getpid() == owner:  # a forked child that leaves the block must not end its parent's cluster
-                _psctl(["down", "--state-dir", folder], STOP_S)
+                _psctl(["down", "--state-dir", folder], None)
     finally:
         if state_dir is None and os.getpid() == owner:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _psctl(arguments: Sequence[str], timeout_s: float) -> str:
-    """Run psctl and return what it prints.  Raises Unavailable if it fails."""
+def _psctl(arguments: Sequence[str], timeout_s: float | None) -> str:
+    """Run psctl and return what it prints; None: it ends by itself in time.  Raises Unavailable if it fails."""
     command = [sys.executable, "-P", "-m", "paramserver_cli", *arguments]
     try:
         done = subprocess.run(

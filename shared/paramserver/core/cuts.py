@@ -11,6 +11,8 @@ class Cuts:
     """Newest clock that every partition has stored."""
     pending: int | None = None
     """Clock that the partitions are storing now."""
+    urgent: bool = False
+    """The pending one is to be stored outside the budget of snapshots: a shard that is about to stop waits for it."""
     stored_by: set[int] = field(default_factory=set)
     """Partitions that have stored the pending cut."""
     wanted: bool = False
@@ -24,9 +26,9 @@ class Cuts:
     began_s: float = float("-inf")
     """When the last one began."""
 
-    def begin(self, clock: int) -> None:
+    def begin(self, clock: int, *, urgent: bool = False) -> None:
         """Have every partition store this clock."""
-        self.pending = clock
+        self.pending, self.urgent = clock, urgent
         self.stored_by.clear()
 
     def stored(self, index: int, partitions: int) -> bool:
@@ -64,5 +66,5 @@ class Cuts:
             self.newest = None
 
     def _end(self) -> None:
-        self.pending = None
+        self.pending, self.urgent = None, False
         self.stored_by.clear()

@@ -161,9 +161,9 @@ class Model:
         """Whether a cut can begin now: the present owner of every partition will be the one to reach its clock."""
         return self.cuts.pending is None and not self.checkpoints.writing and not self.moving and self.served
 
-    def begin_cut(self, now: float) -> None:
+    def begin_cut(self, now: float, *, urgent: bool = False) -> None:
         """Have every partition store the current clock as a cut."""
-        self.cuts.begin(self.gate.clock)
+        self.cuts.begin(self.gate.clock, urgent=urgent)
         self.cuts.began_s, self.cuts.wanted = now, False
 
     def needs_idle_cut(self, now: float) -> bool:
@@ -367,6 +367,7 @@ class Model:
             "source": self.source,
             "cut": self.cuts.newest,
             "cut_asked": self.cuts.pending,
+            "cut_urgent": self.cuts.urgent,
             "upload": upload if self.missing else None,
             "workers": {w.name: [w.epoch, w.rank] for w in live},
             "commits": [c.document(self.key) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])],

@@ -50,12 +50,12 @@ class MoveDesk:
             # Now draining: withdraw the moves to it. Active again: withdraw the moves away from it.
             self._withdraw(m for m in self._moves() if shard.name == (m[1].target if shard.draining else m[1].shard))
         targets = [n for n in self.c.live_shards() if n != e.name and not self.c.shards[n].draining]
-        if e.epoch is not None and not targets:
+        if e.cut:
             self._cut_before_stop(shard)
         self.c.answer(e.request, {**self.c.shard_line(shard, now), "targets": len(targets)})
 
     def _cut_before_stop(self, shard: Shard) -> None:
-        """Request a cut of each sync model on this shard, which stops without a successor, so they resume from it."""
+        """Request a cut of each sync model on this shard, which may end without a successor: they resume from it."""
         for model in self.c.models.values():
             if model.gate.sync and any(o.shard == shard.name for o in model.owners):
                 model.cuts.wanted_now = True

@@ -68,6 +68,8 @@ class SetShardState(Struct, frozen=True):
     name: str
     state: str
     epoch: int | None = None
+    cut: bool = False
+    """The shard stops and serves no more: have its synchronous models cut where they stand, as not all may move."""
 
 
 class OpenFeed(Struct, frozen=True):

@@ -66,6 +66,8 @@ class ServedModel:
     """sync: whether the commit of the clock `began` lists nothing, so that no push can be for that clock."""
     cut_asked: int | None = None
     """sync: the clock of the pending cut, which each partition stores when it reaches that clock; None: none."""
+    cut_urgent: bool = False
+    """Whether that cut is stored outside the budget."""
     resync_at: float = 0.0
     """Earliest time of the next `Resync`."""
 
@@ -124,7 +126,8 @@ class ServedModel:
     def adopt(self, view: ModelView) -> None:
         """Take over all that a view of this timeline says, except its commits and who owns what."""
         self.clock = max(self.clock, view.clock)
-        self.ready, self.began, self.opening, self.cut_asked = view.ready, view.began, view.opening, view.cut_asked
+        self.ready, self.began, self.opening = view.ready, view.began, view.opening
+        self.cut_asked, self.cut_urgent = view.cut_asked, view.cut_urgent
         self.set_roster(view.workers)
         self.specs[view.revision] = self.spec = view.spec
         self.revision = view.revision

@@ -142,6 +142,10 @@ class ShardCore:
             if p.released:
                 yield ReleasedRow(key.name, key.generation, p.index, p.token, p.version, p.release_number)
 
+    def unsaved(self) -> Iterator[Partition]:
+        """Yield each partition of which a snapshot, or a cut that has begun, would keep more than Redis holds."""
+        return (p for _, p in self._partitions() if p.unsaved or self.plan.cut_waits(p))
+
     def _partitions(self) -> Iterator[tuple[ModelKey, Partition]]:
         return ((model.key, p) for model in self.models.values() for p in model.partitions.values())
 
@@ -189,7 +193,7 @@ class ShardCore:
                 if model.ready and not was_ready:
                     self.plan.initialized(p)
                 elif model.asks_cut(p) and not self.plan.at_cut(p):
-                    self.plan.cut(p)
+                    self.plan.cut(p, urgent=model.cut_urgent)
             self._woken.append(p)
             self._commits.advance(model, p, now)
 
@@ -371,7 +375,7 @@ class ShardCore:
         self.durability.storage, self.durability.fsync_refused = event.reason, event.fsync_refused
 
     def _save_all(self, event: SaveAll, now: float) -> None:
-        for p in [p for _, p in self._partitions() if p.unsaved]:
+        for p in self.unsaved():
             self.plan.urgent(p)
 
     # --- used by operations and desks

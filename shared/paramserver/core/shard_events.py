@@ -77,6 +77,8 @@ class ModelView(Struct, frozen=True):
     """Partition -> source, for those that have another one than `source`."""
     cut_asked: int | None = None
     """sync: the clock of the pending cut; None if there is none."""
+    cut_urgent: bool = False
+    """The pending cut is stored outside the budget: a shard that is about to stop waits for it."""
     began: int = 0
     """sync: the clock at which this timeline began."""
     opening: bool = False
@@ -103,6 +105,7 @@ class ModelView(Struct, frozen=True):
             kept_from={i: o["from"] for i, o in options.items() if "from" in o},
             sources={i: _source(o["source"]) for i, o in options.items() if "source" in o},
             cut_asked=doc["cut_asked"],
+            cut_urgent=doc["cut_urgent"],
             began=doc["began"],
             opening=doc["opening"],
         )
@@ -335,7 +338,7 @@ class StorageChanged(Struct, frozen=True):
 
 
 class SaveAll(Struct, frozen=True):
-    """The process is about to stop: store every `Partition.unsaved` one, outside the budget; repeatable."""
+    """The process is about to stop: store `ShardCore.unsaved`, at once; repeatable."""
 
 
 class Tick(Struct, frozen=True):

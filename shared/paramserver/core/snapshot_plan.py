@@ -128,9 +128,11 @@ class SnapshotPlan:
                     self._requeue_cut(partition, lane.storing)
         self.urgent(partition)
 
-    def cut(self, partition: Partition) -> None:
-        """Capture the partition as it is now and store it as the cut of its clock."""
+    def cut(self, partition: Partition, *, urgent: bool = False) -> None:
+        """Capture the partition as it is now and store it as the cut of its clock; if `urgent`, outside the budget."""
         self.store_cut(partition, partition.capture(cut=True))
+        if urgent:
+            self.urgent(partition)
 
     def at_cut(self, partition: Partition) -> bool:
         """Whether a cut of the partition's current clock is stored, in flight or pending."""
@@ -142,6 +144,11 @@ class SnapshotPlan:
         stores = [*self._cuts.get(partition.key, ()), *written]
         about = {s.capture.clock for s in stores if s is not None and s.cut and s.capture.token == partition.token}
         return partition.clock == partition.cut_stored or partition.clock in about
+
+    def cut_waits(self, partition: Partition) -> bool:
+        """Whether a cut of the partition is pending or in flight."""
+        writing = (lane.storing for lane in (self._normal_lane, self._urgent_lane) if lane.key == partition.key)
+        return partition.key in self._cuts or any(store is not None and store.cut for store in writing)
 
     def store_cut(self, partition: Partition, capture: Capture) -> None:
         """Store this cut of the partition.

@@ -317,7 +317,7 @@ class WorkerDesk:
             self._prune(model, now)
             self.c.save_clock(model)
         elif model.needs_idle_cut(now):
-            model.begin_cut(now)
+            model.begin_cut(now, urgent=model.cuts.wanted_now)
             model.cuts.wanted_now = False
             self.c.save_clock(model)
             self.c.model_changed(model)
