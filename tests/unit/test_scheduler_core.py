@@ -279,6 +279,32 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     assert d.published[-1]["upload"] is None
 
 
+def test_a_parameter_uploaded_in_parts_is_complete_once_each_partition_has_its_part() -> None:
+    """Parts may come in any order and again; one that an earlier owner of its partition took does not count."""
+    d = Driver("s0", "s1")
+    d.model(params={"b": {"shape": [8]}, "w": {"shape": [56], "init": {"kind": "upload"}}}, partitions=4)
+
+    def part(*partitions: int) -> list[str]:
+        """Upload the parts that lie in these partitions; return what is missing after it."""
+        tokens = [p["incarnation"] for p in d.core.read.model("m")["partitions"]]
+        given = [[i, tokens[i]] for i in partitions]
+        d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", given, partial=True))
+        missing: list[str] = d.core.read.model("m")["missing"]
+        return missing
+
+    assert [part(3), part(0, 1), part(0)] == [["w"]] * 3
+    d.restart()
+    d.beats()
+    assert part(2) == ["w"], "the new leader knows of no other part"
+    assert part(0, 1) == ["w"]
+    del d.shards["s0"]
+    d.wait(6)
+    assert part(3) == ["w"], "the model's values are lost"
+    assert part(0, 1) == ["w"]
+    assert part(2) == []
+    assert d.core.read.model("m")["state"] == "ready"
+
+
 def test_a_creator_that_lost_the_answer_is_granted_its_token_again() -> None:
     """The creator's repeated request is granted its token at once, also by a new leader; nobody else's is."""
     d = Driver()

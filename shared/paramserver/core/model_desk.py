@@ -224,8 +224,12 @@ class ModelDesk:
         if e.name not in model.layout.by_name:
             raise problem("unknown_parameter", f"model '{model.name}' has no parameter {e.name!r:.80}")
         if model.missing:
-            lacking = [i for i in model.lost if any(p.name == e.name for p in model.params_in(i))]
-            if not {(i, model.owners[i].token) for i in lacking} <= {tuple(row) for row in e.given}:
+            given = model.given.setdefault(e.name, {}) if e.partial else {}
+            given.update({row[0]: row[1] for row in e.given if len(row) == 2})
+            touched = model.layout.split([model.layout.offsets[e.name]]).keys()
+            wanted = touched & model.lost if model.lost or not e.partial else touched
+            lacking = [i for i in wanted if given.get(i) != model.owners[i].token]
+            if lacking and not e.partial:
                 # More partitions were lost after the shard had chosen the ones to send these values to.
                 raise problem(
                     "initializing",
@@ -233,7 +237,9 @@ class ModelDesk:
                     hint="send the same request again",
                 )
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
-            self._filled(model, {e.name})
+            if not lacking:
+                model.given.pop(e.name, None)
+                self._filled(model, {e.name})
         self.c.answer(e.request, None, 204)  # not what is still missing: with thousands, a long list each time
 
     def _filled(self, model: Model, names: set[str]) -> None:
