@@ -40,6 +40,16 @@ def test_values_go_in_and_come_out(client: ps.Client, name: str) -> None:
     assert model.pull(dtype="float16").flat.dtype == np.float16
 
 
+def test_a_parameter_may_be_larger_than_a_request(client: ps.Client, name: str) -> None:
+    """A parameter of more than 64 MiB is created from values, pulled and assigned, whatever the partitions."""
+    w = np.arange(17_000_000, dtype=np.float32)
+    model = client.create_model(name, {"a": (3,), "w": w}, partitions=2)
+    assert np.array_equal(model.pull()["w"], w)
+    model.assign({"w": -w})
+    assert np.array_equal(model.pull()["w"], -w)
+    model.delete()
+
+
 def test_the_url_of_a_model_is_not_a_clusters(shared_cluster: Cluster) -> None:
     """`connect` refuses a URL with a path that the node lacks, and names the URL without it."""
     with pytest.raises(ps.RequestError, match=rf"/models/m' is not the URL.* {shared_cluster.url}\)"):
