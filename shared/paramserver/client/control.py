@@ -13,7 +13,7 @@ from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.client.uploads import put_values
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
-from paramserver.errors import InDoubt, PsError, combined, problem
+from paramserver.errors import InDoubt, NotFoundError, PsError, combined, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, json_of, json_request
 from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result
 from paramserver.types import AnyArray
@@ -137,13 +137,18 @@ def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline
 
 
 def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]:
-    """Delete a model; if an earlier attempt is in doubt, a model that no longer exists counts as deleted."""
-    backoff = Backoff(deadline)
+    """Delete a model; raises like `delete`."""
     cluster.forget(model)
+    yield from delete(model_path(model), deadline)
+
+
+def delete(path: str, deadline: Deadline) -> Call[None]:
+    """Delete what is at a path; if an earlier attempt is in doubt, what no longer exists counts as deleted."""
+    backoff = Backoff(deadline)
     while True:
-        (outcome,) = yield [deadline.bound(json_request("DELETE", model_path(model)))]
+        (outcome,) = yield [deadline.bound(json_request("DELETE", path))]
         result = to_result(outcome)
-        if not isinstance(result, PsError) or (backoff.in_doubt and result.code == "unknown_model"):
+        if not isinstance(result, PsError) or (backoff.in_doubt and isinstance(result, NotFoundError)):
             return
         if not is_temporary(result):
             raise result

@@ -233,6 +233,13 @@ class Model(ModelBase):
         """Return the checkpoints of this model that the cluster keeps."""
         return self._client.run(self._listed("checkpoints", timeout))
 
+    def delete_checkpoint(self, name: str, *, timeout: float | None = None) -> None:
+        """Delete a checkpoint that the cluster keeps, also one of an earlier model of this name.
+
+        Raises NotFoundError (`unknown_checkpoint`), Unavailable if a scheduler that has its files does not run.
+        """
+        self._client.run(control.delete(model_path(self.name, "checkpoints", name), self._client.deadline(timeout)))
+
     def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
         """Restore a checkpoint that the cluster keeps, given by its name, `latest` or `best`."""
         self._client.run(self._post_once("restore", {"checkpoint": checkpoint}, timeout))

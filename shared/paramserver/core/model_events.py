@@ -131,6 +131,14 @@ class RequestCheckpoint(Struct, frozen=True):
     name: str | None = None
 
 
+class DeleteCheckpoint(Struct, frozen=True):
+    """DELETE /models/{m}/checkpoints/{name}, once its files are gone: it leaves the model's list. Answer 204."""
+
+    request: int
+    model: str
+    name: str
+
+
 class CheckpointWritten(Struct, frozen=True):
     """Completion of `WriteCheckpoint`."""
 

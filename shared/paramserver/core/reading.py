@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paramserver.core.checkpoints import no_checkpoint
 from paramserver.core.cluster import Cluster
 from paramserver.core.membership import Holder, Worker
 from paramserver.core.models import Model
@@ -152,7 +153,7 @@ class Reading:
         model = self._c.model(name)
         record = model.checkpoints.find(checkpoint, model.spec.checkpoint)
         if record is None:
-            raise problem("unknown_checkpoint", f"model '{name}' has no checkpoint {checkpoint!r:.80}")
+            raise no_checkpoint(name, checkpoint)
         return record.document()
 
     def runs(self) -> list[dict[str, Any]]:
