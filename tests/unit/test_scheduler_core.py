@@ -256,6 +256,14 @@ def test_join_takes_ids_ranks_and_epochs_as_told() -> None:
         d.ask(lambda n: io.WorkerHeartbeat(n, "m", "m/nobody", 1))
 
 
+def test_a_model_that_exists_says_in_what_it_differs() -> None:
+    """Creating an existing model with another spec is refused with the first differences."""
+    d = Driver.with_model()
+    other = SPEC | {"optimizer": {"name": "sgd", "lr": 0.9}, "evaluate_every": 7}
+    with refused_with("model_exists", match=r"with another spec: optimizer\.lr is 0\.001, not 0\.9; evaluate_every"):
+        d.ask(lambda n: io.CreateModel(n, other, "x"))
+
+
 def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     """The upload token is granted again only after it has expired; the model is ready once everything is uploaded."""
     d = Driver()

@@ -164,7 +164,7 @@ class Reading:
         """One run; raises NotFoundError (`unknown_run`)."""
         found = self._c.runs.get(run)
         if found is None:
-            raise problem("unknown_run", f"no run {run!r:.80}", hint="GET /runs lists them")
+            raise problem("unknown_run", f"no run {run!r:.80}", hint="the list of runs has their ids")
         return found.document()
 
     def pool(self, now: float) -> list[dict[str, Any]]:
