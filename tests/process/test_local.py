@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,10 +24,15 @@ def gone(url: str) -> bool:
     return False
 
 
-def test_a_local_cluster_comes_and_goes(caplog: pytest.LogCaptureFixture) -> None:
-    """`ps.local` yields a client of a working cluster, which is stopped when the block ends."""
+def test_a_local_cluster_comes_and_goes(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """`ps.local` yields a client of a working cluster, which is stopped when the block ends.
+
+    Another one cannot be started in its folder, and that attempt does not stop it.
+    """
     caplog.set_level(logging.INFO)
-    with ps.local(shards=1) as client:
+    with ps.local(shards=1, state_dir=tmp_path) as client:
+        with pytest.raises(ps.Unavailable, match="already running"):
+            ps.local(shards=1, state_dir=tmp_path)
         model = client.create_model("m", {"w": np.ones(5)}, optimizer="sum")
         model.push({"w": np.ones(5)})
         assert model.pull()["w"].tolist() == [2.0] * 5

@@ -8,12 +8,13 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from paramserver import limits
 from paramserver.client.client import Client
 from paramserver.core.fields import whole_number
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.net.addresses import urls_of
 from paramserver.net.calls import seconds
 from paramserver.net.credentials import Credentials
@@ -67,19 +68,18 @@ def local(
     temporary = state_dir is None
     folder = tempfile.mkdtemp(prefix="paramserver-") if state_dir is None else os.fspath(state_dir)
     options = ["--shards", str(shards), "--workers", str(workers), "--state-dir", folder]
+    is_ours = temporary  # in another folder a cluster may run that somebody else has started
     try:
         printed = _psctl(["up", "--detach", "--json", *options], START_S)
-    except BaseException:
-        if temporary:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    try:
+        is_ours = True
         found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
         urls = urls_of(found["scheduler"], os.environ)
         credentials = Credentials.found(found.get("token"), None, os.environ)
         return LocalClient(urls, timeout, credentials, folder, temporary=temporary)
     except BaseException:
-        _stop(os.getpid(), folder, temporary=temporary)
+        if is_ours:
+            with suppress(PsError):
+                _stop(os.getpid(), folder, temporary=temporary)
         raise
 
 
