@@ -160,7 +160,10 @@ class Model(ModelBase):
         client.run(control.patch_model(client.cluster, self.name, patch, client.deadline(timeout)))
 
     def assign(self, values: Mapping[str, Any], *, timeout: float | None = None) -> None:
-        """Set parameters to new values, each of its parameter's shape; optimizer state is kept."""
+        """Set parameters to new values, each of its parameter's shape; optimizer state is kept.
+
+        Parameters change one after another; one of more than 64 MiB, partition by partition.
+        """
         self._client.run(control.assign(self._client.cluster, self.name, values, self._client.deadline(timeout)))
 
     def info(self, *, timeout: float | None = None) -> dict[str, Any]:
