@@ -15,7 +15,7 @@ from paramserver_cli.exits import Group
 app = typer.Typer(
     cls=Group,
     no_args_is_help=True,
-    help="Save, restore and list checkpoints.",
+    help="Save, restore, list and delete checkpoints.",
     epilog="psctl checkpoint save demo ./ckpt",
 )
 ModelName = Annotated[str, typer.Argument(help="The model's name.")]
@@ -89,6 +89,20 @@ def restore(
             raise problem(e.code, e.detail, hint=hint) from None
         name = model
     typer.echo(f"restored model {name}")
+
+
+@app.command()
+def delete(
+    model: ModelName,
+    name: Annotated[str, typer.Argument(help="The checkpoint's name.")],
+    url: Url = None,
+) -> None:
+    """Delete a checkpoint that the cluster keeps.
+
+    psctl checkpoint delete demo 000012-clock-400
+    """
+    connect(url).model(model).delete_checkpoint(name)
+    typer.echo(f"deleted checkpoint {name} of model {model}")
 
 
 @app.command("list")

@@ -24,11 +24,13 @@ HINTS: Final[Mapping[str, str]] = {
         "--as names another; --exist-ok sets it to the checkpoint's values"
     ),
     "choose another path, or allow overwriting": "choose another folder, or --overwrite replaces it",
-    "GET /runs lists them": "psctl run list shows them",
-    "GET /shards lists them": "psctl status shows them",
+    "the list of runs has their ids": "psctl run list shows them",
+    "the list of shards names them": "psctl status shows them",
     "stop it first": "psctl run stop ends it; psctl run list shows the runs",
-    "POST /models creates one": "psctl models lists them, psctl create makes one",
-    "choose another name, PATCH the model, or delete it first": "choose another name; psctl set changes the model",
+    "create it, or look for its name in the list of models": "psctl models lists them, psctl create makes one",
+    "choose another name, change the model's settings, or delete it first": (
+        "choose another name; psctl set changes the model"
+    ),
 }
 """Hints for callers of REST and Python, and the same advice for the command line."""
 
@@ -75,7 +77,8 @@ class Psctl(Group):
             return super().invoke(ctx)
         except PsError as e:
             typer.echo(f"psctl: {one_line(e)}", err=True)
-            for part in e.errors:
+            listed = [] if all(str(part.get("detail")) in e.detail for part in e.errors) else e.errors
+            for part in listed:
                 typer.echo(f"  {part.get('where', '')}: {part.get('detail', '')}", err=True)
             if isinstance(e, Unreachable) and running():
                 typer.echo("  psctl list shows the clusters that run on this machine; --url names one", err=True)

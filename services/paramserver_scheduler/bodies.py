@@ -201,11 +201,12 @@ class ShardState(Body):
 
 
 class Uploaded(Body):
-    """Report that all owners which lacked the values of a parameter now have them."""
+    """Report that the owners of these partitions now have a parameter's values."""
 
     name: str
     token: str | None = None
     given: Many[Many[int]] = Field([], description="[index, owner token] of each partition that took them")
+    partial: bool = Field(False, description="whether other partitions get theirs by other requests")
 
 
 class Restored(Body):

@@ -92,6 +92,10 @@ class CheckpointStore:
             path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
+    def exists(self, model: str, name: str) -> bool:
+        """Whether a folder of that name exists, of any creation of the model."""
+        return self.path(model, name).is_dir()
+
     def sweep(self) -> None:
         """Remove the partly written or deleted folders of a process that was killed.
 
@@ -148,7 +152,7 @@ class CheckpointStore:
         path = self.find(model, name) if creation is None else self._called(model, name)
         held = checkpoint.read(path)
         if not _of(path, creation):
-            raise taken(name)
+            raise taken(name, path)
         return held
 
     def read_parameters(self, layout: Layout, files: Mapping[str, str]) -> dict[str, F32]:
@@ -189,12 +193,12 @@ def _initial(held: TensorFile, file: str, name: str, want: tuple[int, ...]) -> F
     return values
 
 
-def taken(name: str) -> PsError:
-    """Return the error for a name that another creation of the model uses on this disk."""
+def taken(name: str, path: Path) -> PsError:
+    """Return the error for a name that another creation of the model uses on this disk, in that folder."""
     return problem(
         "conflict",
-        f"checkpoint '{name}' exists and belongs to an earlier model of the same name",
-        hint="choose another name, or move its folder away",
+        f"checkpoint '{name}' exists and belongs to an earlier model of the same name: {path}",
+        hint="choose another name, or delete it first",
     )
 
 

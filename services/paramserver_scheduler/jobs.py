@@ -160,22 +160,48 @@ class Jobs:
         await self.others.fetch(model, name, holder, creation)
         return await asyncio.to_thread(self._store.read, model, name, creation)
 
+    async def delete(self, model: str, name: str) -> None:
+        """Delete a checkpoint: one of the model's list, or one of an earlier model, in this scheduler's folder.
+
+        Raises NotFoundError (`unknown_checkpoint`, `unknown_model`); Unavailable, after which it can be deleted again,
+        if another scheduler that may have its files does not answer; ConflictError (`disk_refuses`).
+        """
+        if name in ALIASES:
+            raise problem("invalid_field", f"'{name}' stands for another checkpoint", hint="give that one's own name")
+        creation: str | None = None
+        try:
+            record = self._read.checkpoint(model, name)
+            creation = self._read.creation(model)
+        except NotFoundError:
+            if not await asyncio.to_thread(self._store.exists, model, name):
+                raise
+        else:
+            if record["scheduler"] not in ("", self._name):
+                self.others.url(record["scheduler"])
+        try:
+            if not await self.others.remove(model, name, creation):
+                raise problem("unavailable", f"another scheduler has not deleted its files of checkpoint '{name}'")
+            await asyncio.to_thread(self._store.remove, model, name, creation)
+        except OSError as e:
+            raise problem_of(e) from e
+        if creation is not None:
+            await self._runtime.ask(lambda n: io.DeleteCheckpoint(n, model, name))
+
     async def _write(self, effect: io.WriteCheckpoint) -> None:
         creation = effect.document["creation"]
         try:
             if await asyncio.to_thread(self._store.taken, effect.model.name, effect.name, creation):
+                path = self._store.path(effect.model.name, effect.name)
                 log.info("checkpoint.name_taken model=%s name=%s", effect.model, effect.name)
                 self._runtime.send(
-                    io.CheckpointFailed(effect.model, effect.name, checkpoints.taken(effect.name), taken=True)
+                    io.CheckpointFailed(effect.model, effect.name, checkpoints.taken(effect.name, path), taken=True)
                 )
                 return
             partitions = self._read.spec(effect.model).partitions
             held = await self._shards.states(effect.model, partitions, self._owner(effect.model), effect.cut)
             _check_clocks(effect.document, [frame.clock for frame, _ in held])
             versions = [frame.version for frame, _ in held]
-            size, path = await asyncio.to_thread(
-                self._store.write, effect.model.name, effect.name, effect.document, held
-            )
+            size, at = await asyncio.to_thread(self._store.write, effect.model.name, effect.name, effect.document, held)
         except Exception as e:
             error = problem_of(e)
             log.warning("checkpoint.failed model=%s name=%s %s", effect.model, effect.name, error)
@@ -188,7 +214,7 @@ class Jobs:
                 monotonic(), "checkpoint_written", f"checkpoint {effect.name} of model {effect.model.name}"
             )
             self._runtime.send(
-                io.CheckpointWritten(effect.model, effect.name, size, versions, path, self._name, creation)
+                io.CheckpointWritten(effect.model, effect.name, size, versions, at, self._name, creation)
             )
 
     async def _remove(self, model: str, name: str, creation: str) -> None:

@@ -95,14 +95,17 @@ class OtherSchedulers:
             self.url(holder)
         raise problem("unknown_checkpoint", f"model '{model}' has no checkpoint '{name}'")
 
-    async def remove(self, model: str, name: str, creation: str) -> None:
-        """Have all other schedulers delete their copies of that creation; one that does not answer keeps its copy."""
+    async def remove(self, model: str, name: str, creation: str | None) -> bool:
+        """Have all other schedulers delete their copies of that creation (None: of any); return whether all have."""
+        whole = True
         for url in self._urls():
             try:
                 url_of_it = url + file_path(model, name, checkpoint.MANIFEST)
-                await self._http.delete(url_of_it, params=of_creation(creation))
-            except (httpx.HTTPError, httpx.InvalidURL) as e:
+                check(await self._http.delete(url_of_it, params=of_creation(creation)))
+            except (PsError, httpx.HTTPError, httpx.InvalidURL) as e:
                 log.warning("checkpoint.stays model=%s name=%s at=%s %s", model, name, url, e)
+                whole = False
+        return whole
 
     def _urls(self, first: str | None = None) -> Sequence[str]:
         others = sorted(self._lease.schedulers, key=lambda s: s.name != first)

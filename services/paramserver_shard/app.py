@@ -10,17 +10,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paramserver import __version__
 from paramserver.errors import problem
-from paramserver.limits import NAMED_BODY_BYTES_MAX
+from paramserver.limits import NPY_BODY_BYTES_MAX
 from paramserver_node import docs_page, health, negotiate, problems
 from paramserver_node.access import Access, LocalOnly, guard
 from paramserver_node.app import NodeApp
 from paramserver_node.conditions import Conditions
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
-from paramserver_node.queries import check_query, query_checked
+from paramserver_node.queries import check_query, query_checked, takes_query
 from paramserver_node.roles import role
 from paramserver_shard import openapi, slots
-from paramserver_shard.arrays import NPY_MEDIA, ArrayService, read_npy
+from paramserver_shard.arrays import NPY_MEDIA, SMALLER, ArrayService, read_npy
 from paramserver_shard.endpoints import ChunkedResponse, Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
 from paramserver_shard.inflight import InFlight, InFlightMiddleware, counted
@@ -130,15 +130,19 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         responses=openapi.ASSIGN_ANSWERS,
     )
     @role("worker")
-    async def put_array(request: Request, m: str, name: str) -> Response:
+    @takes_query("start", "stop")
+    async def put_array(
+        request: Request, m: str, name: str, start: int | None = None, stop: int | None = None
+    ) -> Response:
         serving.check()
         negotiate.check_accept(request)
         request = counted(request)
         if negotiate.media_type(request) in (NPY_MEDIA, "application/octet-stream"):
-            value: Any = read_npy(await negotiate.read_body(request, NAMED_BODY_BYTES_MAX))
+            value: Any = read_npy(await negotiate.read_body(request, NPY_BODY_BYTES_MAX, SMALLER))
         else:
             value = await negotiate.read_tensors(request)
-        done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"), Conditions.of(request.headers))
+        token, given = request.headers.get("x-upload-token"), Conditions.of(request.headers)
+        done = await s.arrays.put(m, name, value, token, given, start, stop)
         serving.check()
         return negotiate.respond(request, push_document(done))
 

@@ -31,6 +31,8 @@ from paramserver_shard.models import Models
 from paramserver_shard.names import NameService, PullRequest, read_tensor
 
 NPY_MEDIA: Final = "application/x-npy"
+SMALLER: Final = "send it in ranges of its elements in C order, with ?start= and ?stop="
+"""Hint of a value that is too large for one request."""
 _MAGIC: Final = b"\x93NUMPY"
 _HEADER_BYTES_MAX: Final = 10_000
 _DTYPES: Final[dict[str, DType]] = {"<f2": "float16", "<f4": "float32", "<f8": "float64"}
@@ -90,33 +92,51 @@ class ArrayService:
         return [got[p.partition] for p in selection.parts]
 
     async def put(
-        self, model: str, name: str, value: Any, upload_token: str | None, conditions: Conditions
+        self,
+        model: str,
+        name: str,
+        value: Any,
+        upload_token: str | None,
+        conditions: Conditions,
+        start: int | None = None,
+        stop: int | None = None,
     ) -> PushDone:
         """Assign a value (a JSON or msgpack tensor, or an array read from .npy), or upload an initial value.
+
+        With `start` or `stop`, the value is the 1-D range [start, stop) of the parameter's elements.
 
         An upload that is repeated once the model is complete is answered as a duplicate: its answer was lost, and it
         must not overwrite what has been trained since.  Raises PsError.
         """
         known = await self._models.find(model)
-        selection = _one(known, name)
-        param = selection.params[0]
+        whole = selection = _one(known, name)
+        ranged = not (start is None and stop is None)
+        if ranged:
+            end = whole.size if stop is None else stop
+            selection = select(known.layout, None, {name: [(start or 0, end)]})
+        shape = selection.shape(0)
         if isinstance(value, np.ndarray):
-            flat, dtype = _checked(name, value, param.shape)
+            flat, dtype = _checked(name, value, shape)
         else:
-            flat, dtype = read_tensor(name, value, param.shape)
+            flat, dtype = read_tensor(name, value, shape)
         command = assignment(known, selection, flat, dtype)
         if known.state != "ready":
             self._check_upload(known, name, upload_token)
+            _check_parts(whole, selection)
             conditions.check("")
-            return await self._upload(known, name, command, upload_token)
+            return await self._upload(known, name, command, upload_token, partial=ranged)
         if upload_token is not None:
             return _duplicate(known)
+        if ranged and conditions != ANY:
+            raise problem("not_built", "If-Match and If-None-Match need the whole value, without start and stop")
         if conditions != ANY:
             command = await self._conditional(known, selection, command, conditions)
         return await self._exchange.assign(known, command)
 
-    async def _upload(self, known: KnownModel, name: str, command: SetReceived, token: str | None) -> PushDone:
-        """Assign an initial value, and tell the scheduler.
+    async def _upload(
+        self, known: KnownModel, name: str, command: SetReceived, token: str | None, *, partial: bool
+    ) -> PushDone:
+        """Assign an initial value, or some partitions' part of it if it is `partial`, and tell the scheduler.
 
         If a complete model has lost values, only the partitions that lost them are assigned: the others hold trained
         values.  An upload that touches none of these is answered as a duplicate.
@@ -125,7 +145,9 @@ class ArrayService:
             command = replace(command, parts=tuple(p for p in command.parts if p.partition in known.lost))
         done = await self._exchange.assign(known, command) if command.parts else _duplicate(known)
         given = [(p.partition, p.incarnation) for p in done.parts]
-        told = {"name": name, "token": token, "given": given}
+        told: dict[str, Any] = {"name": name, "token": token, "given": given}
+        if partial:
+            told["partial"] = True
         await self._link.request("POST", f"/internal/models/{known.key.name}/uploaded", told)
         return done
 
@@ -172,6 +194,17 @@ def assignment(known: KnownModel, selection: Selection, flat: AnyArray, dtype: D
         AssignPart(p.partition, flat[p.start : p.stop], dtype, finite=True, ranges=p.ranges) for p in selection.parts
     )
     return SetReceived(0, known.key.name, parts, known.key.generation)
+
+
+def _check_parts(whole: Selection, selection: Selection) -> None:
+    """Raise RequestError (`invalid_range`) unless a first value has all elements of each partition that it touches.
+
+    The scheduler counts the partitions that have their part.
+    """
+    sizes = {p.partition: p.stop - p.start for p in whole.parts}
+    if any(sizes[p.partition] != p.stop - p.start for p in selection.parts):
+        detail = f"a range of the first values of '{whole.params[0].name}' must begin and end with a partition"
+        raise problem("invalid_range", detail, hint="`bounds` of GET /models/{m} say where partitions begin")
 
 
 def etag(known: KnownModel, parts: Sequence[GotPart]) -> str:

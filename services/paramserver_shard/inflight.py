@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import problem
-from paramserver.limits import CLIENT_REQUESTS_MAX, NAMED_BODY_BYTES_MAX, QUEUED_REQUESTS_MAX, RECEIVING_BYTES_MAX
+from paramserver.limits import CLIENT_REQUESTS_MAX, NPY_BODY_BYTES_MAX, QUEUED_REQUESTS_MAX, RECEIVING_BYTES_MAX
 from paramserver_node.negotiate import announced
 
 PROBES: Final = ("/livez", "/readyz", "/version", "/metrics")
@@ -129,7 +129,7 @@ def counted(request: Request) -> Request:
     """
     opened, length = account(request.scope), announced(request)
     if length is not None:
-        opened.grow(min(length, NAMED_BODY_BYTES_MAX))  # no more of it is read
+        opened.grow(min(length, NPY_BODY_BYTES_MAX))  # no more of it is read
         return request
 
     async def receive() -> Message:

@@ -24,6 +24,9 @@ from typing import Any, Final
 
 from paramserver import limits
 
+TOLD_MAX: Final = 3
+"""Of several errors in one request, how many the text of the one that lists them has."""
+
 
 class PsError(Exception):
     """Raised when anything in paramserver fails; catch a subclass where you can act on it.
@@ -251,8 +254,8 @@ def validating() -> Iterator[None]:
 def combined(errors: Sequence[PsError], found: int = 0) -> PsError:
     """Return one error for several found in one request: the error itself if there is one, else one that lists them.
 
-    Its code is the one they share, or `invalid`.  `found` is their number if `errors` does not hold them all.  The list
-    is bounded; its last entry says how many more there are.
+    Its code is the one they share, or `invalid`; its text has the first few.  `found` is their number if `errors` does
+    not hold them all.  The list is bounded; its last entry says how many more there are.
     """
     count = max(found, len(errors))
     if count == 1:
@@ -264,7 +267,8 @@ def combined(errors: Sequence[PsError], found: int = 0) -> PsError:
     least = "at least " if count >= limits.ERRORS_FOUND_MAX else ""
     if count > len(listed):
         parts.append({"code": code, "detail": f"and {least}{count - len(listed)} more"})
-    detail = f"{least}{count} parts of the request are wrong: {errors[0].detail}; ..."
+    told = "; ".join(e.detail for e in errors[:TOLD_MAX]) + ("; ..." if count > TOLD_MAX else "")
+    detail = f"{least}{count} parts of the request are wrong: {told}"
     return problem(code, detail, hint=errors[0].hint, errors=tuple(parts))
 
 

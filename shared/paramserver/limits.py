@@ -11,7 +11,9 @@ MIB: Final = 1 << 20
 BODY_BYTES_MAX: Final = 1 << 30
 """Largest body of a frame, which carries one shard's whole slice of a model."""
 NAMED_BODY_BYTES_MAX: Final = 64 * MIB
-"""Largest msgpack or `.npy` body of the name-level routes."""
+"""Largest msgpack body of the name-level routes."""
+NPY_BODY_BYTES_MAX: Final = 64 * MIB + 16 * 1024
+"""Largest `.npy` body: a parameter, or the part of it in one partition, and the header."""
 JSON_BODY_BYTES_MAX: Final = 8 * MIB
 """Largest JSON body of the name-level routes; parsing it blocks the event loop."""
 CONTROL_BODY_BYTES_MAX: Final = 4 * MIB

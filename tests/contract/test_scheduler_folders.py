@@ -40,7 +40,7 @@ def apart(folder: Path) -> Iterator[tuple[Nodes, list[Path]]]:
 
 
 def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedulers with separate folders both serve and restore a checkpoint, and expired ones are removed from both."""
+    """Schedulers with separate folders both serve and restore a checkpoint, and remove others from both."""
     secret = tokens.new_key()
     (tmp_path / "secret").write_text(secret)
     monkeypatch.setenv("PARAMSERVER_SECRET_FILE", str(tmp_path / "secret"))
@@ -60,6 +60,8 @@ def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path, mo
         other = cluster.urls[1]
         eventually(lambda: leader(cluster) == 1)
         eventually(lambda: cluster.http.get(other + path).json()["code"] == "unavailable", within_s=30.0)
+        one = f"/models/{name}/checkpoints/{made['name']}"
+        assert cluster.http.delete(other + one).json()["code"] == "unavailable"
         cluster.start_scheduler()
         assert leader(cluster) == 1
         # The leader learns from its next lease renewal that the other scheduler is back.
@@ -67,7 +69,7 @@ def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path, mo
         files = [cluster.http.get(u + path, headers=reader) for u in cluster.urls]
         assert [f.status_code for f in files] == [200, 200]
         assert load(files[0].content)["w"].tolist() == load(files[1].content)["w"].tolist() == [1.0] * 5
-        assert cluster.get(path.replace("model.safe", "../model.safe"), status=404)
+        assert cluster.get(path.replace("model.safe", "../model.safe"), status=405)
         assert not (folders[1] / name / made["name"]).exists()
 
         cluster.post(f"/models/{name}/restore", {"checkpoint": "latest"}, status=200)
@@ -76,7 +78,11 @@ def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path, mo
         cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
         cluster.post(f"/models/{name}/checkpoints", status=201)
         eventually(lambda: not any((f / name / made["name"]).exists() for f in folders), what="the removal")
-        assert len(cluster.get(f"/models/{name}/checkpoints")["items"]) == 1
+        (last,) = cluster.get(f"/models/{name}/checkpoints")["items"]
+        shutil.copytree(last["path"], folders[0] / name / last["name"])  # as if fetched for a restore
+        cluster.call("DELETE", f"/models/{name}/checkpoints/{last['name']}", status=204)
+        assert not any((f / name / last["name"]).exists() for f in folders)
+        assert cluster.get(f"/models/{name}/checkpoints")["items"] == []
 
 
 def test_files_of_a_checkpoint_are_those_of_the_model_that_lists_it(tmp_path: Path) -> None:

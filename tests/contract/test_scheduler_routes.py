@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -343,6 +344,31 @@ def test_a_checkpoint_is_not_called_latest_or_best(cluster: Nodes, name: str) ->
     refused = cluster.post(f"/models/{model}/checkpoints", {"name": name}, status=422)
     assert (refused["code"], refused["where"]) == ("invalid_field", "name")
     assert cluster.get(f"/models/{model}/checkpoints")["items"] == []
+
+
+def test_a_checkpoint_is_deleted_and_its_name_is_free(cluster: Nodes) -> None:
+    """A checkpoint is deleted with its files, even one of an earlier model whose name is in the way.
+
+    A name that is in use is a mistake of who asks, after which the cluster is well.
+    """
+    name = make(cluster)
+    points, one = f"/models/{name}/checkpoints", f"/models/{name}/checkpoints/mine"
+    path = Path(cluster.post(points, {"name": "mine"}, status=201)["path"])
+    assert "delete it" in cluster.post(points, {"name": "mine"}, status=409)["hint"]
+    cluster.call("DELETE", f"/models/{name}", status=204)
+    make(cluster, name=name)
+
+    told = cluster.post(points, {"name": "mine"}, status=409)
+    assert (told["code"], str(path) in told["detail"], "delete it" in told["hint"]) == ("conflict", True, True)
+    assert [p for p in cluster.get("/status")["cluster"]["problems"] if name in p] == []
+    cluster.call("DELETE", one, status=204)
+    assert not path.exists()
+    assert cluster.post(points, {"name": "mine"}, status=201)["path"] == str(path)
+    cluster.call("DELETE", one, status=204)
+    assert (path.exists(), cluster.get(points)["items"]) == (False, [])
+    assert cluster.call("DELETE", one, status=404)["code"] == "unknown_checkpoint"
+    assert cluster.call("DELETE", f"{points}/latest", status=422)["code"] == "invalid_field"
+    assert cluster.call("DELETE", "/models/none/checkpoints/x", status=404)["code"] == "unknown_model"
 
 
 def test_a_flood_of_large_bodies_leaves_room_for_others(cluster: Nodes) -> None:

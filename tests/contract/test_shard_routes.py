@@ -285,6 +285,33 @@ def test_first_values_are_uploaded_with_the_token(rest_cluster: Nodes) -> None:
     assert (answer["version"], answer["params"]["w"]) == (0, value)
 
 
+def test_a_large_value_is_sent_in_ranges(rest_cluster: Nodes) -> None:
+    """A range of a value is assigned like a whole one; first values are complete once each partition has its part.
+
+    A range of first values that ends within a partition is refused, as nobody could tell when the rest has come.
+    """
+    model = Model(rest_cluster, params={"w": {"shape": [6, 4], "init": {"kind": "upload"}}}, partitions=2)
+    url = f"{model.url(0)}/models/{model.name}/params/w"
+    token = {"x-upload-token": model.document["upload_token"]}
+    cut, value = model.document["bounds"][1], [float(i) for i in range(24)]
+
+    hint = problem(model.http.put(url + "?stop=7", json=value[:7], headers=token), 422, "invalid_range")["hint"]
+    assert "bounds" in hint
+    assert model.http.put(f"{url}?start={cut}", json=value[cut:], headers=token).status_code == 200
+    problem(model.ask("/pull", {}), 503, "initializing")
+    scheduler = f"{rest_cluster.url}/models/{model.name}/params/w?start=0&stop={cut}"
+    assert model.http.put(scheduler, json=value[:cut], headers=token).status_code == 200
+    pulled = model.ask("/pull", {"min_version": 0, "wait_s": 5}, shard=1).json()["params"]["w"]
+    assert np.ravel(pulled).tolist() == value
+
+    assert model.http.put(url + "?start=5&stop=8", json=[0.0] * 3).json()["duplicate"] is False
+    assert np.ravel(model.values("w")).tolist() == value[:5] + [0.0] * 3 + value[8:]
+    problem(model.http.put(url + "?start=5&stop=8", json=[0.0] * 4), 422, "invalid_shape")
+    problem(model.http.put(url + "?start=5&stop=25", json=[0.0] * 20), 422, "invalid_range")
+    problem(model.http.put(url + "?start=5&stop=x", json=[0.0]), 400, "malformed")
+    problem(model.http.put(url + "?start=5", json=[0.0] * 19, headers={"if-match": "*"}), 422, "not_built")
+
+
 def test_an_upload_that_comes_again_changes_nothing_once_the_model_is_complete(rest_cluster: Nodes) -> None:
     """An upload repeated after others have pushed is a duplicate; without the token it is an assignment.
 

@@ -223,7 +223,7 @@ def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluste
     assert {"cluster", "versions"} <= set(found)
 
 
-def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_path: Path) -> None:
+def test_checkpoints_are_saved_restored_and_deleted(shared_cluster: Cluster, tmp_path: Path) -> None:
     """A checkpoint is restored from a folder under another name, and from the cluster under the model's own."""
     model = ps.connect(shared_cluster.url).create_model("saved", {"w": np.arange(6.0)}, optimizer=ps.Sum())
 
@@ -233,6 +233,8 @@ def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_
     model.push({"w": np.ones(6)})
     restored = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"), "--as", "saved2")
     back = shared_cluster.psctl("checkpoint", "restore", "latest", "--as", "saved")
+    deleted = shared_cluster.psctl("checkpoint", "delete", "saved", own.stdout.split()[-1])
+    assert (deleted.returncode, model.checkpoints()) == (0, []), deleted.stderr
 
     again = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"))
     named = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"), "--as", "a b")

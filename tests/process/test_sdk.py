@@ -1,7 +1,6 @@
 """The Python client on a real cluster."""
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -38,6 +37,16 @@ def test_values_go_in_and_come_out(client: ps.Client, name: str) -> None:
     assert model.info()["spec"]["optimizer"]["lr"] == 0.25
     assert name in client.models()
     assert model.pull(dtype="float16").flat.dtype == np.float16
+
+
+def test_a_parameter_may_be_larger_than_a_request(client: ps.Client, name: str) -> None:
+    """A parameter of more than 64 MiB is created from values, pulled and assigned, whatever the partitions."""
+    w = np.arange(17_000_000, dtype=np.float32)
+    model = client.create_model(name, {"a": (3,), "w": w}, partitions=2)
+    assert np.array_equal(model.pull()["w"], w)
+    model.assign({"w": -w})
+    assert np.array_equal(model.pull()["w"], -w)
+    model.delete()
 
 
 def test_the_url_of_a_model_is_not_a_clusters(shared_cluster: Cluster) -> None:
@@ -338,38 +347,3 @@ def test_a_version_that_does_not_come_is_said(client: ps.Client, name: str) -> N
         model.pull(min_version=5, wait_s=0.2)
 
     assert (e.value.code, e.value.members["version"]) == ("version_not_reached", 1)
-
-
-def test_a_local_cluster_comes_and_goes(caplog: pytest.LogCaptureFixture) -> None:
-    """`ps.local` yields a client of a working cluster, which is stopped when the block ends."""
-    caplog.set_level(logging.INFO)
-    with ps.local(shards=1) as client:
-        model = client.create_model("m", {"w": np.ones(5)}, optimizer="sum")
-        model.push({"w": np.ones(5)})
-        assert model.pull()["w"].tolist() == [2.0] * 5
-        url = client.url
-
-    with pytest.raises(ps.Unreachable):
-        ps.connect(url)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_local_cluster_outlives_forked_children_that_leave_its_block() -> None:
-    """A child forked in the block of `ps.local` that leaves it does not stop the cluster of its parent."""
-
-    class LeftByChild(BaseException): ...
-
-    try:
-        with ps.local(shards=1) as client:
-            model = client.create_model("m", {"w": np.ones(5)}, optimizer="sum")
-            child = os.fork()
-            if not child:
-                raise LeftByChild
-            assert os.waitpid(child, 0)[1] == 0
-            model.push({"w": np.ones(5)}, timeout=5)
-            assert model.pull()["w"].tolist() == [2.0] * 5
-    except LeftByChild:
-        os._exit(0)
-    with pytest.raises(ps.Unreachable):
-        ps.connect(client.url)

@@ -56,8 +56,10 @@ def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
         assert_type((w.rank, w.draining), tuple[int, bool])
         assert_type(w.state, dict[str, Any])
         assert_type(w.evaluate(lambda q: {"loss": float(q["w"].sum())}), dict[str, float] | None)
+    own: ps.Client = ps.local(shards=2)
+    own.close()
     with ps.local(shards=2) as own:
-        assert_type(own, ps.Client)
+        own.models()
 
 
 async def on_a_loop(gradient: npt.NDArray[np.float32]) -> None:

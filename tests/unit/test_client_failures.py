@@ -1,8 +1,6 @@
 """Pushes and pulls of the client when shards move, die, refuse or do not answer; no socket is opened."""
 
-import gc
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from paramserver.errors import (
     Unreachable,
     problem,
 )
-from paramserver.net.calls import Deadline, Outcome, Pause, Request, Response
+from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.wire.frame import PullReply, encode_header
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
@@ -469,67 +467,6 @@ def test_what_does_something_anew_each_time_is_not_sent_twice(now: Now) -> None:
 
     assert [r.path for r in asked] == ["/runs", "/runs"]
     assert asked[0].timeout_s == 300.0
-
-
-def test_small_values_are_sent_at_the_same_time(now: Now) -> None:
-    """Values go in few rounds, a large one alone; what fails for a moment is sent again, but not to its owner."""
-    values = {f"p{i}": np.full(2, i, np.float32) for i in range(40)} | {"large": np.zeros(2 << 20, np.float32)}
-    rounds: list[list[str]] = []
-    direct: list[str] = []
-    failing = {"p3", "large"}
-
-    def answer(request: Request) -> Outcome:
-        name = request.path.rpartition("/")[2]
-        rounds[-1].append(name)
-        if request.to == "http://owner:1":
-            direct.append(name)
-        if name in failing:
-            failing.remove(name)
-            return refusal("unavailable")
-        return Response(200, {}, b"{}")
-
-    call = control.put_values("m", values, {"p3": "http://owner:1"}, Deadline.after(30, now), "secret")
-    effect = next(call)
-    with suppress(StopIteration):
-        while True:
-            if not isinstance(effect, Pause):
-                rounds.append([])
-            effect = call.send([] if isinstance(effect, Pause) else [answer(r) for r in effect])
-
-    small = [f"p{i}" for i in range(40)]
-    assert rounds == [small[:32], ["p3", *small[32:]], ["large"], ["large"]]
-    assert direct == ["p3"]
-
-
-def test_an_upload_that_its_deadline_ends_says_how_far_it_came(now: Now) -> None:
-    """When time runs out between rounds, the error counts what was sent, not only the short time of the last round."""
-    values = {f"p{i}": np.zeros(2, np.float32) for i in range(100)}
-
-    def answer(request: Request) -> Outcome:
-        now.s += 0.4  # for each parameter: 25 s for the first two rounds
-        return Response(200, {}, b"{}") if now.s < 126.0 else problem("in_doubt", "no answer within 0.2 s")
-
-    with pytest.raises(InDoubt, match=r"no answer within 0.2 s.*64 of 100 parameters were confirmed") as e:
-        drive(control.put_values("m", values, {}, Deadline.after(30, now)), answer, now)
-    assert "timeout=" in e.value.hint
-
-
-def test_a_value_that_is_refused_ends_the_upload(now: Now) -> None:
-    """A refusal is raised at once, with the reasons of all that were refused."""
-    call = control.put_values("m", {n: np.zeros(1, np.float32) for n in "ab"}, {}, Deadline.after(30, now))
-    refused = {"a": refusal("invalid_shape"), "b": Response(200, {}, b"{}")}
-    with pytest.raises(RequestError, match="said the shard"):
-        drive(call, lambda r: refused[r.path[-1]])
-
-
-def test_an_upload_left_to_the_garbage_collector_says_nothing(now: Now) -> None:
-    """A request for an upload can be collected at any time (Python 3.13 warned of a file that is still read)."""
-    call = control.put_values("m", {"a": np.zeros(4, np.float32)}, {}, Deadline.after(30, now))
-    cycle: list[Any] = [next(call)]
-    cycle.append(cycle)
-    call.close()
-    del cycle, call
-    gc.collect()
 
 
 def test_a_pull_that_is_not_told_to_wait_does_not(shards: Shards, now: Now, cluster: Cluster) -> None:

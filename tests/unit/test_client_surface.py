@@ -416,6 +416,13 @@ def test_a_timeout_is_seconds(timeout: Any) -> None:
             ps.AsyncClient("http://127.0.0.1:9").deadline(timeout)
 
 
+@pytest.mark.parametrize("wrong", [{"shards": 0}, {"shards": "2"}, {"workers": -1}, {"timeout": "3"}])
+def test_a_local_cluster_that_cannot_be_is_refused_before_it_is_started(wrong: Any) -> None:
+    """The error for a wrong argument of `ps.local` names it; nothing is started."""
+    with pytest.raises(ps.RequestError, match=f"^{next(iter(wrong))}"):
+        ps.local(**wrong)
+
+
 def test_nobody_there_is_said_in_words_that_help() -> None:
     """The error of a refused connection names the address, the reason and the remedy."""
     with pytest.raises(ps.Unreachable) as e:

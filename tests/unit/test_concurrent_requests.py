@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Peer, Server, serving
 
-from paramserver.client.control import AT_ONCE
+from paramserver.client.uploads import AT_ONCE
 from paramserver.net.calls import Call, Request, Response
 from paramserver.net.concurrent_requests import CallerInterrupted, ConcurrentRequests, Helpers, Interruptible
 from paramserver.net.credentials import NO_CREDENTIALS

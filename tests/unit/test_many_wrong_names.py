@@ -41,12 +41,14 @@ def refused(call: Any) -> PsError:
 
 
 def test_a_list_of_errors_says_how_many_more_there_are() -> None:
-    """A combined error lists 32 errors, and its last entry counts the others."""
+    """A combined error lists 32 errors, its last entry counts the others, and its text has the first three."""
     error = combined([problem("invalid_field", f"f{i}: is wrong", where=f"f{i}") for i in range(100)])
 
     assert [e.get("where") for e in error.errors[:-1]] == [f"f{i}" for i in range(32)]
     assert error.errors[-1] == {"code": "invalid_field", "detail": "and 68 more"}
-    assert error.detail.startswith("100 parts")
+    assert error.detail == "100 parts of the request are wrong: f0: is wrong; f1: is wrong; f2: is wrong; ..."
+    two = combined([problem("invalid_field", f"f{i}: is wrong") for i in range(2)])
+    assert two.detail == "2 parts of the request are wrong: f0: is wrong; f1: is wrong"
 
 
 def test_near_names_are_looked_for_at_a_bounded_cost(compared: list[int]) -> None:

@@ -256,6 +256,14 @@ def test_join_takes_ids_ranks_and_epochs_as_told() -> None:
         d.ask(lambda n: io.WorkerHeartbeat(n, "m", "m/nobody", 1))
 
 
+def test_a_model_that_exists_says_in_what_it_differs() -> None:
+    """Creating an existing model with another spec is refused with the first differences."""
+    d = Driver.with_model()
+    other = SPEC | {"optimizer": {"name": "sgd", "lr": 0.9}, "evaluate_every": 7}
+    with refused_with("model_exists", match=r"with another spec: optimizer\.lr is 0\.001, not 0\.9; evaluate_every"):
+        d.ask(lambda n: io.CreateModel(n, other, "x"))
+
+
 def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     """The upload token is granted again only after it has expired; the model is ready once everything is uploaded."""
     d = Driver()
@@ -277,6 +285,32 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "second"))
     assert d.core.read.model("m")["state"] == "ready"
     assert d.published[-1]["upload"] is None
+
+
+def test_a_parameter_uploaded_in_parts_is_complete_once_each_partition_has_its_part() -> None:
+    """Parts may come in any order and again; one that an earlier owner of its partition took does not count."""
+    d = Driver("s0", "s1")
+    d.model(params={"b": {"shape": [8]}, "w": {"shape": [56], "init": {"kind": "upload"}}}, partitions=4)
+
+    def part(*partitions: int) -> list[str]:
+        """Upload the parts that lie in these partitions; return what is missing after it."""
+        tokens = [p["incarnation"] for p in d.core.read.model("m")["partitions"]]
+        given = [[i, tokens[i]] for i in partitions]
+        d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", given, partial=True))
+        missing: list[str] = d.core.read.model("m")["missing"]
+        return missing
+
+    assert [part(3), part(0, 1), part(0)] == [["w"]] * 3
+    d.restart()
+    d.beats()
+    assert part(2) == ["w"], "the new leader knows of no other part"
+    assert part(0, 1) == ["w"]
+    del d.shards["s0"]
+    d.wait(6)
+    assert part(3) == ["w"], "the model's values are lost"
+    assert part(0, 1) == ["w"]
+    assert part(2) == []
+    assert d.core.read.model("m")["state"] == "ready"
 
 
 def test_a_creator_that_lost_the_answer_is_granted_its_token_again() -> None:

@@ -362,6 +362,7 @@ def test_a_name_that_another_creation_has_is_not_used() -> None:
     d.do(io.CheckpointFailed(ModelKey("m", 1), "final", conflict, taken=True))
     with pytest.raises(PsError, match="exists already"):
         d.result(asked)
+    assert d.core._c.models["m"].checkpoints.error == "", "only who asked made a mistake"
 
 
 def saved(state_dir: Path) -> Driver:

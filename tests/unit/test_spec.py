@@ -10,12 +10,29 @@ from tests.refusals import refused_with
 from paramserver import limits
 from paramserver.core.fields import merge_patch
 from paramserver.core.layout import Layout
-from paramserver.core.spec import ModelSpec
+from paramserver.core.spec import ModelSpec, differences
 from paramserver.errors import CODES, NotFoundError, PsError, RequestError, from_document, problem
 
 
 def spec(**changes: Any) -> ModelSpec:
     return ModelSpec.parse({"name": "demo", "params": {"w": {"shape": [64, 10]}, "b": {"shape": []}}} | changes)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"optimizer": {"name": "sgd", "lr": 0.9}}, ["optimizer.lr is 0.001, not 0.9"]),
+        ({"optimizer": {"name": "adam"}}, ["optimizer.name is 'sgd', not 'adam'"]),
+        (
+            {"params": {"w": {"shape": [64, 9]}, "c": {"shape": [1]}}},
+            ["params.w.shape is [64, 10], not [64, 9]", "params.b is there", "params.c is not there"],
+        ),
+        ({"ack": "journaled", "partitions": 2}, ["partitions is 1, not 2", "ack is 'applied', not 'journaled'"]),
+    ],
+)
+def test_what_differs_between_two_specs_is_said(other: dict[str, Any], said: list[str]) -> None:
+    """Each field that differs is named with both values; of two kinds of something only the kinds."""
+    assert list(differences(spec().document(), spec(**other).document())) == said
 
 
 def test_defaults_are_filled_in() -> None:

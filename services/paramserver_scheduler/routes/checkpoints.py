@@ -66,6 +66,17 @@ async def list_checkpoints(request: Request, m: str) -> Response:
     return page(request, service(request).read.checkpoints(m))
 
 
+@router.delete("/checkpoints/{name}", status_code=204, responses=response_doc(204, "Deleted"))
+@role("admin")
+async def delete(request: Request, m: str, name: str) -> Response:
+    """Delete a checkpoint with its files; one of an earlier model of that name, too, if it is in the leader's folder.
+
+    503 `unavailable` if another scheduler that may have its files does not answer.
+    """
+    await service(request).jobs.delete(check_model_name(m), check_name(name))
+    return Response(status_code=204)
+
+
 @router.post(
     "/restore",
     responses={**response_doc(200, "Restored", MODEL), **response_doc(201, "Restored into a new model", MODEL)},

@@ -68,11 +68,12 @@ async def pull_npy(request: Request, m: str, name: str) -> Response:
     openapi_extra=docs.body({}, [[0.0, 1.0]]),
 )
 @role("worker")
-async def assign(request: Request, m: str, name: str) -> Response:
+async def assign(request: Request, m: str, name: str, start: int | None = None, stop: int | None = None) -> Response:
     """Assign a parameter's value, or upload its initial value with the header `X-Upload-Token`.
 
-    An assignment honors `If-Match` and `If-None-Match` (412 `precondition_failed`). The token comes with the answer to
-    `POST /models`.
+    With `?start=` and `?stop=` it is a 1-D range of the parameter's elements in C order, for values that are too large
+    for one request; ranges of an initial value begin and end where partitions do. An assignment honors `If-Match` and
+    `If-None-Match` (412 `precondition_failed`), except of a range. The token comes with the answer to `POST /models`.
     """
     return await hand_over(request)
 

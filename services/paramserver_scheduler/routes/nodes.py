@@ -151,9 +151,9 @@ async def leave_shard(request: Request, name: str) -> Response:
 )
 @role("node")
 async def uploaded(request: Request, m: str) -> Response:
-    """Report that all owners which lacked the initial values of a parameter now have them."""
+    """Report that all owners which lacked the initial values of a parameter now have them; with `partial`, some."""
     b = await read(request, bodies.Uploaded)
-    return await reply(request, lambda n: io.ParameterUploaded(n, m, b.name, b.token, b.given))
+    return await reply(request, lambda n: io.ParameterUploaded(n, m, b.name, b.token, b.given, b.partial))
 
 
 @router.post(

@@ -299,6 +299,11 @@ class AsyncModel(ModelBase):
         """Return the checkpoints that the cluster keeps of this model."""
         return await self._client.run(self._listed("checkpoints", timeout))
 
+    async def delete_checkpoint(self, name: str, *, timeout: float | None = None) -> None:
+        """See `Model.delete_checkpoint`."""
+        path = model_path(self.name, "checkpoints", name)
+        await self._client.run(control.delete(path, self._client.deadline(timeout)))
+
     async def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
         """Restore the model from a checkpoint that the cluster keeps."""
         await self._client.run(self._post_once("restore", {"checkpoint": checkpoint}, timeout))

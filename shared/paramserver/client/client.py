@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control
@@ -30,7 +30,7 @@ class Client(ClientBase):
         """The token it sends, and the certificate authorities it trusts."""
         self.transport = BlockingTransport(urls, credentials)
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,32 +1,25 @@
 """Calls other than push and pull: models and their settings, values, data, metrics, checkpoints, runs."""
 
-import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from operator import index
 from secrets import token_urlsafe
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
-import numpy as np
 from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.client.cluster import Cluster, ModelMap, model_path
+from paramserver.client.uploads import put_values
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
-from paramserver.core.selection import select
-from paramserver.errors import InDoubt, PsError, combined, problem
-from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_of, json_request
-from paramserver.net.idle import KEPT_MAX
-from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result, together
+from paramserver.errors import InDoubt, NotFoundError, PsError, combined, problem
+from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, json_of, json_request
+from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result
 from paramserver.types import AnyArray
 
-NPY: Final = "application/x-npy"
-AT_ONCE: Final = KEPT_MAX
-"""Most parameters sent at the same time: a scheduler stores once what it learns of all of them, and each leaves its
-connection to the next."""
-AT_ONCE_BYTES: Final = 4 << 20
-"""Bytes of the parameters sent at the same time; a larger one goes alone."""
+REMOVE_S: Final = 2.0
+"""How long a creation that has failed tries to remove what it made."""
 
 
 class Point(NamedTuple):
@@ -45,8 +38,8 @@ def create_model(
 ) -> Call[ModelMap]:
     """Create a model and upload its initial values; return its map once it can be pulled.
 
-    Raises ConflictError (`model_exists`) if a model of that name exists with another spec, or with the same one and
-    without `exist_ok`.
+    If the upload fails, the model is removed again.  Raises ConflictError (`model_exists`) if a model of that name
+    exists with another spec, or with the same one and without `exist_ok`.
     """
     backoff = Backoff(deadline)
     request = json_request("POST", "/models", body)
@@ -66,8 +59,12 @@ def create_model(
         token = doc.get("upload_token")
         if token is not None:
             model_map = yield from cluster.store_document(doc, deadline)
-            yield from put_values(model_map.name, uploads, _owners(cluster, model_map, uploads), deadline, str(token))
-            return (yield from wait_ready(cluster, body["name"], deadline))
+            try:
+                return (yield from _upload(cluster, model_map, uploads, deadline, str(token)))
+            except PsError as e:
+                if result.status == 201 and e.code != "upload_in_progress":
+                    yield from _remove_unfinished(cluster, model_map, deadline.clock)
+                raise
         if doc.get("state", "ready") == "ready":
             cluster.forget(str(body["name"]))
             return (yield from cluster.store_document(doc, deadline))
@@ -77,68 +74,35 @@ def create_model(
         yield Pause(0.2)
 
 
-def wait_ready(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap]:
-    """Wait for the initial values; return the model's map.  Raises Unavailable (`initializing`) at the deadline."""
-    while True:
-        doc = yield from fetch(model_path(model), deadline)
-        if doc.get("state", "ready") == "ready":
-            return (yield from cluster.store_document(doc, deadline))
-        if deadline.left_s() <= 0.05:
-            raise problem("initializing", f"the first values of model '{model}' are not complete")
-        yield Pause(0.05)
+def _upload(
+    cluster: Cluster, model_map: ModelMap, uploads: Mapping[str, AnyArray], deadline: Deadline, token: str
+) -> Call[ModelMap]:
+    """Upload the initial values, again those that a dying node loses; return the map of the complete model.
 
-
-def put_values(
-    model: str,
-    values: Mapping[str, AnyArray],
-    owners: dict[str, str | None],
-    deadline: Deadline,
-    token: str | None = None,
-) -> Call[None]:
-    """Assign parameters or, with a token, upload their initial values; small ones go at the same time.
-
-    Each is first sent to its owner in `owners`, if it has one there; what fails for a moment, to the given URLs.
+    Raises Unavailable (`initializing`) at the deadline.
     """
-    backoff, pending = Backoff(deadline), dict(values)
-    while pending:
-        names, size_bytes = list[str](), 0
-        for name, array in pending.items():
-            size_bytes += array.nbytes
-            if names and (len(names) == AT_ONCE or size_bytes > AT_ONCE_BYTES):
-                break
-            names.append(name)
-        requests = [_put_request(model, name, pending[name], owners.pop(name, None), token) for name in names]
-        outcomes = yield [deadline.bound(request) for request in requests]
-        results = [to_result(outcome) for outcome in outcomes]
-        failures = [result for result in results if isinstance(result, PsError)]
-        if refusals := [error for error in failures if not is_temporary(error)]:
-            raise together(refusals)
-        for name, result in zip(names, results, strict=True):
-            if isinstance(result, Response):
-                del pending[name]
-        if failures:
-            try:
-                pause = backoff.pause(*failures)
-            except PsError as e:
-                detail = f"{e.detail}; {len(values) - len(pending)} of {len(values)} parameters were confirmed"
-                raise problem(e.code, detail, hint=e.hint or "again, with a longer timeout=", **e.members) from None
-            yield pause
+    name, missing = model_map.name, dict(uploads)
+    while True:
+        yield from put_values(cluster, model_map, missing, deadline, token)
+        doc = yield from fetch(model_path(name), deadline)
+        model_map = yield from cluster.store_document(doc, deadline)
+        if doc.get("state", "ready") == "ready":
+            return model_map
+        if deadline.left_s() <= 0.05:
+            raise problem("initializing", f"the first values of model '{name}' are not complete")
+        yield Pause(0.05)
+        missing = {n: uploads[n] for n in doc["missing"] if n in uploads}
 
 
-def _owners(cluster: Cluster, model_map: ModelMap, names: Iterable[str]) -> dict[str, str | None]:
-    """Return where to send each parameter: to a shard that owns its beginning, and passes on the rest."""
-    return {n: cluster.route(model_map, select(model_map.layout, [n]).parts[0].partition) for n in names}
-
-
-def _put_request(model: str, name: str, values: AnyArray, to: str | None, token: str | None) -> Request:
-    file = io.BytesIO()
-    if values.dtype.name == "bfloat16" or values.dtype.kind != "f" or values.dtype.itemsize > 8:
-        values = values.astype(np.float32)
-    np.lib.format.write_array(file, np.asarray(values, order="C"), version=(1, 0), allow_pickle=False)
-    headers = {"content-type": NPY, "accept": "application/json"}
-    if token is not None:
-        headers["x-upload-token"] = token
-    return Request("PUT", model_path(model, "params", name), file.getvalue(), headers, to=to)
+def _remove_unfinished(cluster: Cluster, made: ModelMap, clock: Clock) -> Call[None]:
+    """Delete the model unless it is complete or another one by now; if that fails, too, leave it."""
+    deadline = Deadline(clock() + REMOVE_S, clock)
+    try:
+        doc = yield from fetch(model_path(made.name), deadline)
+        if doc["generation"] == made.generation and doc["state"] != "ready":
+            yield from delete_model(cluster, made.name, deadline)
+    except PsError:
+        pass
 
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
@@ -163,7 +127,7 @@ def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: De
             errors.append(problem("invalid_shape", detail, where=name))
     if errors:
         raise combined(errors)
-    yield from put_values(model, arrays, _owners(cluster, model_map, arrays), deadline)
+    yield from put_values(cluster, model_map, arrays, deadline)
 
 
 def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline: Deadline) -> Call[None]:
@@ -173,13 +137,18 @@ def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline
 
 
 def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]:
-    """Delete a model; if an earlier attempt is in doubt, a model that no longer exists counts as deleted."""
-    backoff = Backoff(deadline)
+    """Delete a model; raises like `delete`."""
     cluster.forget(model)
+    yield from delete(model_path(model), deadline)
+
+
+def delete(path: str, deadline: Deadline) -> Call[None]:
+    """Delete what is at a path; if an earlier attempt is in doubt, what no longer exists counts as deleted."""
+    backoff = Backoff(deadline)
     while True:
-        (outcome,) = yield [deadline.bound(json_request("DELETE", model_path(model)))]
+        (outcome,) = yield [deadline.bound(json_request("DELETE", path))]
         result = to_result(outcome)
-        if not isinstance(result, PsError) or (backoff.in_doubt and result.code == "unknown_model"):
+        if not isinstance(result, PsError) or (backoff.in_doubt and isinstance(result, NotFoundError)):
             return
         if not is_temporary(result):
             raise result

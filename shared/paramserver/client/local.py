@@ -6,27 +6,50 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from paramserver import limits
-from paramserver.client.client import Client, connect
-from paramserver.errors import problem
+from paramserver.client.client import Client
+from paramserver.core.fields import whole_number
+from paramserver.errors import PsError, problem
+from paramserver.net.addresses import urls_of
+from paramserver.net.calls import seconds
+from paramserver.net.credentials import Credentials
 
 START_S = 90.0
 """How long the cluster may take to become ready; on a machine's first start the kernels are compiled."""
 
 
-@contextmanager
+class LocalClient(Client):
+    """A client that owns its cluster: it is stopped with `close()`, or once nobody uses the client any more."""
+
+    def __init__(
+        self, urls: tuple[str, ...], timeout: float, credentials: Credentials, folder: str, *, temporary: bool
+    ) -> None:
+        super().__init__(urls, timeout, credentials)
+        # Called once: by `close`, when the client is collected, or at the end of the process.
+        self._stop = weakref.finalize(self, _stop, os.getpid(), folder, temporary=temporary)
+
+    def close(self) -> None:
+        """Close all connections, and stop the cluster.  Raises Unavailable if it does not stop."""
+        if self._stop.alive:
+            try:
+                super().close()
+            finally:
+                self._stop()
+
+
 def local(
     shards: int = 2,
     *,
     workers: int = 0,
     state_dir: str | os.PathLike[str] | None = None,
     timeout: float = limits.CLIENT_TIMEOUT_S,
-) -> Iterator[Client]:
-    """Start a cluster (a scheduler, `shards` shards and a Redis, on free ports) and yield a client of it.
+) -> LocalClient:
+    """Start a cluster (a scheduler, `shards` shards and a Redis, on free ports) and return a client that owns it.
 
     Args:
         shards: number of shard processes.
@@ -34,27 +57,39 @@ def local(
         state_dir: folder for the cluster's files; None: a temporary one that is removed at the end.
         timeout: timeout of the client's calls, in seconds.
 
-    Only the process that started the cluster stops it, not a forked child that leaves the block.
+    The cluster ends with a `with` block, with `client.close()`, or once neither the client nor a model of it is in use
+    any more, at the latest with the process.  Only the process that started it stops it, not a forked child.
 
-    Raises Unavailable if the cluster does not come up, with the last lines of its output.
+    Raises RequestError (`invalid_field`) for numbers or a timeout that cannot be, Unavailable if the cluster does not
+    come up, with the last lines of its output.
     """
-    owner = os.getpid()
-    folder = os.fspath(state_dir) if state_dir is not None else tempfile.mkdtemp(prefix="paramserver-")
+    shards, workers, timeout = whole_number("shards", shards, 1), whole_number("workers", workers), seconds(timeout)
+    temporary = state_dir is None
+    folder = tempfile.mkdtemp(prefix="paramserver-") if state_dir is None else os.fspath(state_dir)
+    options = ["--shards", str(shards), "--workers", str(workers), "--state-dir", folder]
+    is_ours = temporary  # in another folder a cluster may run that somebody else has started
     try:
-        options = ["--shards", str(shards), "--workers", str(workers), "--state-dir", folder]
         printed = _psctl(["up", "--detach", "--json", *options], START_S)
-        try:
-            found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-            client = connect(found["scheduler"], timeout=timeout, token=found.get("token"))
-            try:
-                yield client
-            finally:
-                client.close()
-        finally:
-            if os.getpid() == owner:  # a forked child that leaves the block must not end its parent's cluster
-                _psctl(["down", "--state-dir", folder], None)
+        is_ours = True
+        found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
+        urls = urls_of(found["scheduler"], os.environ)
+        credentials = Credentials.found(found.get("token"), None, os.environ)
+        return LocalClient(urls, timeout, credentials, folder, temporary=temporary)
+    except BaseException:
+        if is_ours:
+            with suppress(PsError):
+                _stop(os.getpid(), folder, temporary=temporary)
+        raise
+
+
+def _stop(owner: int, folder: str, *, temporary: bool) -> None:
+    """Stop the cluster, and remove its folder if it is `temporary`; in a forked child of the `owner` do nothing."""
+    if os.getpid() != owner:
+        return
+    try:
+        _psctl(["down", "--state-dir", folder], None)
     finally:
-        if state_dir is None and os.getpid() == owner:
+        if temporary:
             shutil.rmtree(folder, ignore_errors=True)
 
 

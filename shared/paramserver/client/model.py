@@ -160,7 +160,10 @@ class Model(ModelBase):
         client.run(control.patch_model(client.cluster, self.name, patch, client.deadline(timeout)))
 
     def assign(self, values: Mapping[str, Any], *, timeout: float | None = None) -> None:
-        """Set parameters to new values, each of its parameter's shape; optimizer state is kept."""
+        """Set parameters to new values, each of its parameter's shape; optimizer state is kept.
+
+        Parameters change one after another; one of more than 64 MiB, partition by partition.
+        """
         self._client.run(control.assign(self._client.cluster, self.name, values, self._client.deadline(timeout)))
 
     def info(self, *, timeout: float | None = None) -> dict[str, Any]:
@@ -232,6 +235,13 @@ class Model(ModelBase):
     def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the checkpoints of this model that the cluster keeps."""
         return self._client.run(self._listed("checkpoints", timeout))
+
+    def delete_checkpoint(self, name: str, *, timeout: float | None = None) -> None:
+        """Delete a checkpoint that the cluster keeps, also one of an earlier model of this name.
+
+        Raises NotFoundError (`unknown_checkpoint`), Unavailable if a scheduler that has its files does not run.
+        """
+        self._client.run(control.delete(model_path(self.name, "checkpoints", name), self._client.deadline(timeout)))
 
     def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
         """Restore a checkpoint that the cluster keeps, given by its name, `latest` or `best`."""

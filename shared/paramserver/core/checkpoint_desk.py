@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from paramserver.core.checkpoints import ALIASES, IDLE_S, PendingCheckpoint, Record
+from paramserver.core.checkpoints import ALIASES, IDLE_S, PendingCheckpoint, Record, no_checkpoint
 from paramserver.core.cluster import Cluster
 from paramserver.core.fields import is_name
 from paramserver.core.models import Model
@@ -10,6 +10,7 @@ from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
     CheckpointFailed,
     CheckpointWritten,
+    DeleteCheckpoint,
     RemoveCheckpoint,
     RequestCheckpoint,
     WriteCheckpoint,
@@ -43,11 +44,18 @@ class CheckpointDesk:
             raise problem("initializing", f"model '{model.name}' has no values yet")
         pending = model.checkpoints.pending
         if e.name is not None and (e.name in model.checkpoints.records or any(w.name == e.name for w in pending)):
-            raise problem("conflict", f"checkpoint '{e.name}' exists", hint="choose another name")
+            raise problem("conflict", f"checkpoint '{e.name}' exists", hint="choose another name, or delete it first")
         if len(pending) >= PENDING_MAX:
             raise problem("too_many_requests", f"{PENDING_MAX} checkpoints are already pending")
         pending.append(PendingCheckpoint(now, e.name, [e.request], clock=model.gate.clock))
         self.c.mark_dirty(model)
+
+    def delete(self, e: DeleteCheckpoint, now: float) -> None:
+        model = self.c.model(e.model)
+        if model.checkpoints.records.pop(e.name, None) is None:
+            raise no_checkpoint(e.model, e.name)
+        self.c.drop(f"checkpoint:{model.name}:{e.name}")
+        self.c.answer(e.request, None, 204)
 
     def advance(self, model: Model, now: float) -> None:
         """Queue a checkpoint if the rule requires one, and begin the first in the queue if that is possible now."""
@@ -148,7 +156,7 @@ class CheckpointDesk:
             pending.written, pending.void = None, False
             model.checkpoints.pending.insert(0, pending)  # start over with the next number
             return
-        if model is not None:
+        if model is not None and not e.taken:  # a name in use is a mistake of who asked, not a fault of the cluster
             model.checkpoints.error = str(e.error)
         for request in pending.requests if pending is not None else ():
             self.c.answer(request, e.error)

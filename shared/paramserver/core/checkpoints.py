@@ -12,6 +12,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from paramserver.core.spec import CheckpointSpec
+from paramserver.errors import PsError, problem
 
 IDLE_S: Final = 1.0
 """A sync model without a commit for this long counts as idle."""
@@ -22,6 +23,11 @@ ALIASES: Final = ("latest", "best")
 def creation_of(generation: int, created_s: float) -> str:
     """Identifier of one creation of a model, unique across clusters as well."""
     return f"{generation}-{created_s}"
+
+
+def no_checkpoint(model: str, name: str) -> PsError:
+    """Return the error for a checkpoint that the model's list does not name."""
+    return problem("unknown_checkpoint", f"model '{model}' has no checkpoint {name!r:.80}")
 
 
 class Record(Struct, frozen=True):

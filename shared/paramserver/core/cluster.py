@@ -281,7 +281,7 @@ class Cluster:
         model = self.models.get(name) if isinstance(name, str) else None
         if model is None:
             found = near(name, self.models) if isinstance(name, str) else None
-            hint = f"did you mean '{found}'?" if found else "POST /models creates one"
+            hint = f"did you mean '{found}'?" if found else "create it, or look for its name in the list of models"
             raise problem("unknown_model", f"no model {name!r:.80}", hint=hint)
         return model
 

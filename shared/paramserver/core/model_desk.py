@@ -1,6 +1,7 @@
 """Event handlers for models: create, patch, fill with initial values, restore, delete."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, Final
 
 from paramserver import limits
@@ -22,12 +23,14 @@ from paramserver.core.scheduler_io import (
     StartRestore,
 )
 from paramserver.core.shard_desk import ShardDesk
-from paramserver.core.spec import ModelSpec
+from paramserver.core.spec import ModelSpec, differences
 from paramserver.core.timeline import begin_sync
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem, validating
 from paramserver.types import ModelKey
 
+DIFFERENCES_MAX: Final = 4
+"""Of the differences between two specs, how many an error tells."""
 FILES_AGAIN_S: Final = 10.0
 """Delay before the files of a model that was complete are read again after an error."""
 
@@ -109,11 +112,9 @@ class ModelDesk:
         if "partitions" not in e.spec:  # the default may change between releases, and the client named none
             document["partitions"] = model.created["partitions"]
         if e.restore or document != model.created:
-            raise problem(
-                "model_exists",
-                f"model '{spec.name}' exists" + ("" if e.restore else " with another spec"),
-                hint="choose another name, PATCH the model, or delete it first",
-            )
+            how = "" if e.restore else f" with another spec: {_first(differences(model.created, document))}"
+            hint = "choose another name, change the model's settings, or delete it first"
+            raise problem("model_exists", f"model '{spec.name}' exists{how}", hint=hint)
         token = None
         files = {} if model.restored else spec.files
         mine = e.nonce == model.upload_token  # the answer that granted it may have been lost
@@ -224,8 +225,12 @@ class ModelDesk:
         if e.name not in model.layout.by_name:
             raise problem("unknown_parameter", f"model '{model.name}' has no parameter {e.name!r:.80}")
         if model.missing:
-            lacking = [i for i in model.lost if any(p.name == e.name for p in model.params_in(i))]
-            if not {(i, model.owners[i].token) for i in lacking} <= {tuple(row) for row in e.given}:
+            given = model.given.setdefault(e.name, {}) if e.partial else {}
+            given.update({row[0]: row[1] for row in e.given if len(row) == 2})
+            touched = model.layout.split([model.layout.offsets[e.name]]).keys()
+            wanted = touched & model.lost if model.lost or not e.partial else touched
+            lacking = [i for i in wanted if given.get(i) != model.owners[i].token]
+            if lacking and not e.partial:
                 # More partitions were lost after the shard had chosen the ones to send these values to.
                 raise problem(
                     "initializing",
@@ -233,7 +238,9 @@ class ModelDesk:
                     hint="send the same request again",
                 )
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
-            self._filled(model, {e.name})
+            if not lacking:
+                model.given.pop(e.name, None)
+                self._filled(model, {e.name})
         self.c.answer(e.request, None, 204)  # not what is still missing: with thousands, a long list each time
 
     def _filled(self, model: Model, names: set[str]) -> None:
@@ -327,6 +334,12 @@ class ModelDesk:
             worker = model.roster.store_state(name, state, now)
             if worker is not None:
                 self.c.save_worker(model, worker)
+
+
+def _first(found: Iterable[str]) -> str:
+    """Return the first few of these differences as one text."""
+    told = list(islice(found, DIFFERENCES_MAX + 1))
+    return "; ".join(told[:DIFFERENCES_MAX]) + ("; ..." if told[DIFFERENCES_MAX:] else "")
 
 
 def _not_served(model: Model, *, created: bool) -> PsError:

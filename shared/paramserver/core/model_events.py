@@ -47,7 +47,7 @@ class DeleteModel(Struct, frozen=True):
 
 
 class ParameterUploaded(Struct, frozen=True):
-    """POST /internal/models/{m}/uploaded: all owners have the parameter's values. Answer 204."""
+    """POST /internal/models/{m}/uploaded: owners have the parameter's values, all or some of them. Answer 204."""
 
     request: int
     model: str
@@ -56,6 +56,8 @@ class ParameterUploaded(Struct, frozen=True):
     """The upload token that the client quoted; None for lost values of a complete model that need no token."""
     given: Sequence[Sequence[int]] = ()
     """[index, owner token] of each partition that accepted the values."""
+    partial: bool = False
+    """Whether other partitions get their values by other requests; the parameter is complete once all have theirs."""
 
 
 class FilesLoaded(Struct, frozen=True):
@@ -127,6 +129,14 @@ class RequestCheckpoint(Struct, frozen=True):
     request: int
     model: str
     name: str | None = None
+
+
+class DeleteCheckpoint(Struct, frozen=True):
+    """DELETE /models/{m}/checkpoints/{name}, once its files are gone: it leaves the model's list. Answer 204."""
+
+    request: int
+    model: str
+    name: str
 
 
 class CheckpointWritten(Struct, frozen=True):

@@ -57,6 +57,9 @@ class Model:
     filled: set[str] = field(default_factory=set)
     """Parameters that got theirs since the model was stored: each is a field of its own, so that a new model of many
     parameters is not stored anew, with its whole spec, for each value."""
+    given: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Of parameters that are uploaded in parts: the partitions that have theirs, with the owner token that took it.
+    Only the leader that was told knows it; after a change of leaders such a parameter is uploaded again."""
     lost: set[int] = field(default_factory=set)
     """Partitions of a once complete model that were lost before anything of them was stored; their initial values are
     requested again."""

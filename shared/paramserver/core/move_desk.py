@@ -40,7 +40,7 @@ class MoveDesk:
         if e.epoch is not None:
             shard = current(shard, e.epoch, f"shard {e.name!r:.80}", "unknown_node")
         elif shard is None or not shard.alive:
-            raise problem("unknown_node", f"no shard {e.name!r:.80} is alive", hint="GET /shards lists them")
+            raise problem("unknown_node", f"no shard {e.name!r:.80} is alive", hint="the list of shards names them")
         if e.state == "draining" and not shard.draining and e.epoch is None:
             self._check_memory(shard)
         if shard.draining != (e.state == "draining"):

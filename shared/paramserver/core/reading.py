@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paramserver.core.checkpoints import no_checkpoint
 from paramserver.core.cluster import Cluster
 from paramserver.core.membership import Holder, Worker
 from paramserver.core.models import Model
@@ -152,7 +153,7 @@ class Reading:
         model = self._c.model(name)
         record = model.checkpoints.find(checkpoint, model.spec.checkpoint)
         if record is None:
-            raise problem("unknown_checkpoint", f"model '{name}' has no checkpoint {checkpoint!r:.80}")
+            raise no_checkpoint(name, checkpoint)
         return record.document()
 
     def runs(self) -> list[dict[str, Any]]:
@@ -163,7 +164,7 @@ class Reading:
         """One run; raises NotFoundError (`unknown_run`)."""
         found = self._c.runs.get(run)
         if found is None:
-            raise problem("unknown_run", f"no run {run!r:.80}", hint="GET /runs lists them")
+            raise problem("unknown_run", f"no run {run!r:.80}", hint="the list of runs has their ids")
         return found.document()
 
     def pool(self, now: float) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ class RunDesk:
         """Return the run of that id; raises NotFoundError (`unknown_run`)."""
         found = self.c.runs.get(run) if isinstance(run, str) else None
         if found is None:
-            raise problem("unknown_run", f"no run {run!r:.80}", hint="GET /runs lists them")
+            raise problem("unknown_run", f"no run {run!r:.80}", hint="the list of runs has their ids")
         return found
 
     def create(self, e: CreateRun, now: float) -> None:

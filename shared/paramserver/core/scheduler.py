@@ -68,6 +68,7 @@ class SchedulerCore:
             io.TaskDone: tasks.task_done,
             io.RequestEvaluation: tasks.ask_evaluation,
             io.RequestCheckpoint: checkpoints.request,
+            io.DeleteCheckpoint: checkpoints.delete,
             io.CheckpointWritten: checkpoints.written,
             io.CheckpointFailed: checkpoints.failed,
             io.CreateRun: runs.create,

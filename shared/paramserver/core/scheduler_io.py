@@ -17,6 +17,7 @@ from msgspec import Struct
 from paramserver.core.model_events import CheckpointFailed as CheckpointFailed
 from paramserver.core.model_events import CheckpointWritten as CheckpointWritten
 from paramserver.core.model_events import CreateModel as CreateModel
+from paramserver.core.model_events import DeleteCheckpoint as DeleteCheckpoint
 from paramserver.core.model_events import DeleteModel as DeleteModel
 from paramserver.core.model_events import FilesLoaded as FilesLoaded
 from paramserver.core.model_events import ModelForgotten as ModelForgotten
@@ -71,7 +72,7 @@ class Tick(Struct, frozen=True):
 
 Event: TypeAlias = (
     JoinShard | ShardHeartbeat | LeaveShard | SetShardState | OpenFeed | RedisEmptied | StorageChanged | CreateModel
-    | PatchModel | DeleteModel | ParameterUploaded | FilesLoaded | StartRestore | RestoreFinished
+    | PatchModel | DeleteModel | ParameterUploaded | FilesLoaded | StartRestore | RestoreFinished | DeleteCheckpoint
     | ModelRestored | JoinWorker
     | WorkerHeartbeat | LeaveWorker | DrainWorker | ClockStaged | ReportClock | ReportMetrics | RegisterDataset
     | LeaseTask | TaskDone | RequestEvaluation | RequestCheckpoint | CheckpointWritten | CheckpointFailed | CreateRun

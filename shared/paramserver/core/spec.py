@@ -3,7 +3,7 @@
 `ModelSpec.parse` reports all wrong fields at once; `document()` returns the JSON with all defaults.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Self
 
 from msgspec import Struct, field
@@ -114,6 +114,27 @@ class CheckpointSpec(Struct, frozen=True):
 
     def document(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def differences(have: Mapping[str, Any], asked: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    """Yield what differs between two documents of specs, or of parts of them below `at`, in words.
+
+    Of two kinds of something, such as optimizers, only the kinds differ, as their other fields say little.
+    """
+    for key in dict.fromkeys((*have, *asked)):
+        where = f"{at}{key}"
+        if key not in asked or key not in have:
+            yield f"{where} is {'there' if key in have else 'not there'}"
+            continue
+        old, new = have[key], asked[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            kinds = [k for k in ("name", "mode", "kind") if isinstance(old.get(k), str) and old[k] != new.get(k)]
+            if kinds:
+                yield f"{where}.{kinds[0]} is {old[kinds[0]]!r}, not {new.get(kinds[0])!r}"
+            else:
+                yield from differences(old, new, f"{where}.")
+        elif old != new:
+            yield f"{where} is {old!r:.60}, not {new!r:.60}"
 
 
 class ModelSpec(Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from paramserver.net.forks import call_in_forked_child
 
 KEPT_MAX: Final = 32
-"""Idle connections kept for each address: as many as one call uses at once (`client.control.AT_ONCE`)."""
+"""Idle connections kept for each address: as many as one call uses at once (`client.uploads.AT_ONCE`)."""
 
 
 class _Closable(Protocol):

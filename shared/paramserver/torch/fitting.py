@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paramserver.client.cluster import ModelMap
 from paramserver.client.spec_builder import Param, patch_document
-from paramserver.core.spec import ModelSpec
+from paramserver.core.spec import ModelSpec, differences
 from paramserver.errors import PsError, combined, problem
 
 _DTYPES = {
@@ -100,15 +100,9 @@ def other_settings(spec: ModelSpec, optimizer: Any, consistency: Any) -> list[st
     if all(value is None for value in given.values()):
         return []
     asked, have = spec.patched(patch_document(optimizer, consistency, None, {}, {})).document(), spec.document()
-    found: list[str] = []
-    for part, kind in (("optimizer", "name"), ("consistency", "mode")):
-        fields = [kind] if asked[part][kind] != have[part][kind] else [f for f in asked[part] if f != "lr"]
-        found += [
-            f"{part}.{f} is {have[part][f]!r}, not {asked[part][f]!r}"
-            for f in fields
-            if asked[part][f] != have[part][f]
-        ]
-    return found
+    if "lr" in asked["optimizer"]:
+        asked["optimizer"]["lr"] = have["optimizer"].get("lr")
+    return list(differences(have, asked))
 
 
 def check_dense(grads: Mapping[str, Tensor | None]) -> None:

@@ -1,0 +1,86 @@
+"""`ps.local`: a private cluster that ends with its client."""
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+def gone(url: str) -> bool:
+    """Whether nobody answers there."""
+    try:
+        ps.connect(url).close()
+    except ps.Unreachable:
+        return True
+    return False
+
+
+def test_a_local_cluster_comes_and_goes(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """`ps.local` yields a client of a working cluster, which is stopped when the block ends.
+
+    Another one cannot be started in its folder, and that attempt does not stop it.
+    """
+    caplog.set_level(logging.INFO)
+    with ps.local(shards=1, state_dir=tmp_path) as client:
+        with pytest.raises(ps.Unavailable, match="already running"):
+            ps.local(shards=1, state_dir=tmp_path)
+        model = client.create_model("m", {"w": np.ones(5)}, optimizer="sum")
+        model.push({"w": np.ones(5)})
+        assert model.pull()["w"].tolist() == [2.0] * 5
+        url = client.url
+
+    with pytest.raises(ps.Unreachable):
+        ps.connect(url)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_local_cluster_outlives_forked_children_that_leave_its_block() -> None:
+    """A child forked in the block of `ps.local` that leaves it does not stop the cluster of its parent."""
+
+    class LeftByChild(BaseException): ...
+
+    try:
+        with ps.local(shards=1) as client:
+            model = client.create_model("m", {"w": np.ones(5)}, optimizer="sum")
+            child = os.fork()
+            if not child:
+                raise LeftByChild
+            assert os.waitpid(child, 0)[1] == 0
+            model.push({"w": np.ones(5)}, timeout=5)
+            assert model.pull()["w"].tolist() == [2.0] * 5
+    except LeftByChild:
+        os._exit(0)
+    with pytest.raises(ps.Unreachable):
+        ps.connect(client.url)
+
+
+def test_a_local_cluster_lives_as_long_as_something_uses_it() -> None:
+    """Without a block, as in the cells of a notebook, the cluster stays while the client, or a model of it, does."""
+    model = ps.local(shards=1).create_model("m", {"w": np.ones(5)})
+    gc.collect()
+    assert model.pull()["w"].tolist() == [1.0] * 5
+
+    url = model._client.url
+    del model
+    gc.collect()
+    assert gone(url)
+
+
+def test_a_local_cluster_that_nobody_closes_ends_with_its_process() -> None:
+    """A program that ends without closing the client leaves no cluster behind; closing it twice does no harm."""
+    program = "import paramserver as ps; c = ps.local(shards=1); d = ps.local(shards=1); d.close(); d.close();"
+    program += "print(c.url, d.url)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert [gone(url) for url in done.stdout.split()] == [True, True]
+    assert done.stderr == ""
