@@ -76,6 +76,13 @@ def test_a_model_that_goes_from_mode_to_mode_loses_and_doubles_no_push(first: in
         run(Simulation(seed, change="modes"))
 
 
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (25, 50, 75))])
+def test_workers_that_leave_while_a_mode_ends_lose_and_double_no_push(first: int) -> None:
+    """If workers die or are removed while slow shards apply what a mode has left, pushes count once, also by journals."""
+    for seed in range(first, first + 25):
+        run(Simulation(seed, level="journaled", kind="slow", change="modes", deaths=True))
+
+
 MODE_CHANGES_FOUND = {
     26: "workers were told to work on the clock of the commit that begins a phase, which lists nothing",
     315: "a partition that had not heard of the end of a phase without commits went straight to the next one",

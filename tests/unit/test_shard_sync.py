@@ -18,7 +18,7 @@ from paramserver.errors import ConflictError, FencedError, PsError, RequestError
 from paramserver.testing.shard_driver import ShardDriver, push_part
 from paramserver.types import F32, ModelKey, PushId
 
-from .partitions import listed, refused, serving, stage
+from .partitions import LEVELS, listed, pending, refused, serving, stage, successor
 
 WORKERS = ("r/w0", "r/w1", "r/w2")
 ROSTER = dict.fromkeys(WORKERS, 1)
@@ -332,6 +332,27 @@ def test_leaving_sync_applies_the_mean_of_the_contributions_staged(rule: dict[st
 
     assert driver.values() == [4.0] * 4
     assert driver.core.held_bytes == 0
+
+
+@pytest.mark.parametrize("ack", LEVELS)
+def test_a_push_of_a_worker_that_leaves_while_it_is_applied_counts(ack: str) -> None:
+    """A worker that goes while the mean of what is staged is computed is in it, by the journal and in the answers."""
+    driver = ShardDriver()
+    driver.serve(replace(spec(), ack=ack), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    stage(driver, 1, 0, 3.0)
+    driver.eager = False
+    driver.patch({"consistency": {"mode": "async"}})
+    assert pending(driver, Apply)
+
+    driver.send(RosterChanged(ModelKey("m", 1), {WORKERS[0]: 1}))
+    driver.eager = True
+    driver.settle()
+
+    again = stage(driver, 1, 0, 3.0)
+    assert (again.duplicate, again.late, driver.values()) == (True, False, [2.0] * 4)
+    if ack != "applied":
+        assert successor(driver).values() == [2.0] * 4
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -5,7 +5,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from paramserver.core import operation as running
-from paramserver.core.mean_operations import CommitOperation
+from paramserver.core.mean_operations import CommitOperation, FlushOperation
 from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.queues import OperationQueues
@@ -111,5 +111,5 @@ class Handover:
 
 
 def _commits(partition: Partition) -> bool:
-    """Whether a commit is being computed; queued ones have been withdrawn."""
-    return any(op.running and isinstance(op, CommitOperation) for op in partition.operations)
+    """Whether a commit or a flush is being computed; queued ones have been withdrawn."""
+    return any(op.running and isinstance(op, CommitOperation | FlushOperation) for op in partition.operations)

@@ -78,10 +78,12 @@ class FlushOperation(Operation):
             return ()
         parts = p.weighted(held)
         self._step = (p.rate(), [weight for _, weight in parts])
+        p.committing = True
         return [mean_task(p.update_input(), parts, p.contributions, self._step[0])]
 
     def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
         (p,) = self.partitions
+        p.committing = False
         shard.held_bytes -= p.drop_unapplied()
         if results[0].state is None:
             shard.not_finite += 1

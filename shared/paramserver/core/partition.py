@@ -66,7 +66,7 @@ class Partition:
     operations: deque["Operation"] = field(default_factory=deque)
     """Its queue of operations, in order of arrival; only the first one may be running."""
     committing: bool = False
-    """Whether a commit is among the operations."""
+    """Whether a commit is among the operations, or a flush is being computed: what is staged must stay as it is."""
     pulls: list["WaitingPull"] = field(default_factory=list)
     """Pulls that wait for a version of this partition."""
     cut: Capture | None = None

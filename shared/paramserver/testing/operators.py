@@ -87,6 +87,14 @@ class SimOperator(SimClient):
             yield rng.uniform(0.0, 2.5)
             change = {"consistency": rng.choice(ANY_MODE) if left else MODES[0]}
             yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
+            if self.sim.deaths:
+                yield from self._remove_worker()
+
+    def _remove_worker(self) -> Script:
+        """End the epoch of any worker, at a moment when partitions may be computing what the change of mode applies."""
+        model, rng = self.sim.spec.name, self.sim.world.rng
+        yield rng.uniform(0.0, 0.2)
+        yield from self.ask(lambda r: io.LeaveWorker(r, model, f"{model}/w{rng.randrange(self.sim.workers)}"))
 
     def _insist(self, make: Callable[[int], io.Event]) -> Script:
         """Send a request until it is answered, and return the answer; None if a restore had already begun."""

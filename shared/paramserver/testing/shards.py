@@ -309,7 +309,7 @@ class SimShard(Node):
         self.handle(Tick())
 
     def _perform(self, effect: Effect) -> None:
-        slow = self.world.rng.uniform(1e-4, 0.05)
+        slow = self.world.rng.uniform(1e-4, self.world.faults.compute_s)
         match effect:
             case Reply(request, outcome):
                 self.answer(request, outcome if self.serving else _no_contact())
@@ -349,13 +349,13 @@ class SimShard(Node):
 
     def _store(self, effect: StoreSnapshot) -> None:
         capture = effect.capture
-        pinned = self._cuts.get(capture.key.model)
+        pinned, view = self._cuts.get(capture.key.model), self.views[capture.key.model.name]
 
         def done(verdict: Verdict | None) -> None:
             kind = SnapshotStored if verdict is Verdict.DONE else SnapshotFailed
             self.handle(kind(capture.key, capture.token, effect.urgent))
 
-        self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned), done)
+        self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned, view), done)
 
     def _write(self) -> None:
         """Group commit: at most one write in flight, with all waiting entries of all partitions."""

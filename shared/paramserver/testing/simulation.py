@@ -6,7 +6,8 @@ Two schedulers, three shards, three workers, one Redis.  Every worker pushes one
 model whose optimizer adds them up, so the values count what was applied: in sync, each commit adds exactly one;
 otherwise each push adds one, and none may be counted twice.  In some of the synchronous runs, an operator restores the
 model, assigns values or changes its mode during training.  Mode, level, faults and operator are derived from the seed
-unless given.  With `--change modes`, each push adds to an element of its own, and the operator changes to any mode.
+unless given.  With `--change modes`, each push adds to an element of its own, and the operator changes to any mode;
+with `--deaths` as well, he also removes workers right after that.
 """
 
 import argparse
@@ -50,6 +51,8 @@ KINDS: Final[dict[str, Faults]] = {
     "emptied": Faults(crash=0.0, drop=0.005, feed_cut=0.002, redis_away=0.05, empty_at_s=12.0, drain=0.05),
 }
 """Fault mixes, named by what goes wrong most."""
+SLOW: Final[dict[str, Faults]] = {"slow": Faults(compute_s=1.0)}
+"""A fault mix that is used only if it is asked for."""
 CHANGES: Final = ("none", "restores", "puts", "flips")
 """What an operator does to a synchronous model, chosen by the seed."""
 MODES: Final = "modes"
@@ -101,7 +104,7 @@ class Simulation:
             # Workers end each iteration as they do in sync, which is right in every mode.
             first, self.mode = sorted(CONSISTENCY)[self.seed % 4], "sync"
         self.change = (self.change or chosen) if self.mode == "sync" else "none"
-        self.world = World(self.seed, self.faults or KINDS[self.kind])
+        self.world = World(self.seed, self.faults or (KINDS | SLOW)[self.kind])
         self.redis = SimRedis()
         self.ledger = Ledger()
         self.schedulers = [SimScheduler(self.world, f"scheduler-{i}", self.redis, self.ledger) for i in range(2)]
@@ -338,7 +341,7 @@ def main() -> int:
     late = "with --mode sync: policy for late reports, with a quorum of two of the three workers"
     parser.add_argument("--mode", choices=sorted(CONSISTENCY), default="", help=override)
     parser.add_argument("--level", choices=LEVELS, default="", help=override)
-    parser.add_argument("--kind", choices=list(KINDS), default="", help=override)
+    parser.add_argument("--kind", choices=[*KINDS, *SLOW], default="", help=override)
     parser.add_argument("--change", choices=(*CHANGES, MODES), default="", help=override)
     parser.add_argument("--clocks", type=int, default=CLOCKS, help="iterations of each worker")
     parser.add_argument("--checkpoints", type=int, default=0, help="clocks between checkpoints; 0: none")

@@ -36,6 +36,8 @@ class Faults:
     """When Redis loses everything, once."""
     drain: float = 0.0
     """Per second: a shard is drained for a while."""
+    compute_s: float = 0.05
+    """Longest time to compute the tasks of one event."""
     delay_s: tuple[float, float] = (0.001, 0.05)
     """Range of each message's delay; messages can overtake one another."""
     down_s: tuple[float, float] = (0.2, 9.0)
