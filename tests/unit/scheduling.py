@@ -180,6 +180,7 @@ class Driver:
                 self.shard(name)
         number = self.send(lambda n: io.CreateModel(n, SPEC | fields, "secret"))
         self.beats()
+        self.beats()  # in sync, the first values are stored as a cut once all partitions are served
         return self.result(number)
 
     def join(self, name: str | None, **fields: Any) -> Any:

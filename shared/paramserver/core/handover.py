@@ -94,6 +94,8 @@ class Handover:
             return
         if partition.lsn > partition.mark.stored:
             self._shard.plan.changed(partition, now)
+        if model.at_cut(partition):
+            self._shard.plan.cut(partition)  # one that waited was dropped for the move
         self._shard.resume(model, partition, now)
 
     def forget(self, partition: Partition) -> None:

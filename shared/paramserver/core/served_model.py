@@ -64,6 +64,8 @@ class ServedModel:
     """sync: the clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
     opening: bool = False
     """sync: whether the commit of the clock `began` lists nothing, so that no push can be for that clock."""
+    cut: int | None = None
+    """sync: the clock of the newest cut that all partitions have stored, as far as this shard knows; None: none."""
     cut_asked: int | None = None
     """sync: the clock of the pending cut, which each partition stores when it reaches that clock; None: none."""
     resync_at: float = 0.0
@@ -124,7 +126,8 @@ class ServedModel:
     def adopt(self, view: ModelView) -> None:
         """Take over all that a view of this timeline says, except its commits and who owns what."""
         self.clock = max(self.clock, view.clock)
-        self.ready, self.began, self.opening, self.cut_asked = view.ready, view.began, view.opening, view.cut_asked
+        self.ready, self.began, self.opening = view.ready, view.began, view.opening
+        self.cut, self.cut_asked = view.cut, view.cut_asked
         self.set_roster(view.workers)
         self.specs[view.revision] = self.spec = view.spec
         self.revision = view.revision
@@ -140,6 +143,10 @@ class ServedModel:
     def asks_cut(self, p: Partition) -> bool:
         """Whether the pending cut is of the clock that this partition has reached."""
         return p.by_cuts and p.clock == self.cut_asked
+
+    def at_cut(self, p: Partition) -> bool:
+        """Whether the model would go back to the clock that this partition has reached, as no commit came since."""
+        return p.by_cuts and p.clock == self.cut
 
     def spec_of(self, revision: int) -> tuple[int, ModelSpec] | None:
         """(revision, settings) for a commit's revision, or for the next newer one known; None: not known yet."""

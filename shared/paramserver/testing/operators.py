@@ -39,6 +39,13 @@ class SimOperator(SimClient):
         self.restored: int | None = None
         """The timeline that the last restore began; None if a leader died during it, or another timeline began."""
         self.over = False
+        self.value = ASSIGNED
+
+    def assign(self, value: float) -> Script:
+        """Assign this value to every element, and wait until all shards have confirmed."""
+        self.over, self.value = False, value
+        yield from self._assign()
+        self.over = True
 
     def work(self) -> Script:
         """Make the changes; afterwards the model is in sync mode again, after `modes` in async."""
@@ -131,5 +138,5 @@ class SimOperator(SimClient):
         return True
 
     def _part(self, index: int, restore: bool, version: int) -> AssignPart:
-        values = np.full(self.layout.partition_size(index), ASSIGNED, np.float32)
+        values = np.full(self.layout.partition_size(index), self.value, np.float32)
         return AssignPart(index, values, "float32", True, slots=() if restore else None, version=max(0, version - 1))

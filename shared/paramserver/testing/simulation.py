@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -57,6 +57,8 @@ CHANGES: Final = ("none", "restores", "puts", "flips")
 """What an operator does to a synchronous model, chosen by the seed."""
 MODES: Final = "modes"
 """A change that is made only if it is asked for: the model goes from any mode to any other, again and again."""
+REST_S: Final = 20.0
+"""Longer than the lease of a dead shard, the rest before a cut, and the storing of it together."""
 _SHARES: Final = np.array([0.0, *(1 / n for n in range(1, 25))], np.float32)
 """What one push can add to its element: nothing yet, or its share in the mean of so many."""
 
@@ -150,6 +152,8 @@ class Simulation:
         assert self.finished == self.workers, f"only {self.finished} workers finished within {self.patience_s} s"
         assert not self.changed or self.operator.over, f"the operator was not done within {self.patience_s} s"
         self._check_end()
+        if self.change == "puts":
+            self._check_rest()
         return world.trace
 
     # --- faults other than lost messages and crashes
@@ -237,7 +241,7 @@ class Simulation:
             off = np.abs(part.state.values[:, None] - _SHARES).min(axis=1)
             assert off.max() < 1e-5, f"partition {part.partition}: element {off.argmax()} is no share of one push"
             return
-        value, sent = float(part.state.values[0]), len(self.sent[part.partition])
+        value, sent = float(part.state.values[0]), len(self.sent.get(part.partition, ()))
         most = sent if self.change == "flips" else ASSIGNED + sent
         # Outside sync, each partition recovers from a shard's death by itself, and a commit decided earlier applies the
         # contributions that are left there, whose mean need not be a whole number.
@@ -265,6 +269,24 @@ class Simulation:
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
         self.world.run(self.patience_s * 3, lambda: not self._cut_pending)
         assert not self._cut_pending, "a pending cut will never be stored, and blocks all later cuts"
+
+    def _check_rest(self) -> None:
+        """Assign values to the model, which rests without faults now; they survive a move, and the death of a shard."""
+        world, value = self.world, 1000.0
+        world.faults = replace(world.faults, until_s=0.0)
+        self._rest()
+        world.play(self.operator.assign(value))
+        world.run(self.patience_s * 4, lambda: self.operator.over)
+        world.play(self._drain(world.rng.choice(list(self.shards)), world.rng.uniform(0.0, 9.0)))
+        self._rest()
+        world.rng.choice(list(self.shards.values())).crash()
+        self._rest()
+        for p in self._final():
+            assert (p.state.values == value).all(), f"partition {p.partition} lost what was assigned: {p.state.values}"
+
+    def _rest(self) -> None:
+        end = self.world.now + REST_S
+        self.world.run(end, lambda: self.world.now >= end)
 
     def _lost(self, part: PulledPart) -> list[tuple[int, int]]:
         """Return the pushes whose iteration has ended but that are not in the partition's values.

@@ -143,4 +143,3 @@ class SimRedis:
             return self.store.load(effect)
         except KeyError as e:
             raise problem("corrupt_state", f"there is no cut {e}") from e
-
