@@ -296,6 +296,23 @@ def test_a_commit_of_a_revision_not_heard_of_waits_for_it() -> None:
     assert driver.values() == [-10.0] * 4
 
 
+def test_an_assignment_moves_no_schedule() -> None:
+    """In sync, schedules count the clock: partitions that were assigned to keep the rate of the others."""
+    schedule = {"kind": "step", "step_size": 2, "gamma": 0.5}
+    driver = serving(spec(8, 2, {"name": "sgd", "lr": 1.0, "schedule": schedule}), workers=ROSTER)
+    for _ in range(2):
+        driver.send(SetReceived(driver.request(), "m", (AssignPart(1, ones(value=0.0), "float32", True),), 1))
+
+    for t in range(3):
+        driver.push({0: ones(), 1: ones()}, PushId(WORKERS[0], 1, t), clock=t)
+        driver.commit(t, listed(0, t))
+    driver.push({0: ones(), 1: ones()}, PushId(WORKERS[0], 1, 3), clock=3)
+    driver.patch({"consistency": {"mode": "async"}}, clock=3)
+
+    assert (driver.pull(0).version, driver.pull(1).version) == (4, 6)
+    assert (driver.values(0), driver.values(1)) == ([-3.0] * 4, [-3.0] * 4)
+
+
 def test_leaving_sync_applies_the_open_clock_and_entering_begins_at_the_leaders() -> None:
     """Leaving sync applies decided commits, then what is staged; a new phase begins with a cut at its first clock."""
     driver = serving(spec(), workers=ROSTER)
