@@ -122,6 +122,13 @@ def test_what_is_assigned_to_a_model_that_rests_is_there_after_a_death(level: st
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_commit_is_applied_with_the_settings_it_names(level: str) -> None:
+    """Where settings change while feeds are cut and shards die, all partitions apply a commit with the same ones."""
+    for seed in range(12):
+        run(Simulation(seed, "sync", level, "feeds", "settings"))
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_checkpoints_of_a_synchronous_model_find_their_cuts(level: str) -> None:
     """With automatic checkpoints, a synchronous model ends without a pending cut under each kind of faults."""
     for seed, kind in enumerate(KINDS):

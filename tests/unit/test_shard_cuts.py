@@ -295,7 +295,7 @@ def fail(driver: ShardDriver) -> None:
 
 def stored(driver: ShardDriver, clock: int) -> list[float]:
     """Return the first partition's values in the cut of that clock."""
-    return driver.store.cuts[PartitionKey(ModelKey("m", 1), 0), clock].state.values.tolist()
+    return [float(x) for x in driver.store.cuts[PartitionKey(ModelKey("m", 1), 0), clock].state.values]
 
 
 @pytest.mark.parametrize("ack", LEVELS)

@@ -1,5 +1,6 @@
 """The shard's core in synchronous mode: staging, commits and settings (cuts: `test_shard_cuts`)."""
 
+import json
 import random
 from typing import Any
 from unittest.mock import Mock
@@ -10,15 +11,24 @@ from msgspec.structs import replace
 from tests.refusals import refused_with
 
 from paramserver import limits
+from paramserver.core.commit import Commit
 from paramserver.core.served_model import ServedModel
+from paramserver.core.settings import model_settings_document
 from paramserver.core.shard_effects import Apply, PullDone
-from paramserver.core.shard_events import AssignPart, PushReceived, RosterChanged, SetReceived, WorkerAnswered
+from paramserver.core.shard_events import (
+    AssignPart,
+    CommitDecided,
+    PushReceived,
+    RosterChanged,
+    SetReceived,
+    WorkerAnswered,
+)
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, FencedError, PsError, RequestError, StaleMapError
 from paramserver.testing.shard_driver import ShardDriver, push_part
 from paramserver.types import F32, ModelKey, PushId
 
-from .partitions import LEVELS, listed, pending, refused, serving, stage, successor
+from .partitions import LEVELS, listed, pending, refused, serving, stage, successor, view
 
 WORKERS = ("r/w0", "r/w1", "r/w2")
 ROSTER = dict.fromkeys(WORKERS, 1)
@@ -294,6 +304,35 @@ def test_a_commit_of_a_revision_not_heard_of_waits_for_it() -> None:
     driver.patch({"optimizer": {"lr": 10.0}})
 
     assert driver.values() == [-10.0] * 4
+
+
+@pytest.mark.parametrize("seen", ["each change", "the last change", "the commit first"])
+def test_a_commit_brings_the_settings_that_it_names(seen: str) -> None:
+    """All shards apply a commit with the settings of its revision, also one that heard only of newer settings.
+
+    The commits after it name the same revision without its settings, which the partition has by then.
+    """
+    driver = serving(spec(optimizer={"name": "sgd", "lr": 1.0}), workers=ROSTER)
+    for t in range(3):
+        stage(driver, 0, t, 1.0)
+    sent = view(driver)
+    params = {"w": {"lr_scale": 10.0}}
+    second = replace(sent, spec=sent.spec.patched({"params": params}), revision=2)
+    third = replace(sent, spec=sent.spec.patched({"optimizer": {"lr": 100.0}}), revision=3)
+    named = [(2, second.spec), (2, None), (3, third.spec)]
+    commits = tuple(
+        Commit(t, 0, (listed(0, t),), r, 3, False, None if s is None else model_settings_document(s, r))
+        for t, (r, s) in enumerate(named)
+    )
+    commits = tuple(Commit.of(json.loads(json.dumps(c.document(sent.model)))) for c in commits)
+
+    if seen == "each change":
+        driver.send(second)
+    if seen != "the last change":
+        driver.send(CommitDecided(sent.model, commits[0]))
+    driver.send(replace(third, clock=3, commits=commits))
+
+    assert driver.values() == [-120.0] * 4
 
 
 def test_an_assignment_moves_no_schedule() -> None:

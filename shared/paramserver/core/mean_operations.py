@@ -22,7 +22,7 @@ class CommitOperation(Operation):
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         (p,) = self.partitions
-        settings = self.model.spec_of(self.commit.revision)
+        settings = self.model.settings_of(self.commit, p)
         if self.commit.timeline != self.model.timeline or self.commit.t != p.clock or settings is None:
             p.committing = False
             shard.committed(self.model, p, now)

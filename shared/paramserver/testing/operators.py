@@ -49,7 +49,12 @@ class SimOperator(SimClient):
 
     def work(self) -> Script:
         """Make the changes; afterwards the model is in sync mode again, after `modes` in async."""
-        kinds: dict[str, Callable[[int], Script]] = {"restores": self._restore, "puts": self._put, "flips": self._flip}
+        kinds: dict[str, Callable[[int], Script]] = {
+            "restores": self._restore,
+            "puts": self._put,
+            "flips": self._flip,
+            "settings": self._change_settings,
+        }
         if self.sim.own_elements:
             yield from self._change_modes()
         else:
@@ -86,6 +91,13 @@ class SimOperator(SimClient):
             change = {"consistency": rule}
             yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
             yield self.sim.world.rng.uniform(0.0, 1.5)
+
+    def _change_settings(self, turn: int) -> Script:
+        """Change a setting back and forth, so fast that a shard may hear of the last change only."""
+        for count in (1, 2):
+            change = {"consistency": {"min_workers": count}}
+            yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
+            yield self.sim.world.rng.uniform(0.0, 0.5)
 
     def _change_modes(self) -> Script:
         """Change to any mode, any number of workers' clocks apart; end in `async`, in which nothing waits."""

@@ -297,12 +297,22 @@ class SimShard(Node):
         before = pullable(self.core)
         effects = self.core.handle(event, self.world.now)
         check_superseded(self.core, before)
+        self._check_settings()
         for effect in effects:
             self.in_turn(type(effect).__name__, lambda effect=effect: self._perform(effect))  # type: ignore[misc]
         due = self.core.deadline()
         if due is not None and due < self._wakes_at:
             self._wakes_at = due
             self.later(max(1e-4, due - self.world.now), "tick", self._tick)
+
+    def _check_settings(self) -> None:
+        """Assert that each synchronous partition has the settings that the commit it took last names, and no others."""
+        for model in self.core.models.values():
+            for p in model.partitions.values():
+                named = self.scheduler.ledger.revisions.get((model.key.generation, model.timeline, p.clock - 1))
+                settled = p.state is not None and not p.committing and p.spec.consistency.mode == "sync"
+                if named is not None and settled:
+                    assert p.revision == named, f"partition {p.index} is at revision {p.revision}, not {named}"
 
     def _tick(self) -> None:
         self._wakes_at = float("inf")

@@ -51,12 +51,14 @@ KINDS: Final[dict[str, Faults]] = {
     "emptied": Faults(crash=0.0, drop=0.005, feed_cut=0.002, redis_away=0.05, empty_at_s=12.0, drain=0.05),
 }
 """Fault mixes, named by what goes wrong most."""
-SLOW: Final[dict[str, Faults]] = {"slow": Faults(compute_s=1.0)}
-"""A fault mix that is used only if it is asked for."""
+RARE_KINDS: Final[dict[str, Faults]] = {"slow": Faults(compute_s=1.0), "feeds": Faults(crash=0.001, feed_cut=0.1)}
+"""Fault mixes that are used only if they are asked for."""
 CHANGES: Final = ("none", "restores", "puts", "flips")
 """What an operator does to a synchronous model, chosen by the seed."""
 MODES: Final = "modes"
 """A change that is made only if it is asked for: the model goes from any mode to any other, again and again."""
+SETTINGS: Final = "settings"
+"""A change that is made only if it is asked for: another setting of the synchronous mode."""
 REST_S: Final = 20.0
 """Longer than the lease of a dead shard, the rest before a cut, and the storing of it together."""
 _SHARES: Final = np.array([0.0, *(1 / n for n in range(1, 25))], np.float32)
@@ -106,7 +108,7 @@ class Simulation:
             # Workers end each iteration as they do in sync, which is right in every mode.
             first, self.mode = sorted(CONSISTENCY)[self.seed % 4], "sync"
         self.change = (self.change or chosen) if self.mode == "sync" else "none"
-        self.world = World(self.seed, self.faults or (KINDS | SLOW)[self.kind])
+        self.world = World(self.seed, self.faults or (KINDS | RARE_KINDS)[self.kind])
         self.redis = SimRedis()
         self.ledger = Ledger()
         self.schedulers = [SimScheduler(self.world, f"scheduler-{i}", self.redis, self.ledger) for i in range(2)]
@@ -363,8 +365,8 @@ def main() -> int:
     late = "with --mode sync: policy for late reports, with a quorum of two of the three workers"
     parser.add_argument("--mode", choices=sorted(CONSISTENCY), default="", help=override)
     parser.add_argument("--level", choices=LEVELS, default="", help=override)
-    parser.add_argument("--kind", choices=[*KINDS, *SLOW], default="", help=override)
-    parser.add_argument("--change", choices=(*CHANGES, MODES), default="", help=override)
+    parser.add_argument("--kind", choices=[*KINDS, *RARE_KINDS], default="", help=override)
+    parser.add_argument("--change", choices=(*CHANGES, MODES, SETTINGS), default="", help=override)
     parser.add_argument("--clocks", type=int, default=CLOCKS, help="iterations of each worker")
     parser.add_argument("--checkpoints", type=int, default=0, help="clocks between checkpoints; 0: none")
     parser.add_argument("--late", choices=["fold", "drop"], default="", help=late)
