@@ -119,7 +119,14 @@ class Driver:
         self.shards[name] = body["epoch"]
         self.beat(name)
 
-    def beat(self, name: str, stored: bool = True, releases: bool = True, **fields: Any) -> str:
+    def beat(
+        self,
+        name: str,
+        stored: bool = True,
+        releases: bool = True,
+        metrics: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> str:
         """Send a heartbeat of a shard that serves all its partitions; return the shard's state from the reply.
 
         By default it has stored all pending cuts, and holds and has stored the partitions that it is to hand over.
@@ -140,7 +147,7 @@ class Driver:
                         cuts.append([*row, model.cuts.pending])
         epoch = self.shards[name]
         fields = {"released": released} | fields
-        beat = self.ask(lambda n: io.ShardHeartbeat(n, name, epoch, {}, partitions, cuts, **fields))
+        beat = self.ask(lambda n: io.ShardHeartbeat(n, name, epoch, metrics or {}, partitions, cuts, **fields))
         return str(beat["state"])
 
     def beats(self) -> None:

@@ -255,7 +255,7 @@ def test_staged_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_commit_whose_result_is_not_finite_keeps_the_values() -> None:
-    """A commit whose result is not finite raises the version, keeps the values, and is counted."""
+    """A commit whose result is not finite raises the version, keeps the values, and is reported."""
     driver = serving(spec(), workers=ROSTER)
     stage(driver, 0, 0, 3e38)
     driver.commit(0, listed(0, 0))
@@ -263,8 +263,19 @@ def test_a_commit_whose_result_is_not_finite_keeps_the_values() -> None:
 
     driver.commit(1, listed(0, 1))
 
-    assert driver.core.not_finite == 1
+    assert [key.index for key in driver.kept] == [0]
     assert (driver.pull(0).version, driver.values()) == (2, [float(np.float32(3e38))] * 4)
+
+
+def test_a_result_that_is_not_finite_leaves_the_other_partitions_alone() -> None:
+    """Only the partition whose result is not finite keeps its values and says so; the others take the step."""
+    driver = serving(spec(8, 2), workers=ROSTER)
+    for t in range(2):
+        driver.push({0: ones(value=3e38), 1: ones()}, PushId(WORKERS[0], 1, t), clock=t)
+        driver.commit(t, listed(0, t))
+
+    assert [key.index for key in driver.kept] == [0]
+    assert (driver.values(0), driver.values(1)) == ([float(np.float32(3e38))] * 4, [2.0] * 4)
 
 
 def test_what_float32_cannot_hold_is_not_staged() -> None:

@@ -7,7 +7,7 @@ from paramserver.core.commit import Commit
 from paramserver.core.journal import Step, commit_head, flush_head
 from paramserver.core.operation import Operation, Shard, record_settings_change
 from paramserver.core.partition_state import PartitionState
-from paramserver.core.shard_effects import Task
+from paramserver.core.shard_effects import Task, ValuesKept
 from paramserver.core.shard_events import TaskResult
 from paramserver.core.update import mean_task
 
@@ -45,7 +45,7 @@ class CommitOperation(Operation):
         (p,) = self.partitions
         assert p.state is not None
         if results[0].state is None:
-            shard.not_finite += 1
+            shard.perform(ValuesKept(p.key))
             self._step = None
         self._finish(shard, results[0].state or p.state, now)
 
@@ -86,7 +86,7 @@ class FlushOperation(Operation):
         p.committing = False
         shard.held_bytes -= p.drop_unapplied()
         if results[0].state is None:
-            shard.not_finite += 1
+            shard.perform(ValuesKept(p.key))
             p.lsn += 1
             self._step = None
         else:

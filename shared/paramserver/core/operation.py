@@ -25,8 +25,6 @@ class Shard(Protocol):
 
     held_bytes: int
     """Bytes of staged and buffered gradients."""
-    not_finite: int
-    """Commits and flushes that changed nothing because their result was not finite."""
 
     durability: Durability
     plan: SnapshotPlan

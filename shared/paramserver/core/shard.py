@@ -65,7 +65,6 @@ class ShardCore:
         self.models: dict[str, ServedModel] = {}
         self.map_epoch = 0
         self.held_bytes = 0
-        self.not_finite = 0
         self.superseded: list[PartitionState] = []
         """States superseded by the last event: no pull returns them any more."""
         self.plan = SnapshotPlan()
