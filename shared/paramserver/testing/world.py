@@ -113,10 +113,8 @@ class World:
 
     def run(self, until_s: float, done: Callable[[], bool]) -> None:
         """Run actions until `done` returns True, none is left, or `until_s` is reached."""
-        while self._heap and not done():
+        while self._heap and self._heap[0][0] <= until_s and not done():
             at, _, what, action = heappop(self._heap)
-            if at > until_s:
-                return
             self.now = at
             self.events += 1
             line = f"{at:.6f} {what}"
