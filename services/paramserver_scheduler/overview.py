@@ -168,6 +168,7 @@ def _model(
         workers=workers,
         latest=s.read.latest(name),
         not_finite=s.read.not_finite(name),
+        values_kept=round(sum(_number(t, "values_kept") or 0.0 for t in reports)),
         series=[_series(*x) for x in s.read.points(name).items()] if series else [],
     )
 
@@ -264,5 +265,10 @@ def _problems(
     for m in models:
         if m.served < m.partitions:
             out.append(f"Model {m.name}: {m.partitions - m.served} of {m.partitions} partitions are being loaded")
+        if m.values_kept:
+            out.append(
+                f"Model {m.name}: {m.values_kept} results that are NaN or infinite were discarded by their partitions,"
+                " while others may have taken the step: lower the learning rate, or clip"
+            )
     out += [f"Run {r.name or r.id}: {r.reason}" for r in runs if r.state == "waiting" and r.reason]
     return out

@@ -114,6 +114,11 @@ class ModelStatus(BaseModel):
         default={},
         description="reported metric whose newest value is NaN or infinite -> (since when, seconds since 1970; worker)",
     )
+    values_kept: int = Field(
+        default=0,
+        description="how often the result of a commit or flush was not finite, so that a partition kept its values;"
+        " 0 if not in the last minute",
+    )
     series: list[Series] = Field(description="in `GET /status` only; elsewhere empty")
 
 

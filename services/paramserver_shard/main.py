@@ -149,7 +149,7 @@ def assemble(
     runtime = Runtime(ShardCore(check_part), directory, pool, store, Journal(bulk_redis, scripts), group)
     memory, clocks = Memory(limit_of(settings.memory_limit)), ClockReports()
     membership = Membership(name, addresses, link, redis, directory, runtime, telemetry, memory, clocks)
-    runtime.scheduler = membership
+    runtime.scheduler, runtime.on_values_kept = membership, telemetry.values_kept
     if folder is not None and lending is not None:
         membership.serving.on_changed, runtime.on_superseded = folder.board.set_serving_window, lending.clear_superseded
     models = Models(directory, link)

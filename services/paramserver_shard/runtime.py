@@ -33,6 +33,7 @@ from paramserver.core.shard_effects import (
     Report,
     Resync,
     StoreSnapshot,
+    ValuesKept,
 )
 from paramserver.core.shard_events import (
     Applied,
@@ -97,6 +98,8 @@ class Runtime:
         """Set before the first event."""
         self.on_superseded: Callable[[Sequence[PartitionState]], None] = lambda _: None
         """Called with values that pulls no longer return, before any reply announces their successors."""
+        self.on_values_kept: Callable[[str], None] = lambda _: None
+        """Called with a model's name when the result of a commit or flush of a partition was not finite."""
         self.lost: dict[PartitionKey, Token] = {}
         """Owned partitions with uploaded or file values that were never stored, with their owner tokens."""
         self._loader = Loader(store, journal, pool, self.submit)
@@ -230,6 +233,8 @@ class Runtime:
                 self.scheduler.report()
             case Resync():
                 self.scheduler.resync()
+            case ValuesKept(key):
+                self.on_values_kept(key.model.name)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._group.create_task(work)

@@ -32,6 +32,9 @@ LAG: Final = Histogram(
     ["model"],
     buckets=BUCKETS_VERSIONS,
 )
+VALUES_KEPT: Final = Counter(
+    "paramserver_values_kept_total", "Commits and flushes of partitions whose result was not finite", ["model"]
+)
 PARTITIONS: Final = Gauge("paramserver_partitions", "Partitions that this shard serves")
 LENT: Final = Gauge("paramserver_buffer_lent_bytes", "Pooled memory in use")
 KEPT: Final = Gauge("paramserver_buffer_kept_bytes", "Pooled memory kept for reuse")
@@ -44,7 +47,7 @@ JOURNAL_S: Final = Histogram(
 )
 JOURNALED: Final = Counter("paramserver_journaled_bytes_total", "Bytes written to the journals", ["level"])
 JOURNAL_WAITING: Final = Gauge("paramserver_journal_waiting_bytes", "Bytes of journal that are not durable yet")
-_BY_MODEL: Final = (DUPLICATES, PULLS, RECEIVED, SENT, PUSH_S, PULL_S, LAG)
+_BY_MODEL: Final = (DUPLICATES, PULLS, RECEIVED, SENT, PUSH_S, PULL_S, LAG, VALUES_KEPT)
 
 INTERVAL_S: Final = 0.9
 """Rates are recomputed at most this often; a little less than the heartbeat interval."""
@@ -52,6 +55,8 @@ RATE_INTERVALS: Final = 3
 """Intervals that a rate covers, so that polling once a second misses no burst even if a heartbeat comes between."""
 RECENT_S: Final = 10.0
 """Time span that the durations and lags in a heartbeat cover."""
+VALUES_KEPT_TOLD_S: Final = 60.0
+"""For how long heartbeats tell that a model's values were kept."""
 TIMES_KEPT: Final = 1024
 LAGS_TOLD: Final = 256
 """Most workers per model whose lag is in a heartbeat."""
@@ -100,6 +105,9 @@ class _Flow:
         self.pull_s = PULL_S.labels(model)
         self.pull_times = _Times()
         self.lags: dict[str, _Lag] = {}
+        self.values_kept = VALUES_KEPT.labels(model)
+        self.values_kept_s = float("-inf")
+        """When that was last counted."""
         self._marks = deque([(since_s, self._totals())], RATE_INTERVALS)
         """(time, totals) at the start of each of the last intervals."""
 
@@ -125,6 +133,8 @@ class _Flow:
         for lag in self.lags.values():
             if lag.count:
                 lag.mean, lag.total, lag.count = lag.total / lag.count, 0, 0
+        if now - self.values_kept_s < VALUES_KEPT_TOLD_S:
+            found["values_kept"] = self.values_kept.total
         if self.lags:
             found["lag"] = {w: round(lag.mean, 2) for w, lag in list(self.lags.items())[:LAGS_TOLD]}
         return found
@@ -167,6 +177,12 @@ class Telemetry:
         flow.pull_s.observe(now - began_s)
         flow.pull_times.add(now, now - began_s)
 
+    def values_kept(self, model: str) -> None:
+        """Count that the result of a commit or flush of a partition was not finite."""
+        flow = self._flow(model)
+        flow.values_kept.inc()
+        flow.values_kept_s = self.clock()
+
     def _flow(self, model: str) -> _Flow:
         flow = self._flows.get(model)
         if flow is None:
@@ -186,8 +202,9 @@ class Telemetry:
 
         For the process: `cpu_cores` (1.0 is one processor) and `rss_bytes`. In total and for each model in `models`:
         `pushes_per_s`, `pulls_per_s`, `in_bytes_per_s`, `out_bytes_per_s`. For each model also `push_p50_s`,
-        `push_p99_s`, `pull_p50_s`, `pull_p99_s` if it had such requests in the last 10 s, and `lag`: the mean version
-        lag of each worker's pushes.
+        `push_p99_s`, `pull_p50_s`, `pull_p99_s` if it had such requests in the last 10 s, `lag`: the mean version
+        lag of each worker's pushes, and `values_kept`: how often the result of a commit or flush was not finite, if
+        that was so in the last minute.
         """
         now = self.clock()
         if now - self._since >= INTERVAL_S:

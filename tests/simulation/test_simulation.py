@@ -76,6 +76,13 @@ def test_a_model_that_goes_from_mode_to_mode_loses_and_doubles_no_push(first: in
         run(Simulation(seed, change="modes"))
 
 
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (25, 50, 75))])
+def test_workers_that_leave_while_a_mode_ends_lose_and_double_no_push(first: int) -> None:
+    """If workers die or are removed while slow shards apply what a mode has left, pushes count once."""
+    for seed in range(first, first + 25):
+        run(Simulation(seed, level="journaled", kind="slow", change="modes", deaths=True))
+
+
 MODE_CHANGES_FOUND = {
     26: "workers were told to work on the clock of the commit that begins a phase, which lists nothing",
     315: "a partition that had not heard of the end of a phase without commits went straight to the next one",
@@ -104,6 +111,21 @@ def test_no_cut_is_waited_for_in_vain(found: tuple[int, str, str]) -> None:
     seed, kind, change = found
     # At `journaled`, only checkpoints request cuts.
     run(Simulation(seed, "sync", "journaled", kind, change, checkpoints=2))
+
+
+@pytest.mark.parametrize("clocks", [0, 8])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_assigned_to_a_model_that_rests_is_there_after_a_death(level: str, clocks: int) -> None:
+    """Values assigned after the last commit, or before the first, survive a move and the death of a shard."""
+    for seed, kind in enumerate(KINDS):
+        run(Simulation(seed, "sync", level, kind, "puts", clocks=clocks))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_commit_is_applied_with_the_settings_it_names(level: str) -> None:
+    """Where settings change while feeds are cut and shards die, all partitions apply a commit with the same ones."""
+    for seed in range(12):
+        run(Simulation(seed, "sync", level, "feeds", "settings"))
 
 
 @pytest.mark.parametrize("level", LEVELS)

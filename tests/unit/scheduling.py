@@ -118,7 +118,14 @@ class Driver:
         self.shards[name] = body["epoch"]
         self.beat(name)
 
-    def beat(self, name: str, stored: bool = True, releases: bool = True, **fields: Any) -> str:
+    def beat(
+        self,
+        name: str,
+        stored: bool = True,
+        releases: bool = True,
+        metrics: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> str:
         """Send a heartbeat of a shard that serves all its partitions; return the shard's state from the reply.
 
         By default it has stored all pending cuts, and holds and has stored the partitions that it is to hand over.
@@ -139,7 +146,7 @@ class Driver:
                         cuts.append([*row, model.cuts.pending])
         epoch = self.shards[name]
         fields = {"released": released} | fields
-        beat = self.ask(lambda n: io.ShardHeartbeat(n, name, epoch, {}, partitions, cuts, **fields))
+        beat = self.ask(lambda n: io.ShardHeartbeat(n, name, epoch, metrics or {}, partitions, cuts, **fields))
         return str(beat["state"])
 
     def beats(self) -> None:
@@ -179,6 +186,7 @@ class Driver:
                 self.shard(name)
         number = self.send(lambda n: io.CreateModel(n, SPEC | fields, "secret"))
         self.beats()
+        self.beats()  # in sync, the first values are stored as a cut once all partitions are served
         return self.result(number)
 
     def join(self, name: str | None, **fields: Any) -> Any:

@@ -475,6 +475,25 @@ def test_patch_gives_a_revision_that_the_next_commit_names() -> None:
     assert [c["revision"] for c in d.commits()] == [0, 1]
 
 
+def test_a_commit_brings_the_settings_of_a_revision_that_the_one_before_does_not_name() -> None:
+    """The first commit of a revision has its settings, under another leader, too; the commits after it do without."""
+    d = Driver.with_model(consistency={"mode": "sync"})
+    a = d.join("a")
+    d.clock(a, 1)
+    d.clock(a, 2)
+    for lr in (0.5, 0.25):
+        d.ask(lambda n, lr=lr: io.PatchModel(n, "m", {"optimizer": {"lr": lr}}))  # type: ignore[misc]
+    d.clock(a, 3)
+    d.restart()
+    d.clock(a, 4)
+    for lr in (0.125, 0.0625):
+        d.ask(lambda n, lr=lr: io.PatchModel(n, "m", {"optimizer": {"lr": lr}}))  # type: ignore[misc]
+
+    brought = [c["settings"]["optimizer"]["lr"] if "settings" in c else None for c in d.document("m")["commits"]]
+    assert brought == [0.001, None, 0.25, None]
+    assert [c["revision"] for c in d.document("m")["commits"]] == [0, 0, 2, 2]
+
+
 def test_linear_scaling_makes_a_revision_of_each_join() -> None:
     """With linear scaling each join makes a revision, because live workers belong to the revision (semantics 8)."""
     d = Driver.with_model(optimizer={"name": "sgd", "linear_scaling": True})

@@ -18,7 +18,7 @@ def test_a_cut_counts_once_every_partition_has_stored_it() -> None:
     a = d.join("a")
     d.clock(a, 1)
     d.beat("s0")
-    assert d.core.read.model("m")["cut"] is None
+    assert d.core.read.model("m")["cut"] == 0
     d.now += 4
     d.beat("s0", stored=False)
     d.beat("s1", stored=False)
@@ -56,6 +56,18 @@ def test_a_model_that_rests_is_cut_where_it_stands() -> None:
     d.shard("s1")
     model = d.core.read.model("m")
     assert (model["timeline"], model["clock"], model["cut"]) == (1, 2, 2)
+
+
+def test_a_model_without_a_commit_goes_back_to_what_was_stored_of_it() -> None:
+    """The first values are a cut, so that what was assigned to them is not drawn again when a shard dies."""
+    d = Driver.with_model(**SYNC)
+    assert (d.core.read.model("m")["cut"], d.document("m")["cut_asked"]) == (0, None)
+
+    d.shard("s1")
+    assert (d.document("m")["timeline"], d.document("m")["source"]) == (1, {"cut": 0})
+    d.beats()
+    d.clock(d.join("a"), 1)
+    assert d.commits()[-1]["cut"]
 
 
 def test_the_cut_of_a_model_that_rests_holds_no_commit_up() -> None:

@@ -5,14 +5,22 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
+from paramserver.core.partition_state import Capture
 from paramserver.core.shard_effects import Apply, StoreSnapshot
-from paramserver.core.shard_events import JournalLost, SaveAll, SnapshotDone
+from paramserver.core.shard_events import (
+    AssignPart,
+    CaptureReceived,
+    JournalLost,
+    SaveAll,
+    SetReceived,
+    SnapshotDone,
+)
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import FencedError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 
-from .partitions import ROSTER, WORKERS, complete, journaled, listed, ones, pending, serving, spec, stage
+from .partitions import LEVELS, ROSTER, WORKERS, complete, journaled, listed, ones, pending, serving, spec, stage
 
 
 def synced(partitions: int = 1) -> ModelSpec:
@@ -270,6 +278,105 @@ def test_a_partition_that_moves_is_whole_in_redis_whatever_redis_loses(emptied: 
 
     assert [row.version for row in driver.core.released()] == [2]
     assert [c.clock for c in driver.store.kept[whole.capture.key]] == [2, 1]
+
+
+def put(driver: ShardDriver, value: float) -> None:
+    """Assign `value` to the first partition's elements."""
+    request = driver.request()
+    driver.send(SetReceived(request, "m", (AssignPart(0, ones(value), "float32", True),), 1))
+
+
+def fail(driver: ShardDriver) -> None:
+    """Let the pending write of a cut fail."""
+    (store,) = (e for e in pending(driver, StoreSnapshot) if e.cut)
+    driver.pending.remove(store)
+    driver.send(SnapshotDone(store.capture.key, store.capture.token, False, store.urgent))
+
+
+def stored(driver: ShardDriver, clock: int) -> list[float]:
+    """Return the first partition's values in the cut of that clock."""
+    return [float(x) for x in driver.store.cuts[PartitionKey(ModelKey("m", 1), 0), clock].state.values]
+
+
+@pytest.mark.parametrize("ack", LEVELS)
+@pytest.mark.parametrize("when", ["before it is written", "while it is written", "once it is stored"])
+def test_what_is_assigned_at_the_clock_of_a_cut_is_part_of_it(when: str, ack: str) -> None:
+    """Values assigned before the next commit are stored as the cut of their clock, and a checkpoint of it has them."""
+    driver = with_a_cut_to_store(ack)
+    if when == "once it is stored":
+        driver.settle()
+    elif when == "before it is written":
+        fail(driver)
+
+    put(driver, 7.0)
+    driver.settle()
+    driver.advance(1.0)
+    driver.settle()
+
+    assert stored(driver, 1) == [7.0] * 4
+    assert not list(driver.core.models["m"].partitions[0].operations)
+    request = driver.request()
+    driver.send(CaptureReceived(request, "m", 0, 1, 1))
+    capture = driver.outcome(request)
+    assert isinstance(capture, Capture)
+    assert capture.state.values.tolist() == [7.0] * 4
+
+
+def test_what_is_assigned_after_the_clock_of_a_cut_leaves_it_as_it_is() -> None:
+    """Values assigned after a commit without a cut do not change an older cut, which would mix two clocks."""
+    driver = serving(synced(), workers=ROSTER)
+    driver.advance(1.0)
+    driver.commit(0, cut=True)
+    driver.advance(1.0)
+    driver.commit(1)
+    put(driver, 7.0)
+    driver.advance(60.0)
+
+    assert stored(driver, 1) == [0.0] * 4
+    assert [row.clock for row in driver.core.cuts()] == [1]
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["called off", "done"])
+def test_what_is_assigned_at_the_clock_of_a_cut_is_part_of_it_also_after_a_move(moved: bool) -> None:
+    """What was assigned before, during or after a move of a model that rests is stored as the cut of its clock."""
+    driver = ShardDriver()
+    resting = replace(driver.serve(synced(), workers=ROSTER), clock=1, cut=1)
+    driver.commit(0, cut=True)
+    driver.advance(1.0)
+    driver.send(resting)
+    driver.eager = False
+    put(driver, 7.0)
+    complete(driver, Apply)
+    driver.send(replace(resting, release={0: 1}))
+    fail(driver)
+    driver.eager = True
+    driver.settle()
+    driver.advance(1.0)
+    assert (stored(driver, 1), [row.version for row in driver.core.released()]) == ([0.0] * 4, [2])
+    after = driver
+    if moved:
+        after = ShardDriver(driver.store)
+        after.send(replace(resting, owned={0: 2}, sources={0: "snapshot"}))
+    else:
+        after.send(resting)
+    after.advance(1.0)
+    assert stored(after, 1) == [7.0] * 4
+
+    put(after, 8.0)
+    after.advance(1.0)
+
+    assert stored(after, 1) == [8.0] * 4
+
+
+def test_what_a_restore_sets_is_no_part_of_an_older_cut() -> None:
+    """Values of a restore are left out of the cut of their clock: if it ends half done, the model can go back."""
+    driver = serving(synced(), workers=ROSTER)
+    driver.commit(0, cut=True)
+    driver.advance(1.0)
+    driver.send(SetReceived(driver.request(), "m", (AssignPart(0, ones(7.0), "float32", True),), 1, restore=True))
+    driver.advance(1.0)
+
+    assert stored(driver, 1) == [0.0] * 4
 
 
 def test_before_the_first_commit_there_is_a_cut() -> None:

@@ -1,5 +1,6 @@
 """The shard's core in synchronous mode: staging, commits and settings (cuts: `test_shard_cuts`)."""
 
+import json
 import random
 from typing import Any
 from unittest.mock import Mock
@@ -10,15 +11,24 @@ from msgspec.structs import replace
 from tests.refusals import refused_with
 
 from paramserver import limits
+from paramserver.core.commit import Commit
 from paramserver.core.served_model import ServedModel
+from paramserver.core.settings import model_settings_document
 from paramserver.core.shard_effects import Apply, PullDone
-from paramserver.core.shard_events import AssignPart, PushReceived, RosterChanged, SetReceived, WorkerAnswered
+from paramserver.core.shard_events import (
+    AssignPart,
+    CommitDecided,
+    PushReceived,
+    RosterChanged,
+    SetReceived,
+    WorkerAnswered,
+)
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, FencedError, PsError, RequestError, StaleMapError
 from paramserver.testing.shard_driver import ShardDriver, push_part
 from paramserver.types import F32, ModelKey, PushId
 
-from .partitions import listed, refused, serving, stage
+from .partitions import LEVELS, listed, pending, refused, serving, stage, successor, view
 
 WORKERS = ("r/w0", "r/w1", "r/w2")
 ROSTER = dict.fromkeys(WORKERS, 1)
@@ -259,7 +269,7 @@ def test_staged_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_commit_whose_result_is_not_finite_keeps_the_values() -> None:
-    """A commit whose result is not finite raises the version and keeps the values."""
+    """A commit whose result is not finite raises the version, keeps the values, and is reported."""
     driver = serving(spec(), workers=ROSTER)
     stage(driver, 0, 0, 3e38)
     driver.commit(0, listed(0, 0))
@@ -267,7 +277,19 @@ def test_a_commit_whose_result_is_not_finite_keeps_the_values() -> None:
 
     driver.commit(1, listed(0, 1))
 
+    assert [key.index for key in driver.kept] == [0]
     assert (driver.pull(0).version, driver.values()) == (2, [float(np.float32(3e38))] * 4)
+
+
+def test_a_result_that_is_not_finite_leaves_the_other_partitions_alone() -> None:
+    """Only the partition whose result is not finite keeps its values and says so; the others take the step."""
+    driver = serving(spec(8, 2), workers=ROSTER)
+    for t in range(2):
+        driver.push({0: ones(value=3e38), 1: ones()}, PushId(WORKERS[0], 1, t), clock=t)
+        driver.commit(t, listed(0, t))
+
+    assert [key.index for key in driver.kept] == [0]
+    assert (driver.values(0), driver.values(1)) == ([float(np.float32(3e38))] * 4, [2.0] * 4)
 
 
 def test_what_float32_cannot_hold_is_not_staged() -> None:
@@ -309,6 +331,52 @@ def test_a_commit_of_a_revision_not_heard_of_waits_for_it() -> None:
     assert driver.values() == [-10.0] * 4
 
 
+@pytest.mark.parametrize("seen", ["each change", "the last change", "the commit first"])
+def test_a_commit_brings_the_settings_that_it_names(seen: str) -> None:
+    """All shards apply a commit with the settings of its revision, also one that heard only of newer settings.
+
+    The commits after it name the same revision without its settings, which the partition has by then.
+    """
+    driver = serving(spec(optimizer={"name": "sgd", "lr": 1.0}), workers=ROSTER)
+    for t in range(3):
+        stage(driver, 0, t, 1.0)
+    sent = view(driver)
+    params = {"w": {"lr_scale": 10.0}}
+    second = replace(sent, spec=sent.spec.patched({"params": params}), revision=2)
+    third = replace(sent, spec=sent.spec.patched({"optimizer": {"lr": 100.0}}), revision=3)
+    named = [(2, second.spec), (2, None), (3, third.spec)]
+    commits = tuple(
+        Commit(t, 0, (listed(0, t),), r, 3, False, None if s is None else model_settings_document(s, r))
+        for t, (r, s) in enumerate(named)
+    )
+    commits = tuple(Commit.of(json.loads(json.dumps(c.document(sent.model)))) for c in commits)
+
+    if seen == "each change":
+        driver.send(second)
+    if seen != "the last change":
+        driver.send(CommitDecided(sent.model, commits[0]))
+    driver.send(replace(third, clock=3, commits=commits))
+
+    assert driver.values() == [-120.0] * 4
+
+
+def test_an_assignment_moves_no_schedule() -> None:
+    """In sync, schedules count the clock: partitions that were assigned to keep the rate of the others."""
+    schedule = {"kind": "step", "step_size": 2, "gamma": 0.5}
+    driver = serving(spec(8, 2, {"name": "sgd", "lr": 1.0, "schedule": schedule}), workers=ROSTER)
+    for _ in range(2):
+        driver.send(SetReceived(driver.request(), "m", (AssignPart(1, ones(value=0.0), "float32", True),), 1))
+
+    for t in range(3):
+        driver.push({0: ones(), 1: ones()}, PushId(WORKERS[0], 1, t), clock=t)
+        driver.commit(t, listed(0, t))
+    driver.push({0: ones(), 1: ones()}, PushId(WORKERS[0], 1, 3), clock=3)
+    driver.patch({"consistency": {"mode": "async"}}, clock=3)
+
+    assert (driver.pull(0).version, driver.pull(1).version) == (4, 6)
+    assert (driver.values(0), driver.values(1)) == ([-3.0] * 4, [-3.0] * 4)
+
+
 def test_leaving_sync_applies_the_open_clock_and_entering_begins_at_the_leaders() -> None:
     """Leaving sync applies decided commits, then what is staged; a new phase begins with a cut at its first clock."""
     driver = serving(spec(), workers=ROSTER)
@@ -345,6 +413,27 @@ def test_leaving_sync_applies_the_mean_of_the_contributions_staged(rule: dict[st
 
     assert driver.values() == [4.0] * 4
     assert driver.core.held_bytes == 0
+
+
+@pytest.mark.parametrize("ack", LEVELS)
+def test_a_push_of_a_worker_that_leaves_while_it_is_applied_counts(ack: str) -> None:
+    """A worker that goes while the mean of what is staged is computed is in it, by the journal and in the answers."""
+    driver = ShardDriver()
+    driver.serve(replace(spec(), ack=ack), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    stage(driver, 1, 0, 3.0)
+    driver.eager = False
+    driver.patch({"consistency": {"mode": "async"}})
+    assert pending(driver, Apply)
+
+    driver.send(RosterChanged(ModelKey("m", 1), {WORKERS[0]: 1}))
+    driver.eager = True
+    driver.settle()
+
+    again = stage(driver, 1, 0, 3.0)
+    assert (again.duplicate, again.late, driver.values()) == (True, False, [2.0] * 4)
+    if ack != "applied":
+        assert successor(driver).values() == [2.0] * 4
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -151,7 +151,7 @@ def model(name: str, pushes_per_s: float) -> ModelStatus:
         parameters=1, elements=1, partitions=1, served=1, shards=[], owners=[], loading=[], moving=[], version=3,
         durable_version=3, clock=0, waiting_for=[], updates_per_s=pushes_per_s, pushes_per_s=pushes_per_s,
         pulls_per_s=0.0, in_bytes_per_s=0.0, out_bytes_per_s=0.0, workers=[], latest={},
-        not_finite={}, series=[], **times,
+        not_finite={}, values_kept=0, series=[], **times,
     )  # fmt: skip
 
 
@@ -254,6 +254,20 @@ def told(found: Status, metric: str, label: str = "") -> dict[str, float]:
     metrics = ClusterMetrics()
     metrics.status = found
     return {s.labels.get(label, ""): s.value for m in metrics.collect() if m.name == metric for s in m.samples}
+
+
+async def test_results_that_were_not_finite_are_a_problem() -> None:
+    """What shards tell of values kept is summed up for the model, and stated with what to do."""
+    d, service = of_models(1)
+    for name in d.shards:
+        d.beat(name, metrics={"models": {"m00": {"values_kept": 3}}})
+
+    found = await overview.describe(service)
+
+    assert found.models[0].values_kept == 3
+    (problem,) = found.cluster.problems
+    assert "m00" in problem
+    assert "lower the learning rate" in problem
 
 
 def test_events_are_what_differs_from_the_second_before() -> None:

@@ -58,6 +58,22 @@ def test_heartbeats_tell_rates_times_and_lags() -> None:
     assert telemetry.rates() == told
 
 
+def test_heartbeats_tell_for_a_minute_that_values_were_kept() -> None:
+    """How often results were not finite is in the heartbeats until a minute has passed without one."""
+    clock = Clock()
+    telemetry = Telemetry(clock)
+    for _ in range(2):
+        telemetry.values_kept("diverges")
+        clock.now += 40.0
+        assert telemetry.rates()["models"]["diverges"]["values_kept"] >= 1
+
+    clock.now += 19.0
+    assert telemetry.rates()["models"]["diverges"]["values_kept"] == 2
+    clock.now += 2.0
+    assert "values_kept" not in telemetry.rates()["models"]["diverges"]
+    assert REGISTRY.get_sample_value("paramserver_values_kept_total", {"model": "diverges"}) == 2
+
+
 def test_a_model_that_is_still_is_told_of_no_more() -> None:
     """A model without requests keeps its times and lags for RECENT_S, and then leaves the heartbeat."""
     clock = Clock()

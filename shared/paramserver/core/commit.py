@@ -31,6 +31,8 @@ class Commit(Struct, frozen=True):
     live_workers: int
     cut: bool
     """Whether every partition must store a cut right after this commit."""
+    settings: Mapping[str, Any] | None = None
+    """The settings of `revision` (`core.settings`), unless the commit before names the same one: then None."""
 
     @property
     def rows(self) -> list[list[Any]]:
@@ -49,10 +51,12 @@ class Commit(Struct, frozen=True):
             "revision": self.revision,
             "live_workers": self.live_workers,
             "cut": self.cut,
+            **({} if self.settings is None else {"settings": self.settings}),
         }
 
     @classmethod
     def of(cls, doc: Mapping[str, Any]) -> Self:
         """The commit that a record describes."""
         listed = tuple(Contribution(*row) for row in doc["contributions"])
-        return cls(doc["t"], doc["timeline"], listed, doc["revision"], doc["live_workers"], doc["cut"])
+        numbers = doc["revision"], doc["live_workers"], doc["cut"]
+        return cls(doc["t"], doc["timeline"], listed, *numbers, doc.get("settings"))

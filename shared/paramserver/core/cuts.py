@@ -26,6 +26,11 @@ class Cuts:
     began_s: float = float("-inf")
     """When the last one began."""
 
+    @property
+    def reached(self) -> int:
+        """Newest clock that every partition has stored; -1 if there is none."""
+        return -1 if self.newest is None else self.newest
+
     def begin(self, clock: int, *, urgent: bool = False) -> None:
         """Have every partition store this clock."""
         self.pending, self.urgent = clock, urgent

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from paramserver.core.mean_operations import CommitOperation
+from paramserver.core.mean_operations import CommitOperation, FlushOperation
 from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.queues import OperationQueues
@@ -89,6 +89,8 @@ class Handover:
             return
         if partition.lsn > partition.mark.stored:
             self._shard.plan.changed(partition, now)
+        if model.at_cut(partition):
+            self._shard.plan.cut(partition)  # one that waited was dropped for the move
         self._shard.resume(model, partition, now)
 
     def forget(self, partition: Partition) -> None:
@@ -106,5 +108,5 @@ class Handover:
 
 
 def _commits(partition: Partition) -> bool:
-    """Whether a commit is being computed; queued ones have been withdrawn."""
-    return any(op.running and isinstance(op, CommitOperation) for op in partition.operations)
+    """Whether a commit or a flush is being computed; queued ones have been withdrawn."""
+    return any(op.running and isinstance(op, CommitOperation | FlushOperation) for op in partition.operations)

@@ -53,6 +53,8 @@ class LoadDesk:
             self._shard.plan.initialized(p)
         elif loaded.replayed_bytes:
             self._shard.plan.changed(p, now)
+        elif not cut and model.at_cut(p):
+            self._shard.plan.cut(p)  # the stored one may lack values assigned to the owner before
         if p.buffered:
             p.flush_at = now + p.spec.consistency.interval_ms / 1000.0
             self._shard.flush_by(p, p.flush_at, now)

@@ -8,7 +8,7 @@ from paramserver.core.commit import Commit
 from paramserver.core.journal import Step, commit_head, flush_head
 from paramserver.core.operation import Operation, record_settings_change
 from paramserver.core.partition_state import PartitionState
-from paramserver.core.shard_effects import Task
+from paramserver.core.shard_effects import Task, ValuesKept
 from paramserver.core.shard_events import TaskResult
 from paramserver.core.update import mean_task
 
@@ -26,7 +26,7 @@ class CommitOperation(Operation):
 
     def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         (p,) = self.partitions
-        settings = self.model.spec_of(self.commit.revision)
+        settings = self.model.settings_of(self.commit, p)
         if self.commit.timeline != self.model.timeline or self.commit.t != p.clock or settings is None:
             p.committing = False
             shard.committed(self.model, p, now)
@@ -49,6 +49,7 @@ class CommitOperation(Operation):
         (p,) = self.partitions
         assert p.state is not None
         if results[0].state is None:
+            shard.perform(ValuesKept(p.key))
             self._step = None
         self._finish(shard, results[0].state or p.state, now)
 
@@ -81,12 +82,15 @@ class FlushOperation(Operation):
             return ()
         parts = p.weighted(held)
         self._step = (p.rate(), [weight for _, weight in parts])
+        p.committing = True
         return [mean_task(p.update_input(), parts, p.contributions, self._step[0])]
 
     def finish(self, shard: "ShardCore", results: Sequence[TaskResult], now: float) -> None:
         (p,) = self.partitions
+        p.committing = False
         shard.held_bytes -= p.drop_unapplied()
         if results[0].state is None:
+            shard.perform(ValuesKept(p.key))
             p.lsn += 1
             self._step = None
         else:

@@ -251,10 +251,6 @@ class ModelDesk:
             model.upload_token = None
             model.lost.clear()
             model.read_at_s, model.files_error = float("inf"), None
-            if model.gate.sync and not model.durable:
-                # Each partition stores these values as a cut at once; when all have, a recovery can go back to it.
-                model.cuts.begin(model.gate.clock)
-                self.c.save_clock(model)
             self.c.save_model(model)
         else:
             self.c.save_filled(model, names)

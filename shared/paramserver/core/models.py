@@ -167,15 +167,18 @@ class Model:
     def begin_cut(self, now: float, *, urgent: bool = False) -> None:
         """Have every partition store the current clock as a cut."""
         self.cuts.begin(self.gate.clock, urgent=urgent)
-        self.cuts.began_s, self.cuts.wanted = now, False
+        self.cuts.wanted = False
+        if self.gate.clock:  # a cut of the first values holds none of training up
+            self.cuts.began_s = now
 
     def needs_idle_cut(self, now: float) -> bool:
         """Whether to make the current clock a cut although no commit comes.
 
-        Otherwise the commits since the last cut would be lost with a shard, however long ago they were made.
+        Otherwise the commits since the last cut would be lost with a shard, however long ago they were made, and before
+        the first one what was assigned.
         """
         wanted = self.cuts.wanted_now or now - self.last_commit_s >= limits.SNAPSHOT_INTERVAL_S
-        if not wanted or self.durable or self.gate.opening or self.gate.clock <= (self.cuts.newest or 0):
+        if not wanted or self.durable or self.gate.opening or self.gate.clock <= self.cuts.reached:
             return False
         return self.may_cut
 

@@ -66,7 +66,7 @@ class Partition:
     operations: deque["Operation"] = field(default_factory=deque)
     """Its queue of operations, in order of arrival; only the first one may be running."""
     committing: bool = False
-    """Whether a commit is among the operations."""
+    """Whether a commit is among the operations, or a flush is being computed: what is staged must stay as it is."""
     pulls: list["WaitingPull"] = field(default_factory=list)
     """Pulls that wait for a version of this partition."""
     cut: Capture | None = None
@@ -144,8 +144,9 @@ class Partition:
         return UpdateInput(self.key, self.state, self.spec, self.segments)
 
     def rate(self) -> float:
-        """The learning rate of the next update: the schedule counts the partition's own versions."""
-        return learning_rate(self.spec.optimizer, self.version, self.live_workers)
+        """The learning rate of the next update: the schedule counts the partition's own versions, in sync the clock."""
+        updates = self.clock if self.spec.consistency.mode == "sync" else self.version
+        return learning_rate(self.spec.optimizer, updates, self.live_workers)
 
     def numbers(self, scale: float, base: tuple[int, int] | None) -> tuple[float, float]:
         """(learning rate, factor of the gradient) for a push applied by itself now."""

@@ -8,6 +8,7 @@ from paramserver import limits
 from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
+from paramserver.core.settings import spec_from_model_document
 from paramserver.core.shard_events import ModelView
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timers import Timer
@@ -16,8 +17,6 @@ from paramserver.types import LEVELS, ModelKey
 
 if TYPE_CHECKING:
     from paramserver.core.operation import RequestOperation
-
-_REVISIONS_KEPT = 16
 
 
 @dataclass(slots=True)
@@ -46,10 +45,10 @@ class ServedModel:
     """worker -> epoch of the live roster."""
     departed: set[tuple[str, int]] = field(default_factory=set)
     """(worker, epoch) that left the roster while a partition here had staged gradients of theirs."""
-    specs: dict[int, ModelSpec] = field(default_factory=dict)
-    """Settings of the newest revisions; a commit names the revision it was decided under."""
     commits: dict[int, Commit] = field(default_factory=dict)
     """Commits of this timeline that a partition here may still need."""
+    brought: tuple[Commit, ModelSpec] | None = None
+    """The last commit applied of those that bring settings along, and these."""
     partitions: dict[int, Partition] = field(default_factory=dict)
     parked: dict["RequestOperation", Parked] = field(default_factory=dict)
     """Requests that wait for a partition to be loaded or no longer held, in order of arrival."""
@@ -64,6 +63,8 @@ class ServedModel:
     """sync: the clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
     opening: bool = False
     """sync: whether the commit of the clock `began` lists nothing, so that no push can be for that clock."""
+    cut: int | None = None
+    """sync: the clock of the newest cut that all partitions have stored, as far as this shard knows; None: none."""
     cut_asked: int | None = None
     """sync: the clock of the pending cut, which each partition stores when it reaches that clock; None: none."""
     cut_urgent: bool = False
@@ -127,12 +128,9 @@ class ServedModel:
         """Take over all that a view of this timeline says, except its commits and who owns what."""
         self.clock = max(self.clock, view.clock)
         self.ready, self.began, self.opening = view.ready, view.began, view.opening
-        self.cut_asked, self.cut_urgent = view.cut_asked, view.cut_urgent
+        self.cut, self.cut_asked, self.cut_urgent = view.cut, view.cut_asked, view.cut_urgent
         self.set_roster(view.workers)
-        self.specs[view.revision] = self.spec = view.spec
-        self.revision = view.revision
-        while len(self.specs) > _REVISIONS_KEPT:
-            del self.specs[min(self.specs)]
+        self.spec, self.revision = view.spec, view.revision
 
     def restart(self, view: ModelView) -> None:
         """Begin the view's timeline; nothing of the clocks before counts any more."""
@@ -144,10 +142,23 @@ class ServedModel:
         """Whether the pending cut is of the clock that this partition has reached."""
         return p.by_cuts and p.clock == self.cut_asked
 
-    def spec_of(self, revision: int) -> tuple[int, ModelSpec] | None:
-        """(revision, settings) for a commit's revision, or for the next newer one known; None: not known yet."""
-        newer = [r for r in self.specs if r >= revision]
-        return (min(newer), self.specs[min(newer)]) if newer else None
+    def at_cut(self, p: Partition) -> bool:
+        """Whether the model would go back to the clock that this partition has reached, as no commit came since."""
+        return p.by_cuts and p.clock == self.cut
+
+    def settings_of(self, commit: Commit, p: Partition) -> tuple[int, ModelSpec] | None:
+        """(revision, settings) under which the partition applies its next commit; None: not known yet.
+
+        Raises CorruptState if the settings that the commit brings along cannot be read.
+        """
+        if commit.settings is not None:
+            if self.brought is None or self.brought[0] is not commit:
+                self.brought = commit, spec_from_model_document(self.spec, commit.settings)
+            return commit.revision, self.brought[1]
+        if commit.revision == p.revision:
+            return p.revision, p.spec
+        # Stored by a version whose commits brought no settings.
+        return (self.revision, self.spec) if self.revision >= commit.revision else None
 
     def record_commit(self, commit: Commit) -> None:
         """Record a commit, in any order of arrival, and forget those that every partition here has applied."""

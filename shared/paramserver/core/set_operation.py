@@ -70,6 +70,8 @@ class SetOperation(RequestOperation):
                 p.lsn += 1
             if self.event.restore:
                 shard.held_bytes -= p.drop_unapplied()
+            elif self.model.ready and (shard.plan.at_cut(p) or self.model.at_cut(p)):
+                shard.plan.cut(p)  # else the cut of this clock would be of the values before
             if p.level:
                 arrays = (part.data, *(part.slots or ()))
                 shard.durability.executed(p, "set", set_head(part, p.version, self.event.restore), arrays)

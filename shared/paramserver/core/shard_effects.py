@@ -188,6 +188,12 @@ class Report(Struct, frozen=True):
     """Send a heartbeat now: a partition is served or released, or a cut is stored."""
 
 
+class ValuesKept(Struct, frozen=True):
+    """Report that a commit or flush left the values of a partition as they were, as its result was not finite."""
+
+    key: PartitionKey
+
+
 class AskWorker(Struct, frozen=True):
     """Ask the scheduler about a worker that the roster lacks; answer with `WorkerAnswered`."""
 
@@ -200,4 +206,4 @@ class Resync(Struct, frozen=True):
     """Reconnect the feed, which then sends everything again: a commit is missing."""
 
 
-Effect: TypeAlias = LoadPartition | Apply | Reply | StoreSnapshot | Journal | Report | AskWorker | Resync
+Effect: TypeAlias = LoadPartition | Apply | Reply | StoreSnapshot | Journal | Report | ValuesKept | AskWorker | Resync

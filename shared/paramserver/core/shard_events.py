@@ -75,6 +75,8 @@ class ModelView(Struct, frozen=True):
     """Partition -> token: a shard that holds it under this token or a higher one keeps its memory (emptied Redis)."""
     sources: Mapping[int, Source] = field(default_factory=dict)
     """Partition -> source, for those that have another one than `source`."""
+    cut: int | None = None
+    """sync: the clock of the newest cut that all partitions have stored; None if there is none."""
     cut_asked: int | None = None
     """sync: the clock of the pending cut; None if there is none."""
     cut_urgent: bool = False
@@ -104,6 +106,7 @@ class ModelView(Struct, frozen=True):
             release={i: o["release"] for i, o in options.items() if "release" in o},
             kept_from={i: o["from"] for i, o in options.items() if "from" in o},
             sources={i: _source(o["source"]) for i, o in options.items() if "source" in o},
+            cut=doc["cut"],
             cut_asked=doc["cut_asked"],
             cut_urgent=doc["cut_urgent"],
             began=doc["began"],

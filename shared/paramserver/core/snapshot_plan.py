@@ -135,7 +135,9 @@ class SnapshotPlan:
             self.urgent(partition)
 
     def at_cut(self, partition: Partition) -> bool:
-        """Whether a cut of the partition's current clock is stored, in flight or pending."""
+        """sync: whether a cut of the partition's current clock is stored, in flight or pending."""
+        if partition.spec.consistency.mode != "sync":
+            return False
         written = [
             lane.storing
             for lane in (self._normal_lane, self._urgent_lane)

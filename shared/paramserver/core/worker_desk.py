@@ -2,6 +2,8 @@
 
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.commit import Commit
@@ -20,6 +22,7 @@ from paramserver.core.scheduler_io import (
     WorkerHeartbeat,
 )
 from paramserver.core.series import check_metrics
+from paramserver.core.settings import model_settings_document
 from paramserver.core.waiter import Waiter, not_a_member
 from paramserver.errors import PsError, problem, validating
 
@@ -307,6 +310,8 @@ class WorkerDesk:
         made = 0
         while made < COMMITS_PER_EVENT and (commit := self._decide(model, now)) is not None:
             made += 1
+            if not model.commits or model.commits[-1][1].revision != commit.revision:
+                commit = replace(commit, settings=model_settings_document(model.spec, model.revision))
             if commit.cut:
                 model.begin_cut(now)
             model.last_commit_s = now

@@ -39,10 +39,22 @@ class SimOperator(SimClient):
         self.restored: int | None = None
         """The timeline that the last restore began; None if a leader died during it, or another timeline began."""
         self.over = False
+        self.value = ASSIGNED
+
+    def assign(self, value: float) -> Script:
+        """Assign this value to every element, and wait until all shards have confirmed."""
+        self.over, self.value = False, value
+        yield from self._assign()
+        self.over = True
 
     def work(self) -> Script:
         """Make the changes; afterwards the model is in sync mode again, after `modes` in async."""
-        kinds: dict[str, Callable[[int], Script]] = {"restores": self._restore, "puts": self._put, "flips": self._flip}
+        kinds: dict[str, Callable[[int], Script]] = {
+            "restores": self._restore,
+            "puts": self._put,
+            "flips": self._flip,
+            "settings": self._change_settings,
+        }
         if self.sim.own_elements:
             yield from self._change_modes()
         else:
@@ -80,6 +92,13 @@ class SimOperator(SimClient):
             yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
             yield self.sim.world.rng.uniform(0.0, 1.5)
 
+    def _change_settings(self, turn: int) -> Script:
+        """Change a setting back and forth, so fast that a shard may hear of the last change only."""
+        for count in (1, 2):
+            change = {"consistency": {"min_workers": count}}
+            yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
+            yield self.sim.world.rng.uniform(0.0, 0.5)
+
     def _change_modes(self) -> Script:
         """Change to any mode, any number of workers' clocks apart; end in `async`, in which nothing waits."""
         rng = self.sim.world.rng
@@ -87,6 +106,14 @@ class SimOperator(SimClient):
             yield rng.uniform(0.0, 2.5)
             change = {"consistency": rng.choice(ANY_MODE) if left else MODES[0]}
             yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
+            if self.sim.deaths:
+                yield from self._remove_worker()
+
+    def _remove_worker(self) -> Script:
+        """End the epoch of any worker, at a moment when partitions may be computing what the change of mode applies."""
+        model, rng = self.sim.spec.name, self.sim.world.rng
+        yield rng.uniform(0.0, 0.2)
+        yield from self.ask(lambda r: io.LeaveWorker(r, model, f"{model}/w{rng.randrange(self.sim.workers)}"))
 
     def _insist(self, make: Callable[[int], io.Event]) -> Script:
         """Send a request until it is answered, and return the answer; None if a restore had already begun."""
@@ -123,5 +150,5 @@ class SimOperator(SimClient):
         return True
 
     def _part(self, index: int, restore: bool, version: int) -> AssignPart:
-        values = np.full(self.layout.partition_size(index), ASSIGNED, np.float32)
+        values = np.full(self.layout.partition_size(index), self.value, np.float32)
         return AssignPart(index, values, "float32", True, slots=() if restore else None, version=max(0, version - 1))

@@ -27,12 +27,15 @@ class Ledger:
     """The commits that any scheduler has published; asserts that none has two lists of contributions."""
 
     commits: dict[tuple[int, int, int], Any] = field(default_factory=dict)
+    revisions: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """(generation, timeline, t) -> revision of the settings that the commit names."""
 
     def note(self, document: Document) -> None:
         """Record a published document.  A model's document includes commits, even those whose leader died before it
         could publish them."""
         for commit in [document] if document["type"] == "commit" else document.get("commits", ()):
             key = (document["generation"], commit["timeline"], commit["t"])
+            self.revisions[key] = commit["revision"]
             before = self.commits.setdefault(key, commit["contributions"])
             assert before == commit["contributions"], f"commit {key} was published with two lists"
 

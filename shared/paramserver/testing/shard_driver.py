@@ -41,6 +41,7 @@ from paramserver.core.shard_effects import (
     Resync,
     StoreSnapshot,
     Task,
+    ValuesKept,
 )
 from paramserver.core.shard_events import (
     Applied,
@@ -239,6 +240,8 @@ class ShardDriver:
     asked: list[AskWorker] = field(default_factory=list)
     reports: int = 0
     resyncs: int = 0
+    kept: list[PartitionKey] = field(default_factory=list)
+    """Partitions that kept their values, as the result of a commit or flush was not finite."""
     view: ModelView | None = None
     """The newest view sent."""
     roster: Callable[[AskWorker], WorkerAnswered] | None = None
@@ -279,6 +282,8 @@ class ShardDriver:
                 self.reports += 1
             case Resync():
                 self.resyncs += 1
+            case ValuesKept(key):
+                self.kept.append(key)
             case _ if self.eager:
                 return self.result(effect)
             case _:

@@ -296,6 +296,7 @@ class SimShard(Node):
         before = pullable(self.core)
         effects = self.core.handle(event, self.world.now)
         check_superseded(self.core, before)
+        self._check_settings()
         for effect in effects:
             self.in_turn(type(effect).__name__, lambda effect=effect: self._perform(effect))  # type: ignore[misc]
         due = self.core.deadline()
@@ -303,12 +304,21 @@ class SimShard(Node):
             self._wakes_at = due
             self.later(max(1e-4, due - self.world.now), "tick", self._tick)
 
+    def _check_settings(self) -> None:
+        """Assert that each synchronous partition has the settings that the commit it took last names, and no others."""
+        for model in self.core.models.values():
+            for p in model.partitions.values():
+                named = self.scheduler.ledger.revisions.get((model.key.generation, model.timeline, p.clock - 1))
+                settled = p.state is not None and not p.committing and p.spec.consistency.mode == "sync"
+                if named is not None and settled:
+                    assert p.revision == named, f"partition {p.index} is at revision {p.revision}, not {named}"
+
     def _tick(self) -> None:
         self._wakes_at = float("inf")
         self.handle(Tick())
 
     def _perform(self, effect: Effect) -> None:
-        slow = self.world.rng.uniform(1e-4, 0.05)
+        slow = self.world.rng.uniform(1e-4, self.world.faults.compute_s)
         match effect:
             case Reply(request, outcome):
                 self.answer(request, outcome if self.serving else _no_contact())
@@ -348,12 +358,12 @@ class SimShard(Node):
 
     def _store(self, effect: StoreSnapshot) -> None:
         capture = effect.capture
-        pinned = self._cuts.get(capture.key.model)
+        pinned, view = self._cuts.get(capture.key.model), self.views[capture.key.model.name]
 
         def done(verdict: Verdict | None) -> None:
             self.handle(SnapshotDone(capture.key, capture.token, verdict is Verdict.DONE, effect.urgent))
 
-        self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned), done)
+        self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned, view), done)
 
     def _write(self) -> None:
         """Group commit: at most one write in flight, with all waiting entries of all partitions."""

@@ -6,14 +6,15 @@ Two schedulers, three shards, three workers, one Redis.  Every worker pushes one
 model whose optimizer adds them up, so the values count what was applied: in sync, each commit adds exactly one;
 otherwise each push adds one, and none may be counted twice.  In some of the synchronous runs, an operator restores the
 model, assigns values or changes its mode during training.  Mode, level, faults and operator are derived from the seed
-unless given.  With `--change modes`, each push adds to an element of its own, and the operator changes to any mode.
+unless given.  With `--change modes`, each push adds to an element of its own, and the operator changes to any mode;
+with `--deaths` as well, he also removes workers right after that.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -50,10 +51,16 @@ KINDS: Final[dict[str, Faults]] = {
     "emptied": Faults(crash=0.0, drop=0.005, feed_cut=0.002, redis_away=0.05, empty_at_s=12.0, drain=0.05),
 }
 """Fault mixes, named by what goes wrong most."""
+RARE_KINDS: Final[dict[str, Faults]] = {"slow": Faults(compute_s=1.0), "feeds": Faults(crash=0.001, feed_cut=0.1)}
+"""Fault mixes that are used only if they are asked for."""
 CHANGES: Final = ("none", "restores", "puts", "flips")
 """What an operator does to a synchronous model, chosen by the seed."""
 MODES: Final = "modes"
 """A change that is made only if it is asked for: the model goes from any mode to any other, again and again."""
+SETTINGS: Final = "settings"
+"""A change that is made only if it is asked for: another setting of the synchronous mode."""
+REST_S: Final = 20.0
+"""Longer than the lease of a dead shard, the rest before a cut, and the storing of it together."""
 _SHARES: Final = np.array([0.0, *(1 / n for n in range(1, 25))], np.float32)
 """What one push can add to its element: nothing yet, or its share in the mean of so many."""
 
@@ -101,7 +108,7 @@ class Simulation:
             # Workers end each iteration as they do in sync, which is right in every mode.
             first, self.mode = sorted(CONSISTENCY)[self.seed % 4], "sync"
         self.change = (self.change or chosen) if self.mode == "sync" else "none"
-        self.world = World(self.seed, self.faults or KINDS[self.kind])
+        self.world = World(self.seed, self.faults or (KINDS | RARE_KINDS)[self.kind])
         self.redis = SimRedis()
         self.ledger = Ledger()
         self.schedulers = [SimScheduler(self.world, f"scheduler-{i}", self.redis, self.ledger) for i in range(2)]
@@ -147,6 +154,8 @@ class Simulation:
         assert self.finished == self.workers, f"only {self.finished} workers finished within {self.patience_s} s"
         assert not self.changed or self.operator.over, f"the operator was not done within {self.patience_s} s"
         self._check_end()
+        if self.change == "puts":
+            self._check_rest()
         return world.trace
 
     # --- faults other than lost messages and crashes
@@ -234,7 +243,7 @@ class Simulation:
             off = np.abs(part.state.values[:, None] - _SHARES).min(axis=1)
             assert off.max() < 1e-5, f"partition {part.partition}: element {off.argmax()} is no share of one push"
             return
-        value, sent = float(part.state.values[0]), len(self.sent[part.partition])
+        value, sent = float(part.state.values[0]), len(self.sent.get(part.partition, ()))
         most = sent if self.change == "flips" else ASSIGNED + sent
         # Outside sync, each partition recovers from a shard's death by itself, and a commit decided earlier applies the
         # contributions that are left there, whose mean need not be a whole number.
@@ -262,6 +271,24 @@ class Simulation:
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
         self.world.run(self.patience_s * 3, lambda: not self._cut_pending)
         assert not self._cut_pending, "a pending cut will never be stored, and blocks all later cuts"
+
+    def _check_rest(self) -> None:
+        """Assign values to the model, which rests without faults now; they survive a move, and the death of a shard."""
+        world, value = self.world, 1000.0
+        world.faults = replace(world.faults, until_s=0.0)
+        self._rest()
+        world.play(self.operator.assign(value))
+        world.run(self.patience_s * 4, lambda: self.operator.over)
+        world.play(self._drain(world.rng.choice(list(self.shards)), world.rng.uniform(0.0, 9.0)))
+        self._rest()
+        world.rng.choice(list(self.shards.values())).crash()
+        self._rest()
+        for p in self._final():
+            assert (p.state.values == value).all(), f"partition {p.partition} lost what was assigned: {p.state.values}"
+
+    def _rest(self) -> None:
+        end = self.world.now + REST_S
+        self.world.run(end, lambda: self.world.now >= end)
 
     def _lost(self, part: PulledPart) -> list[tuple[int, int]]:
         """Return the pushes whose iteration has ended but that are not in the partition's values.
@@ -338,8 +365,8 @@ def main() -> int:
     late = "with --mode sync: policy for late reports, with a quorum of two of the three workers"
     parser.add_argument("--mode", choices=sorted(CONSISTENCY), default="", help=override)
     parser.add_argument("--level", choices=LEVELS, default="", help=override)
-    parser.add_argument("--kind", choices=list(KINDS), default="", help=override)
-    parser.add_argument("--change", choices=(*CHANGES, MODES), default="", help=override)
+    parser.add_argument("--kind", choices=[*KINDS, *RARE_KINDS], default="", help=override)
+    parser.add_argument("--change", choices=(*CHANGES, MODES, SETTINGS), default="", help=override)
     parser.add_argument("--clocks", type=int, default=CLOCKS, help="iterations of each worker")
     parser.add_argument("--checkpoints", type=int, default=0, help="clocks between checkpoints; 0: none")
     parser.add_argument("--late", choices=["fold", "drop"], default="", help=late)

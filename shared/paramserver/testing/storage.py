@@ -5,11 +5,15 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from paramserver.core.journal import JournalEntry
-from paramserver.core.partition_state import LoadedState
+from paramserver.core.partition_state import Capture, LoadedState
+from paramserver.core.replay import replay
 from paramserver.core.shard_effects import LoadPartition, StoreSnapshot
+from paramserver.core.shard_events import ModelView
 from paramserver.errors import problem
-from paramserver.testing.shard_driver import InMemoryStore
+from paramserver.testing.shard_driver import InMemoryStore, loaded, perform
 from paramserver.types import PartitionKey, Token
 
 LEASE_S = 3.0
@@ -108,13 +112,30 @@ class SimRedis:
             self.store.append(entry)
         return Verdict.DONE
 
-    def save(self, effect: StoreSnapshot, pinned: int | None) -> Verdict:
-        """Store a snapshot, if its token is the owner's; the cut at clock `pinned` is kept."""
+    def save(self, effect: StoreSnapshot, pinned: int | None, model: ModelView) -> Verdict:
+        """Store a snapshot, if its token is the owner's; the cut at clock `pinned` is kept.
+
+        Asserts that the journal, where it reaches that far, leads from the snapshot before to this one.
+        """
         owner = self.tokens.get(effect.capture.key, 0)
         if owner != effect.capture.token:
             return Verdict.FENCED if owner > effect.capture.token else Verdict.EMPTIED
+        self._check_replay(effect.capture, model)
         self.store.save(effect, pinned)
         return Verdict.DONE
+
+    def _check_replay(self, capture: Capture, model: ModelView) -> None:
+        key = capture.key
+        entries = [e for e in self.store.journals.get(key, ()) if e.lsn <= capture.lsn]
+        if key not in self.store.kept or not entries or entries[-1].lsn < capture.lsn:
+            return
+        again = replay(key, loaded(self.store.kept[key][0]), entries, model.spec, model.layout, perform)
+        assert np.array_equal(again.state.values, capture.state.values), f"the journal of {key} gives other values"
+        assert (again.version, again.memory) == (capture.version, capture.memory), f"the journal of {key} lacks pushes"
+        staged, kept = (sorted((h.worker, h.epoch, h.clock, h.seq) for h in s.staged) for s in (again, capture))
+        assert staged == kept, f"the journal of {key} stages {staged}, not {kept}"
+        sync = (capture.settings or {})["consistency"]["mode"] == "sync"
+        assert again.clock == capture.clock or not sync, f"the journal of {key} gives clock {again.clock}"
 
     def load(self, effect: LoadPartition) -> LoadedState:
         """Return the state that a partition starts from; raises CorruptState (`corrupt_state`) for an unknown cut."""

@@ -36,6 +36,8 @@ class Faults:
     """When Redis loses everything, once."""
     drain: float = 0.0
     """Per second: a shard is drained for a while."""
+    compute_s: float = 0.05
+    """Longest time to compute the tasks of one event."""
     delay_s: tuple[float, float] = (0.001, 0.05)
     """Range of each message's delay; messages can overtake one another."""
     down_s: tuple[float, float] = (0.2, 9.0)
@@ -111,10 +113,8 @@ class World:
 
     def run(self, until_s: float, done: Callable[[], bool]) -> None:
         """Run actions until `done` returns True, none is left, or `until_s` is reached."""
-        while self._heap and not done():
+        while self._heap and self._heap[0][0] <= until_s and not done():
             at, _, what, action = heappop(self._heap)
-            if at > until_s:
-                return
             self.now = at
             self.events += 1
             line = f"{at:.6f} {what}"
