@@ -252,8 +252,8 @@ def _waits_for(client: ps.Client, lines: Sequence[Line]) -> str:
         more = f" and {len(moves) - MOVES_SHOWN} more" if len(moves) > MOVES_SHOWN else ""
         return f"slow, by way of Redis: {', '.join(moves[:MOVES_SHOWN])}{more}"
     problems = client.status()["cluster"]["problems"]
-    known = problems[0] if problems else "its models are being loaded, restored or saved, or no other shard has room"
-    return f"no move has begun: {known}"
+    said = f"; the status says: {problems[0]}" if problems else ""
+    return f"no move has begun: its models are being loaded, restored or saved, or no other shard has room{said}"
 
 
 def _until_quiet(client: ps.Client, number: int, local: _LocalCluster | None, timeout_s: float) -> None:

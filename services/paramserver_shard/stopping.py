@@ -100,19 +100,23 @@ class Stopping:
         if unsaved := self._unsaved:
             log.error("%d partitions could not be stored: %s", unsaved, why)
         for name, (clock, cut) in self._beyond_cuts.items():
-            text = "synchronous model '%s' goes back from clock %d to its previous cut, of clock %d: %s"
-            log.error(text, name, clock, cut, why)
+            back = "begins anew" if cut is None else f"goes back from clock {clock} to its previous cut, of clock {cut}"
+            log.error("synchronous model '%s' %s: %s", name, back, why)
         self.lost = bool(unsaved or self._beyond_cuts)
 
     @property
-    def _beyond_cuts(self) -> dict[str, tuple[int, int]]:
-        """(clock, newest cut) of each model that is recovered from cuts and has partitions here beyond its newest."""
+    def _beyond_cuts(self) -> dict[str, tuple[int, int | None]]:
+        """(clock, newest cut) of each model that is recovered from cuts and has partitions here beyond its newest.
+
+        Beyond no cut at all are the first values, too, once they are complete.
+        """
         cuts = self._membership.cuts()
         found = {}
         for model in self._runtime.core.models.values():
-            clock, cut = max((p.clock for p in model.partitions.values() if p.by_cuts), default=0), cuts.get(model.key)
-            if clock > (cut or 0):
-                found[model.key.name] = clock, cut or 0
+            here = [p.clock for p in model.partitions.values() if p.by_cuts and p.state is not None and model.ready]
+            clock, cut = max(here, default=-1), cuts.get(model.key)
+            if clock > (-1 if cut is None else cut):
+                found[model.key.name] = clock, cut
         return found
 
     @property

@@ -92,7 +92,7 @@ class Storage:
             log.error("partition %s cannot be snapshotted: %s", key, error)
             self._snapshot_errors[key, token] = str(error)
         except (RedisError, OSError) as error:
-            if effect.urgent and isinstance(error, AWAY):  # who waits for it may call it off, and then it stays undone
+            if effect.urgent and not effect.cut and isinstance(error, AWAY):  # a move that waits may be called off
                 self.redis_failed(error)
             else:
                 self._note_failure(error)
@@ -115,7 +115,8 @@ class Storage:
 
     def _note_failure(self, error: Exception) -> None:
         """Log what Redis did not do, unless its last failure is not over, and tell the journals."""
-        if not (self.degraded or self._writer.reason).startswith("Redis "):
+        reasons = (self._redis_error, *self._snapshot_errors.values(), self._writer.reason)
+        if not any(reason.startswith("Redis ") for reason in reasons):
             log.warning("writes are not durable for now: %s", trouble(error))
         self._writer.note_failure(trouble(error))
 

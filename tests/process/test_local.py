@@ -25,7 +25,7 @@ def gone(url: str) -> bool:
 
 
 def test_a_local_cluster_comes_and_goes(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """`ps.local` yields a client of a working cluster, which is stopped when the block ends.
+    """`ps.local` returns a client of a working cluster, which is stopped when the block ends.
 
     Another one cannot be started in its folder, and that attempt does not stop it.
     """

@@ -17,7 +17,7 @@ AWAY = "Redis does not answer: async training continues, but nothing new can be 
     [
         ([("m", 3), ("m", 1)], [AWAY], "slow, by way of Redis: m/3 to shard-0, m/1 to shard-0"),
         ([("m", i) for i in range(7)], [], "m/2 to shard-0, m/3 to shard-0 and 3 more"),
-        ([], [AWAY], f"no move has begun: {AWAY}"),
+        ([], [AWAY], f"or no other shard has room; the status says: {AWAY}"),
         ([], [], "no move has begun: its models are being loaded, restored or saved, or no other shard has room"),
     ],
 )

@@ -36,7 +36,7 @@ def file(folder: Path, name: str, size_bytes: int = PAGE_BYTES, value: float = 0
     return str(path)
 
 
-def test_the_windows_kept_are_those_used_last(tmp_path: Path) -> None:
+def test_the_mappings_kept_are_those_used_last(tmp_path: Path) -> None:
     """As many mappings are kept as a shard has buffers in turn; one more takes the place of the least recently used."""
     mappings = Mappings()
     pieces = [[(file(tmp_path, f"b{i}"), PAGE_BYTES)] for i in range(KEPT_MAX + 1)]

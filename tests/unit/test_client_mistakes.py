@@ -67,7 +67,10 @@ def not_joined() -> Any:
             lambda: not_joined().step({}, wieght=0.5),
             r"no option wieght= \(did you mean weight=\? .*report",
         ),
-        (lambda: not_joined().exchange({}, ack="stored"), r"no option ack= \(pull\(\), push\(\) and clock\(\) do"),
+        (
+            lambda: not_joined().exchange({}, ack="stored"),
+            r"no option ack= \(pull\(\), push\(\) and clock\(\) have all options",
+        ),
         (lambda: setattr(not_joined(), "state", [1]), r"the state of a worker is a dict of JSON values, not \[1\]$"),
         (lambda: cast(Any, ps.Cosine)(100), "Cosine takes by name warmup, t_max, eta_min; not 100 without a name$"),
         (lambda: cast(Any, ps.Sync)(staleness=3), r"Sync takes quorum and .*; not staleness \(.* of ps.SSP\)$"),

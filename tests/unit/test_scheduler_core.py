@@ -313,6 +313,21 @@ def test_a_parameter_uploaded_in_parts_is_complete_once_each_partition_has_its_p
     assert d.core.read.model("m")["state"] == "ready"
 
 
+def test_parts_that_another_client_uploaded_before_do_not_count() -> None:
+    """A client that takes over an upload sends all parts itself: values of two clients are never mixed."""
+    d = Driver("s0", "s1")
+    params = {"b": {"shape": [8]}, "w": {"shape": [56], "init": {"kind": "upload"}}}
+    d.model(params=params, partitions=4)
+    given = [[i, p["incarnation"]] for i, p in enumerate(d.core.read.model("m")["partitions"])]
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", given[:3], partial=True))
+    d.wait(61)
+    d.send(lambda n: io.CreateModel(n, SPEC | {"params": params, "partitions": 4}, "second"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "second", given[3:], partial=True))
+    assert d.core.read.model("m")["missing"] == ["w"]
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "second", given[:3], partial=True))
+    assert d.core.read.model("m")["state"] == "ready"
+
+
 def test_a_creator_that_lost_the_answer_is_granted_its_token_again() -> None:
     """The creator's repeated request is granted its token at once, also by a new leader; nobody else's is."""
     d = Driver()

@@ -107,6 +107,25 @@ def test_a_shard_that_ends_gets_its_models_cut_at_once(targets: int) -> None:
     assert d.core.read.model("m")["cut"] == 2
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_pending_cut_becomes_urgent_for_a_shard_that_stops(behind: bool) -> None:
+    """A cut that has begun leaves the budget when a shard is to stop; if commits came since, another follows it."""
+    d = Driver.with_model(**SYNC)
+    a = d.join("a")
+    d.beats()
+    d.clock(a, 1)
+    assert d.commits()[-1]["cut"], "the first commit is a cut"
+    if behind:
+        d.clock(a, 2)
+    d.ask(lambda n: io.SetShardState(n, "s0", "draining", d.shards["s0"], cut=True))
+    assert (d.document("m")["cut_asked"], d.document("m")["cut_urgent"]) == (1, True)
+    d.beats()
+    d.do(io.Tick())
+    assert (d.document("m")["cut_asked"], d.document("m")["cut_urgent"]) == ((2, True) if behind else (None, False))
+    d.beats()
+    assert d.core.read.model("m")["cut"] == 1 + behind
+
+
 def journaled_and_cut() -> tuple[Driver, Any]:
     """Return a journaled model whose second commit is a cut that no shard has stored yet, and its worker."""
     d = Driver.with_model(**SYNC, ack="journaled", checkpoint={"every_clocks": 1})

@@ -54,8 +54,11 @@ class SlowStore:
 class Leader:
     """Stands in for `Membership` and the scheduler behind it, which other shards may follow, too."""
 
-    def __init__(self, view: ModelView, *, targets: int = 0, away_until_s: float = 0.0) -> None:
-        """`targets` other shards could take partitions, but never do; until `away_until_s` nobody answers."""
+    def __init__(self, view: ModelView, *, clock: int = CLOCK, targets: int = 0, away_until_s: float = 0.0) -> None:
+        """The model has reached `clock`; `targets` other shards could take partitions, but never do.
+
+        Until `away_until_s` nobody answers.
+        """
         self.epoch, self.stopping = 1, False
         self.serving = Serving()
         self.serving.on_changed = lambda *_: self.closed.append(
@@ -65,27 +68,33 @@ class Leader:
         """When it stopped serving, and of how many partitions a cut was stored then."""
         self.left_at: float | None = None
         self.runtime: Runtime
-        self._view, self._targets, self._away_until_s = view, targets, away_until_s
+        self._view, self._clock, self._targets, self._away_until_s = view, clock, targets, away_until_s
 
     async def drain(self, *, cut: bool) -> int:
         if asyncio.get_running_loop().time() < self._away_until_s:
             raise problem("no_leader", "no scheduler answers")
         if cut:
-            self.runtime.feed(replace(self._view, cut_asked=CLOCK))
+            self.runtime.feed(replace(self._view, cut_asked=self._clock, cut_urgent=True))
         return self._targets
 
     def cuts(self) -> dict[ModelKey, int | None]:
-        stored = {row.partition for row in self.runtime.core.cuts() if row.clock == CLOCK}
-        return {KEY: CLOCK if len(stored) == PARTITIONS else 0}
+        stored = {row.partition for row in self.runtime.core.cuts() if row.clock == self._clock}
+        return {KEY: self._clock if len(stored) == PARTITIONS else None}
 
     async def leave(self) -> None:
         self.left_at = asyncio.get_running_loop().time()
 
 
 def stopped(
-    mode: str = "sync", *, stop_s: float = 25.0, redis_s: float = 0.0, budget_s: float = 1e-9, **leader: Any
+    mode: str = "sync",
+    *,
+    clock: int = CLOCK,
+    stop_s: float = 25.0,
+    redis_s: float = 0.0,
+    budget_s: float = 1e-9,
+    **leader: Any,
 ) -> tuple[Leader, Stopping]:
-    """Tell a shard to stop that has a model of four partitions at clock 3, of which nothing is stored."""
+    """Tell a shard to stop that has a model of four partitions at that clock, of which nothing is stored."""
 
     async def work() -> tuple[Leader, Stopping]:
         fields = {"params": {"w": {"shape": [8 * PARTITIONS]}}, "partitions": PARTITIONS}
@@ -93,13 +102,13 @@ def stopped(
         owned = {i: make_token(1, 1 + i) for i in range(PARTITIONS)}
         view = ModelView(KEY, spec, Layout(spec), 0, 0, 0, True, owned, "init", {})
         async with asyncio.TaskGroup() as group:
-            member = Leader(view, **leader)
+            member = Leader(view, clock=clock, **leader)
             store, unused = cast(Any, SlowStore(redis_s, budget_s)), cast(Any, AsyncMock())
             runtime = member.runtime = Runtime(ShardCore(), Directory("s"), BufferPool(), store, unused, group)
             runtime.scheduler = cast(Any, Mock())
             runtime.feed(view)
             await asyncio.sleep(0)
-            for t in range(CLOCK):
+            for t in range(clock):
                 runtime.feed(CommitDecided(KEY, Commit(t, 0, (), 0, 0, False)))
             if mode != "sync":
                 for p in runtime.core.models["m"].partitions.values():
@@ -115,23 +124,25 @@ def stopped(
     return virtual_time.run(work())
 
 
-def test_the_last_cut_has_all_the_time_there_is_and_no_budget(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("clock", [CLOCK, 0])
+def test_the_last_cut_has_all_the_time_there_is_and_no_budget(clock: int, caplog: pytest.LogCaptureFixture) -> None:
     """A synchronous model that no other shard can take is cut where it stands, though that takes more than a moment.
 
-    Its first cut still waits for the budget, which would let it pass an hour later.
+    Its first cut still waits for the budget, which would let it pass an hour later.  At clock 0 it is the last one.
     """
-    leader, stopping = stopped(redis_s=2.0, budget_s=3600.0)
+    leader, stopping = stopped(clock=clock, redis_s=2.0, budget_s=3600.0)
 
     assert not stopping.lost
-    assert leader.cuts() == {KEY: CLOCK}
+    assert leader.cuts() == {KEY: clock}
     assert leader.left_at is not None
-    assert "previous cut" not in caplog.text
+    assert leader.left_at > 4.0, "four writes of 2 s, two at a time"
+    assert "synchronous model" not in caplog.text
 
 
 @pytest.mark.parametrize(
     ("mode", "told"),
     [
-        ("sync", "synchronous model 'm' goes back from clock 3 to its previous cut, of clock 0"),
+        ("sync", "synchronous model 'm' begins anew: no time"),
         ("async", "partitions could not be stored"),
     ],
 )
@@ -195,7 +206,7 @@ def test_without_any_scheduler_a_synchronous_model_is_not_waited_for_beyond_the_
     _, stopping = stopped(away_until_s=1e9)
 
     assert stopping.lost
-    assert "previous cut, of clock 0: no scheduler answers" in caplog.text
+    assert "synchronous model 'm' begins anew: no scheduler answers" in caplog.text
 
 
 def spent(budget: Callable[[], Budget], lift_at_s: float) -> float:

@@ -153,7 +153,7 @@ def test_memory_that_is_asked_for_by_turns_is_kept(folder: SharedFolder) -> None
     assert len(set(taken)) == 1
 
 
-def test_a_window_shows_buffers_side_by_side(folder: SharedFolder, versions: BufferPool) -> None:
+def test_mapped_buffers_lie_side_by_side(folder: SharedFolder, versions: BufferPool) -> None:
     """A client sees two buffers of a shard as one contiguous read-only array, without a copy."""
     first, second = versions.take(COUNT, shared=True), versions.take(COUNT, shared=True)
     first[:], second[:] = 1.0, 2.0
@@ -475,7 +475,7 @@ def test_a_folder_that_is_being_removed_is_never_taken_for_one_in_use(
     assert left.name.startswith(".")
 
 
-def test_windows_are_kept_for_the_next_turn(folder: SharedFolder, versions: BufferPool) -> None:
+def test_mappings_are_kept_for_the_next_turn(folder: SharedFolder, versions: BufferPool) -> None:
     """The same buffers give the same mapping until its folder is forgotten; buffers that cannot be mapped raise."""
     mappings = Mappings()
     values = versions.take(COUNT, shared=True)

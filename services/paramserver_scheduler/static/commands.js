@@ -16,7 +16,7 @@ export const modelCommands = model => el("dl.commands", {},
   line("Save a checkpoint on this machine", save(model)),
   line("Make a new model of it", restore(`./${model}`, `${model}-copy`)),
   line("Go back to the newest checkpoint that the cluster keeps", restore("latest", model)),
-  line("Delete the model", `curl -X DELETE ${url()}/models/${model}`));
+  line("Delete the model", `psctl delete ${model} --url ${url()}`));
 
 /** Lines that change the number of shards. */
 export function shardCommands(nodes) {

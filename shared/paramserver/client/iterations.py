@@ -26,7 +26,7 @@ from paramserver.net.calls import POLL_S, Call, Deadline
 log = logging.getLogger("paramserver")
 
 TOLD_AFTER_S: Final = 30.0
-"""After so long a wait for other workers, the log says once whom for."""
+"""After so long a wait for other workers without a timeout, the log says once whom for."""
 PUSHED: Final = "the gradient was pushed: call worker.clock() to keep waiting, and do not push it again"
 DONE: Final = "the iteration is done; get the values with worker.pull(). Another step would count its gradient twice"
 
@@ -61,7 +61,7 @@ class Iterations:
             s.pushed = None
             return False
         done, committed, late = s.clock + 1, 0, False
-        to_be_told: float | None = deadline.clock() + TOLD_AFTER_S
+        to_be_told = deadline.clock() + TOLD_AFTER_S if until is None else None
         while s.mode in ("ssp", "sync"):
             wait_s = POLL_S if until is None else min(POLL_S, until.left_s())
             body = {"clock": done, "since": min(s.since, done), "timeline": timeline}

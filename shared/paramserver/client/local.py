@@ -34,7 +34,7 @@ class LocalClient(Client):
         self._stop = weakref.finalize(self, _stop, os.getpid(), folder, temporary=temporary)
 
     def close(self) -> None:
-        """Close all connections, and stop the cluster.  Raises Unavailable if it does not stop."""
+        """Close all connections, and stop the cluster.  Raises Unavailable if it does not stop or store all."""
         if self._stop.alive:
             try:
                 super().close()
@@ -87,6 +87,11 @@ def _stop(owner: int, folder: str, *, temporary: bool) -> None:
     if os.getpid() != owner:
         return
     try:
+        _psctl(["down", "--state-dir", folder], None)
+    except PsError:
+        if not temporary:
+            raise
+        # It fails again only if the cluster still runs, not for what was not stored, which would be removed now.
         _psctl(["down", "--state-dir", folder], None)
     finally:
         if temporary:

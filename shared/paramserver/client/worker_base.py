@@ -22,7 +22,7 @@ MISSPELLED: Final = ("codec", "dtype", "timeout", "weight")
 """Options of `step` and `exchange` of which a slip would change the result and look like a metric."""
 ALIKE: Final = 0.8
 """How alike a slip is to its option at least (`difflib`'s ratio): 'wieght' and 'weight' 0.83, 'val_loss' 0.29."""
-ELSEWHERE: Final = ("ack", "base", "copy", "min_version", "names", "out", "ranges", "wait_s")
+ELSEWHERE: Final = ("ack", "copy", "min_version", "names", "out", "ranges", "wait_s")
 """Options of `pull`, `push` and `exchange`; `step` and `exchange` get those that they do not have as metrics."""
 LEAVE_S = 5.0
 """How long a worker tries to tell the scheduler that it leaves."""
@@ -113,7 +113,7 @@ class WorkerBase:
         """
         for name in metrics:
             if name in ELSEWHERE:
-                hint = "pull(), push() and clock() do the same in three calls, with all options"
+                hint = f"pull(), push() and clock() have all options. If it is a metric: report({name}=...)"
                 raise problem("invalid_field", f"this call has no option {name}=", hint=hint)
             if found := difflib.get_close_matches(name, MISSPELLED, 1, ALIKE):
                 hint = f"did you mean {found[0]}=? If it is a metric: report({name}=...)"

@@ -177,7 +177,7 @@ def check_worker(event: PushReceived, mode: str, workers: Mapping[str, int], ans
             raise problem(
                 "worker_required",
                 f"mode {mode} accepts pushes from joined workers only",
-                hint="join as a worker first",
+                hint="join as a worker first, at /models/{m}/workers",
             )
         return
     live = workers.get(push_id.worker)

@@ -34,7 +34,7 @@ class Handover:
             model.partitions[index] = kept
             self._shard.held_bytes += kept.held_bytes
             self.renew(kept, token)
-            kept.committing = _commits(kept)
+            kept.committing = _computes_mean(kept)
             self._shard.resume(model, kept, now)
             return
         key = PartitionKey(model.key, index)
@@ -56,7 +56,7 @@ class Handover:
         partition.release_number = release_number
         self._held[partition] = None
         self._shard.plan.forget(partition)
-        partition.committing = _commits(partition)
+        partition.committing = _computes_mean(partition)
         return self._queues.withdraw(partition)
 
     @property
@@ -107,6 +107,6 @@ class Handover:
         self._shard.durability.rebase(partition)
 
 
-def _commits(partition: Partition) -> bool:
+def _computes_mean(partition: Partition) -> bool:
     """Whether a commit or a flush is being computed; queued ones have been withdrawn."""
     return any(op.running and isinstance(op, CommitOperation | FlushOperation) for op in partition.operations)

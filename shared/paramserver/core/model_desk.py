@@ -122,6 +122,7 @@ class ModelDesk:
             token = model.upload_token = e.nonce
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
             if not mine:
+                model.given.clear()  # what another client sent does not count as this one's
                 self.c.save_model(model)
                 self.c.model_changed(model)
         self._park(model, e.request, 201 if e.nonce == model.creator else 200, token, now)
@@ -250,6 +251,7 @@ class ModelDesk:
         if model.ready:
             model.upload_token = None
             model.lost.clear()
+            model.given.clear()
             model.read_at_s, model.files_error = float("inf"), None
             self.c.save_model(model)
         else:

@@ -58,7 +58,10 @@ class MoveDesk:
         """Request a cut of each sync model on this shard, which may end without a successor: they resume from it."""
         for model in self.c.models.values():
             if model.gate.sync and any(o.shard == shard.name for o in model.owners):
-                model.cuts.wanted_now = True
+                if model.cuts.pending is not None and not model.cuts.urgent:
+                    model.cuts.urgent = True
+                    self.c.model_changed(model)
+                model.cuts.wanted_now = model.cuts.pending != model.gate.clock
                 self.c.mark_dirty(model)
 
     def storage(self, e: StorageChanged, now: float) -> None:

@@ -193,7 +193,9 @@ class ShardCore:
                 if model.ready and not was_ready:
                     self.plan.initialized(p)
                 elif model.asks_cut(p) and not self.plan.at_cut(p):
-                    self.plan.cut(p, urgent=model.cut_urgent)
+                    self.plan.cut(p)
+                if model.cut_urgent and self.plan.cut_waits(p):
+                    self.plan.urgent(p)
             self._woken.append(p)
             self._commits.advance(model, p, now)
 

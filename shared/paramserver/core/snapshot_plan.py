@@ -113,7 +113,10 @@ class SnapshotPlan:
             self._fsync.add(partition)
 
     def urgent(self, partition: Partition) -> None:
-        """Have the partition written now, outside the budget."""
+        """Have the partition written now, outside the budget; only its cuts, where recoveries go back to cuts.
+
+        One that is held is written whole.
+        """
         self._urgent[partition] = None
 
     def restore_lost(self, partition: Partition) -> None:
@@ -184,7 +187,7 @@ class SnapshotPlan:
             del self._urgent[partition]
             if partition.held or not partition.by_cuts or partition.mark.rebase is not None:
                 return self._captured(partition, urgent=True)
-            # Its move was called off; a snapshot stored now would displace a cut.
+            # Only its cuts were urgent, or its move was called off; a whole snapshot now would displace a cut.
         return None
 
     def _urgent_ready(self, now: float) -> Iterator[Partition]:
