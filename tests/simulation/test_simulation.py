@@ -128,6 +128,12 @@ def test_a_commit_is_applied_with_the_settings_it_names(level: str) -> None:
         run(Simulation(seed, "sync", level, "feeds", "settings"))
 
 
+def test_what_the_policy_dropped_is_not_folded_after_a_change_of_it() -> None:
+    """Where the policy for late reports changes to `drop` and back to `fold`, every mean is of whole contributions."""
+    for seed in (12, 21, 47, 52, 53, 57, 59):
+        run(Simulation(seed, "sync", change="settings", late="fold"))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_checkpoints_of_a_synchronous_model_find_their_cuts(level: str) -> None:
     """With automatic checkpoints, a synchronous model ends without a pending cut under each kind of faults."""

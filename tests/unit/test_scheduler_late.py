@@ -189,6 +189,24 @@ def test_a_late_clock_that_was_dropped_is_not_folded_afterwards() -> None:
     assert listed_of(d, b) == []
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_clock_that_the_others_passed_under_drop_is_not_folded(restarts: bool) -> None:
+    """A report of it is late, also after a change to `fold`: the partitions have discarded its parts by then."""
+    d, a, b = gone_on()
+    now_late(d, "drop")
+    d.clock_of(a, 4)
+    now_late(d, "fold")
+    if restarts:
+        d.restart()
+        beat(d, a, 4, 0)
+    assert d.result(d.clock_of(b, 4))["late"] is True
+    d.clock_of(a, 5)
+    assert d.result(d.clock_of(b, 5))["late"] is False
+    d.clock_of(a, 6)
+
+    assert listed_of(d, b) == [4]
+
+
 @pytest.mark.parametrize("since", [None, 0])
 def test_another_leader_lists_the_clock_that_a_late_worker_has_reported_as_well(since: int | None) -> None:
     """A worker with a late clock has the open one listed, too, if it reported both before a change of leader."""

@@ -27,6 +27,8 @@ class Gate:
     """Whether `min_workers` workers have been live at once."""
     opening: bool = False
     """sync: whether the open clock's commit is the one that begins the phase, which lists nothing."""
+    folds_from: int = 0
+    """sync: clocks below are never folded, because the policy was `drop` when the others passed them."""
     members: set[tuple[str, int]] = field(default_factory=set)
     """sync: (worker, epoch) of the open clock's roster."""
 
@@ -39,11 +41,13 @@ class Gate:
         """Switch to another setting; in a new mode, the gate waits for `min_workers` unless there has been progress."""
         if rule.mode != self.rule.mode:
             self.opened = self.clock > 0
+        if self.rule.late == "drop" and rule.late == "fold":
+            self.folds_from = self.clock
         self.rule = rule
 
     def reset(self, roster: Roster, clock: int) -> None:
         """Set the clock of the model and of every worker, for a rollback or the start of a sync phase."""
-        self.clock = clock
+        self.clock = self.folds_from = clock
         self.members.clear()
         for w in roster:
             w.done = w.granted = clock
@@ -102,10 +106,10 @@ class Gate:
             if since is None and worker.granted <= done:
                 since = worker.granted
             first = max(worker.done, since or 0)
-            if self.rule.late == "drop":
-                if first < done <= self.clock:
-                    worker.left_out = done
-                first = max(first, self.clock)
+            dropped = self.clock if self.rule.late == "drop" else self.folds_from
+            if first < done <= dropped:
+                worker.left_out = done
+            first = max(first, dropped)
             worker.pending.extend(range(first, done))
         worker.done = done
 

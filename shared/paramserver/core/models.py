@@ -308,6 +308,7 @@ class Model:
             "cut_wanted": self.cuts.wanted,
             "opening": self.gate.opening,
             "late": self.gate.late(self.roster),
+            "folds_from": self.gate.folds_from,
             "evaluated": self.evaluated,
             "evaluations": [[e.clock, *(e.leased or ())] for e in self.evaluations],
             "checkpoint_number": self.checkpoints.number,
@@ -326,6 +327,7 @@ class Model:
         m.source = place["source"]
         m.owners = [Owner.of(row) for row in place["owners"]]
         m.gate.clock, m.gate.opened, m.gate.opening = clock["clock"], clock["opened"], clock["opening"]
+        m.gate.folds_from = clock["folds_from"]
         m.timeline, m.began = clock["timeline"], clock["began"]
         m.cuts = Cuts(
             clock["cut"],

@@ -98,6 +98,10 @@ class SimOperator(SimClient):
             change = {"consistency": {"min_workers": count}}
             yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
             yield self.sim.world.rng.uniform(0.0, 0.5)
+        for late in ("drop", "fold") if self.sim.late else ():
+            change = {"consistency": {"late": late}}
+            yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
+            yield self.sim.world.rng.uniform(0.0, 0.5)
 
     def _change_modes(self) -> Script:
         """Change to any mode, any number of workers' clocks apart; end in `async`, in which nothing waits."""
