@@ -93,13 +93,12 @@ class SimOperator(SimClient):
             yield self.sim.world.rng.uniform(0.0, 1.5)
 
     def _change_settings(self, turn: int) -> Script:
-        """Change a setting back and forth, so fast that a shard may hear of the last change only."""
-        for count in (1, 2):
-            change = {"consistency": {"min_workers": count}}
-            yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
-            yield self.sim.world.rng.uniform(0.0, 0.5)
-        for late in ("drop", "fold") if self.sim.late else ():
-            change = {"consistency": {"late": late}}
+        """Change settings back and forth, so fast that a shard may hear of the last change only."""
+        settings: list[dict[str, Any]] = [{"min_workers": 1}, {"min_workers": 2}]
+        if self.sim.late:
+            settings += [{"late": "drop"}, {"late": "fold"}]
+        for setting in settings:
+            change = {"consistency": setting}
             yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
             yield self.sim.world.rng.uniform(0.0, 0.5)
 
