@@ -319,18 +319,6 @@ def test_settings_change_at_the_commit_that_names_their_revision() -> None:
     assert driver.values() == [-11.0] * 4
 
 
-def test_a_commit_of_a_revision_not_heard_of_waits_for_it() -> None:
-    """A commit that names a revision unknown to the shard is applied once the shard receives its settings."""
-    driver = serving(spec(optimizer={"name": "sgd", "lr": 1.0}), workers=ROSTER)
-    stage(driver, 0, 0, 1.0)
-
-    driver.commit(0, listed(0, 0), revision=2)
-    assert driver.pull(0).version == 0
-    driver.patch({"optimizer": {"lr": 10.0}})
-
-    assert driver.values() == [-10.0] * 4
-
-
 @pytest.mark.parametrize("seen", ["each change", "the last change", "the commit first"])
 def test_a_commit_brings_the_settings_that_it_names(seen: str) -> None:
     """All shards apply a commit with the settings of its revision, also one that heard only of newer settings.

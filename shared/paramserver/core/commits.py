@@ -47,10 +47,10 @@ class CommitDesk:
             p.clock = model.began
             record_settings_change(self._shard, p, now, fresh=False, unstage=True)
         commit = model.commits.get(p.clock)
-        if commit is not None and model.settings_of(commit, p) is not None:
+        if commit is not None:
             p.committing = True
             self._queues.add(CommitOperation(model, [p], commit=commit))
-        elif commit is None and model.clock > p.clock and now >= model.resync_at:
+        elif model.clock > p.clock and now >= model.resync_at:
             model.resync_at = now + _RETRY_S
             self._shard.perform(Resync())
             self._timers.at(model.resync_at, partial(self._retry, model, p))

@@ -26,12 +26,11 @@ class CommitOperation(Operation):
 
     def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         (p,) = self.partitions
-        settings = self.model.settings_of(self.commit, p)
-        if self.commit.timeline != self.model.timeline or self.commit.t != p.clock or settings is None:
+        if self.commit.timeline != self.model.timeline or self.commit.t != p.clock:
             p.committing = False
             shard.committed(self.model, p, now)
             return ()
-        revision, spec = settings
+        revision, spec = self.model.settings_of(self.commit, p)
         if spec.consistency.mode == "sync":
             changed, fresh = revision != p.revision, p.adopt(spec, revision, self.commit.live_workers)
             if changed:

@@ -146,19 +146,17 @@ class ServedModel:
         """Whether the model would go back to the clock that this partition has reached, as no commit came since."""
         return p.by_cuts and p.clock == self.cut
 
-    def settings_of(self, commit: Commit, p: Partition) -> tuple[int, ModelSpec] | None:
-        """(revision, settings) under which the partition applies its next commit; None: not known yet.
+    def settings_of(self, commit: Commit, p: Partition) -> tuple[int, ModelSpec]:
+        """(revision, settings) under which the partition applies its next commit.
 
-        Raises CorruptState if the settings that the commit brings along cannot be read.
+        A commit without settings names the revision of the one before it, whose settings the partition has (or newer
+        ones, from a restore).  Raises CorruptState if the settings that the commit brings along cannot be read.
         """
-        if commit.settings is not None:
-            if self.brought is None or self.brought[0] is not commit:
-                self.brought = commit, spec_from_model_document(self.spec, commit.settings)
-            return commit.revision, self.brought[1]
-        if commit.revision == p.revision:
+        if commit.settings is None:
             return p.revision, p.spec
-        # Stored by a version whose commits brought no settings.
-        return (self.revision, self.spec) if self.revision >= commit.revision else None
+        if self.brought is None or self.brought[0] is not commit:
+            self.brought = commit, spec_from_model_document(self.spec, commit.settings)
+        return commit.revision, self.brought[1]
 
     def record_commit(self, commit: Commit) -> None:
         """Record a commit, in any order of arrival, and forget those that every partition here has applied."""

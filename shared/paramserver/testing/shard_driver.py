@@ -25,6 +25,7 @@ from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import initial_slots, slot_names
 from paramserver.core.partition_state import Capture, LoadedState, PartitionState
 from paramserver.core.replay import replay
+from paramserver.core.settings import model_settings_document
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_effects import (
     Apply,
@@ -416,8 +417,11 @@ class ShardDriver:
     def commit(
         self, t: int, *contributions: Contribution, cut: bool = False, needs_report: bool = False, **fields: Any
     ) -> None:
-        """Send commit `t` with this list of contributions."""
+        """Send commit `t` with this list of contributions, and with the settings if it names the newest revision."""
         assert self.view is not None
         view = self.view
-        commit = Commit(t, view.timeline, contributions, view.revision, len(view.workers), cut)
+        settings = model_settings_document(view.spec, view.revision)
+        commit = Commit(t, view.timeline, contributions, view.revision, len(view.workers), cut, settings)
+        if fields.get("revision", view.revision) != view.revision:
+            commit = replace(commit, settings=None)
         self.send(CommitDecided(view.model, replace(commit, **fields), needs_report))
