@@ -130,7 +130,7 @@ class Jobs:
             answer = await ask(begin)
             assert answer.body is not None
             model = key = ModelKey(target, int(answer.body["generation"]))
-            await self._shards.restore(key, states, self._owner(key), lambda: self._read.timeline(key))
+            await self._shards.restore(key, states, self._owner(key), lambda i: self._read.place(key, i))
             done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version, workers))
         except Exception as e:
             error = problem_of(e)

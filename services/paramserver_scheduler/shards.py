@@ -1,7 +1,7 @@
 """The scheduler's requests to shards: read whole partitions for a checkpoint, set them for a restore or from files."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Final, TypeVar
 
@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 Owner = Callable[[int], str]
 """Returns the base URL of a partition's current owner; raises Unavailable while there is none."""
+Place = Callable[[int], tuple[int, int]]
+"""Returns (the model's timeline, a partition's owner token): what is set in a partition is gone once these change."""
 
 
 class ShardClient:
@@ -56,32 +58,38 @@ class ShardClient:
                 raise problem("model_replaced", f"model '{model.name}' was deleted and created again")
             return frame, frame.read(memoryview(response.content)[offset:])
 
-        return await _each(partitions, fetch)
+        return await _each(range(partitions), fetch)
 
     async def restore(
-        self, model: ModelKey, states: Sequence[tuple[PartitionState, int]], owner: Owner, timeline: Callable[[], int]
+        self, model: ModelKey, states: Sequence[tuple[PartitionState, int]], owner: Owner, place: Place
     ) -> None:
         """Set each partition to its state, at its version or above; staged and buffered contributions are dropped.
 
-        `timeline` returns the model's timeline as known here; a shard refuses the state if a newer leader has begun
-        another one.  Raises like `states`; some partitions may then have been set.
+        A shard refuses the state if a newer leader has begun another timeline.  What a death undoes meanwhile is set
+        again: in sync it sets all partitions back.  Raises like `states`; some partitions may then have been set.
         """
+        sent: dict[int, tuple[int, int]] = {}
 
         async def send(index: int) -> None:
-            frame, arrays = restore_frame(model.name, model.generation, index, *states[index], timeline())
+            at = place(index)
+            frame, arrays = restore_frame(model.name, model.generation, index, *states[index], at[0])
             await self._set(owner(index), frame, arrays)
+            sent[index] = at
 
-        await _each(len(states), send)
+        left, deadline = list(range(len(states))), monotonic() + PATIENCE_S
+        while left:
+            await _each(left, send)
+            left = [i for i in sent if sent[i] != place(i)]
+            if left and monotonic() > deadline:
+                raise problem("unavailable", f"owners of model '{model.name}' are lost again and again")
 
     async def assign(self, frames: Mapping[int, tuple[SetFrame, Sequence[AnyArray]]], owner: Owner) -> None:
         """Send each assignment to the owner of its partition; raises like `states`."""
-        indices = list(frames)
 
-        async def send(i: int) -> None:
-            frame, arrays = frames[indices[i]]
-            await self._set(owner(indices[i]), frame, arrays)
+        async def send(index: int) -> None:
+            await self._set(owner(index), *frames[index])
 
-        await _each(len(indices), send)
+        await _each(frames, send)
 
     async def _set(self, url: str, frame: SetFrame, arrays: Sequence[AnyArray]) -> None:
         prefix = encode_header(frame)
@@ -93,8 +101,8 @@ class ShardClient:
         check(response)
 
 
-async def _each(count: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
-    """Return the results of `work` for 0 ... count - 1; a few run at once, each retried while its owner is replaced."""
+async def _each(indices: Iterable[int], work: Callable[[int], Awaitable[T]]) -> list[T]:
+    """Return the results of `work` for each index; a few run at once, each retried while its owner is replaced."""
     gate = asyncio.Semaphore(PARALLEL)
 
     async def one(index: int) -> T:
@@ -114,7 +122,7 @@ async def _each(count: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
     tasks: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(i)) for i in range(count)]
+            tasks = [group.create_task(one(i)) for i in indices]
     except* PsError as errors:
         raise first_cause(errors) from None
     return [t.result() for t in tasks]

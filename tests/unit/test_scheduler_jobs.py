@@ -196,25 +196,35 @@ async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
     await shards.aclose()
 
 
-async def test_what_a_restore_sets_is_sent_again_on_the_timeline_that_a_death_began(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("after", "again"),
+    [((2, 7), [(1, 0), (1, 1), (2, 0), (2, 1)]), ((1, 8), [(1, 0), (1, 1), (1, 1)]), ((1, 7), [(1, 0), (1, 1)])],
+)
+async def test_what_a_restore_has_set_is_set_again_if_a_death_undoes_it(
+    after: tuple[int, int], again: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restore request that is refused with `rolled_back` is sent again with the model's present timeline."""
+    """If a shard dies during a restore, what its partition and, in sync, all others lost by that is sent again.
+
+    A request that is refused because of the new timeline names the present one then.
+    """
     monkeypatch.setattr("paramserver_scheduler.shards.RETRY_S", 0.0)
-    shards, timelines = ShardClient(NO_CREDENTIALS), iter([1, 2, 2])
-    named: list[int | None] = []
+    shards, places = ShardClient(NO_CREDENTIALS), [(1, 5), (1, 7)]
+    named: list[tuple[int, int]] = []
 
-    async def refuse_the_first(url: str, frame: SetFrame, arrays: Sequence[AnyArray]) -> None:
-        named.append(frame.timeline)
-        if frame.timeline == 1:
-            raise problem("rolled_back", "the model went on", timeline=2, clock=3)
+    async def receive(url: str, frame: SetFrame, arrays: Sequence[AnyArray]) -> None:
+        assert frame.timeline is not None
+        named.append((frame.timeline, frame.parts[0].partition))
+        if len(named) == 2:  # the owner of the second partition dies, before it answers if that begins a timeline
+            places[:] = [(after[0], 5 + after[0] - 1), after]
+            if after[0] == 2:
+                raise problem("rolled_back", "the model went on", timeline=2, clock=3)
 
-    monkeypatch.setattr(shards, "_set", refuse_the_first)
+    monkeypatch.setattr(shards, "_set", receive)
     states = [(PartitionState(np.zeros(4, np.float32), (), (1,)), 3)] * 2
-    await shards.restore(ModelKey("m", 1), states, lambda index: "http://shard:1", lambda: next(timelines))
+    await shards.restore(ModelKey("m", 1), states, lambda index: "http://shard:1", lambda i: places[i])
     await shards.aclose()
 
-    assert (named.count(1), named.count(2)) == (1, 2)
+    assert sorted(named) == again
 
 
 async def test_of_a_file_that_is_read_again_only_what_was_lost_is_set(tmp_path: Path) -> None:

@@ -64,9 +64,10 @@ class Reading:
         """The settings of that creation of a model; raises FencedError (`model_replaced`) if there is a later one."""
         return self._c.created(key).spec
 
-    def timeline(self, key: ModelKey) -> int:
-        """The timeline of that creation of a model; raises like `spec`."""
-        return self._c.created(key).timeline
+    def place(self, key: ModelKey, index: int) -> tuple[int, int]:
+        """(timeline, owner token) of a partition of that creation of a model; raises like `spec`."""
+        model = self._c.created(key)
+        return model.timeline, model.owners[index].token
 
     def owner(self, key: ModelKey, index: int) -> str:
         """Base URL of the shard that owns a partition; raises Unavailable while none does, else like `spec`."""
