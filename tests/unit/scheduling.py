@@ -189,6 +189,10 @@ class Driver:
         self.beats()  # in sync, the first values are stored as a cut once all partitions are served
         return self.result(number)
 
+    def given(self) -> list[list[int]]:
+        """[index, owner token] of each partition of model m: what a shard reports once all have taken a value."""
+        return [[i, o.token] for i, o in enumerate(self.core._c.models["m"].owners)]
+
     def join(self, name: str | None, **fields: Any) -> Any:
         """Let a worker join model m; return the reply."""
         return self.ask(lambda n: io.JoinWorker(n, "m", name, **fields))

@@ -62,10 +62,10 @@ def test_one_upload_is_noted_without_a_look_at_the_others() -> None:
     assert len(model.layout.by_name) == 9
     model.spec = replace(model.spec, params=Unwalked(model.spec.params))
 
-    assert d.ask(lambda n: io.ParameterUploaded(n, "m", "p3", "secret")) is None
+    assert d.ask(lambda n: io.ParameterUploaded(n, "m", "p3", "secret", d.given())) is None
     with pytest.raises(NotFoundError):
-        d.ask(lambda n: io.ParameterUploaded(n, "m", "p9", "secret"))
+        d.ask(lambda n: io.ParameterUploaded(n, "m", "p9", "secret", d.given()))
     with pytest.raises(ConflictError):
-        d.ask(lambda n: io.ParameterUploaded(n, "m", "p4", "wrong"))
+        d.ask(lambda n: io.ParameterUploaded(n, "m", "p4", "wrong", d.given()))
     assert "p3" not in model.missing
     assert "p4" in model.missing

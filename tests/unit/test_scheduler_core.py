@@ -274,16 +274,19 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     d.beats()
     assert "upload_token" not in d.result(early)
     with pytest.raises(ConflictError):
-        d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "wrong"))
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+        d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "wrong", d.given()))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", d.given()))
     assert d.core.read.model("m")["missing"] == ["b"]
     told = [p["upload"] for p in d.published if p["type"] == "model"]
     assert told[-1] == {"token": "secret", "missing": ["b", "w"], "lost": []}, "shards are told when all are in"
     d.wait(61)
     again = d.send(lambda n: io.CreateModel(n, SPEC | {"params": {"w": up, "b": up}, "partitions": 2}, "second"))
     assert d.result(again)["upload_token"] == "second"
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "second"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "second", d.given()))
+    assert d.core.read.model("m")["missing"] == ["w"], "values of two clients are never mixed"
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "second", d.given()))
     assert d.core.read.model("m")["state"] == "ready"
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "second", d.given()))  # the answer was lost
     assert d.published[-1]["upload"] is None
 
 
@@ -328,6 +331,20 @@ def test_parts_that_another_client_uploaded_before_do_not_count() -> None:
     assert d.core.read.model("m")["state"] == "ready"
 
 
+def test_values_that_owners_took_who_own_nothing_any_more_do_not_count() -> None:
+    """The report of a shard that was given up meanwhile is refused: the new owners have drawn other values."""
+    d = Driver("s0", "s1")
+    d.model(params={"w": {"shape": [56], "init": {"kind": "upload"}}}, partitions=4)
+    given = d.given()
+    del d.shards["s0"]
+    d.wait(6)
+    with refused_with("initializing", Unavailable, match="have lost their values"):
+        d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", given))
+    assert d.core.read.model("m")["missing"] == ["w"]
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", d.given()))
+    assert d.core.read.model("m")["state"] == "ready"
+
+
 def test_a_creator_that_lost_the_answer_is_granted_its_token_again() -> None:
     """The creator's repeated request is granted its token at once, also by a new leader; nobody else's is."""
     d = Driver()
@@ -348,8 +365,8 @@ def test_a_creator_that_lost_the_answer_is_granted_its_token_again() -> None:
     assert token("secret") == "secret"
     d.wait(40)
     assert token("another") is None, "repeating the request renews the token"
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "secret"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", d.given()))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "secret", d.given()))
     assert token("secret") is None, "the upload is complete"
 
 
@@ -390,12 +407,12 @@ def test_each_uploaded_value_is_stored_without_the_whole_model() -> None:
     up = {"shape": [4], "init": {"kind": "upload"}}
     d.model(params={"w": up, "b": up, "c": up})
     stored = d.hash["model:m"]
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", d.given()))
     assert d.hash["model:m"] == stored
     d.restart()
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "secret"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "secret", d.given()))
     assert d.core.read.model("m")["missing"] == ["c"]
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "c", "secret"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "c", "secret", d.given()))
     assert d.core.read.model("m")["state"] == "ready"
     assert not [k for k in d.hash if k.startswith("filled:")]
     d.restart()
@@ -408,7 +425,7 @@ def test_uploads_of_values_that_are_gone_are_forgotten(then: str) -> None:
     d = Driver()
     up = {"shape": [4], "init": {"kind": "upload"}}
     d.model(params={"w": up, "b": up})
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", d.given()))
     if then == "deleted":
         d.ask(lambda n: io.DeleteModel(n, "m"))
     else:
@@ -425,7 +442,7 @@ def test_uploaded_values_survive_a_shard_before_the_first_commit() -> None:
     d = Driver()
     up = {"shape": [4], "init": {"kind": "upload"}}
     d.model(params={"w": up}, consistency={"mode": "sync"})
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", d.given()))
     d.beats()
     d.shard("s0")  # restarted
 

@@ -260,7 +260,7 @@ def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() 
     d = Driver("s0", "s1")
     d.send(lambda n: io.CreateModel(n, {"name": "m", "params": params, "partitions": 4}, "secret"))
     d.beats()
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", d.given()))
     assert d.core.read.model("m")["state"] == "ready"
     del d.shards["s0"]
     d.wait(6)

@@ -405,7 +405,7 @@ def test_a_journaled_model_whose_values_are_asked_for_again_goes_on_beyond_the_c
     model = {"name": "m", "params": params, "partitions": 4, "consistency": SYNC, "ack": "journaled"}
     d.send(lambda n: io.CreateModel(n, model, "secret"))
     d.beats()
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", d.given()))
     a = d.join("a")
     for t in (1, 2, 3):
         d.clock(a, t)

@@ -122,7 +122,10 @@ class ModelDesk:
             token = model.upload_token = e.nonce
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
             if not mine:
-                model.given.clear()  # what another client sent does not count as this one's
+                if not model.lost:  # what another client sent does not count: values of two clients are never mixed
+                    model.missing |= set(model.spec.uploads)
+                    model.given.clear()
+                    self.c.drop_filled(model)
                 self.c.save_model(model)
                 self.c.model_changed(model)
         self._park(model, e.request, 201 if e.nonce == model.creator else 200, token, now)
@@ -221,21 +224,21 @@ class ModelDesk:
 
     def uploaded(self, e: ParameterUploaded, now: float) -> None:
         model = self.c.model(e.model)
-        if e.token is not None and e.token != model.upload_token:
-            raise problem("upload_in_progress", f"another client is uploading the values of model '{model.name}'")
         if e.name not in model.layout.by_name:
             raise problem("unknown_parameter", f"model '{model.name}' has no parameter {e.name!r:.80}")
-        if model.missing:
+        if model.missing:  # else it is complete, by this value perhaps: the answer was lost, or it is one of several
+            if e.token is not None and e.token != model.upload_token:
+                raise problem("upload_in_progress", f"another client is uploading the values of model '{model.name}'")
             given = model.given.setdefault(e.name, {}) if e.partial else {}
             given.update({row[0]: row[1] for row in e.given if len(row) == 2})
             touched = model.layout.split([model.layout.offsets[e.name]]).keys()
-            wanted = touched & model.lost if model.lost or not e.partial else touched
+            wanted = touched & model.lost if model.lost else touched
             lacking = [i for i in wanted if given.get(i) != model.owners[i].token]
             if lacking and not e.partial:
-                # More partitions were lost after the shard had chosen the ones to send these values to.
+                # Lost after the shard had chosen where to send these values, or while this report was on its way.
                 raise problem(
                     "initializing",
-                    f"more partitions of model '{model.name}' have lost their values of '{e.name}' in the meantime",
+                    f"some partitions of model '{model.name}' have lost their values of '{e.name}' in the meantime",
                     hint="send the same request again",
                 )
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
