@@ -211,7 +211,7 @@ async def serve(settings: ShardSettings) -> bool:
                 group.create_task(serve_unix(app, path, stop, grace_s=GRACE_S, transfer_threads=threads))
                 loops.append(group.create_task(lending.expire_periodically()))
             await runtime.submit(kernels.warm_up)  # compile before joining, so no push waits for it
-            if threads is not None:
+            if threads is not None and not stop.is_set():
                 await runtime.submit(sockets.warm_up)
             freeze_gc()
             loops.append(group.create_task(membership.run()))

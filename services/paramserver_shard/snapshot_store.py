@@ -96,11 +96,13 @@ class Budget:
         self._lifted.set()
 
     async def spend(self, size_bytes: int, *, urgent: bool) -> None:
-        """Wait until `size_bytes` more may be written; urgent writes count but do not wait."""
+        """Wait until `size_bytes` more may be written; urgent writes neither wait nor hold the others up."""
+        if urgent:
+            return
         now = self._clock()
         start = max(now, self._free_at)
         self._free_at = start + size_bytes / self._bytes_per_s
-        if start > now and not urgent:
+        if start > now:
             with suppress(TimeoutError):
                 async with asyncio.timeout(start - now):
                     await self._lifted.wait()

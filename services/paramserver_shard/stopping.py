@@ -113,10 +113,11 @@ class Stopping:
         cuts = self._membership.cuts()
         found = {}
         for model in self._runtime.core.models.values():
-            here = [p.clock for p in model.partitions.values() if p.by_cuts and p.state is not None and model.ready]
-            clock, cut = max(here, default=-1), cuts.get(model.key)
-            if clock > (-1 if cut is None else cut):
-                found[model.key.name] = clock, cut
+            here = any(p.by_cuts and p.state is not None for p in model.partitions.values())
+            cut = cuts.get(model.key)
+            # The model's clock: a commit that a partition has yet to apply is lost without a cut, too.
+            if here and model.ready and model.clock > (-1 if cut is None else cut):
+                found[model.key.name] = model.clock, cut
         return found
 
     @property

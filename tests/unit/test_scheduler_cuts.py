@@ -7,7 +7,7 @@ import pytest
 from paramserver import limits
 from paramserver.core import scheduler_io as io
 
-from .scheduling import Driver, beyond_its_cut
+from .scheduling import Driver, beyond_its_cut, release_numbers
 
 SYNC: dict[str, Any] = {"consistency": {"mode": "sync"}}
 
@@ -124,6 +124,20 @@ def test_a_pending_cut_becomes_urgent_for_a_shard_that_stops(behind: bool) -> No
     assert (d.document("m")["cut_asked"], d.document("m")["cut_urgent"]) == ((2, True) if behind else (None, False))
     d.beats()
     assert d.core.read.model("m")["cut"] == 1 + behind
+
+
+def test_moves_do_not_hold_up_the_cut_of_a_shard_that_stops() -> None:
+    """Once a stopping shard asks for a cut, moves of that model are withdrawn: no cut begins while one is under way."""
+    d = Driver.with_model(consistency={"mode": "sync"}, partitions=16, params={"w": {"shape": [640]}})
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beats()
+    d.now += 0.1
+    d.clock(a, 2)
+    d.ask(lambda n: io.SetShardState(n, "s0", "draining", d.shards["s0"]))
+    assert release_numbers(d)
+    d.ask(lambda n: io.SetShardState(n, "s0", "draining", d.shards["s0"], cut=True))
+    assert (release_numbers(d), d.document("m")["cut_asked"]) == ({}, 2)
 
 
 def journaled_and_cut() -> tuple[Driver, Any]:

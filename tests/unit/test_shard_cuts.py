@@ -322,6 +322,22 @@ def test_what_is_assigned_at_the_clock_of_a_cut_is_part_of_it(when: str, ack: st
     assert capture.state.values.tolist() == [7.0] * 4
 
 
+def test_the_last_of_several_assignments_is_in_the_cut_though_the_next_cut_waits_too() -> None:
+    """Of a cut that waits, the newest capture is stored, also if a cut of a later clock has come since."""
+    driver = ShardDriver()
+    driver.serve(synced(), workers=ROSTER)
+    driver.settle()
+    driver.eager = False
+    driver.commit(0, cut=True)
+    for value in (7.0, 8.0, 9.0):
+        put(driver, value)
+        (assigning,) = (e for e in driver.pending if not isinstance(e, StoreSnapshot))
+        driver.complete(driver.pending.index(assigning))
+    driver.commit(1, cut=True)
+    driver.settle()
+    assert stored(driver, 1) == [9.0] * 4
+
+
 def test_what_is_assigned_after_the_clock_of_a_cut_leaves_it_as_it_is() -> None:
     """Values assigned after a commit without a cut do not change an older cut, which would mix two clocks."""
     driver = serving(synced(), workers=ROSTER)

@@ -139,6 +139,14 @@ def test_the_last_cut_has_all_the_time_there_is_and_no_budget(clock: int, caplog
     assert "synchronous model" not in caplog.text
 
 
+def test_a_commit_that_is_not_applied_yet_is_waited_for() -> None:
+    """A model whose cut is as new as its partitions, but not as its last commit, is beyond its cut."""
+    partition = Mock(by_cuts=True, clock=CLOCK)
+    model = Mock(key=KEY, ready=True, clock=CLOCK + 1, partitions={0: partition})
+    member, runtime = Mock(cuts=lambda: {KEY: CLOCK}), Mock(core=Mock(models={"m": model}))
+    assert Stopping(member, runtime, 25.0)._beyond_cuts == {"m": (CLOCK + 1, CLOCK)}
+
+
 @pytest.mark.parametrize(
     ("mode", "told"),
     [

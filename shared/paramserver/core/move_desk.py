@@ -50,19 +50,32 @@ class MoveDesk:
             # Now draining: withdraw the moves to it. Active again: withdraw the moves away from it.
             self._withdraw(m for m in self._moves() if shard.name == (m[1].target if shard.draining else m[1].shard))
         targets = [n for n in self.c.live_shards() if n != e.name and not self.c.shards[n].draining]
+        if e.epoch is not None:  # it stops: moves wait for the end of a cut, and so does the last one
+            self._hurry_cuts(shard)
         if e.cut:
             self._cut_before_stop(shard)
         self.c.answer(e.request, {**self.c.shard_line(shard, now), "targets": len(targets)})
 
+    def _hurry_cuts(self, shard: Shard) -> None:
+        """Have the pending cuts of all sync models on this shard stored outside the budget."""
+        for model in self._sync_on(shard):
+            if model.cuts.pending is not None and not model.cuts.urgent:
+                model.cuts.urgent = True
+                self.c.model_changed(model)
+
     def _cut_before_stop(self, shard: Shard) -> None:
-        """Request a cut of each sync model on this shard, which may end without a successor: they resume from it."""
-        for model in self.c.models.values():
-            if model.gate.sync and any(o.shard == shard.name for o in model.owners):
-                if model.cuts.pending is not None and not model.cuts.urgent:
-                    model.cuts.urgent = True
-                    self.c.model_changed(model)
-                model.cuts.wanted_now = model.cuts.pending != model.gate.clock
-                self.c.mark_dirty(model)
+        """Request a cut of each sync model on this shard, which may end without a successor: they resume from it.
+
+        No cut begins while a partition moves, so what has not moved by now stays.
+        """
+        for model in self._sync_on(shard):
+            model.cuts.wanted_now = model.cuts.pending != model.gate.clock
+            if model.cuts.wanted_now and not model.durable and model.gate.clock > model.cuts.reached:
+                self._withdraw([m for m in self._moves() if m[0] is model])
+            self.c.mark_dirty(model)
+
+    def _sync_on(self, shard: Shard) -> list[Model]:
+        return [m for m in self.c.models.values() if m.gate.sync and any(o.shard == shard.name for o in m.owners)]
 
     def storage(self, e: StorageChanged, now: float) -> None:
         """Withdraw all moves while Redis is away: nothing can be handed over, and held partitions should be served."""

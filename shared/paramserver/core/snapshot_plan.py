@@ -158,10 +158,11 @@ class SnapshotPlan:
     def store_cut(self, partition: Partition, capture: Capture) -> None:
         """Store this cut of the partition.
 
-        Only the oldest and the newest of its pending cuts are kept, so that one completes however fast they come.
+        Only the oldest and the newest of its pending cuts are kept, so that one completes however fast they come.  Of
+        two of the same clock, the newer one has values assigned since, and takes the other's place.
         """
         partition.cut = capture
-        oldest = [s for s in self._cuts.get(capture.key, ())[:1] if s.capture is not capture]
+        oldest = [s for s in self._cuts.get(capture.key, ())[:1] if s.capture.clock != capture.clock]
         self._cuts[capture.key] = [*oldest, StoreSnapshot(capture, True, fsync=partition.level == LEVELS["fsynced"])]
 
     def next(self, now: float) -> StoreSnapshot | None:
