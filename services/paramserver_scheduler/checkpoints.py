@@ -83,13 +83,14 @@ class CheckpointStore:
         return path.exists() and _creation(path) != creation
 
     def remove(self, model: str, name: str, creation: str | None) -> None:
-        """Delete a checkpoint if it exists and is of that creation of the model (None: of any)."""
+        """Delete a checkpoint if it exists and is of that creation of the model (None: of any), or unreadable."""
         path = self.path(model, name)
-        if path.is_dir() and _of(path, creation):
+        if path.is_dir() and (_of(path, creation) or not _creation(path)):
             # Rename first, so that an interrupted deletion leaves no partial checkpoint under its name.
             gone = path.with_name(f".{path.name}.gone")
             shutil.rmtree(gone, ignore_errors=True)
-            path.rename(gone)
+            with suppress(FileNotFoundError):  # another request is deleting it, too
+                path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
     def exists(self, model: str, name: str) -> bool:

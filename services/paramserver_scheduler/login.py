@@ -62,7 +62,7 @@ class Login:
     def __init__(self, access: Access) -> None:
         self._access = access
         self._used: dict[str, int] = {}
-        """Codes that were redeemed here, with their expiry (Unix time); those that have expired are forgotten."""
+        """Codes redeemed since this process started, with their expiry (Unix time); those expired are forgotten."""
 
     def link(self) -> str:
         """Return path and query of a new link that admits one browser at each scheduler within `LINK_S`."""

@@ -25,6 +25,8 @@ FILES: Final = (checkpoint.PARAMS, checkpoint.OPTIMIZER, checkpoint.WORKERS, che
 """The files of a checkpoint, the manifest last: a folder that contains it is complete."""
 ASK_S: Final = 1.0
 """Timeout of the question for the leader's term."""
+REMOVE_S: Final = 5.0
+"""Timeout of a deletion: the client that waits for it has not given up by then."""
 
 
 def file_path(model: str, name: str, file: str) -> str:
@@ -97,15 +99,17 @@ class OtherSchedulers:
 
     async def remove(self, model: str, name: str, creation: str | None) -> bool:
         """Have all other schedulers delete their copies of that creation (None: of any); return whether all have."""
-        whole = True
-        for url in self._urls():
+
+        async def removed(url: str) -> bool:
             try:
                 url_of_it = url + file_path(model, name, checkpoint.MANIFEST)
-                check(await self._http.delete(url_of_it, params=of_creation(creation)))
+                check(await self._http.delete(url_of_it, params=of_creation(creation), timeout=REMOVE_S))
             except (PsError, httpx.HTTPError, httpx.InvalidURL) as e:
                 log.warning("checkpoint.stays model=%s name=%s at=%s %s", model, name, url, e)
-                whole = False
-        return whole
+                return False
+            return True
+
+        return all(await asyncio.gather(*map(removed, self._urls())))
 
     def _urls(self, first: str | None = None) -> Sequence[str]:
         others = sorted(self._lease.schedulers, key=lambda s: s.name != first)

@@ -182,11 +182,9 @@ def test_what_the_page_leaves_to_a_terminal_works_as_shown(tmp_path: Path) -> No
         page = seen.page
 
         def typed(lines: str) -> None:
-            """Run these lines in a shell that finds psctl, as copied from the page."""
+            """Run these lines in a shell that finds psctl, as copied from the page, and say yes to what it asks."""
             env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-            subprocess.run(
-                ["bash", "-ec", lines], cwd=tmp_path, env=env, check=True, stdin=subprocess.DEVNULL, timeout=100
-            )
+            subprocess.run(["bash", "-ec", lines], cwd=tmp_path, env=env, check=True, input=b"y\n", timeout=100)
 
         with ps.connect(cluster.url) as client:
             client.create_model("own", {"w": np.ones(8, np.float32)})
