@@ -23,6 +23,8 @@ GRACE_S: Final = 3.0
 """Of `stop_s`, what is kept for requests in flight once everything is handed over or stored."""
 HAND_OVER: Final = 0.75
 """Share of the rest in which other shards may take over the partitions; all of it is for storing."""
+AWAY_S: Final = 5.0
+"""How long schedulers may refuse to move partitions before the shard stops serving what it has."""
 ASK_S: Final = 1.0
 _LOOK_S: Final = 0.1
 
@@ -58,15 +60,23 @@ class Stopping:
         stop.set()
 
     async def _hand_over(self) -> None:
-        """Have the scheduler move partitions away until none is left, or until no shard can take any."""
+        """Have the scheduler move partitions away until none is left, or until no shard can take any.
+
+        If the scheduler refuses, it is asked again for `AWAY_S`: another one may be taking over.
+        """
+        now, refused_at = asyncio.get_running_loop().time, None
         while self._owned:
             targets = await self._drain(cut=False)
             if targets is None:
-                log.warning("cannot hand over: %s", self._trouble)
-                return
-            if not targets:
+                refused_at = now() if refused_at is None else refused_at
+                if now() - refused_at >= AWAY_S:
+                    log.warning("cannot hand over: %s", self._trouble)
+                    return
+            elif not targets:
                 log.info("no other shard can take %d partitions", self._owned)
                 return
+            else:
+                refused_at = None
             for _ in range(round(ASK_S / _LOOK_S)):
                 if self._owned:
                     await asyncio.sleep(_LOOK_S)

@@ -198,6 +198,14 @@ def test_a_model_that_others_could_take_but_do_not_is_cut() -> None:
     assert leader.left_at == pytest.approx(15.2, abs=0.3)
 
 
+@pytest.mark.parametrize(("away_s", "served_s"), [(3.0, 15.0), (12.0, 5.0)])
+def test_a_scheduler_that_is_away_for_a_moment_is_asked_again_for_moves(away_s: float, served_s: float) -> None:
+    """A shard that is told to stop while another scheduler takes over goes on serving; it gives up after 5 s."""
+    leader, _ = stopped("async", targets=1, away_until_s=away_s)
+
+    assert leader.closed[0][0] == pytest.approx(served_s, abs=1.1)
+
+
 @pytest.mark.parametrize("away_s", [0.5, 12.0])
 def test_a_scheduler_that_is_away_for_a_while_is_asked_for_the_cut_again(away_s: float) -> None:
     """A synchronous model is cut although no scheduler answers when the shard is told to stop, if one does in time."""
