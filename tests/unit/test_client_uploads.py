@@ -111,7 +111,7 @@ class Server:
         self.got = {n: np.full(v.size, np.nan, np.float32) for n, v in values.items()}
         self.log: list[str] = []
         self.refuse: Callable[[Request], Outcome | None] = lambda _: None
-        self.here = False
+        self.here, self.token = False, "secret"
 
     def __call__(self, request: Request) -> Outcome:
         path = urlsplit(request.path)
@@ -129,6 +129,8 @@ class Server:
             self.got[name][int(query.get("start", 0)) : int(query.get("stop", sent.size))] = sent.reshape(-1)
             return DONE
         if request.method == "DELETE":
+            if request.headers["x-upload-token"] != self.token:
+                return refusal("upload_in_progress")
             self.here = False
             return Response(204, {})
         missing = sorted(n for n, v in self.got.items() if np.isnan(v).any())
@@ -195,20 +197,20 @@ def test_a_creation_whose_upload_fails_leaves_nothing_behind(
         server.create(cluster, now)
 
     assert not server.here
-    assert server.log[-2:] == ["GET /models/m", "DELETE /models/m"]
+    assert server.log[-1] == "DELETE /models/m"
 
 
-@pytest.mark.parametrize("why", ["taken over", "complete"])
-def test_a_model_that_may_be_anothers_is_not_deleted(now: Now, cluster: Cluster, server: Server, why: str) -> None:
-    """After a failed upload a model stays if another client uploads its values, or all have come."""
+@pytest.mark.parametrize(("code", "token"), [("upload_in_progress", "secret"), ("not_built", ""), ("not_built", "b")])
+def test_a_model_that_may_be_anothers_is_not_deleted(
+    now: Now, cluster: Cluster, server: Server, code: str, token: str
+) -> None:
+    """After a failed upload a model stays if another client uploads its values, told or not, or all have come."""
 
     def refuse(request: Request) -> Outcome | None:
         if request.method != "PUT":
             return None
-        if why == "complete":
-            for values in server.got.values():
-                values[:] = 0.0
-        return refusal("upload_in_progress" if why == "taken over" else "not_built")
+        server.token = token
+        return refusal(code)
 
     server.refuse = refuse
     with pytest.raises(PsError):

@@ -316,6 +316,24 @@ def test_a_parameter_uploaded_in_parts_is_complete_once_each_partition_has_its_p
     assert d.core.read.model("m")["state"] == "ready"
 
 
+def test_a_client_deletes_only_what_it_is_still_uploading() -> None:
+    """A DELETE with an upload token is refused once the model is complete, or another client has the upload."""
+    d = Driver()
+    spec = SPEC | {"params": {"w": {"shape": [4], "init": {"kind": "upload"}}}}
+    d.model(params=spec["params"])
+    d.wait(61)
+    d.send(lambda n: io.CreateModel(n, spec, "second"))
+    for token in ("secret", "second"):
+        if token == "second":
+            d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "second", d.given()))
+        with refused_with("upload_in_progress", ConflictError):
+            d.ask(lambda n, t=token: io.DeleteModel(n, "m", t))  # type: ignore[misc]
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    d.model(params=spec["params"])
+    d.ask(lambda n: io.DeleteModel(n, "m", "secret"))
+    assert not d.core.read.models()
+
+
 def test_parts_that_another_client_uploaded_before_do_not_count() -> None:
     """A client that takes over an upload sends all parts itself: values of two clients are never mixed."""
     d = Driver("s0", "s1")

@@ -171,5 +171,9 @@ async def patch_model(request: Request, m: str) -> Response:
 @router.delete("/models/{m}", status_code=204, responses=response_doc(204, "Deleted"))
 @role("admin")
 async def delete_model(request: Request, m: str) -> Response:
-    """Delete a model with its values in memory and in Redis; its checkpoints on disk stay."""
-    return await reply(request, lambda n: io.DeleteModel(n, m))
+    """Delete a model with its values in memory and in Redis; its checkpoints on disk stay.
+
+    With `X-Upload-Token`, only while the upload of its first values has this token: else 409 `upload_in_progress`.
+    """
+    token = request.headers.get("x-upload-token")
+    return await reply(request, lambda n: io.DeleteModel(n, m, token))

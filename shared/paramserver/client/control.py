@@ -1,8 +1,10 @@
 """Calls other than push and pull: models and their settings, values, data, metrics, checkpoints, runs."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from operator import index
 from secrets import token_urlsafe
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
@@ -63,7 +65,7 @@ def create_model(
                 return (yield from _upload(cluster, model_map, uploads, deadline, str(token)))
             except PsError as e:
                 if result.status == 201 and e.code != "upload_in_progress":
-                    yield from _remove_unfinished(cluster, model_map, deadline.clock)
+                    yield from _remove_unfinished(model_map, str(token), deadline.clock)
                 raise
         if doc.get("state", "ready") == "ready":
             cluster.forget(str(body["name"]))
@@ -94,15 +96,10 @@ def _upload(
         missing = {n: uploads[n] for n in doc["missing"] if n in uploads}
 
 
-def _remove_unfinished(cluster: Cluster, made: ModelMap, clock: Clock) -> Call[None]:
-    """Delete the model unless it is complete or another one by now; if that fails, too, leave it."""
-    deadline = Deadline(clock() + REMOVE_S, clock)
-    try:
-        doc = yield from fetch(model_path(made.name), deadline)
-        if doc["generation"] == made.generation and doc["state"] != "ready":
-            yield from delete_model(cluster, made.name, deadline)
-    except PsError:
-        pass
+def _remove_unfinished(made: ModelMap, token: str, clock: Clock) -> Call[None]:
+    """Delete the model unless it is complete or another client's by now; if that fails, too, leave it."""
+    with suppress(PsError):
+        yield from delete(model_path(made.name), Deadline(clock() + REMOVE_S, clock), {"x-upload-token": token})
 
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
@@ -142,11 +139,12 @@ def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]
     yield from delete(model_path(model), deadline)
 
 
-def delete(path: str, deadline: Deadline) -> Call[None]:
+def delete(path: str, deadline: Deadline, headers: Mapping[str, str] = MappingProxyType({})) -> Call[None]:
     """Delete what is at a path; if an earlier attempt is in doubt, what no longer exists counts as deleted."""
-    backoff = Backoff(deadline)
+    backoff, request = Backoff(deadline), json_request("DELETE", path)
+    request = replace(request, headers={**request.headers, **headers})
     while True:
-        (outcome,) = yield [deadline.bound(json_request("DELETE", path))]
+        (outcome,) = yield [deadline.bound(request)]
         result = to_result(outcome)
         if not isinstance(result, PsError) or (backoff.in_doubt and isinstance(result, NotFoundError)):
             return

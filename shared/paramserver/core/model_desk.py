@@ -187,6 +187,8 @@ class ModelDesk:
 
     def delete(self, e: DeleteModel, now: float) -> None:
         model = self.c.model(e.model)
+        if e.upload_token not in (None, model.upload_token):
+            raise problem("upload_in_progress", f"model '{model.name}' is complete, or another client is uploading it")
         self.remove(model, problem("unknown_model", f"model '{model.name}' was deleted"), now)
         self.c.answer(e.request, None, 204)
 

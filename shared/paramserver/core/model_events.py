@@ -44,6 +44,8 @@ class DeleteModel(Struct, frozen=True):
 
     request: int
     model: str
+    upload_token: str | None = None
+    """If given, the model is deleted only while the upload of its first values has this token."""
 
 
 class ParameterUploaded(Struct, frozen=True):
