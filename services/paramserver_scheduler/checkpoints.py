@@ -85,7 +85,7 @@ class CheckpointStore:
     def remove(self, model: str, name: str, creation: str | None) -> None:
         """Delete a checkpoint if it exists and is of that creation of the model (None: of any), or unreadable."""
         path = self.path(model, name)
-        if path.is_dir() and (_of(path, creation) or not _creation(path)):
+        if path.is_dir() and (creation is None or _creation(path) in (creation, "")):
             # Rename first, so that an interrupted deletion leaves no partial checkpoint under its name.
             gone = path.with_name(f".{path.name}.gone")
             shutil.rmtree(gone, ignore_errors=True)
