@@ -3,6 +3,7 @@
 import difflib
 import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 from paramserver import limits
@@ -31,6 +32,13 @@ LEAVE_S = 5.0
 def of_another_process() -> PsError:
     """Return the error for using a worker in a child that was forked while it was open."""
     return problem("conflict", "this worker belongs to the process that opened it", hint="open one after the fork")
+
+
+@lru_cache(256)  # every step names the same metrics
+def _meant_by(name: str) -> str | None:
+    """Return the option that a keyword of `step` or `exchange` is a slip of, or None if it is a metric."""
+    found = difflib.get_close_matches(name, MISSPELLED, 1, ALIKE)
+    return found[0] if found else None
 
 
 class WorkerBase:
@@ -115,8 +123,8 @@ class WorkerBase:
             if name in ELSEWHERE:
                 hint = f"pull(), push() and clock() have all options. If it is a metric: report({name}=...)"
                 raise problem("invalid_field", f"this call has no option {name}=", hint=hint)
-            if found := difflib.get_close_matches(name, MISSPELLED, 1, ALIKE):
-                hint = f"did you mean {found[0]}=? If it is a metric: report({name}=...)"
+            if meant := _meant_by(name):
+                hint = f"did you mean {meant}=? If it is a metric: report({name}=...)"
                 raise problem("invalid_field", f"this call has no option {name}=", hint=hint)
         return metrics
 
