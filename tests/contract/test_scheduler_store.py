@@ -453,18 +453,24 @@ async def test_a_leader_whose_new_term_another_has_begun_is_deposed(redis_url: s
         await new.renew()
 
 
+async def begun_beside_a_leader(redis: AsyncRedis, plain: Redis) -> tuple[Lease, StateStore, Lease, StateStore]:
+    """Return a leader and its store, and those of a scheduler that began to lead, too, when Redis had been emptied."""
+    old, new = leases(redis, 2)
+    assert await old.try_acquire()
+    store, later = StateStore(redis, old), StateStore(redis, new)
+    await store.write({"a": {"x": 1}})
+    plain.flushall()
+    assert await new.try_acquire()
+    return old, store, new, later
+
+
 @pytest.mark.parametrize("renews", [True, False])
 async def test_a_scheduler_that_starts_on_an_emptied_redis_yields_to_the_leader(
     redis_url: str, plain: Redis, renews: bool
 ) -> None:
     """A scheduler that had never heard of the leader, and begins its term again, is deposed once that notices."""
     async with connect(redis_url) as redis:
-        old, new = leases(redis, 2)
-        assert await old.try_acquire()
-        store, later = StateStore(redis, old), StateStore(redis, new)
-        await store.write({"a": {"x": 1}})
-        plain.flushall()
-        assert await new.try_acquire()
+        old, store, new, later = await begun_beside_a_leader(redis, plain)
         assert old.term == new.term
         assert not old.deposed_by(new.term)
         for x in range(3):
@@ -488,12 +494,7 @@ async def test_a_scheduler_that_starts_on_an_emptied_redis_yields_before_the_sta
 ) -> None:
     """The scheduler that yields does so even before the leader has written its state: the two begin no term twice."""
     async with connect(redis_url) as redis:
-        old, new = leases(redis, 2)
-        assert await old.try_acquire()
-        store, later = StateStore(redis, old), StateStore(redis, new)
-        await store.write({"a": {"x": 1}})
-        plain.flushall()
-        assert await new.try_acquire()
+        old, store, new, later = await begun_beside_a_leader(redis, plain)
         await later.write({"b": {"x": 1}})
         for _ in range(2):
             with pytest.raises(RedisDataLost):
