@@ -18,6 +18,7 @@ from paramserver.errors import CorruptState, PsError, Unavailable, problem
 from paramserver_node.access import Access, credentials
 from paramserver_node.crash import crash_point
 from paramserver_node.forward import Forwarder
+from paramserver_node.race import race
 from paramserver_node.redis import connect
 from paramserver_node.server import Tls, first_cause, freeze_gc, run, serve_tcp, stop_on_signals
 from paramserver_node.settings import SchedulerSettings, url_of
@@ -86,7 +87,10 @@ async def lead(
     checkpoints: CheckpointStore = http.state.checkpoints
     crash_point("scheduler.lease_taken")
     async with kept(lease):
-        documents = await store.open()
+        opened = await race(store.open(), stop.wait())  # a Redis that hangs may keep it for a minute
+        if opened is None:
+            raise StopRequested("told to stop")
+        (documents,) = opened
         crash_point("scheduler.state_read")
         await asyncio.to_thread(checkpoints.sweep)
         origin = (time.monotonic(), store.term, time.time(), secrets.token_hex(8))
