@@ -152,10 +152,11 @@ async def _release(lease: Lease) -> None:
 
 def _lease_of(settings: SchedulerSettings, redis: Redis) -> Lease:
     host, advertised = socket.gethostname(), listed_urls(settings.advertise)
+    name = settings.name or f"{host}-{settings.port}"
     return Lease(
         redis,
-        name=settings.name or f"{host}-{settings.port}",
-        place=f"{host}/{settings.host}:{settings.port}",
+        name=name,
+        place=f"{name}@{host}/{settings.host}:{settings.port}",
         url=advertised[0] if advertised else url_of(settings.host, settings.port, tls=bool(settings.tls_certificate)),
         expect_state=settings.expect_state,
     )

@@ -13,7 +13,7 @@ from paramserver_scheduler.app import make_app
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
-from paramserver_scheduler.main import StopRequested, lead
+from paramserver_scheduler.main import StopRequested, _lease_of, lead
 
 
 class AskedLease:
@@ -233,3 +233,11 @@ async def test_a_scheduler_that_reads_its_state_from_a_redis_that_hangs_can_be_s
         server.close()
         await redis.aclose()
         await bulk_redis.aclose()
+
+
+def test_schedulers_on_machines_of_one_host_name_are_told_apart_by_their_names() -> None:
+    """A scheduler does not take another one's lease for its own because both machines have the same host name."""
+    redis = connect("redis://127.0.0.1:1/0")  # never asked
+    places = [_lease_of(SchedulerSettings(name=name, host="0.0.0.0"), redis).place for name in ("a", "b", "a")]
+
+    assert places[0] == places[2] != places[1]
