@@ -103,7 +103,7 @@ MOVES_AT_ONCE: Final = 4
 STORE_PACE_BYTES_PER_S: Final = MIB // 2
 """Lowest rate at which partitions are stored in Redis and loaded; it only bounds the wait for a silent Redis."""
 MOVE_S: Final = 30.0
-"""Timeout of a move, besides the time for its bytes: the owner keeps the partition, which stays for as long."""
+"""Timeout of a move, besides the time for the bytes: the owner keeps the partition, which stays for as long."""
 BALANCE_INTERVAL_S: Final = 10.0
 """Interval between comparisons of load, once bytes are balanced."""
 PATIENCE_S: Final = 15.0

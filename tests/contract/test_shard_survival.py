@@ -156,7 +156,8 @@ def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(tmp_path: Path
 
             def degraded() -> bool:
                 node = next(n for n in cluster.get("/status")["nodes"] if n["role"] == "shard")
-                return "Redis" in str(node["metrics"].get("degraded"))
+                told = node["metrics"]
+                return "Redis" in str(told.get("degraded")) and told.get("redis_away") is True
 
             eventually(degraded, within_s=30, what="the word that Redis is away")
             assert pull(cluster, name) == [4.0] * 10
