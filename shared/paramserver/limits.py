@@ -147,6 +147,8 @@ JOURNAL_WAIT_S: Final = 10.0
 """Longest time a reply waits for its push to be durable; then it is a 503 and the push is in doubt."""
 SNAPSHOT_BLOCK_BYTES: Final = 4 * MIB
 CHECKPOINT_INTERVAL_MIN: Final = 10.0
+REDIS_NEARLY_FULL: Final = 0.9
+"""Share of the `maxmemory` of Redis in use from which that is a problem: once it is full, nothing is stored."""
 
 # Authentication.
 TOKENS_KNOWN_MAX: Final = 1024

@@ -225,6 +225,23 @@ async def test_prometheus_reads_how_many_problems_there_are() -> None:
     assert told(found, "paramserver_problems") == {"": 2}
 
 
+async def test_a_redis_that_is_nearly_full_is_a_problem() -> None:
+    """From nine tenths of its `maxmemory` on, Redis is a problem of the cluster; without a limit it never is."""
+    _, service = of_models(1)
+    memory = service.redis_memory
+    assert told(await overview.describe(service), "paramserver_redis_memory_bytes") == {}
+    memory.used_bytes, memory.limit_bytes = 899, 1000
+    found = await overview.describe(service)
+    assert found.cluster.problems == []
+    assert told(found, "paramserver_redis_memory_limit_bytes") == {"": 1000}
+    memory.used_bytes = 950
+    found = await overview.describe(service)
+    assert [p.partition(";")[0] for p in found.cluster.problems] == ["Redis uses 95 % of its maxmemory"]
+    assert told(found, "paramserver_redis_memory_bytes") == {"": 950}
+    memory.limit_bytes = None
+    assert (await overview.describe(service)).cluster.problems == []
+
+
 async def test_runs_that_end_are_counted_however_many_have_ended_before() -> None:
     """Each run that ends is counted under its state; the gauge of the newest runs stays at 20 once all have failed."""
     d, service = of_models(1)
