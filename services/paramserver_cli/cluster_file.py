@@ -3,7 +3,7 @@
 cluster.json      the object that `psctl up --json` prints, with current process ids and without the token
 supervisor.json   the supervisor's pid, phase, workers and restarts
 plan.json         what the supervisor is to run; SIGUSR1 tells it that the file has changed
-logs/NAME.log     output of each process
+logs/NAME.log     output of each process; NAME.log.1 is that of the last start, or from before the log became too long
 secret            the secret that tokens are made from, if other machines can reach the cluster
 redis/            files of the Redis server
 checkpoints/      checkpoints, written by the scheduler
@@ -14,7 +14,9 @@ lock              held (flock) by the supervisor; it tells whether a cluster run
 import json
 import os
 import re
+import shutil
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
@@ -27,6 +29,9 @@ if sys.platform != "win32":
     import fcntl
 
 MODULE = "paramserver_cli.supervisor"
+
+LOG_BYTES_MAX = 64 << 20
+"""A log that is longer begins anew."""
 
 Phase = Literal["starting", "ready", "stopping", "failed"]
 
@@ -171,6 +176,14 @@ class StateDir:
         """Remove the files that describe an earlier run of the cluster; data and logs stay."""
         for name in ("cluster", "supervisor"):
             (self.path / f"{name}.json").unlink(missing_ok=True)
+
+    def bound_logs(self) -> None:
+        """Move what a log longer than LOG_BYTES_MAX holds to `NAME.log.1`; its process appends, and so begins anew."""
+        for log in self.logs.glob("*.log"):
+            if log.stat().st_size > LOG_BYTES_MAX:
+                with suppress(OSError):  # a full disk needs the room most
+                    shutil.copyfile(log, log.with_suffix(".log.1"))
+                os.truncate(log, 0)
 
     def tail(self, name: str, lines: int = 20) -> str:
         """Return the last lines of one log; empty if there is none."""

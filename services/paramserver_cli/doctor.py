@@ -22,6 +22,7 @@ from rich.text import Text
 
 import paramserver as ps
 from paramserver.errors import AuthError, PsError
+from paramserver.limits import REDIS_NEARLY_FULL
 from paramserver_cli import launch, ports
 from paramserver_cli.cluster_file import running
 from paramserver_cli.config import Json, Url, client_settings, connect, redis_url
@@ -36,8 +37,6 @@ PROBE_ELEMENTS = 1 << 20
 SLOW_MIB_PER_S = 20.0
 DELETE_TIMEOUT_S = 3.0
 """Timeout for deleting that model; it is deleted even if its creation failed, because it may exist all the same."""
-NEARLY_FULL = 0.9
-"""Share of Redis' `maxmemory` in use from which it is a warning."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _redis(url: str | None, started: bool) -> Finding:
         remedy = "CONFIG SET maxmemory-policy noeviction, and in its redis.conf: evicted state is lost state"
         return Finding("Redis", "failed", detail, remedy)
     held, most = info["used_memory"] - info.get("mem_not_counted_for_evict", 0), info.get("maxmemory", 0)
-    if 0 < most * NEARLY_FULL <= held:
+    if 0 < most * REDIS_NEARLY_FULL <= held:
         full = f"{'full' if held >= most else 'nearly full'}: {held / (1 << 20):.1f} of {most / (1 << 20):.1f} MiB"
         remedy = (
             "CONFIG SET maxmemory to more, and in its redis.conf, or delete models: full, it refuses writes, and "

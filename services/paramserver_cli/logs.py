@@ -1,5 +1,6 @@
 """psctl logs: shows the output of the processes of a cluster on this machine."""
 
+import os
 import time
 from contextlib import ExitStack
 from typing import Annotated
@@ -43,6 +44,8 @@ def logs(
                 _print(name, line, width)
         while follow:
             for name, file in files.items():
+                if file.tell() > os.fstat(file.fileno()).st_size:  # it became too long, and began anew
+                    file.seek(0)
                 for written in file:
                     _print(name, written.decode(errors="replace").rstrip("\n"), width)
             time.sleep(FOLLOW_S)  # poll: nothing notifies us that a file has grown

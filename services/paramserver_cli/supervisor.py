@@ -41,6 +41,8 @@ GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL."""
 SHARD_SPARE_S = 5.0
 """A shard, which first hands over or stores its partitions, has so much more than its own `stop_s`."""
+LOGS_S = 60.0
+"""Interval between looks at the size of the logs."""
 PROBE_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
 
@@ -185,9 +187,10 @@ class Supervisor:
                         children.create_task(self.run_child(spec))
                     self.phase = "ready"
                     self.publish()
-                    follower = children.create_task(self._follow_plan(children))
+                    others = [children.create_task(w) for w in (self._follow_plan(children), self._bound_logs())]
                     await self.stop.wait()
-                    follower.cancel()
+                    for task in others:
+                        task.cancel()
                 await stopper
         finally:
             for child in self.alive.values():
@@ -246,6 +249,12 @@ class Supervisor:
                     children.create_task(self.run_child(spec))
             self.publish()
             await self._end(sorted(before - self._wanted_shards), self._grace_s("shard"))
+
+    async def _bound_logs(self) -> None:
+        while True:
+            await asyncio.sleep(LOGS_S)
+            with suppress(OSError):  # next time
+                self.state.bound_logs()
 
     async def _stop_children(self) -> None:
         """Wait for `stop`, then stop workers, shards, schedulers and Redis in turn: each can sign off from the rest."""

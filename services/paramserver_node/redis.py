@@ -11,7 +11,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paramserver.errors import problem
@@ -30,6 +30,10 @@ FENCE_KEY: Final = "ps:fence"
 """Hash, also written by the leader: shard name -> highest epoch of it that must not serve any more."""
 AWAY: Final = (RedisConnectionError, RedisTimeoutError, OSError)
 """Errors of a Redis that cannot be reached; any other error is an answer from it."""
+
+_CLOSING: Final = (RedisConnectionError, RedisTimeoutError, ReadOnlyError)
+"""Errors after which a connection is closed.  A server that has become a replica keeps its connections: only a new one
+reaches the server that has taken over its name."""
 
 _HAS_DRIVER_INFO: Final = "driver_info" in inspect.signature(AbstractConnection).parameters
 _NO_QUESTIONS: Final[dict[str, Any]] = {
@@ -61,7 +65,7 @@ def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:
         url,
         socket_timeout=timeout_s,
         socket_connect_timeout=2.0 if timeout_s is None else min(timeout_s, 2.0),
-        retry=Retry(NoBackoff(), 0),
+        retry=Retry(NoBackoff(), 0, _CLOSING),
         health_check_interval=0,
         **_NO_QUESTIONS,
     )

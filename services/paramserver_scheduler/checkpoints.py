@@ -4,9 +4,10 @@
 components, checked here, so no name received over the network leads out of the state directory.
 """
 
+import logging
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +27,11 @@ from paramserver.tensor_file import TensorFile
 from paramserver.types import F32, AnyArray
 from paramserver.wire.state import SetFrame, SetPart, StateFrame, taken_out
 
+log = logging.getLogger("paramserver.scheduler")
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_AUTOMATIC: Final = re.compile(r"([0-9]{6,})-clock-[0-9]+")
+"""A name that the scheduler chose, with the number of the checkpoint."""
 
 
 def check_name(name: Any) -> str:
@@ -109,6 +114,21 @@ class CheckpointStore:
                     path.rename(name)
             elif path.suffix in (".part", ".old", ".gone"):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def prune(self, models: Iterable[tuple[str, str, Sequence[Mapping[str, Any]]]]) -> None:
+        """Remove what the rule of `keep` has removed from the lists of these (model, its creation, its checkpoints).
+
+        These are automatic checkpoints of that creation that are not listed and are older than the newest listed one.
+        Newer ones stay: a Redis that has lost its last writes does not list them.
+        """
+        for model, creation, listed in models:
+            names = {c["name"] for c in listed}
+            newest = max((c["number"] for c in listed if not c["kept"]), default=0)
+            for path in (self._root / model).glob("[0-9]*"):
+                number = _AUTOMATIC.fullmatch(path.name)
+                if number and int(number[1]) < newest and path.name not in names and _creation(path) == creation:
+                    log.info("checkpoint.pruned model=%s name=%s", model, path.name)
+                    self.remove(model, path.name, creation)
 
     def find(self, model: str, name: str) -> Path:
         """Return the folder of the checkpoint with that name, or of the `latest` or `best` one.

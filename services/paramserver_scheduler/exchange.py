@@ -20,6 +20,7 @@ from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.large_bodies import LargeBodies
 from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Lease
+from paramserver_scheduler.redis_memory import RedisMemory
 from paramserver_scheduler.runtime import Answer, Runtime
 from paramserver_scheduler.status_broadcast import StatusBroadcast
 
@@ -45,6 +46,7 @@ class Service:
     broadcast: StatusBroadcast = field(default_factory=StatusBroadcast)
     """The source of the status streams."""
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
+    redis_memory: RedisMemory = field(default_factory=RedisMemory)
 
     @property
     def url(self) -> str:

@@ -82,6 +82,12 @@ class History:
         """Record the models that exist at the start, so that they cause no events."""
         self._models = {m["name"]: (m["generation"], m["revision"], m["timeline"]) for m in read.models()}
 
+    def follow_clock(self, wall_offset_s: float) -> None:
+        """Use another Unix time from now on; time series that then reach into the future are forgotten."""
+        if wall_offset_s < self.wall_offset_s:
+            self.rings = Rings()
+        self.wall_offset_s = wall_offset_s
+
     def add(self, now: float, kind: str, text: str, level: Level = "info") -> None:
         """Add an event at `now` (monotonic seconds); it replaces the newest event if that is the same."""
         if self.events and (self.events[0].kind, self.events[0].text) == (kind, text):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -57,6 +58,8 @@ class Jobs:
         self._redis = redis
         self._history = history
         self._group = group
+        self._files: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """(model, checkpoint) -> held by whoever writes or deletes its files."""
         self._restoring: set[str] = set()
         """Models that are being restored."""
 
@@ -108,7 +111,7 @@ class Jobs:
             self._restoring.remove(target)
 
     async def _run_restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
-        held = await self._find_or_fetch(source, name)
+        held = await self._found(source, name)
         workers = check_states(held.states_in(target))
         ask = self._runtime.ask
         try:
@@ -141,8 +144,8 @@ class Jobs:
             raise error from e
         return Answer(answer.status, done.body)
 
-    async def _find_or_fetch(self, model: str, name: str) -> Checkpoint:
-        """Read a checkpoint by name, `latest` or `best`; fetch it first if only another scheduler has it."""
+    async def _found(self, model: str, name: str) -> Checkpoint:
+        """Read a checkpoint by name, `latest` or `best`, from another scheduler if only that one has it."""
         holder: str | None = None
         creation: str | None = None
         try:
@@ -157,8 +160,7 @@ class Jobs:
         except NotFoundError:
             if holder == self._name or (creation is None and name in ALIASES):
                 raise
-        await self.others.fetch(model, name, holder, creation)
-        return await asyncio.to_thread(self._store.read, model, name, creation)
+        return await self.others.read(model, name, holder, creation)
 
     async def delete(self, model: str, name: str) -> None:
         """Delete a checkpoint: one of the model's list, or one of an earlier model, in this scheduler's folder.
@@ -168,6 +170,23 @@ class Jobs:
         """
         if name in ALIASES:
             raise problem("invalid_field", f"'{name}' stands for another checkpoint", hint="give that one's own name")
+        async with self._alone(model, name):
+            await self._delete(model, name)
+
+    async def prune(self) -> None:
+        """Delete here what the rule of `keep` has deleted at the others while this scheduler did not run."""
+        names = [m["name"] for m in self._read.models()]
+        listed = [(name, self._read.creation(name), self._read.checkpoints(name)) for name in names]
+        try:
+            await asyncio.to_thread(self._store.prune, listed)
+        except Exception as e:
+            log.warning("checkpoints.stay %s", problem_of(e))
+
+    def _alone(self, model: str, name: str) -> asyncio.Lock:
+        """Return the lock of a checkpoint's files."""
+        return self._files.setdefault((model, name), asyncio.Lock())
+
+    async def _delete(self, model: str, name: str) -> None:
         creation: str | None = None
         try:
             record = self._read.checkpoint(model, name)
@@ -188,6 +207,10 @@ class Jobs:
             await self._runtime.ask(lambda n: io.DeleteCheckpoint(n, model, name))
 
     async def _write(self, effect: io.WriteCheckpoint) -> None:
+        async with self._alone(effect.model.name, effect.name):
+            await self._write_files(effect)
+
+    async def _write_files(self, effect: io.WriteCheckpoint) -> None:
         creation = effect.document["creation"]
         try:
             if await asyncio.to_thread(self._store.taken, effect.model.name, effect.name, creation):
@@ -218,6 +241,10 @@ class Jobs:
             )
 
     async def _remove(self, model: str, name: str, creation: str) -> None:
+        async with self._alone(model, name):
+            await self._remove_files(model, name, creation)
+
+    async def _remove_files(self, model: str, name: str, creation: str) -> None:
         try:
             await asyncio.to_thread(self._store.remove, model, name, creation)
         except OSError as e:

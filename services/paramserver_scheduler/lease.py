@@ -2,8 +2,9 @@
 
 Keys: `ps:leader` (JSON with id, place, url, term and, by Redis' clock, the time of the last renewal, 0 once released),
 `ps:term` (number of leaderships; each write of a leader names its term, so a deposed leader writes nothing),
-`ps:schedulers` (place -> JSON with name, url and the time it was last seen).  A place is a host name with the address
-listened on.  Only one process can be there, so a scheduler that finds the lease held by its own place takes it at once.
+`ps:schedulers` (place -> JSON with name, url and the time it was last seen).  A place is a name, a host name and the
+address listened on.  Only one process can be there, so a scheduler that finds the lease held by its own place takes it
+at once.
 
 A lease that was not renewed for 3 s is taken over only by a scheduler that has been getting answers from Redis for
 1.5 s: after an outage of Redis the leader can renew its lease before another takes it.  The same holds for a renewal

@@ -18,6 +18,7 @@ from paramserver.errors import CorruptState, PsError, Unavailable, problem
 from paramserver_node.access import Access, credentials
 from paramserver_node.crash import crash_point
 from paramserver_node.forward import Forwarder
+from paramserver_node.race import race
 from paramserver_node.redis import connect
 from paramserver_node.server import Tls, first_cause, freeze_gc, run, serve_tcp, stop_on_signals
 from paramserver_node.settings import SchedulerSettings, url_of
@@ -86,7 +87,10 @@ async def lead(
     checkpoints: CheckpointStore = http.state.checkpoints
     crash_point("scheduler.lease_taken")
     async with kept(lease):
-        documents = await store.open()
+        opened = await race(store.open(), stop.wait())  # a Redis that hangs may keep it for a minute
+        if opened is None:
+            raise StopRequested("told to stop")
+        (documents,) = opened
         crash_point("scheduler.state_read")
         await asyncio.to_thread(checkpoints.sweep)
         origin = (time.monotonic(), store.term, time.time(), secrets.token_hex(8))
@@ -108,6 +112,8 @@ async def lead(
             group.create_task(leadership.run())
             group.create_task(runtime.run())
             group.create_task(watch(http.state.service))
+            group.create_task(http.state.service.redis_memory.watch(redis))
+            group.create_task(jobs.prune())
             await stop.wait()
             raise StopRequested("told to stop")
     finally:
@@ -148,10 +154,11 @@ async def _release(lease: Lease) -> None:
 
 def _lease_of(settings: SchedulerSettings, redis: Redis) -> Lease:
     host, advertised = socket.gethostname(), listed_urls(settings.advertise)
+    name = settings.name or f"{host}-{settings.port}"
     return Lease(
         redis,
-        name=settings.name or f"{host}-{settings.port}",
-        place=f"{host}/{settings.host}:{settings.port}",
+        name=name,
+        place=f"{name}@{host}/{settings.host}:{settings.port}",
         url=advertised[0] if advertised else url_of(settings.host, settings.port, tls=bool(settings.tls_certificate)),
         expect_state=settings.expect_state,
     )

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from paramserver import checkpoint
-from paramserver.errors import PsError, problem
+from paramserver.errors import CorruptState, PsError, problem
 from paramserver.net.credentials import Credentials
 from paramserver_node.forward import FORWARDED_TO_LEADER
 from paramserver_scheduler.checkpoints import CheckpointStore
@@ -22,7 +22,7 @@ from paramserver_scheduler.lease import Lease
 log = logging.getLogger("paramserver.scheduler")
 
 FILES: Final = (checkpoint.PARAMS, checkpoint.OPTIMIZER, checkpoint.WORKERS, checkpoint.MANIFEST)
-"""The files of a checkpoint, the manifest last: a folder that contains it is complete."""
+"""The files of a checkpoint."""
 ASK_S: Final = 1.0
 """Timeout of the question for the leader's term."""
 REMOVE_S: Final = 5.0
@@ -78,21 +78,24 @@ class OtherSchedulers:
             hint="start it, or restore from a copy of the folder: psctl checkpoint restore FOLDER",
         )
 
-    async def fetch(self, model: str, name: str, holder: str | None, creation: str | None) -> None:
-        """Copy a checkpoint from another scheduler into this one's folder; the scheduler named `holder` is tried first.
+    async def read(self, model: str, name: str, holder: str | None, creation: str | None) -> checkpoint.Checkpoint:
+        """Read a checkpoint of another scheduler; the one named `holder` is tried first.
 
-        Only a checkpoint of that creation of the model is copied (None: of any).  Raises NotFoundError
-        (`unknown_checkpoint`) if no scheduler has it, Unavailable if none has it and `holder` is not running, and
-        OSError if it cannot be written.
+        Only a checkpoint of that creation of the model is read (None: of any).  It passes through this one's folder and
+        does not stay there, where a deletion would miss it while this scheduler does not run.  Raises NotFoundError
+        (`unknown_checkpoint`) if no scheduler has it, Unavailable if none has it and `holder` is not running,
+        CorruptState if it is damaged, and OSError if it cannot be written here.
         """
         for url in self._urls(holder):
             try:
-                await self._copy(url, model, name, creation)
+                found = await self._read_from(url, model, name, creation)
+            except CorruptState:
+                raise
             except (PsError, httpx.HTTPError, httpx.InvalidURL) as e:
                 log.info("checkpoint.not_there model=%s name=%s at=%s %s", model, name, url, e)
             else:
                 log.info("checkpoint.fetched model=%s name=%s from=%s", model, name, url)
-                return
+                return found
         if holder is not None:
             self.url(holder)
         raise problem("unknown_checkpoint", f"model '{model}' has no checkpoint '{name}'")
@@ -115,14 +118,16 @@ class OtherSchedulers:
         others = sorted(self._lease.schedulers, key=lambda s: s.name != first)
         return [s.url for s in others if s.url != self._lease.url]
 
-    async def _copy(self, url: str, model: str, name: str, creation: str | None) -> None:
+    async def _read_from(self, url: str, model: str, name: str, creation: str | None) -> checkpoint.Checkpoint:
         target = self._store.path(model, name)
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         await asyncio.to_thread(part.mkdir, parents=True)
         try:
             for file in FILES:
                 await self._download(url + file_path(model, name, file), creation, part / file)
-            await asyncio.to_thread(part.rename, target)
+            return await asyncio.to_thread(checkpoint.read, part)
+        except CorruptState as e:
+            raise problem(e.code, e.detail.replace(str(part), f"{url}: {name}")) from e
         finally:
             await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
 

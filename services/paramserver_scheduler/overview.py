@@ -67,6 +67,8 @@ async def describe(s: Service, *, series: bool = True) -> Status:
         map_epoch=found["map_epoch"],
         uptime_s=now - s.started_s,
         redis="away" if s.runtime.redis_away else "ok",
+        redis_bytes=s.redis_memory.used_bytes,
+        redis_limit_bytes=s.redis_memory.limit_bytes,
         now=found["now"],
         runs_ended=found["runs_ended"],
     )
@@ -248,6 +250,8 @@ def _problems(
     degraded: dict[str, list[str]] = {}
     if s.runtime.redis_away:
         out.append(f"{s.runtime.redis_away}: async training continues, but nothing new can be decided or stored")
+    if why := s.redis_memory.problem:
+        out.append(why)
     alive = any(x["alive"] for x in shards)
     if not alive:
         out.append("No shard is alive: start one with paramserver-shard, or a whole cluster with psctl up")

@@ -19,6 +19,10 @@ class ClusterStatus(BaseModel):
     map_epoch: int
     uptime_s: float
     redis: Literal["ok", "away"]
+    redis_bytes: int | None = Field(default=None, description="memory that Redis uses; null: not known")
+    redis_limit_bytes: int | None = Field(
+        default=None, description="its maxmemory, at which it refuses to store anything; null: none, or not known"
+    )
     now: float = Field(description="wall clock of the scheduler, seconds since 1970")
     runs_ended: dict[str, int] = Field(
         default={}, description="runs that have ended since this scheduler began to lead, by state"

@@ -36,6 +36,9 @@ class ClusterMetrics(Collector):
         cluster = status.cluster
         yield _one("paramserver_scheduler_term", "How often a scheduler has begun to lead on this Redis", cluster.term)
         yield _one("paramserver_scheduler_redis_up", "1 while Redis answers the scheduler", cluster.redis == "ok")
+        yield _known("paramserver_redis_memory_bytes", "Memory that Redis uses", cluster.redis_bytes)
+        limit = cluster.redis_limit_bytes
+        yield _known("paramserver_redis_memory_limit_bytes", "Its maxmemory, at which it refuses writes", limit)
         yield _one("paramserver_problems", "Problems that the status page lists", len(cluster.problems))
         yield _one("paramserver_map_epoch", "Version of the partition map", cluster.map_epoch)
         shards = [n for n in status.nodes if n.role == "shard"]
@@ -84,6 +87,14 @@ def _live(model: ModelStatus) -> int:
 
 def _one(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
+
+
+def _known(name: str, text: str, value: float | None) -> Metric:
+    """A metric without a sample while its value is not known."""
+    family = GaugeMetricFamily(name, text, labels=())
+    if value is not None:
+        family.add_metric((), value)
+    return family
 
 
 def _by(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:

@@ -1,14 +1,18 @@
 """Takes the cluster's status once a second, for the history, the Prometheus metrics and all open status pages."""
 
 import asyncio
-from time import monotonic, thread_time
+import logging
+from time import monotonic, thread_time, time
 from typing import Final
 
+from paramserver.core import scheduler_io as io
 from paramserver_node import negotiate
 from paramserver_node.usage import Usage
 from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.overview import describe
 from paramserver_scheduler.telemetry import METRICS
+
+log = logging.getLogger("paramserver.scheduler")
 
 INTERVAL_S: Final = 1.0
 SHARE: Final = 20
@@ -16,6 +20,10 @@ SHARE: Final = 20
 
 What counts is processor time: where other processes take the processor, the page would stand still for the longest.
 """
+STEP_S: Final = 1.0
+"""A change of the clock by more than this is followed."""
+READING_S: Final = 0.1
+"""If reading the clocks takes longer, the process was interrupted, and they do not belong together."""
 
 
 async def watch(service: Service) -> None:
@@ -24,6 +32,7 @@ async def watch(service: Service) -> None:
     try:
         while True:
             began_s, used_s = monotonic(), thread_time()
+            follow_clock(service)
             history.usage = usage.look()
             history.sample(service.read, began_s)
             status = await describe(service, series=False)
@@ -35,3 +44,13 @@ async def watch(service: Service) -> None:
     finally:
         METRICS.status = None
         service.broadcast.close()
+
+
+def follow_clock(service: Service) -> None:
+    """Have everything use the present Unix time if the machine's clock was set, or stood still while it slept."""
+    now_s, unix_s = monotonic(), time()
+    step_s = unix_s - now_s - service.history.wall_offset_s
+    if abs(step_s) > STEP_S and monotonic() - now_s < READING_S:
+        log.warning("clock.stepped s=%+.0f", step_s)
+        service.history.follow_clock(unix_s - now_s)
+        service.runtime.send(io.ClockStepped(unix_s - now_s))

@@ -4,6 +4,7 @@ Damage is detected by checksums.  The previous snapshot is used then, and the jo
 without a journal (level `applied`) the changes between the two are lost, and the log says so.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -28,6 +29,10 @@ log = logging.getLogger("paramserver.shard")
 
 ASSIGNED_KINDS: Final = ("upload", "file")
 """Kinds of initial values that reach the owner later, as an assignment."""
+LOADS_AT_ONCE: Final = 64
+"""Partitions that ask Redis at the same time; each has a connection, and a shard may be given thousands at once."""
+REPLAYS_AT_ONCE: Final = 8
+"""Of these, partitions whose journals are read and replayed: pages of up to 16 MiB in Redis, and all of it here."""
 FIRST_INLINE_MAX: Final = 4096
 """Elements up to which initial values are made on the event loop: a model's partitions are loaded all at once."""
 
@@ -47,6 +52,7 @@ class Loader:
         self._journal = journal
         self._pool = pool
         self._submit = submit
+        self._loads, self._replays = asyncio.Semaphore(LOADS_AT_ONCE), asyncio.Semaphore(REPLAYS_AT_ONCE)
 
     async def load(self, effect: LoadPartition) -> LoadedState:
         """Return the state that the partition starts from.
@@ -54,9 +60,13 @@ class Loader:
         Raises CorruptState (`corrupt_state`) if stored state is damaged beyond repair, Unavailable
         (`storage_unavailable`) while Redis lacks the owner token.
         """
-        key, source = effect.key, effect.source
-        if source == "init" and effect.spec.ack == "applied":
+        if effect.source == "init" and effect.spec.ack == "applied":
             return await self._first(effect)
+        async with self._loads:
+            return await self._stored(effect)
+
+    async def _stored(self, effect: LoadPartition) -> LoadedState:
+        key, source = effect.key, effect.source
         if not await self._store.has_token(key, effect.token):
             raise problem("storage_unavailable", f"Redis has lost its state; partition {key} waits for its new token")
         manifest = await self._store.manifest(key)
@@ -113,6 +123,10 @@ class Loader:
         """Replay the journal after `loaded`, if the level has one.  Raises CorruptState if it cannot be replayed."""
         if effect.spec.ack == "applied":
             return loaded
+        async with self._replays:
+            return await self._replayed(effect, loaded)
+
+    async def _replayed(self, effect: LoadPartition, loaded: LoadedState) -> LoadedState:
         entries = await self._journal.read(effect.key, loaded.lsn)
         if not entries:
             return loaded

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import os
 import socket
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -22,6 +24,7 @@ from paramserver.limits import MIB, SHARED_BYTES_MAX
 from paramserver_node import redis as node_redis
 from paramserver_node.access import Access, LocalOnly, credentials
 from paramserver_node.forward import Forwarder
+from paramserver_node.race import race
 from paramserver_node.server import Tls, freeze_gc, run, serve_tcp, serve_unix, stop_on_signals
 from paramserver_node.settings import ShardSettings, url_of
 from paramserver_node.transfer_threads import TransferThreads
@@ -167,14 +170,16 @@ def assemble(
 
 async def expect_state(url: str) -> None:
     """Wait until the Redis at `url` answers; raises CorruptState if it holds no cluster state."""
-    redis = node_redis.connect(url)
+    redis, told = node_redis.connect(url), ""
     try:
         while True:
             try:
                 found = await redis.exists(node_redis.TERM_KEY)
                 break
             except (RedisError, OSError) as error:
-                log.warning("%s", node_redis.trouble(error))
+                if (why := node_redis.trouble(error)) != told:
+                    log.warning("%s", why)
+                told = why
                 await asyncio.sleep(RETRY_S)
     finally:
         await redis.aclose()
@@ -186,16 +191,22 @@ async def expect_state(url: str) -> None:
         )
 
 
+def _compile(with_transfers: bool) -> None:
+    kernels.warm_up()
+    if with_transfers:
+        sockets.warm_up()
+
+
 async def serve(settings: ShardSettings) -> bool:
     """Run one shard until SIGTERM or SIGINT; return whether everything that only it held is stored or handed over.
 
     Raises CannotListen, or PsError for invalid settings.
     """
     access, tls = Access.of(settings), Tls.of(settings)
-    if settings.expect_state:
-        await expect_state(settings.redis)
     asked, stop = asyncio.Event(), asyncio.Event()
     stop_on_signals(asked)
+    if settings.expect_state and await race(expect_state(settings.redis), asked.wait()) is None:
+        return True
     async with asyncio.TaskGroup() as group:
         shard = assemble(settings, group, access, stop)
         membership, runtime, lending = shard.services.membership, shard.services.runtime, shard.services.lending
@@ -210,11 +221,11 @@ async def serve(settings: ShardSettings) -> bool:
                 path = str(shard.folder.socket)
                 group.create_task(serve_unix(app, path, stop, grace_s=GRACE_S, transfer_threads=threads))
                 loops.append(group.create_task(lending.expire_periodically()))
-            await runtime.submit(kernels.warm_up)  # compile before joining, so no push waits for it
-            if threads is not None and not stop.is_set():
-                await runtime.submit(sockets.warm_up)
-            freeze_gc()
-            loops.append(group.create_task(membership.run()))
+            # Compile before joining, so that no push waits for it.  Told to stop meanwhile, it has nothing to lose.
+            compiled = await race(runtime.submit(partial(_compile, threads is not None)), stop.wait())
+            if compiled is not None:
+                freeze_gc()
+                loops.append(group.create_task(membership.run()))
             await serving
             for loop in loops:
                 loop.cancel()
@@ -223,6 +234,8 @@ async def serve(settings: ShardSettings) -> bool:
                 threads.close()
         finally:
             await shard.aclose()
+    if compiled is None:
+        os._exit(0)  # Python would wait at its end for the thread that compiles
     return not stopping.lost
 
 

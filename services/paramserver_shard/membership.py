@@ -234,6 +234,8 @@ class Membership:
         metrics = self._telemetry.rates() | {"buffer_bytes": pool.lent_bytes + pool.kept_bytes}
         if degraded:
             metrics["degraded"] = degraded[:300]
+        if self._runtime.storage.redis_away:
+            metrics["redis_away"] = True
         return metrics
 
     async def _watch_fence(self) -> None:

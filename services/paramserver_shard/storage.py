@@ -61,6 +61,11 @@ class Storage:
             del self._snapshot_errors[ownership]
         return self._redis_error or next(iter(self._snapshot_errors.values()), "")
 
+    @property
+    def redis_away(self) -> bool:
+        """Whether Redis did not answer when it was last asked, so that no partition can be handed over or loaded."""
+        return bool(self._redis_error)
+
     def hurry(self) -> None:
         """Write snapshots as fast as Redis takes them from now on."""
         self._store.hurry()

@@ -103,7 +103,7 @@ MOVES_AT_ONCE: Final = 4
 STORE_PACE_BYTES_PER_S: Final = MIB // 2
 """Lowest rate at which partitions are stored in Redis and loaded; it only bounds the wait for a silent Redis."""
 MOVE_S: Final = 30.0
-"""Timeout of a move, besides the time for its bytes: the owner keeps the partition, which stays for as long."""
+"""Timeout of a move, besides the time for the bytes: the owner keeps the partition, which stays for as long."""
 BALANCE_INTERVAL_S: Final = 10.0
 """Interval between comparisons of load, once bytes are balanced."""
 PATIENCE_S: Final = 15.0
@@ -147,6 +147,8 @@ JOURNAL_WAIT_S: Final = 10.0
 """Longest time a reply waits for its push to be durable; then it is a 503 and the push is in doubt."""
 SNAPSHOT_BLOCK_BYTES: Final = 4 * MIB
 CHECKPOINT_INTERVAL_MIN: Final = 10.0
+REDIS_NEARLY_FULL: Final = 0.9
+"""Share of the `maxmemory` of Redis in use from which that is a problem: once it is full, nothing is stored."""
 
 # Authentication.
 TOKENS_KNOWN_MAX: Final = 1024

@@ -74,15 +74,38 @@ def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path, mo
 
         cluster.post(f"/models/{name}/restore", {"checkpoint": "latest"}, status=200)
         assert cluster.post("/pull", {"model": name})["params"]["w"] == [1.0] * 5
-        assert (folders[1] / name / made["name"]).exists()
+        assert not (folders[1] / name / made["name"]).exists(), "no copy stays"
         cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
         cluster.post(f"/models/{name}/checkpoints", status=201)
         eventually(lambda: not any((f / name / made["name"]).exists() for f in folders), what="the removal")
         (last,) = cluster.get(f"/models/{name}/checkpoints")["items"]
-        shutil.copytree(last["path"], folders[0] / name / last["name"])  # as if fetched for a restore
+        shutil.copytree(last["path"], folders[0] / name / last["name"])  # as one that an earlier version fetched
         cluster.call("DELETE", f"/models/{name}/checkpoints/{last['name']}", status=204)
         assert not any((f / name / last["name"]).exists() for f in folders)
         assert cluster.get(f"/models/{name}/checkpoints")["items"] == []
+
+
+def test_what_the_rule_deleted_while_a_scheduler_was_away_is_deleted_when_it_leads(tmp_path: Path) -> None:
+    """A checkpoint that `keep` removed from the list while the scheduler that wrote it was down does not stay there."""
+    with apart(tmp_path) as (cluster, folders):
+        name = summing_model(cluster, "async")
+        cluster.call("PATCH", f"/models/{name}", {"checkpoint": {"keep": 1}}, status=200)
+        cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
+        old = cluster.post(f"/models/{name}/checkpoints", status=201)
+        signal_to(cluster, 0, signal.SIGTERM)
+        cluster.processes["scheduler"].wait(20)
+        eventually(lambda: leader(cluster) == 1)
+        path = f"{cluster.urls[1]}/models/{name}/checkpoints"
+        new = cluster.http.post(path).json()
+        assert [c["name"] for c in cluster.http.get(path).json()["items"]] == [new["name"]]
+        assert (folders[0] / name / old["name"]).exists()
+
+        cluster.start_scheduler()
+        signal_to(cluster, 1, signal.SIGTERM)
+        eventually(lambda: leader(cluster) == 0, within_s=30.0)
+
+        eventually(lambda: not (folders[0] / name / old["name"]).exists(), what="the removal")
+        assert (folders[1] / name / new["name"]).exists()
 
 
 def test_files_of_a_checkpoint_are_those_of_the_model_that_lists_it(tmp_path: Path) -> None:

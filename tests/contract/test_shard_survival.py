@@ -156,7 +156,8 @@ def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(tmp_path: Path
 
             def degraded() -> bool:
                 node = next(n for n in cluster.get("/status")["nodes"] if n["role"] == "shard")
-                return "Redis" in str(node["metrics"].get("degraded"))
+                told = node["metrics"]
+                return "Redis" in str(told.get("degraded")) and told.get("redis_away") is True
 
             eventually(degraded, within_s=30, what="the word that Redis is away")
             assert pull(cluster, name) == [4.0] * 10
@@ -248,3 +249,34 @@ def test_a_deletion_is_heard_of_by_shards_that_were_cut_off(cluster: Nodes) -> N
         return answer.status_code == 404 and answer.json()["code"] == "unknown_model"
 
     eventually(lambda: all(map(forgotten, range(2))), within_s=20.0, what="the news of the deletion")
+
+
+def test_a_shard_that_still_compiles_its_kernels_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that is told to stop while it compiles its kernels, which may take a minute, ends at once, with 0.
+
+    It has joined nothing yet; killed later, it would pass for one that has lost what it had.
+    """
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled"))
+    cluster = Nodes(tmp_path, "redis://127.0.0.1:1/0", shards=1)
+    cluster.start_shard("shard-0")
+    try:
+        livez = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/livez"
+        eventually(lambda: httpx.get(livez, timeout=10).status_code == 200, within_s=60.0, what="the shard's port")
+        cluster.processes["shard-0"].send_signal(signal.SIGTERM)
+        assert cluster.processes["shard-0"].wait(10) == 0, cluster.logs()
+    finally:
+        cluster.kill("shard-0")
+        cluster.http.close()
+
+
+def test_a_shard_that_waits_for_a_state_that_it_expects_can_be_stopped(tmp_path: Path) -> None:
+    """A shard with --expect-state handles SIGTERM while Redis is away; as a container's first process it must."""
+    cluster = Nodes(tmp_path, "redis://127.0.0.1:1/0", shards=1)
+    cluster.start("shard-0", "paramserver_shard", "--expect-state", "--redis", cluster.redis_url)
+    try:
+        eventually(lambda: "Redis does not answer" in cluster.logs(), what="the word that Redis is away")
+        cluster.processes["shard-0"].send_signal(signal.SIGTERM)
+        assert cluster.processes["shard-0"].wait(10) == 0, cluster.logs()
+    finally:
+        cluster.kill("shard-0")
+        cluster.http.close()

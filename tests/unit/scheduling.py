@@ -11,6 +11,8 @@ from paramserver.errors import PsError
 
 SPEC: dict[str, Any] = {"name": "m", "params": {"w": {"shape": [64]}}, "partitions": 4}
 EIGHT = {"partitions": 8}
+EPOCH_S = 1e9
+"""Unix time minus the driver's `now`."""
 
 
 class Driver:
@@ -34,7 +36,7 @@ class Driver:
         """Whether heartbeats report every served version as durable."""
         self.assigned = 0
         """How far assignments have raised the versions above the clock, in sync."""
-        self.core = SchedulerCore.restore({}, self.now, self.term, 1e9)
+        self.core = SchedulerCore.restore({}, self.now, self.term, EPOCH_S + self.now)
         for name in shards:
             self.shard(name)
 
@@ -91,7 +93,7 @@ class Driver:
         self.term += 1
         self.open.clear()
         documents = {k: json.loads(v) for k, v in self.hash.items()}
-        self.core = SchedulerCore.restore(documents, self.now, self.term, 1e9)
+        self.core = SchedulerCore.restore(documents, self.now, self.term, EPOCH_S + self.now)
         # The shards reconnect, and their feeds begin with all documents.
         seen = [(c["generation"], c["timeline"], c["t"]) for c in self.commits()]
         for model in self.ask(lambda n: io.OpenFeed(n))["documents"][1:]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from paramserver_cli import logs
+from paramserver_cli import cluster_file, logs
 from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.launch import Failed
 
@@ -41,3 +41,31 @@ def test_where_there_are_no_logs_it_says_where_they_are_in_containers(tmp_path: 
     """Without a log the error names the commands that show those of containers, whose nodes write no files."""
     with pytest.raises(Failed, match="docker compose logs, or kubectl -n paramserver logs"):
         logs.logs("shard-0", follow=False, lines=20, state=tmp_path)
+
+
+def test_a_log_that_becomes_too_long_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each process a log and the one before it are kept, however long it runs, and `--follow` goes on with both."""
+    monkeypatch.setattr(cluster_file, "LOG_BYTES_MAX", 8)
+    state = StateDir(tmp_path)
+    log = state.log("shard-0")
+    log.parent.mkdir()
+    rounds = iter(["first\n", "1234567890\n", "second\n"])
+    printed: list[str] = []
+
+    with log.open("ab", buffering=0) as process:
+
+        def sleep(_: float) -> None:
+            state.bound_logs()
+            try:
+                process.write(next(rounds).encode())
+            except StopIteration:
+                raise KeyboardInterrupt from None
+
+        monkeypatch.setattr(typer, "echo", printed.append)
+        monkeypatch.setattr(time, "sleep", sleep)
+        with pytest.raises(KeyboardInterrupt):
+            logs.logs("shard-0", follow=True, lines=0, state=tmp_path)
+
+    assert printed == ["first", "1234567890", "second"]
+    assert log.read_text() == "second\n"
+    assert log.with_suffix(".log.1").read_text() == "first\n1234567890\n"

@@ -147,13 +147,15 @@ def test_tokens_follow_a_secret_that_was_changed(script: ModuleType, tmp_path: P
 
 
 def test_kubernetes_secrets_are_filled_once(script: ModuleType, kept: dict[str, dict[str, Any]]) -> None:
-    """Empty Secrets are filled and filled ones stay; lost tokens are made again from the existing secret."""
+    """Empty Secrets are filled and filled ones stay; lost tokens and passwords are made again."""
     assert script.fill(script.Secrets(), "redis") == ["redis", "cluster", "tokens"]
     filled = json.dumps(kept)
     assert script.fill(script.Secrets(), "redis") == []
     assert json.dumps(kept) == filled
     del kept["tokens"]["data"]
     assert script.fill(script.Secrets(), "redis") == ["tokens"]
+    del kept["redis"]["data"]  # as one changes the password
+    assert script.fill(script.Secrets(), "redis") == ["redis"]
     assert json.dumps(kept["cluster"]) in filled
 
     held = {(kind, k): base64.b64decode(v).decode() for kind, s in kept.items() for k, v in s["data"].items()}

@@ -215,6 +215,12 @@ def test_compose_restarts_what_dies_and_waits_for_what_ends(compose: dict[str, A
         assert services[name]["security_opt"] == ["no-new-privileges:true"]
 
 
+def test_logs_of_containers_are_bounded(compose: dict[str, Any]) -> None:
+    """Each container's log is rotated: by default the engine keeps every line as long as the container exists."""
+    for service in compose["services"].values():
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}
+
+
 def test_two_schedulers_are_the_same_but_for_their_names(compose: dict[str, Any]) -> None:
     """Shards and clients have both schedulers' URLs; each scheduler advertises its name, and they share checkpoints."""
     services = compose["services"]
@@ -315,7 +321,10 @@ def test_nodes_of_kubernetes_have_addresses_time_and_probes(objects: list[dict[s
         assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
         env = {e["name"]: e.get("value") for e in container["env"]}
         assert env["PARAMSERVER_ADVERTISE"].startswith("http://$(PARAMSERVER_NAME).")
-    assert {d["metadata"]["name"] for d in objects if d["kind"] == "PodDisruptionBudget"} >= {"scheduler", "shard"}
+    budgets = {d["metadata"]["name"]: d["spec"] for d in objects if d["kind"] == "PodDisruptionBudget"}
+    assert budgets.keys() >= {"scheduler", "shard"}
+    # By default a pod that is not ready, such as one that crashes again and again, keeps its node from being drained.
+    assert {b["unhealthyPodEvictionPolicy"] for b in budgets.values()} == {"AlwaysAllow"}
 
 
 def test_shards_are_killed_only_after_the_time_that_they_have_to_stop(

@@ -18,6 +18,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver_scheduler import overview
 from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
+from paramserver_scheduler.redis_memory import RedisMemory
 
 from .scheduling import SPEC, Driver
 
@@ -72,6 +73,7 @@ def of_models(count: int) -> tuple[Driver, Service]:
     d.beats()
     lease, runtime = SimpleNamespace(schedulers=[]), SimpleNamespace(redis_away="")
     used = {"read": d.core.read, "history": History(0.0), "lease": lease, "runtime": runtime}
+    used["redis_memory"] = RedisMemory()
     return d, cast(Service, SimpleNamespace(now=d.now, url="", started_s=0.0, **used))
 
 

@@ -26,7 +26,7 @@ from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId, Token
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.lending import Lending
-from paramserver_shard.loading import Loader
+from paramserver_shard.loading import LOADS_AT_ONCE, REPLAYS_AT_ONCE, Loader
 from paramserver_shard.shared_folder import SharedFolder
 
 from .sharding import Now, Shards, drive, terms
@@ -270,3 +270,27 @@ async def test_first_values_are_not_made_on_the_event_loop() -> None:
     loaded = await loader.load(LoadPartition(key, Token(1), "init", spec, layout))
     assert loaded.state.values.size == layout.partition_size(0)
     assert threads == [1]
+
+
+async def test_partitions_that_are_recovered_together_take_turns_at_redis() -> None:
+    """Of thousands of partitions that a shard is given at once, a few ask Redis, and fewer read their journals."""
+    spec = wide(ack="journaled")
+    layout = Layout(spec)
+    running, most = {"loads": 0, "replays": 0}, {"loads": 0, "replays": 0}
+
+    async def asked(what: str, answer: Any) -> Any:
+        running[what] += 1
+        most[what] = max(most[what], running[what])
+        await asyncio.sleep(0)
+        running[what] -= 1
+        return answer
+
+    store: Any = Mock(has_token=lambda *_: asked("loads", True), manifest=lambda *_: asked("loads", []))
+    journal: Any = Mock(read=lambda *_: asked("replays", []))
+    loader = Loader(store, journal, BufferPool(), Mock())
+    key = ModelKey("m", 1)
+    effects = [LoadPartition(PartitionKey(key, i), Token(1), "snapshot", spec, layout) for i in range(PARTITIONS_MAX)]
+    loaded = await asyncio.gather(*map(loader.load, effects))
+
+    assert [found.version for found in loaded] == [0] * PARTITIONS_MAX
+    assert most == {"loads": LOADS_AT_ONCE, "replays": REPLAYS_AT_ONCE}

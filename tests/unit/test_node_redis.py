@@ -2,13 +2,16 @@
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, RedisError
 
 from paramserver.errors import Unavailable
 from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
+from paramserver_shard.scripts import Script, ScriptRunner
 
 
 @pytest.mark.parametrize("listening", [False, True])
@@ -44,6 +47,49 @@ async def test_a_new_connection_to_redis_begins_with_the_command_itself() -> Non
         await client.aclose()
 
     assert said.split() == [b"*2", b"$3", b"GET", b"$3", b"key"]
+
+
+async def increment(client: Redis) -> None:
+    """Write with a single command."""
+    await client.incr("key")
+
+
+async def increment_in_pipeline(client: Redis) -> None:
+    """Write with a pipeline."""
+    async with client.pipeline(transaction=False) as pipe:
+        pipe.incr("key")
+        await pipe.execute()
+
+
+async def increment_in_script(client: Redis) -> None:
+    """Write as a shard does."""
+    await ScriptRunner(client).run([Script("return redis.call('INCR', KEYS[1])", ["key"], [])])
+
+
+@pytest.mark.parametrize("write", [increment, increment_in_pipeline, increment_in_script])
+async def test_a_redis_that_has_become_a_replica_is_left(write: Callable[[Redis], Awaitable[None]]) -> None:
+    """After a failover the old server keeps its connections and refuses writes; the next write goes to the new one.
+
+    That has taken over the name or address, so only a new connection reaches it.
+    """
+    connections = 0
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        answer = b":1\r\n" if connections > 1 else b"-READONLY You can't write against a read only replica.\r\n"
+        while await reader.read(1 << 16):
+            writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+        with pytest.raises(ReadOnlyError):
+            await write(client)
+        await write(client)
+        await client.aclose()
+
+    assert connections == 2
 
 
 @pytest.mark.parametrize(

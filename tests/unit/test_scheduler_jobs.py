@@ -22,7 +22,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import ConflictError, CorruptState, PsError, problem
+from paramserver.errors import ConflictError, CorruptState, NotFoundError, PsError, problem
 from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.state import SetFrame, StateFrame
@@ -450,3 +450,79 @@ async def test_keys_of_a_model_that_is_gone_are_deleted_once_redis_answers(monke
     assert deleted == [b"{m.1/0}state"]
     assert next(passes, None) is None
     assert not [k for k in d.hash if k.startswith("gone")]
+
+
+async def test_deletions_of_a_checkpoint_are_one_after_the_other(tmp_path: Path) -> None:
+    """The second of two deletions waits for the first and then finds nothing, so it takes no later one of that name."""
+    d = saved(tmp_path)
+    d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    d.do(io.CheckpointWritten(ModelKey("m", 1), "mine", 10, [0] * 4, scheduler="s"))
+    asked: list[str] = []
+    goes_on = asyncio.Event()
+
+    async def remove(model: str, name: str, creation: str) -> bool:
+        asked.append(name)
+        await goes_on.wait()
+        return True
+
+    async with asyncio.TaskGroup() as group:
+        jobs = with_runtime(d, tmp_path, group, others=Mock(remove=remove))
+        deletions = [asyncio.ensure_future(jobs.delete("m", "mine")) for _ in range(2)]
+        await asyncio.wait(deletions, timeout=0.1)
+        goes_on.set()
+        first, second = await asyncio.gather(*deletions, return_exceptions=True)
+
+    assert asked == ["mine"]
+    assert first is None
+    assert isinstance(second, NotFoundError)
+
+
+async def test_a_checkpoint_that_is_being_written_is_deleted_once_it_is_there(tmp_path: Path) -> None:
+    """A deletion of a checkpoint that is being written leaves neither its files nor its entry in the list."""
+    d = Driver.with_model(partitions=1)
+    asked = d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    goes_on = asyncio.Event()
+
+    async def states(*_: Any) -> list[tuple[StateFrame, PartitionState]]:
+        await goes_on.wait()
+        return held(1)
+
+    async with asyncio.TaskGroup() as group:
+        others = Mock(remove=AsyncMock(return_value=True))
+        jobs = with_runtime(d, tmp_path, group, others=others, shards=Mock(states=states))
+        jobs.start(d.work.pop())
+        await asyncio.sleep(0)
+        deletion = asyncio.ensure_future(jobs.delete("m", "mine"))
+        await asyncio.wait({deletion}, timeout=0.1)
+        goes_on.set()
+        await deletion
+
+    assert d.result(asked)["name"] == "mine"
+    assert d.core.read.checkpoints("m") == []
+    assert not (tmp_path / "checkpoints" / "m" / "mine").exists()
+
+
+def with_runtime(d: Driver, state_dir: Path, group: asyncio.TaskGroup, *, others: Any, shards: Any = None) -> Jobs:
+    """Return the jobs of scheduler `s`, whose core this driver drives."""
+    runtime, history = cast(Any, BlindRuntime(d, io.Tick, taken_in=True)), History(0.0)
+    return Jobs(runtime, CheckpointStore(state_dir), others, shards, cast(Any, Mock()), history, group, "s")
+
+
+def test_what_was_deleted_elsewhere_by_rule_is_deleted_here(tmp_path: Path) -> None:
+    """Automatic checkpoints of the model that are not listed, and older than the newest listed one, are deleted.
+
+    What users named, what is newer (a Redis may have lost its last writes), and what another creation wrote stays.
+    """
+    store = CheckpointStore(tmp_path)
+    own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
+    for name in ("000001-clock-10", "000002-clock-20", "000003-clock-30", "000005-clock-50", "mine"):
+        store.write("m", name, own, held(1))
+    store.write("m", "000001-clock-11", own | {"creation": "1-4.0"}, held(1))
+    best = {"name": "000002-clock-20", "number": 2, "kept": False}
+    newest = {"name": "000004-clock-40", "number": 4, "kept": False}  # at another scheduler
+    named = {"name": "final", "number": 9, "kept": True}
+
+    store.prune([("m", "1-5.0", [best, newest, named]), ("n", "2-5.0", [])])
+
+    left = sorted(path.name for path in store.path("m", "mine").parent.iterdir())
+    assert left == ["000001-clock-11", "000002-clock-20", "000005-clock-50", "mine"]

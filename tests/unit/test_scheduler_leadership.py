@@ -1,13 +1,19 @@
 """A leader that was paused renews its lease before it answers; the test moves the clock."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paramserver.errors import problem
+from paramserver_node.redis import connect
+from paramserver_node.settings import SchedulerSettings
+from paramserver_scheduler.app import make_app
+from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.leadership import Leadership
-from paramserver_scheduler.lease import Deposed, RedisDataLost
+from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
+from paramserver_scheduler.main import StopRequested, _lease_of, lead
 
 
 class AskedLease:
@@ -195,3 +201,43 @@ async def test_a_pause_while_redis_is_asked_makes_the_answer_too_old(monkeypatch
         (await s.asked.get()).set_exception(Deposed("a newer scheduler leads"))
 
     assert await leads is False
+
+
+async def test_a_scheduler_that_reads_its_state_from_a_redis_that_hangs_can_be_stopped(tmp_path: Path) -> None:
+    """A scheduler that is told to stop ends at once, although the Redis that it reads its state from does not answer.
+
+    The time limit of the read, which may be of hundreds of MiB, is beyond what systems wait before they kill.
+    """
+    asked, stop = asyncio.Event(), asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.read(1):
+            asked.set()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+    redis, bulk_redis = connect(url, timeout_s=2.0), connect(url, timeout_s=None)
+    http = make_app()
+    http.state.checkpoints = CheckpointStore(tmp_path)
+    lease = Lease(redis, name="s1", place="here", url="http://127.0.0.1:1")
+    leading = asyncio.ensure_future(lead(SchedulerSettings(), redis, bulk_redis, http, lease, stop))
+    try:
+        async with asyncio.timeout(20):
+            await asked.wait()
+            stop.set()
+            with pytest.raises(StopRequested):
+                await leading
+    finally:
+        server.close()
+        await redis.aclose()
+        await bulk_redis.aclose()
+
+
+def test_schedulers_on_machines_of_one_host_name_are_told_apart_by_their_names() -> None:
+    """A scheduler does not take another one's lease for its own because both machines have the same host name."""
+    redis = connect("redis://127.0.0.1:1/0")  # never asked
+    places = [_lease_of(SchedulerSettings(name=name, host="0.0.0.0"), redis).place for name in ("a", "b", "a")]
+
+    assert places[0] == places[2] != places[1]

@@ -8,6 +8,7 @@ from paramserver.core.model_desk import FILES_AGAIN_S
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, make_token
 
+from . import scheduling
 from .scheduling import EIGHT, SPEC, Driver, release_numbers, row
 
 JOURNALED = {"ack": "journaled", "consistency": {"mode": "sync"}}
@@ -54,6 +55,33 @@ def test_a_shard_that_was_scaled_away_leaves_the_lists_after_a_minute() -> None:
     d.shard("s2")
     assert d.shards["s2"] == 2
     assert {s["name"] for s in d.core.read.shards(d.now)} == {"s0", "s2"}
+
+
+def test_a_dead_shard_is_not_listed_anew_by_each_leader() -> None:
+    """A dead shard is listed for an hour of Unix time and with its true age, however often the leader changes."""
+    d = Driver("s0", "s1")
+    del d.shards["s1"]
+    d.wait(limits.LEASE_S)
+    for _ in range(2):
+        d.wait(limits.SHARD_DEAD_LISTED_S / 2 - 60)
+        d.restart()
+    ages = {s["name"]: s["heartbeat_age_s"] for s in d.core.read.shards(d.now)}
+    assert ages["s1"] == pytest.approx(limits.SHARD_DEAD_LISTED_S - 120, abs=1)
+    d.wait(120)
+    assert [s["name"] for s in d.core.read.shards(d.now)] == ["s0"]
+
+
+def test_a_shard_is_not_gone_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine whose clock is behind that of the last leader, a dead shard counts as gone from now on."""
+    d = Driver("s0", "s1")
+    del d.shards["s1"]
+    d.wait(limits.LEASE_S)
+    monkeypatch.setattr(scheduling, "EPOCH_S", scheduling.EPOCH_S - 86400.0)
+    d.restart()
+    d.wait(limits.SHARD_DEAD_LISTED_S - 1)
+    assert {s["name"] for s in d.core.read.shards(d.now)} == {"s0", "s1"}
+    d.wait(1)
+    assert [s["name"] for s in d.core.read.shards(d.now)] == ["s0"]
 
 
 def test_names_of_the_dead_are_bounded_and_their_epochs_not_given_out_again(monkeypatch: pytest.MonkeyPatch) -> None:

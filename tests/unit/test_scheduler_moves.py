@@ -131,6 +131,42 @@ def test_a_large_partition_has_the_time_that_storing_it_may_take() -> None:
     assert release_numbers(d) == asked
 
 
+def test_a_partition_that_waits_for_others_of_its_owner_has_its_own_time() -> None:
+    """An owner stores its moves one after the other, beside its snapshots; none is withdrawn while it gets on so."""
+    d = Driver()
+    d.model(params={"w": {"shape": [128 << 20]}}, partitions=8)  # 64 MiB each
+    drain(d, "s1")
+    asked = release_numbers(d)
+    assert len(asked) == limits.MOVES_AT_ONCE
+    for index, number in asked.items():
+        for _ in range(250):  # at half of the lowest pace, 64 MiB take 256 s
+            d.now += 1
+            for s in d.shards:
+                d.beat(s, releases=False)
+            d.do(io.Tick())
+        assert release_numbers(d)[index] == number
+        d.beat("s1", released=[row(d, index, number)])
+        assert d.owners()[index] == "s0"
+
+
+def test_a_shard_that_redis_does_not_answer_takes_no_part_in_moves() -> None:
+    """Moves from and to a shard that cannot reach Redis are withdrawn, and it gets nothing, until it can again."""
+    d = Driver.with_model(**EIGHT)
+    d.shard("s2")
+    away = {"redis_away": True}
+    assert {d.owners()[i] for i in release_numbers(d)} == {"s0", "s1"}
+    d.beat("s0", releases=False, metrics=away)
+    d.do(io.Tick())
+    assert {d.owners()[i] for i in release_numbers(d)} == {"s1"}
+    d.beat("s2", metrics=away)
+    d.do(io.Tick())
+    assert release_numbers(d) == {}
+    d.send(lambda n: io.CreateModel(n, SPEC | {"name": "n"}, "x"))
+    assert set(d.owners("n")) == {"s1"}
+    d.wait(10)
+    assert set(d.owners()) == {"s0", "s1", "s2"}
+
+
 def test_a_draining_shard_ends_with_nothing_and_gets_nothing() -> None:
     """A draining shard loses all partitions and gets none, even of new models or by a new leader, until it rejoins."""
     d = Driver.with_model(**EIGHT)

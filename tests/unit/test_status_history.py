@@ -15,7 +15,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.runs import RESTARTS_MAX
 from paramserver.errors import PsError, problem
-from paramserver_scheduler import overview, status_broadcast
+from paramserver_scheduler import overview, status_broadcast, watch
 from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
 from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Ring, Rings
@@ -23,6 +23,7 @@ from paramserver_scheduler.schema import ClusterStatus, ModelStatus, NodeStatus,
 from paramserver_scheduler.status_broadcast import StatusBroadcast
 from paramserver_scheduler.telemetry import ClusterMetrics
 
+from .scheduling import EPOCH_S
 from .test_many_models import of_models
 
 NOW = 1_700_000_000
@@ -210,6 +211,36 @@ async def test_a_dead_shard_is_a_problem_until_it_is_no_longer_listed() -> None:
     assert (await shown(0))[2]["active"] == 2
 
 
+async def test_a_clock_that_is_set_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status, events and time series are of the machine's present time, though its clock is set while a leader leads.
+
+    Series that would then reach into the future are forgotten: nothing could be added to them for as long.
+    """
+    d, service = of_models(1)
+    service = cast(Service, SimpleNamespace(**(vars(service) | {"runtime": SimpleNamespace(redis_away="", send=d.do)})))
+    service.history.wall_offset_s = EPOCH_S
+    unix_s = EPOCH_S + d.now
+    monkeypatch.setattr(watch, "monotonic", lambda: d.now)
+    monkeypatch.setattr(watch, "time", lambda: unix_s)
+
+    async def series_after(step_s: float) -> int:
+        nonlocal unix_s
+        unix_s += step_s
+        watch.follow_clock(service)
+        found = await overview.describe(service)
+        assert found.cluster.now == unix_s
+        service.history.record(found, d.now)
+        service.history.add(d.now, "kind", f"after {step_s}")
+        assert service.history.events[0].at == unix_s
+        grid = Grid.of(EPOCH_S, EPOCH_S + 86400, 60, EPOCH_S + 86400)
+        ((_, values),) = service.history.rings.read("cluster.shards", {}, grid)
+        return sum(v is not None for v in values)
+
+    assert await series_after(0.0) == 1
+    assert await series_after(7200.0) == 2
+    assert await series_after(-3600.0) == 1
+
+
 async def test_prometheus_reads_how_many_problems_there_are() -> None:
     """The number of problems that the status lists is a metric, so a checkpoint that fails can raise an alert."""
     d, service = of_models(2)
@@ -223,6 +254,23 @@ async def test_prometheus_reads_how_many_problems_there_are() -> None:
 
     assert [p.partition(":")[0] for p in found.cluster.problems] == ["Model m00", "Model m01"]
     assert told(found, "paramserver_problems") == {"": 2}
+
+
+async def test_a_redis_that_is_nearly_full_is_a_problem() -> None:
+    """From nine tenths of its `maxmemory` on, Redis is a problem of the cluster; without a limit it never is."""
+    _, service = of_models(1)
+    memory = service.redis_memory
+    assert told(await overview.describe(service), "paramserver_redis_memory_bytes") == {}
+    memory.used_bytes, memory.limit_bytes = 899, 1000
+    found = await overview.describe(service)
+    assert found.cluster.problems == []
+    assert told(found, "paramserver_redis_memory_limit_bytes") == {"": 1000}
+    memory.used_bytes = 950
+    found = await overview.describe(service)
+    assert [p.partition(";")[0] for p in found.cluster.problems] == ["Redis uses 95 % of its maxmemory"]
+    assert told(found, "paramserver_redis_memory_bytes") == {"": 950}
+    memory.limit_bytes = None
+    assert (await overview.describe(service)).cluster.problems == []
 
 
 async def test_runs_that_end_are_counted_however_many_have_ended_before() -> None:

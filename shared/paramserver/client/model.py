@@ -228,6 +228,8 @@ class Model(ModelBase):
 
         One with a `name` is never removed automatically; one without is, once it is neither among the newest `keep`
         without names (see `checkpoint=` of `create_model`) nor the best of them.
+
+        Raises ConflictError (`conflict`) while the name is in use; `delete_checkpoint` frees it.
         """
         body = {} if name is None else {"name": name}
         return dict(self._client.run(self._post_once("checkpoints", body, timeout)))

@@ -94,7 +94,7 @@ class Cluster:
             holder.heard_s += pause_s
 
     def save_shard(self, shard: Shard) -> None:
-        self.save(f"shard:{shard.name}", shard.stored)
+        self.save(f"shard:{shard.name}", lambda: shard.stored(self.wall_offset_s))
 
     def save_model(self, model: Model) -> None:
         self.drop_filled(model)

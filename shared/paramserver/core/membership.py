@@ -69,6 +69,8 @@ class Shard(Holder):
     """When it left or was declared dead."""
     listed: bool = True
     """False once it has been gone too long to appear in lists."""
+    storage_away: bool = False
+    """Whether it says that Redis does not answer it, so that it can neither store nor load a partition."""
 
     @property
     def free_bytes(self) -> int | None:
@@ -83,8 +85,8 @@ class Shard(Holder):
             return "draining" if self.draining else "active"
         return "left" if self.left else "dead"
 
-    def stored(self) -> dict[str, Any]:
-        """Stored field `shard:NAME`."""
+    def stored(self, wall_offset_s: float) -> dict[str, Any]:
+        """Stored field `shard:NAME`; `wall_offset_s` is Unix time minus monotonic time."""
         return {
             "epoch": self.epoch,
             "alive": self.alive,
@@ -93,14 +95,21 @@ class Shard(Holder):
             "draining": self.draining,
             "left": self.left,
             "listed": self.listed,
+            "gone_s": None if self.alive else self.gone_s + wall_offset_s,
         }
 
     @classmethod
-    def of(cls, name: str, doc: Mapping[str, Any], now: float) -> "Shard":
-        """Rebuild a shard from its stored document, as if heard from now."""
+    def of(cls, name: str, doc: Mapping[str, Any], now: float, wall_offset_s: float) -> "Shard":
+        """Rebuild a shard from its stored document: a live one as if heard from now, another as gone since then.
+
+        Whatever the clocks of the schedulers' machines say, it is not gone in the future.
+        """
         shard = cls(name, doc["epoch"], now, doc["alive"], tuple(doc["addresses"]), doc["version"])
         shard.draining, shard.left, shard.listed = doc["draining"], doc["left"], doc["listed"]
-        shard.gone_s = now
+        if not shard.alive:
+            gone_unix_s = doc.get("gone_s")  # an earlier version stored none
+            shard.gone_s = now if gone_unix_s is None else min(now, gone_unix_s - wall_offset_s)
+            shard.heard_s = shard.gone_s
         return shard
 
 

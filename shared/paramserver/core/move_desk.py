@@ -21,6 +21,8 @@ from paramserver.errors import problem
 STATES: Final = ("active", "draining")
 SMOOTHING: Final = 0.2
 """Weight of the newest heartbeat in the smoothed load of a partition."""
+LINE_SHARE: Final = 0.5
+"""What a move has at least of its owner's line to Redis, which carries ordinary snapshots, too."""
 
 
 class MoveDesk:
@@ -84,6 +86,14 @@ class MoveDesk:
             self._withdraw(self._moves())
         self.c.unbalanced = True
 
+    def storage_of(self, shard: Shard, away: bool) -> None:
+        """Withdraw the moves from and to a shard that Redis does not answer; none begins until it does."""
+        if away == shard.storage_away:
+            return
+        shard.storage_away, self.c.unbalanced = away, True
+        if away:
+            self._withdraw(m for m in self._moves() if shard.name in (m[1].shard, m[1].target))
+
     def _check_memory(self, shard: Shard) -> None:
         short = missing_bytes(self._partition_loads(0.0), self._shard_loads(), shard.name)
         if short is not None:
@@ -117,18 +127,23 @@ class MoveDesk:
         self.c.unbalanced, self._blocked = bool(moves), not all(p.movable for p in partitions)
 
     def expire(self, now: float) -> None:
-        """Withdraw moves that take too long by `limits`, and do not move those partitions for `limits.MOVE_S`.
+        """Withdraw moves that take too long, and do not move those partitions for `limits.MOVE_S`.
 
+        An owner stores them one after the other, so it has the time for the largest since it released the last one.
         Partitions that could not be moved before are planned for again.
         """
         self.c.unbalanced = self.c.unbalanced or self._blocked
-        late = [
-            (model, owner)
+        moves = [
+            (model, owner, model.held_bytes_of(i))
             for model in self.c.models.values()
             for i, owner in enumerate(model.owners)
             if owner.release
-            and now - owner.asked_s >= limits.MOVE_S + model.held_bytes_of(i) / limits.STORE_PACE_BYTES_PER_S
         ]
+        largest: dict[str | None, int] = {}
+        for _, owner, size in moves:
+            largest[owner.shard] = max(size, largest.get(owner.shard, 0))
+        pace = LINE_SHARE * limits.STORE_PACE_BYTES_PER_S
+        late = [(m, o) for m, o, _ in moves if now - o.asked_s >= limits.MOVE_S + largest[o.shard] / pace]
         for _, owner in late:
             owner.no_move_before_s = now + limits.MOVE_S
         self._withdraw(late)
@@ -146,8 +161,11 @@ class MoveDesk:
         return out
 
     def _shard_loads(self) -> list[ShardLoad]:
-        """The live shards; memory that a move in progress will need counts as used."""
-        moves = dict.fromkeys(self.c.live_shards(), 0)
+        """The live shards; memory that a move in progress will need counts as used.
+
+        One that Redis does not answer counts as busy with as many moves as it may take part in.
+        """
+        moves = {n: limits.MOVES_AT_ONCE * self.c.shards[n].storage_away for n in self.c.live_shards()}
         coming = dict.fromkeys(moves, 0)
         for model in self.c.models.values():
             for i, o in enumerate(model.owners):
@@ -179,7 +197,7 @@ class MoveDesk:
         """Withdraw the moves to a dead shard."""
         self._withdraw(m for m in self._moves() if m[1].target == shard)
 
-    def released(self, shard: str, rows: Sequence[ReleasedRow]) -> None:
+    def released(self, shard: str, rows: Sequence[ReleasedRow], now: float) -> None:
         """Give partitions that their owner holds and has stored whole to their targets."""
         for row in rows:
             model = self.c.owned(shard, row)
@@ -194,6 +212,9 @@ class MoveDesk:
             owner.previous = previous
             model.cuts.moved = True
             self.c.place_changed(model)
+            for _, waiting in self._moves():
+                if waiting.shard == shard:
+                    waiting.asked_s = now
 
     def loads(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Update the load, in bytes per second, of that shard's partitions; those not listed have none."""

@@ -51,7 +51,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     c.worker_floor, c.worker_floors = cluster.get("worker_floor", 0), dict(cluster.get("worker_floors", {}))
     c.run_count, c.member_count = cluster.get("run_count", 0), cluster.get("member_count", 0)
     for name, doc in groups["shard"].items():
-        c.shards[name] = Shard.of(name, doc, now)
+        c.shards[name] = Shard.of(name, doc, now, c.wall_offset_s)
     for name, doc in groups["model"].items():
         c.models[name] = Model.of(doc, groups["place"][name], groups["clock"][name], now)
     for model, parameter, _ in _of_models(c, groups["filled"]):

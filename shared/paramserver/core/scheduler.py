@@ -79,6 +79,7 @@ class SchedulerCore:
             io.PlaceDone: runs.done,
             io.RequestGone: self._gone,
             io.Tick: self._tick,
+            io.ClockStepped: self._clock_stepped,
         }
 
     @classmethod
@@ -148,6 +149,9 @@ class SchedulerCore:
                 # Otherwise a worker that joins under a new leader before the others report would start at an old clock.
                 model.clock_stored = model.gate.clock
                 self._c.save_clock(model)
+
+    def _clock_stepped(self, event: io.ClockStepped, now: float) -> None:
+        self._c.wall_offset_s = event.wall_offset_s
 
     def _gone(self, event: io.RequestGone, now: float) -> None:
         self._checkpoints.forget(event.request)

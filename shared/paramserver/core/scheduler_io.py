@@ -70,13 +70,19 @@ class Tick(Struct, frozen=True):
     """Time has passed.  Sent whenever `SchedulerCore.deadline()` is reached, and at least once a second."""
 
 
+class ClockStepped(Struct, frozen=True):
+    """The clock of this machine was set, or the machine has slept: Unix time is `now` plus this from here on."""
+
+    wall_offset_s: float
+
+
 Event: TypeAlias = (
     JoinShard | ShardHeartbeat | LeaveShard | SetShardState | OpenFeed | RedisEmptied | StorageChanged | CreateModel
     | PatchModel | DeleteModel | ParameterUploaded | FilesLoaded | StartRestore | RestoreFinished | DeleteCheckpoint
     | ModelRestored | JoinWorker
     | WorkerHeartbeat | LeaveWorker | DrainWorker | ClockStaged | ReportClock | ReportMetrics | RegisterDataset
     | LeaseTask | TaskDone | RequestEvaluation | RequestCheckpoint | CheckpointWritten | CheckpointFailed | CreateRun
-    | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | ModelForgotten | RequestGone | Tick
+    | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | ModelForgotten | RequestGone | Tick | ClockStepped
 )  # fmt: skip
 
 Effect: TypeAlias = Store | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel

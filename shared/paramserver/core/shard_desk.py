@@ -188,7 +188,8 @@ class ShardDesk:
 
     def place(self, *models: Model) -> None:
         """Assign the partitions of these models that have no owner to live shards."""
-        live = self.c.eligible_shards()
+        eligible = self.c.eligible_shards()
+        live = [n for n in eligible if not self.c.shards[n].storage_away] or eligible
         waiting = [m for m in models if any(o.shard is None for o in m.owners)]
         if not waiting or not live:
             return
@@ -229,8 +230,9 @@ class ShardDesk:
             if model.cuts.stored(cut.partition, len(model.owners)):
                 self.c.save_clock(model)
                 self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
-        self.moves.released(e.name, released)
+        self.moves.released(e.name, released, now)
         self.moves.loads(e.name, loads)
+        self.moves.storage_of(shard, e.metrics.get("redis_away") is True)
         self._lost(e.name, lost)
         self.c.answer_now(e.request, {"state": shard.state})
 

@@ -1,0 +1,45 @@
+"""How full Redis is: at its `maxmemory` it refuses every write, so nothing is durable and nothing can be decided."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paramserver.limits import REDIS_NEARLY_FULL
+from paramserver_node.redis import stop_if_cancelled
+
+INTERVAL_S: Final = 5.0
+
+
+@dataclass(slots=True)
+class RedisMemory:
+    """What Redis last said about its memory."""
+
+    used_bytes: int | None = None
+    """What counts towards its limit; None: not known now."""
+    limit_bytes: int | None = None
+    """Its `maxmemory`; None: it has none, or it is not known now."""
+
+    async def watch(self, redis: Redis) -> None:
+        """Ask Redis again and again until cancelled."""
+        while True:
+            try:
+                found = await redis.info("memory")
+                self.used_bytes = int(found["used_memory"]) - int(found.get("mem_not_counted_for_evict", 0))
+                self.limit_bytes = int(found["maxmemory"]) or None
+            except (RedisError, OSError, KeyError, TypeError, ValueError):  # away, or a service that does not tell
+                stop_if_cancelled()
+                self.used_bytes = self.limit_bytes = None
+            await asyncio.sleep(INTERVAL_S)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, in words; empty if nothing is."""
+        if not self.limit_bytes or self.used_bytes is None or self.used_bytes < REDIS_NEARLY_FULL * self.limit_bytes:
+            return ""
+        return (
+            f"Redis uses {100 * self.used_bytes // self.limit_bytes} % of its maxmemory; when that is full, nothing is"
+            " stored any more: raise it, or delete models while it still takes writes"
+        )
