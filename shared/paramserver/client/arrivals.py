@@ -1,7 +1,6 @@
 """The values that one pull receives: copied into the caller's memory, or leased from shards on this machine."""
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -38,11 +37,15 @@ class Arrivals:
         self._same_host, self._layout = same_host, layout
         self._selection, self._dtype = selection, dtype
         self._out, self._view = out, view and out is None
+        self._place: AnyArray | None = None
         self.start_over()
 
-    @cached_property
+    @property
     def _flat(self) -> AnyArray:
-        return memory(self._selection, self._dtype, self._out)
+        """Where the values go; made when it is first needed, as leased ones may need no place."""
+        if self._place is None:
+            self._place = memory(self._selection, self._dtype, self._out)
+        return self._place
 
     def start_over(self) -> None:
         """Forget the answers."""

@@ -229,6 +229,8 @@ class Cluster:
                 known = self._known.get(address)
                 if known is None:
                     return True
+                if known.answers:
+                    continue
                 if known.is_due(now) and (is_same_host(address) or not self._direct(model_map, owner)):
                     return True
         return False

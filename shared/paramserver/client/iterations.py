@@ -7,10 +7,9 @@ polls the scheduler for as long as it takes.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
@@ -23,6 +22,7 @@ from paramserver.client.session import Session
 from paramserver.errors import PsError, Unavailable, from_document, problem
 from paramserver.net.calls import POLL_S, Call, Deadline
 
+T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
 TOLD_AFTER_S: Final = 30.0
@@ -109,8 +109,8 @@ class Iterations:
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         wait_s = self._commit_wait_s(deadline)
-        with self._reporting_divergence(numbers):
-            done = yield from s.push(grads, deadline, last=True, commit_wait_s=wait_s, **options)
+        pushing = s.push(grads, deadline, last=True, commit_wait_s=wait_s, **options)
+        done = yield from self._reporting_divergence(numbers, pushing)
         if done.state != "dropped":
             s.reports.note(s.clock, numbers)
             released = (clock + 1, epoch, timeline) if done.released else None
@@ -118,11 +118,10 @@ class Iterations:
                 return replace(done, late=True)
         return done
 
-    @contextmanager
-    def _reporting_divergence(self, numbers: dict[str, float]) -> Iterator[None]:
-        """Report the metrics of an iteration also if its gradient is refused as not finite: they tell why it ends."""
+    def _reporting_divergence(self, numbers: dict[str, float], pushing: Call[T]) -> Call[T]:
+        """Perform a push; if its gradient is refused as not finite, report the metrics, too: they tell why it ends."""
         try:
-            yield
+            return (yield from pushing)
         except PsError as e:
             if e.code in ("non_finite", "non_finite_result"):
                 self._session.reports.note(self._session.clock, numbers)
@@ -162,8 +161,8 @@ class Iterations:
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         commit_wait_s = self._commit_wait_s(deadline)
-        with self._reporting_divergence(numbers):
-            found = yield from self._exchange(grads, deadline, commit_wait_s, out, view, **options)
+        exchanging = self._exchange(grads, deadline, commit_wait_s, out, view, **options)
+        found = yield from self._reporting_divergence(numbers, exchanging)
         if found is not None:
             pushed, values = found
             s.reports.note(s.clock, numbers)

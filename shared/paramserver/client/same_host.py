@@ -100,9 +100,11 @@ class SameHost:
     def take_ended(self, address: str | None) -> tuple[int, ...]:
         """Take the numbers of the shard's ended leases, to report them with the next request."""
         shard = self._shards.get(address or "")
+        if shard is None or not shard.ended:
+            return ()
         out: list[int] = []
         with suppress(IndexError):  # another thread may have taken the last one
-            while shard is not None:
+            while True:
                 out.append(shard.ended.popleft())
         return tuple(out)
 

@@ -273,13 +273,15 @@ def _based(terms: PushTerms, model_map: ModelMap) -> PushTerms:
     Raises RequestError (`invalid_field`) if one is invalid, and FencedError (`model_replaced`) if `base` was pulled
     from an earlier creation of the model.
     """
-    weight, base = plain(terms.weight), terms.base
+    weight, base = terms.weight, terms.base
+    if type(weight) is not float:
+        weight = plain(weight)
+        terms = replace(terms, weight=weight)
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < NUMBER_MAX:
-        detail = f"weight: must be a number of at least 0 and below {NUMBER_MAX:g}, not {terms.weight!r:.40}"
+        detail = f"weight: must be a number of at least 0 and below {NUMBER_MAX:g}, not {weight!r:.40}"
         raise problem("invalid_field", detail, where="weight")
     if terms.ack is not None and terms.ack not in LEVELS:
         raise problem("invalid_field", f"ack: must be one of {', '.join(LEVELS)}, not {terms.ack!r:.40}", where="ack")
-    terms = replace(terms, weight=weight)
     if not isinstance(base, Params):
         if base is None or (isinstance(base, Mapping) and all(isinstance(k, int) for k in base)):  # a session's own
             return terms

@@ -106,7 +106,8 @@ class Deadline:
     @classmethod
     def after(cls, timeout: float, clock: Clock = time.monotonic) -> "Deadline":
         """Return the deadline `timeout` seconds from now."""
-        return cls(clock() + seconds(timeout), clock, seconds(timeout))
+        whole_s = seconds(timeout)
+        return cls(clock() + whole_s, clock, whole_s)
 
     def left_s(self) -> float:
         """Seconds left, never below 0."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from paramserver.net.calls import Outcome, Request
 
@@ -169,4 +169,7 @@ def using_memory(
     within: Interruptible | None, cut: Callable[[], object] = lambda: None
 ) -> AbstractContextManager[None]:
     """See `Interruptible.using_memory`; a no-op without `within`, when the caller performs its only request itself."""
-    return nullcontext() if within is None else within.using_memory(cut)
+    return _ALONE if within is None else within.using_memory(cut)
+
+
+_ALONE: Final = nullcontext[None]()
