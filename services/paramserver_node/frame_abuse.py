@@ -34,6 +34,11 @@ class FrameAbuseLimit:
         if self._count > COUNT_MAX:
             raise Http2Error(wire.ENHANCE_YOUR_CALM, "too many useless frames")
 
+    def count_update(self, by: int) -> None:
+        """Count a window update if it is small; raises Http2Error like `count`."""
+        if by < UPDATE_BYTES_MIN:
+            self.count()
+
     def request_ended(self, *, answered: bool) -> None:
         """Note the end of a request; if it was answered, lower the count."""
         if answered:

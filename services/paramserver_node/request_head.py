@@ -82,6 +82,8 @@ def request_of(headers: Sequence[Header]) -> RequestHead | None:
             special[name] = value
         elif not _NAME.fullmatch(name) or name in OF_A_CONNECTION or _UNFIT.search(value):
             return None
+        elif name == b"te" and value.lower() != b"trailers":
+            return None
         elif name == b"cookie":
             cookies.append(value)
         else:
