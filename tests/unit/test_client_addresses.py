@@ -62,6 +62,7 @@ def test_one_that_fell_silent_is_not_asked_first_again(outcome: Outcome) -> None
         (refusal("unavailable"), True),
         (Response(503, {"content-type": "text/html"}, b"no server"), True),
         (Response(502, {"content-type": "text/html"}, b"bad gateway"), False),
+        (Response(503, {"content-type": "text/plain"}, b"reset reason: connection termination"), False),
         (Response(504, {"content-type": "text/html"}, b"timeout"), False),
         (refusal("storage_unavailable"), False),
         (refusal("in_doubt"), False),

@@ -85,13 +85,13 @@ class Addresses:
 
         True if the URL was unreachable or its node knew no leader; False if the request may have been executed.
         """
+        lost = is_gateway_failure(outcome) if isinstance(outcome, Response) else isinstance(outcome, InDoubt)
         if isinstance(outcome, Response):
             self._learn(url, outcome.headers.get(SCHEDULERS, ""))
-            if _knows_no_leader(outcome):
+            if _knows_no_leader(outcome) and not lost:
                 return True
         elif isinstance(outcome, Unreachable):
             return True
-        lost = is_gateway_failure(outcome) if isinstance(outcome, Response) else isinstance(outcome, InDoubt)
         if not lost:
             self._first = url
         else:  # it may stay silent: the next request starts with the following URL
