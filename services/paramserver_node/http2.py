@@ -284,7 +284,7 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
             raise Http2Error(wire.PROTOCOL_ERROR, "a frame for the connection on a stream")
         if kind == wire.WINDOW_UPDATE:
             by, stream = wire.parse_u31(payload), self._streams.get(number)
-            self._abuse_limit.count_update(by)
+            self._abuse_limit.count_update(by, self.sent_bytes)
             if stream is not None or number == 0:
                 self.widen(stream, by, self._streams.values())
             else:

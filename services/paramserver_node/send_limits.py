@@ -16,6 +16,8 @@ class SendLimits:
     def __init__(self, frame_bytes_max: int) -> None:
         """`frame_bytes_max`: largest payload to send in one frame, whatever the client would take."""
         self._frame_bytes_max = frame_bytes_max
+        self._granted_bytes = wire.WINDOW_BYTES
+        """Bytes that the connection's window has ever allowed."""
         self.send_window = self.initial_send_window = wire.WINDOW_BYTES
         """Send windows, in bytes: the connection's, and that of a new stream."""
         self.frame_bytes = wire.PAYLOAD_BYTES_MAX
@@ -23,12 +25,18 @@ class SendLimits:
         self.block_prefix = b""
         """What precedes each header block."""
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the bodies of answers that were sent so far."""
+        return self._granted_bytes - self.send_window
+
     def widen(self, stream: "Stream | None", by: int, streams: "Collection[Stream]") -> None:
         """Widen the window of a stream; without one, that of the connection with these streams.  Raises Http2Error."""
         if not by:
             raise Http2Error(wire.PROTOCOL_ERROR, "a WINDOW_UPDATE of 0")
         if stream is None:
             self.send_window += by
+            self._granted_bytes += by
         else:
             stream.send_window += by
         if (self.send_window if stream is None else stream.send_window) > wire.WINDOW_MAX:

@@ -12,6 +12,7 @@ from tests.unit.test_http2_limits import heard, nothing
 from paramserver.errors import InDoubt
 from paramserver.net.calls import Response
 from paramserver.wire import http2 as wire
+from paramserver_node.frame_abuse import COUNT_MAX, FrameAbuseLimit
 
 ENDS = wire.END_HEADERS | wire.END_STREAM
 NO_TABLE = wire.settings({wire.HEADER_TABLE_SIZE: 0})
@@ -118,3 +119,36 @@ async def test_what_a_client_says_late_costs_it_nothing_of_the_last_answer() -> 
         theirs.close()
         while not connection.transport.is_closing():
             await asyncio.sleep(0)
+
+
+async def test_a_client_that_returns_its_window_in_odd_pieces_may_read_for_long() -> None:
+    """A client that reads each frame in two pieces, and widens both windows by each, as HAProxy does, is no abuser."""
+    size = 20 << 20
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    async with connected(app) as (theirs, _), asyncio.timeout(60.0):
+        scanner, came = wire.Scanner(1 << 14, 1 << 14), 0
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        while came < size:
+            data = await asyncio.get_running_loop().sock_recv(theirs, 1 << 16)
+            updates = b""
+            for kind, _, number, payload, _ in scanner.scan(memoryview(data)):
+                assert kind != wire.GOAWAY
+                if kind == wire.DATA and payload:
+                    came += len(payload)
+                    for by in (n for n in (56, len(payload) - 56) if n > 0):
+                        updates += wire.u32_frame(0, wire.WINDOW_UPDATE, by)
+                        updates += wire.u32_frame(number, wire.WINDOW_UPDATE, by)
+            await tell(theirs, updates)
+
+
+def test_a_client_that_draws_an_answer_out_byte_by_byte_is_one() -> None:
+    """What was sent in return for a window update of one byte does not excuse it."""
+    abuse = FrameAbuseLimit(lambda: 0.0)
+    for sent in range(COUNT_MAX):
+        abuse.count_update(1, sent)
+    with pytest.raises(wire.Http2Error, match="useless frames"):
+        abuse.count_update(1, COUNT_MAX)
