@@ -68,10 +68,14 @@ def test_one_that_fell_silent_is_not_asked_first_again(outcome: Outcome) -> None
         (refusal("in_doubt"), False),
         (refusal("queue_full"), False),
         (refusal("conflict", 409), False),
+        (problem("unavailable", "it is going away"), True),
     ],
 )
-def test_only_a_node_without_a_leader_sends_one_on(outcome: Response, further: bool) -> None:
-    """A request is sent to the next URL only if the node or proxy that answered had no leader to forward it to."""
+def test_only_a_node_without_a_leader_sends_one_on(outcome: Outcome, further: bool) -> None:
+    """A request is sent to the next URL only if the node or proxy that answered has certainly done nothing with it.
+
+    That is so if it had no leader to forward it to, or refused it unseen.
+    """
     assert Addresses([A, B]).record(A, outcome) is further
 
 

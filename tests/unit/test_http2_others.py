@@ -9,7 +9,7 @@ from tests.unit.http2_connection import ASKED, connected, tell
 from tests.unit.scripted_server import OK, Kind, Peer, Server, both_clients
 from tests.unit.test_http2_limits import heard, nothing
 
-from paramserver.errors import InDoubt
+from paramserver.errors import InDoubt, PsError
 from paramserver.net.calls import Response
 from paramserver.wire import http2 as wire
 from paramserver_node.frame_abuse import COUNT_MAX, FrameAbuseLimit
@@ -152,3 +152,24 @@ def test_a_client_that_draws_an_answer_out_byte_by_byte_is_one() -> None:
         abuse.count_update(1, sent)
     with pytest.raises(wire.Http2Error, match="useless frames"):
         abuse.count_update(1, COUNT_MAX)
+
+
+@both_clients
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        pytest.param(wire.u32_frame(1, wire.RST_STREAM, wire.REFUSED_STREAM), id="one stream too many"),
+        pytest.param(wire.goaway(0, wire.NO_ERROR), id="going away"),
+    ],
+)
+def test_a_change_that_was_refused_unseen_is_not_in_doubt(kind: Kind, refusal: bytes) -> None:
+    """A change that a server has certainly not carried out (RFC 9113, 8.7) is unavailable: it may be sent again."""
+
+    def script(peer: Peer) -> None:
+        peer.until(wire.DATA, wire.END_STREAM)
+        peer.send(wire.settings({}) + refusal)
+
+    with Server(kind, script) as server:
+        outcome = server.ask(b"a change")
+        assert isinstance(outcome, PsError)
+        assert (outcome.code, outcome.retry_after_s) == ("unavailable", 0.0), "another attempt need not wait"
