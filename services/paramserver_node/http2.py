@@ -27,7 +27,7 @@ from paramserver_node.frame_abuse import FRAMES_MAX, FrameAbuseLimit
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first, frames_begun
 from paramserver_node.read_deadline import ReadDeadline
-from paramserver_node.request_head import HeadReader, RequestHead, scope_of
+from paramserver_node.request_head import TRAILERS, HeadReader, RequestHead, scope_of
 from paramserver_node.send_limits import SendLimits
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX, UNREAD_BYTES_MAX, Stream
 
@@ -336,13 +336,16 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
             self.queue_frame(wire.u32_frame(number, wire.RST_STREAM, wire.STREAM_CLOSED))
         elif not ends or stream.body_ended:
             raise Http2Error(wire.PROTOCOL_ERROR, "HEADERS in the middle of a body")
+        elif head is not TRAILERS:
+            self.queue_frame(wire.u32_frame(number, wire.RST_STREAM, wire.PROTOCOL_ERROR))
+            stream.cut()
         else:
             stream.arrived(memoryview(b""), True)
 
     def _begin(self, number: int, head: RequestHead | None, ends: bool) -> None:
         """Start the app for a request, or refuse it; `ends`: it has no body."""
-        if head is not None and ends and head.length:
-            head = None  # it announces a body, and has none
+        if head is TRAILERS or (head is not None and ends and head.length):
+            head = None  # it is no request's, or announces a body and has none
         if head is None or self._stopping or self._running >= STREAMS_MAX:
             self._abuse_limit.count()
             code = wire.PROTOCOL_ERROR if head is None else wire.REFUSED_STREAM

@@ -168,7 +168,7 @@ def test_cookies_in_fields_of_their_own_are_one_header() -> None:
         [*ASKED, (b"content-length", b"1"), (b"content-length", b"2")],
         [*ASKED, (b"content-length ", b"1")], [*ASKED, (b"x:y", b"1")], [*ASKED, (b"x\r\ny", b"1")],
         [*ASKED, (b"\xe9", b"1")], [*ASKED, (b"host", b"b:1")], [*ASKED, (b"host", b"a:1"), (b"host", b"a:1")],
-        [*ASKED, (b"te", b"gzip")],
+        [*ASKED, (b"te", b"gzip")], [(b":method", b"GET /x"), *ASKED[1:]],
     ],
 )  # fmt: skip
 def test_what_is_no_request_is_none(headers: list[wire.Header]) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import hpack
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from tests.unit.http2_connection import ASKED, connected, tell
 from tests.unit.scripted_server import OK, Kind, Peer, Server, both_clients
 from tests.unit.test_http2_limits import heard, nothing
@@ -173,3 +173,24 @@ def test_a_change_that_was_refused_unseen_is_not_in_doubt(kind: Kind, refusal: b
         outcome = server.ask(b"a change")
         assert isinstance(outcome, PsError)
         assert (outcome.code, outcome.retry_after_s) == ("unavailable", 0.0), "another attempt need not wait"
+
+
+@pytest.mark.parametrize(
+    "trailer", [(b":path", b"/"), (b"Sum", b"9"), (b"connection", b"close"), (b"sum", b"9\r\nx: y")]
+)
+async def test_a_body_with_malformed_trailers_has_no_end(trailer: wire.Header) -> None:
+    """Trailers with fields of a request's head, or that no header may have, reset the stream (RFC 9113, 8.1)."""
+    seen: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while not seen or (seen[-1]["type"] == "http.request" and seen[-1]["more_body"]):
+            seen.append(await receive())
+
+    async with connected(app) as (theirs, connection):
+        await tell(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED) + wire.frame(wire.DATA, 0, 1, b"abc"))
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 1, wire.encoded([trailer])))
+        _, code = await heard(theirs, wire.RST_STREAM, 1)
+        assert int.from_bytes(code) == wire.PROTOCOL_ERROR
+        while connection._running:
+            await asyncio.sleep(0)
+    assert seen[-1]["type"] == "http.disconnect"
