@@ -40,4 +40,6 @@ async def page(request: Request) -> Response:
 @role("open")
 async def file(request: Request, name: str) -> Response:
     """Return a script, stylesheet or image of the page."""
-    return await _FILES.get_response(name, request.scope)
+    answer = await _FILES.get_response(name, request.scope)
+    answer.headers["cache-control"] = "no-cache"
+    return answer

@@ -13,7 +13,10 @@ DECREASE_PER_S: Final = 20.0
 FRAMES_MAX: Final = 256
 """After a read with more frames, of any kind, other connections get their turn, and the next read is short."""
 UPDATE_BYTES_MIN: Final = 1 << 10
-"""Window updates smaller than this count; a client that reads a long answer sends larger ones."""
+"""Window updates smaller than this count."""
+UPDATE_PER_BYTES: Final = 4 << 10
+"""Decrease of the count by one for so many bytes of answers: who reads them may send a small update now and then, as
+HAProxy does for the rest of each frame that its buffer could not take."""
 DECREASE_PER_ANSWER: Final = 2.0
 """Decrease of the count per request answered: after a short answer the window updates are small, too."""
 
@@ -25,6 +28,7 @@ class FrameAbuseLimit:
         self._time = time
         self._count = 0.0
         self._at_s = time()
+        self._sent_bytes = 0
 
     def count(self) -> None:
         """Count one more; raises Http2Error if that is too many."""
@@ -33,6 +37,16 @@ class FrameAbuseLimit:
         self._at_s = now_s
         if self._count > COUNT_MAX:
             raise Http2Error(wire.ENHANCE_YOUR_CALM, "too many useless frames")
+
+    def count_update(self, by: int, sent_bytes: int) -> None:
+        """Count a window update by so many bytes if it is small; raises Http2Error like `count`.
+
+        `sent_bytes`: size of what the client was sent of the bodies of answers, ever.
+        """
+        if by < UPDATE_BYTES_MIN:
+            self._count = max(0.0, self._count - (sent_bytes - self._sent_bytes) / UPDATE_PER_BYTES)
+            self._sent_bytes = sent_bytes
+            self.count()
 
     def request_ended(self, *, answered: bool) -> None:
         """Note the end of a request; if it was answered, lower the count."""

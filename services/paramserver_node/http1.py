@@ -93,8 +93,8 @@ class Http1(HttpToolsProtocol):
         self.parser = _Parser(self)
         self._app: ASGIApp = config.loaded_app
         self.app = self._run_app
-        self._in_message = False
-        """Whether a request has begun to arrive and is not complete."""
+        self._in_message = self._in_head = False
+        """Whether a request, or its head, has begun to arrive and is not complete."""
         self._progressed = False
         """Whether the last read made progress: completed a head or a message, or contained some of a body."""
         self._bytes_without_progress = 0
@@ -188,15 +188,22 @@ class Http1(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Note that a request has begun."""
-        self._in_message = True
+        self._in_message = self._in_head = True
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; a trailer is ignored, as it must not count as one (RFC 9110, 6.5.1)."""
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Begin the request, unless its head is to be parsed again without its offer."""
         if self.offers_upgrade:
             return
         self._check_head()
-        self._progressed = True
+        self._progressed, self._in_head = True, False
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # such a client knows no interim answers (RFC 9110, 10.1.1)
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -23,11 +23,12 @@ from paramserver.limits import RECEIVE_LOW_WATER_BYTES
 from paramserver.wire import http2 as wire
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Http2Error
-from paramserver_node.frame_abuse import FRAMES_MAX, UPDATE_BYTES_MIN, FrameAbuseLimit
+from paramserver_node.frame_abuse import FRAMES_MAX, FrameAbuseLimit
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first, frames_begun
 from paramserver_node.read_deadline import ReadDeadline
-from paramserver_node.request_head import HeadReader, RequestHead, scope_of
+from paramserver_node.request_head import TRAILERS, HeadReader, RequestHead, scope_of
+from paramserver_node.send_limits import SendLimits
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX, UNREAD_BYTES_MAX, Stream
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ SHORT_BYTES: Final = 4096
 """Largest payload that is copied, to be written with its frame header; and size of a short read."""
 SHORT_ANSWERS_MAX: Final = 8
 """At most this many short answers share one write; with more, the first would wait for the last."""
+LINGER_S: Final = 2.0
+"""How long a connection that has said its last word waits for its client to close it."""
 READ_BYTES: Final = 1 << 20
 """Most that is read at once, so that other connections get their turn."""
 DIRECT_BYTES_MIN: Final = 16 << 10
@@ -55,7 +58,7 @@ FIRST_BYTES: Final = 64 << 10
 """Size of the shared buffer: most that is read at once while the destination is unknown."""
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection(SendLimits, asyncio.BufferedProtocol):
     """One client's HTTP/2 connection, after the preface."""
 
     _read_buffer = memoryview(bytearray(FIRST_BYTES))
@@ -64,9 +67,10 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(
         self, config: Config, server: ServerState, state: dict[str, Any], threads: "TransferThreads | None" = None
     ) -> None:
+        super().__init__(FRAME_BYTES)
         self.loop = asyncio.get_running_loop()
         self._threads = threads
-        self._app, self._state, self._server, self._root_path = config.loaded_app, state, server, config.root_path
+        self._app, self._state, self.server, self._root_path = config.loaded_app, state, server, config.root_path
         self._settings_received = False
         self._scanner = wire.Scanner(FRAME_BYTES, HEADER_BYTES_MAX)
         self._heads = HeadReader(HEADER_BYTES_MAX)
@@ -94,10 +98,8 @@ class Connection(asyncio.BufferedProtocol):
         self._stopping = False
         self._writable = asyncio.Event()
         self._writable.set()
-        self.send_window = self.initial_send_window = wire.WINDOW_BYTES
-        """Send windows, in bytes: the connection's, and that of a new stream."""
-        self.frame_bytes = wire.PAYLOAD_BYTES_MAX
-        """Largest payload to send in one frame."""
+        self._over = False
+        """Whether nothing more is read or written: the client has only to read what was sent."""
 
     # Transport callbacks
 
@@ -110,7 +112,7 @@ class Connection(asyncio.BufferedProtocol):
         self._can_wait = sys.platform == "linux" and self._socket.family != socket.AF_UNIX and not is_ssl(transport)
         self._read_deadline = ReadDeadline(transport)
         self._lent = LentSocket(self._threads if self._can_wait else None, self._socket.fileno(), self.abort)
-        self._server.connections.add(self)  # type: ignore[arg-type]
+        self.server.connections.add(self)  # type: ignore[arg-type]
         self._scope = scope_of(transport, self._root_path)
         values = {
             wire.MAX_CONCURRENT_STREAMS: STREAMS_MAX,
@@ -124,17 +126,21 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify all requests in flight."""
-        self._server.connections.discard(self)
+        self.server.connections.discard(self)
         self._writable.set()
         self._read_deadline.close()
         self._lent.close()
+        self._cut_streams()
+
+    def _cut_streams(self) -> None:
         for stream in self._streams.values():
             stream.cut()
         self._streams.clear()
 
     def pause_writing(self) -> None:
-        """Note that the send buffer is full: the client reads too slowly."""
+        """Note that the send buffer is full: the client reads too slowly, whatever it was sent."""
         self._writable.clear()
+        self._read_deadline.start()
 
     def resume_writing(self) -> None:
         """Note that the client has caught up."""
@@ -155,6 +161,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Process what was read, and set up the next read."""
+        if self._over:
+            return
         sink_buffer, self._sink_buffer = self._sink_buffer, None  # an idle connection would keep it from being reused
         if sink_buffer is None:
             self.feed(self._read_buffer[:nbytes])
@@ -202,7 +210,8 @@ class Connection(asyncio.BufferedProtocol):
         except Http2Error as e:
             log.info("http2.refused client=%s reason=%s", self._scope["client"], e)
             self.queue_frame(wire.goaway(self._newest, e.code))
-            self._hang_up()
+            self._cut_streams()
+            self._hang_up(linger=True)
         else:
             self.flush()
 
@@ -222,8 +231,8 @@ class Connection(asyncio.BufferedProtocol):
     def _data(self, number: int, data: memoryview, cost: int, ends: bool, *, in_place: bool = False) -> None:
         """Process a piece of a body."""
         stream = self._streams.get(number)
-        if stream is None and (number > self._newest or number % 2 == 0):
-            raise Http2Error(wire.PROTOCOL_ERROR, "DATA for a stream that was never opened")
+        if stream is None:
+            self._check_opened(number)
         self._receive_window -= cost
         if self._receive_window < 0 or (stream is not None and not stream.takes(cost)):
             raise Http2Error(wire.FLOW_CONTROL_ERROR, "more DATA than the flow-control window allows")
@@ -274,11 +283,15 @@ class Connection(asyncio.BufferedProtocol):
         if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:
             raise Http2Error(wire.PROTOCOL_ERROR, "a frame for the connection on a stream")
         if kind == wire.WINDOW_UPDATE:
-            self._widen(number, wire.parse_u31(payload))
+            by, stream = wire.parse_u31(payload), self._streams.get(number)
+            self._abuse_limit.count_update(by, self.sent_bytes)
+            if stream is not None or number == 0:
+                self.widen(stream, by, self._streams.values())
+            else:
+                self._check_opened(number)
         elif kind == wire.RST_STREAM:
             wire.parse_u32(payload)
-            if number == 0 or number > self._newest:
-                raise Http2Error(wire.PROTOCOL_ERROR, "RST_STREAM for a stream that was never opened")
+            self._check_opened(number)
             self._abuse_limit.count()
             if (stream := self._streams.pop(number, None)) is not None:
                 stream.cut()
@@ -286,8 +299,10 @@ class Connection(asyncio.BufferedProtocol):
         elif kind == wire.SETTINGS:
             self._settings_received = True
             self._abuse_limit.count()
+            if flags & wire.ACK and payload:
+                raise Http2Error(wire.FRAME_SIZE_ERROR, "SETTINGS that acknowledge and set")
             if not flags & wire.ACK:
-                self._apply_settings(wire.parse_settings(payload))
+                self.apply_settings(wire.parse_settings(payload), self._streams.values())
                 self.queue_frame(wire.frame(wire.SETTINGS, wire.ACK, 0))
         elif kind == wire.PING:
             if len(payload) != 8:
@@ -299,6 +314,10 @@ class Connection(asyncio.BufferedProtocol):
             raise Http2Error(wire.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
             self._abuse_limit.count()  # frames that need no reaction
+
+    def _check_opened(self, number: int) -> None:
+        if number > self._newest or number % 2 == 0:
+            raise Http2Error(wire.PROTOCOL_ERROR, "a frame for a stream that was never opened")
 
     def _headers(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
         """Process a frame of a header block: when it is complete, it begins a request or ends one as its trailers."""
@@ -314,15 +333,19 @@ class Connection(asyncio.BufferedProtocol):
             self._begin(number, head, ends)
         elif (stream := self._streams.get(number)) is None:
             self._abuse_limit.count()
+            self.queue_frame(wire.u32_frame(number, wire.RST_STREAM, wire.STREAM_CLOSED))
         elif not ends or stream.body_ended:
             raise Http2Error(wire.PROTOCOL_ERROR, "HEADERS in the middle of a body")
+        elif head is not TRAILERS:
+            self.queue_frame(wire.u32_frame(number, wire.RST_STREAM, wire.PROTOCOL_ERROR))
+            stream.cut()
         else:
             stream.arrived(memoryview(b""), True)
 
     def _begin(self, number: int, head: RequestHead | None, ends: bool) -> None:
         """Start the app for a request, or refuse it; `ends`: it has no body."""
-        if head is not None and ends and head.length:
-            head = None  # it announces a body, and has none
+        if head is TRAILERS or (head is not None and ends and head.length):
+            head = None  # it is no request's, or announces a body and has none
         if head is None or self._stopping or self._running >= STREAMS_MAX:
             self._abuse_limit.count()
             code = wire.PROTOCOL_ERROR if head is None else wire.REFUSED_STREAM
@@ -335,33 +358,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._threads is not None:
             self._threads.note_request(self._socket.fileno())
         task = self.loop.create_task(stream.run(self._app, scope))
-        self._server.tasks.add(task)
-        task.add_done_callback(self._server.tasks.discard)
-
-    def _widen(self, number: int, by: int) -> None:
-        if by < UPDATE_BYTES_MIN:
-            self._abuse_limit.count()
-        stream = self._streams.get(number)
-        if number == 0:
-            self.send_window += by
-        elif stream is not None:
-            stream.send_window += by
-        else:
-            return
-        if not by or (self.send_window if stream is None else stream.send_window) > wire.WINDOW_MAX:
-            raise Http2Error(wire.FLOW_CONTROL_ERROR, "a WINDOW_UPDATE of 0, or beyond the largest window")
-        for one in self._streams.values() if stream is None else (stream,):
-            one.wake()
-
-    def _apply_settings(self, values: dict[int, int]) -> None:
-        self.frame_bytes = min(FRAME_BYTES, values.get(wire.MAX_FRAME_SIZE, self.frame_bytes))
-        window = values.get(wire.INITIAL_WINDOW_SIZE, self.initial_send_window)
-        for stream in self._streams.values():
-            stream.send_window += window - self.initial_send_window
-            if stream.send_window > wire.WINDOW_MAX:
-                raise Http2Error(wire.FLOW_CONTROL_ERROR, "a window that is too large")
-            stream.wake()
-        self.initial_send_window = window
+        self.server.tasks.add(task)
+        task.add_done_callback(self.server.tasks.discard)
 
     # Sending
 
@@ -373,7 +371,7 @@ class Connection(asyncio.BufferedProtocol):
         """Write the queued frames in one piece, unless a thread is writing: then they follow when it is done."""
         if self._queued and not self._lent.writes:
             queued, self._queued = self._queued, []
-            if not self.transport.is_closing():
+            if not self._over and not self.transport.is_closing():
                 data = queued[0] if len(queued) == 1 else b"".join(queued)
                 self._read_deadline.bytes_written += len(data)
                 self.transport.write(data)
@@ -473,18 +471,29 @@ class Connection(asyncio.BufferedProtocol):
         self.flush_soon()
         self._streams.pop(number, None)
         self._read_deadline.start()
-        self._close_if_idle()
+        self._close_if_idle(linger=answered)
 
     def abort(self) -> None:
         """Close the connection at once, discarding unsent data."""
         self.transport.abort()
 
-    def _close_if_idle(self) -> None:
+    def _close_if_idle(self, *, linger: bool = False) -> None:
         if self._stopping and not self._streams:
-            self._hang_up()
+            self._hang_up(linger=linger)
 
-    def _hang_up(self) -> None:
-        """Close the connection when all is sent, or when the client has not read it in time."""
+    def _hang_up(self, *, linger: bool) -> None:
+        """Close the connection when all is sent, or when the client has not read it in time.
+
+        `linger`: wait for the client to close it.  If anything comes after we have closed, be it a window update, the
+        system drops what it has not sent yet of the last answer (RFC 9112, 9.6).
+        """
         self.flush()
-        self.transport.close()
+        if not linger or self._lent.writes or self.transport.is_closing():
+            self.transport.close()
+        elif not self._over:
+            self._over = True
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.loop.call_later(LINGER_S, self.transport.close)
+            self._resume()
         self._read_deadline.start()

@@ -33,6 +33,9 @@ _BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 _EVENTS: Final = b"text/event-stream"
+_NOT_STORED: Final = (b"cache-control", b"no-store")
+"""Header of an answer to GET that has no other rule: a cache may store one without it as it sees fit (RFC 9111, 4.2.2),
+also that something does not exist."""
 _NO_DEADLINE: Final = "no_body_deadline"
 _OMIT_ID: Final = "omit_request_id"
 _PROCESS: Final = secrets.token_hex(8)
@@ -191,6 +194,8 @@ class _Exchange:
                 self._ends_s = self._scope["state"][ACCESS_ENDS_S]
             if self._id_given or self.status >= 400 or _OMIT_ID not in self._scope["state"]:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
+            if self._scope["method"] in ("GET", "HEAD") and not _has_cache_control(message):
+                message["headers"] = [*message.get("headers", []), _NOT_STORED]
             if self._sender_waits and not self._body_ended:  # it has sent no body and need not; what follows is unclear
                 message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
             elif not self._body_ended and not self._too_slow and _NO_DEADLINE not in self._scope["state"]:
@@ -255,6 +260,10 @@ def _check_path(scope: Scope) -> None:
         unquote_to_bytes(path).decode()
     except UnicodeDecodeError:
         raise problem("malformed", "the path is not UTF-8") from None
+
+
+def _has_cache_control(start: Message) -> bool:
+    return any(name == b"cache-control" for name, _ in start.get("headers", ()))
 
 
 def _streams_events(start: Message) -> bool:

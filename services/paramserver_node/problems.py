@@ -33,7 +33,8 @@ def response(request: Request, error: PsError) -> Response:
     if error.status == 401:
         given = ', error="invalid_token"' if "authorization" in request.headers else ""
         headers["www-authenticate"] = f'Bearer realm="paramserver"{given}'
-    if error.retry_after_s is not None and error.status in (429, 503):
+    # Whatever is in between might take it for leave to send again what must not count twice.
+    if error.retry_after_s is not None and error.retryable and error.status in (429, 503):
         headers["retry-after"] = str(max(1, ceil(error.retry_after_s)))
     if error.code == "range_not_satisfiable":
         headers["content-range"] = f"bytes */{error.members.get('size_bytes', 0)}"

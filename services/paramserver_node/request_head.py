@@ -15,6 +15,7 @@ OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"t
 """Header fields that HTTP/2 does not have (RFC 9113, 8.2.2)."""
 _NAME: Final = re.compile(rb"[a-z0-9!#$%&'*+.^_`|~-]+")
 """The name of a header field: a token (RFC 9110, 5.6.2) in lower case (RFC 9113, 8.2.1)."""
+_METHOD: Final = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _UNFIT: Final = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
 """What no value of a header field may contain (RFC 9113, 8.2.1): HTTP/1.1 could not pass it on as it is."""
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
@@ -28,6 +29,10 @@ class RequestHead(NamedTuple):
     """The request's part of the ASGI scope."""
     length: int | None
     """Announced length of the body, if any."""
+
+
+TRAILERS: Final = RequestHead({}, None)
+"""In place of a head: the fields are those of no request, but may follow a body."""
 
 
 class HeadReader:
@@ -48,8 +53,7 @@ class HeadReader:
     def read(self, number: int, flags: int, payload: memoryview) -> tuple[RequestHead | None, bool] | None:
         """Take a HEADERS frame, or the CONTINUATION of a block; returns None if more of the block is to come.
 
-        Otherwise returns the head, None if it is that of no valid request, and whether the stream ends with it.  Raises
-        Http2Error.
+        Otherwise returns what `request_of` makes of it, and whether the stream ends with it.  Raises Http2Error.
         """
         if self._begun is None:
             block = bytearray(wire.header_fragment(flags, payload))
@@ -69,7 +73,10 @@ class HeadReader:
 
 
 def request_of(headers: Sequence[Header]) -> RequestHead | None:
-    """Parse the headers of a request; returns None if they are not valid as such (RFC 9113, 8.2 and 8.3)."""
+    """Parse the headers of a request; returns None if they are not valid as such (RFC 9113, 8.2 and 8.3).
+
+    Without any pseudo-header they are `TRAILERS`.
+    """
     special: dict[bytes, bytes] = {}
     rest: list[Header] = []
     cookies: list[bytes] = []
@@ -81,6 +88,8 @@ def request_of(headers: Sequence[Header]) -> RequestHead | None:
                 return None
             special[name] = value
         elif not _NAME.fullmatch(name) or name in OF_A_CONNECTION or _UNFIT.search(value):
+            return None
+        elif name == b"te" and value.lower() != b"trailers":
             return None
         elif name == b"cookie":
             cookies.append(value)
@@ -96,8 +105,10 @@ def request_of(headers: Sequence[Header]) -> RequestHead | None:
                 host = value
     if cookies:  # they may be split into several fields (RFC 9113, 8.2.3)
         rest.append((b"cookie", b"; ".join(cookies)))
+    if not special:
+        return TRAILERS
     method, path = special.get(b":method", b""), special.get(b":path", b"")
-    if not method or b":scheme" not in special or not path.startswith(b"/"):
+    if not _METHOD.fullmatch(method) or b":scheme" not in special or not path.startswith(b"/"):
         return None
     if authority := special.get(b":authority"):
         if host not in (None, authority):

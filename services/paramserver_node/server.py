@@ -202,6 +202,7 @@ async def _serve_on(
             ws="none",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(grace_s),
+            server_header=False,
             proxy_headers=proxied,
             ssl_certfile=tls.certificate if tls else None,
             ssl_keyfile=tls.key if tls else None,

@@ -260,8 +260,9 @@ class Stream:
         if self._cut:
             return
         if message["type"] == "http.response.start":
-            headers = [(b":status", b"%d" % message["status"]), *message.get("headers", ())]
-            block = wire.encoded([h for h in headers if h[0] not in OF_A_CONNECTION])
+            own = [h for h in message.get("headers", ()) if h[0] not in OF_A_CONNECTION]
+            block = wire.encoded([(b":status", b"%d" % message["status"]), *self._client.server.default_headers, *own])
+            block = self._client.block_prefix + block
             self._head = wire.frame(wire.HEADERS, wire.END_HEADERS, self._number, block)
         elif message["type"] == "http.response.body":
             ends = not message.get("more_body", False)

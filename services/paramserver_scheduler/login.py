@@ -120,4 +120,6 @@ def _to_page(cookie: str | None) -> Response:
 
 
 def _ask(message: str, status: int) -> Response:
-    return Response(_FORM.format(message=escape(message)), status, _HEADERS, media_type="text/html; charset=utf-8")
+    # A 401 must name a scheme (RFC 9110, 15.5.2); browsers have no dialog for this one.
+    headers = _HEADERS if status != 401 else {**_HEADERS, "www-authenticate": 'Bearer realm="paramserver"'}
+    return Response(_FORM.format(message=escape(message)), status, headers, media_type="text/html; charset=utf-8")

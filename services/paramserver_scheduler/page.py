@@ -10,6 +10,7 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from paramserver.errors import problem
+from paramserver_node.conditions import Conditions
 from paramserver_node.roles import role
 
 router = APIRouter(include_in_schema=False)
@@ -60,7 +61,7 @@ def _serve(request: Request, name: str) -> Response:
     if found is None:
         raise problem("not_found", f"the page has no file {name!r:.80}")
     headers = {**_HEADERS, "etag": found.etag}
-    if request.headers.get("if-none-match") == found.etag:
+    if Conditions.of(request.headers).unchanged(found.etag):
         return Response(status_code=304, headers=headers)
     return Response(found.body, headers=headers, media_type=found.media_type)
 

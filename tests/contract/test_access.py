@@ -235,7 +235,7 @@ def test_a_browser_gets_in_by_a_token(cluster: Nodes) -> None:
             assert browser.post(f"{url}/runs", json={}).status_code == 401
         for wrong in ("", "nonsense", tokens.make(KEYS[0], "admin", "stolen")):
             refused = httpx.post(f"{url}/login", data={"token": wrong})
-            assert refused.status_code == 401
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, 'Bearer realm="paramserver"')
             assert "set-cookie" not in refused.headers
 
 

@@ -407,6 +407,7 @@ def test_a_part_of_a_checkpoints_file_is_had_by_its_range(cluster: Nodes) -> Non
 
     unchanged = cluster.http.get(url, headers={"if-none-match": f'"x", {tag}', "range": "bytes=0-1"})
     assert (unchanged.status_code, unchanged.headers["etag"], unchanged.content) == (304, tag, b"")
+    assert [a.headers["cache-control"] for a in (known, unchanged)] == ["no-cache", "no-cache"]
     other = cluster.http.get(url, headers={"if-match": '"x"'})
     assert (other.status_code, other.json()["code"]) == (412, "precondition_failed")
     for asked, start, stop in (

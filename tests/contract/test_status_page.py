@@ -29,7 +29,8 @@ def test_every_node_serves_the_page_and_its_files(rest_cluster: Nodes) -> None:
             policy = answer.headers["content-security-policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
-            again = rest_cluster.http.get(url + path, headers={"if-none-match": answer.headers["etag"]})
+            known = f'"x", W/{answer.headers["etag"]}'  # as a proxy that compresses makes it
+            again = rest_cluster.http.get(url + path, headers={"if-none-match": known})
             assert (again.status_code, again.content) == (304, b"")
 
 

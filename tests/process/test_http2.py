@@ -4,6 +4,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
 
 import pytest
 from tests.waiting import eventually
@@ -120,7 +121,11 @@ PING = wire.frame(wire.PING, 0, 0, b"12345678")
         (True, wire.frame(wire.PING, 0, 1, b"12345678"), wire.PROTOCOL_ERROR),
         (True, wire.frame(wire.SETTINGS, 0, 0, b"12345"), wire.FRAME_SIZE_ERROR),
         (True, wire.u32_frame(1, wire.RST_STREAM, 8), wire.PROTOCOL_ERROR),
-        (True, wire.u32_frame(0, wire.WINDOW_UPDATE, 0), wire.FLOW_CONTROL_ERROR),
+        (True, wire.frame(wire.SETTINGS, wire.ACK, 0, bytes(6)), wire.FRAME_SIZE_ERROR),
+        (True, wire.settings({wire.ENABLE_PUSH: 2}), wire.PROTOCOL_ERROR),
+        (True, wire.u32_frame(0, wire.WINDOW_UPDATE, 0), wire.PROTOCOL_ERROR),
+        (True, wire.u32_frame(1, wire.WINDOW_UPDATE, 1 << 20), wire.PROTOCOL_ERROR),
+        (True, HEAD + wire.u32_frame(2, wire.WINDOW_UPDATE, 1 << 20), wire.PROTOCOL_ERROR),
         (True, wire.u32_frame(0, wire.WINDOW_UPDATE, wire.WINDOW_MAX), wire.FLOW_CONTROL_ERROR),
         (True, HEAD + wire.u32_frame(1, wire.WINDOW_UPDATE, wire.WINDOW_MAX), wire.FLOW_CONTROL_ERROR),
         (True, PING * 5000, wire.ENHANCE_YOUR_CALM),
@@ -160,6 +165,18 @@ def test_more_requests_at_once_than_are_taken_are_refused_one_by_one(server: Nod
             client.ask(i, "GET", "/slow?seconds=0.5")
         assert int.from_bytes(client.until(wire.RST_STREAM, 2 * 256 + 1)) == wire.REFUSED_STREAM
         assert {client.answer(i)[0] for i in range(1, 2 * 256, 2)} == {200}
+
+
+def test_an_answer_has_a_date(server: Node) -> None:
+    """Every answer says when it was made, as over HTTP/1.1 (RFC 9110, 6.6.1), and not with what."""
+    with Client(server) as client:
+        client.ask(1, "GET", "/names/x")
+        head: dict[bytes, bytes] = client.decoder.decode(client.until(wire.HEADERS, 1))
+    other = server.http.get("/names/x").headers
+    dates = [parsedate_to_datetime(text) for text in (head[b"date"].decode(), other["date"])]
+    assert abs((dates[1] - dates[0]).total_seconds()) < 20.0
+    assert b"server" not in head
+    assert "server" not in other
 
 
 def test_what_is_no_request_is_refused_alone(server: Node) -> None:

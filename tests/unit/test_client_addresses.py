@@ -62,15 +62,20 @@ def test_one_that_fell_silent_is_not_asked_first_again(outcome: Outcome) -> None
         (refusal("unavailable"), True),
         (Response(503, {"content-type": "text/html"}, b"no server"), True),
         (Response(502, {"content-type": "text/html"}, b"bad gateway"), False),
+        (Response(503, {"content-type": "text/plain"}, b"reset reason: connection termination"), False),
         (Response(504, {"content-type": "text/html"}, b"timeout"), False),
         (refusal("storage_unavailable"), False),
         (refusal("in_doubt"), False),
         (refusal("queue_full"), False),
         (refusal("conflict", 409), False),
+        (problem("unavailable", "it is going away"), True),
     ],
 )
-def test_only_a_node_without_a_leader_sends_one_on(outcome: Response, further: bool) -> None:
-    """A request is sent to the next URL only if the node or proxy that answered had no leader to forward it to."""
+def test_only_a_node_without_a_leader_sends_one_on(outcome: Outcome, further: bool) -> None:
+    """A request is sent to the next URL only if the node or proxy that answered has certainly done nothing with it.
+
+    That is so if it had no leader to forward it to, or refused it unseen.
+    """
     assert Addresses([A, B]).record(A, outcome) is further
 
 

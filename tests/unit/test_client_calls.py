@@ -56,6 +56,22 @@ def test_what_a_proxy_lost_may_be_done(status: int, doubtful: bool) -> None:
     assert error.retryable
 
 
+@pytest.mark.parametrize(
+    ("reason", "doubtful"),
+    [
+        ("reset reason: connection termination", True),
+        ("retried and the latest reset reason: remote reset", True),
+        ("reset reason: remote connection failure, transport failure reason: delayed connect error: 111", False),
+        ("reset reason: overflow", False),
+    ],
+)
+def test_what_envoy_lost_may_be_done(reason: str, doubtful: bool) -> None:
+    """Envoy's 503 is InDoubt if the connection to the node ended after the request was sent, not if none was made."""
+    error = error_of(answer(503, f"upstream connect error or disconnect/reset before headers. {reason}".encode()))
+
+    assert isinstance(error, InDoubt) == doubtful
+
+
 def test_a_failure_of_a_proxy_is_no_wrong_address() -> None:
     """A 500 without an error code is `internal`, without a word about the address."""
     error = error_of(answer(500, b"oops"))

@@ -423,6 +423,27 @@ async def test_chunks_are_taken_in_any_case() -> None:
         assert (await client.until(b"hello")).startswith(b"HTTP/1.1 200 ")
 
 
+async def test_a_trailer_is_no_header() -> None:
+    """What follows a chunked body adds nothing to the request's headers (RFC 9110, 6.5.1), though it came with them."""
+
+    async def told(scope: Scope, receive: Receive, send: Send) -> None:
+        await echo({**scope, "headers": []}, receive, ignored)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-heard", names(scope))]})
+        await send({"type": "http.response.body", "body": b"."})
+
+    def names(scope: Scope) -> bytes:
+        return b" ".join(name for name, _ in scope["headers"])
+
+    async def ignored(_: Any) -> None:
+        pass
+
+    async with serving(told) as (client, _):
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        for _ in range(2):
+            await client.send(head + b"1\r\na\r\n0\r\nif-match: late\r\nx-paramserver-role: admin\r\n\r\n")
+            assert b"x-heard: host transfer-encoding\r\n" in await client.until(b"0\r\n\r\n")
+
+
 async def test_many_offers_at_once_are_ignored() -> None:
     """Hundreds of pipelined requests that offer `Upgrade` are all served."""
     asked = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
@@ -493,7 +514,10 @@ async def test_who_asks_before_sending_a_body_is_refused_before_sending_it() -> 
 
 
 async def test_an_http_1_0_client_gets_no_chunks() -> None:
-    """A response of unknown length to HTTP/1.0 is its plain bytes, up to the end of the connection (RFC 9112, 6.1)."""
+    """A response of unknown length to HTTP/1.0 is its plain bytes, up to the end of the connection (RFC 9112, 6.1).
+
+    Nor does it get an interim answer, whatever it expects.
+    """
 
     async def stream(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -508,5 +532,7 @@ async def test_an_http_1_0_client_gets_no_chunks() -> None:
     assert body == b"one two three"
 
     async with serving() as (client, _):
-        await client.send(b"POST / HTTP/1.0\r\ncontent-length: 5\r\n\r\nhello")
-        assert b"content-length: 5\r\n" in await client.to_the_end()
+        await client.send(b"POST / HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\nhello")
+        answer = await client.to_the_end()
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"content-length: 5\r\n" in answer

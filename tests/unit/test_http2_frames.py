@@ -145,7 +145,7 @@ def test_a_request_is_what_asgi_calls_it() -> None:
     }  # fmt: skip
     assert request_of(ASKED) == (scope, None)
     assert request_of([*ASKED[:4], (b"host", b"a:1"), *ASKED[4:]]) == (scope, None)
-    asked = request_of([*ASKED, (b"content-length", b"7")])
+    asked = request_of([*ASKED, (b"te", b"trailers"), (b"content-length", b"7")])
     assert asked is not None
     assert asked.length == 7
 
@@ -168,6 +168,7 @@ def test_cookies_in_fields_of_their_own_are_one_header() -> None:
         [*ASKED, (b"content-length", b"1"), (b"content-length", b"2")],
         [*ASKED, (b"content-length ", b"1")], [*ASKED, (b"x:y", b"1")], [*ASKED, (b"x\r\ny", b"1")],
         [*ASKED, (b"\xe9", b"1")], [*ASKED, (b"host", b"b:1")], [*ASKED, (b"host", b"a:1"), (b"host", b"a:1")],
+        [*ASKED, (b"te", b"gzip")], [(b":method", b"GET /x"), *ASKED[1:]],
     ],
 )  # fmt: skip
 def test_what_is_no_request_is_none(headers: list[wire.Header]) -> None:
@@ -254,9 +255,12 @@ def test_a_place_in_padding_is_nobodys() -> None:
     assert scanner.position(1) == (0, 0)
 
 
-@pytest.mark.parametrize("payload", [b"\x00\x05\x00\x00\x00", b"\x00\x04\x80\x00\x00\x00", b"\x00\x05\x00\x00\x3f\xff"])
+@pytest.mark.parametrize(
+    "payload",
+    [b"\x00\x05\x00\x00\x00", b"\x00\x04\x80\x00\x00\x00", b"\x00\x05\x00\x00\x3f\xff", b"\x00\x02\x00\x00\x00\x02"],
+)
 def test_settings_that_cannot_be_are_refused(payload: bytes) -> None:
-    """Settings of a wrong length, with too large a window or too small a frame size, raise Http2Error."""
+    """Settings of a wrong length, with too large a window, too small a frame size or half a push, raise Http2Error."""
     with pytest.raises(Http2Error):
         wire.parse_settings(memoryview(payload))
 

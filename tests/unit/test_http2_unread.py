@@ -4,6 +4,7 @@ import asyncio
 import functools
 import socket
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from paramserver.wire import http2 as wire
-from paramserver_node import read_deadline
+from paramserver_node import frame_abuse, http2, read_deadline
 from paramserver_node.http2 import STREAMS_MAX, UNSENT_BYTES_MAX, Connection
 
 ANSWER = bytes(100_000)
@@ -91,6 +92,32 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
             await asyncio.sleep(0)
         assert transport.is_closing() is not reads
         transport.abort()
+
+
+@on_uvloop
+async def test_pings_whose_answers_nobody_reads_end_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends what is answered at once, and reads nothing, is disconnected before much is kept for it."""
+    monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", 1 << 40)
+    monkeypatch.setattr(frame_abuse, "COUNT_MAX", 1 << 40)
+    monkeypatch.setattr(http2, "UNSENT_BYTES_MAX", 1000)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("there is no request")
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
+    config.load()
+    made: dict[str, Any] = {}
+    transport, _ = await loop.create_connection(lambda: Connection(config, ServerState(), made), sock=ours)
+    with theirs:
+        await tell(theirs, wire.settings({}))
+        with suppress(ConnectionError):
+            async with asyncio.timeout(20.0):
+                while not transport.is_closing():
+                    await tell(theirs, wire.frame(wire.PING, 0, 0, bytes(8)) * 100)
+        assert transport.is_closing()
 
 
 @on_uvloop

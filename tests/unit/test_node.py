@@ -141,6 +141,30 @@ async def test_a_refusal_says_when_to_come_back() -> None:
     assert answer.json()["where"] is None
 
 
+async def test_what_must_not_be_sent_again_does_not_say_when() -> None:
+    """An answer has no `Retry-After` if the same request could count twice: proxies and libraries act on the header."""
+    for retryable in (True, False):
+        answer = problems.response(
+            Request({"type": "http", "headers": []}), problem("in_doubt", "perhaps", retryable=retryable)
+        )
+        assert ("retry-after" in answer.headers) is retryable
+
+
+async def test_answers_to_get_are_not_for_caches() -> None:
+    """Answers to GET and HEAD, refusals too, are not to be stored unless they say otherwise themselves."""
+
+    async def own(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    for method, path in (("GET", "/livez"), ("GET", "/nothing"), ("GET", "/items/a?limit=x"), ("HEAD", "/livez")):
+        assert (await ask(method, path)).headers["cache-control"] == "no-store"
+    assert "cache-control" not in (await ask("POST", "/echo", json=1)).headers
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(NodeMiddleware(own)), base_url="http://node") as client:
+        assert (await client.get("/")).headers.get_list("cache-control") == ["no-cache"]
+
+
 async def test_request_ids_are_echoed_or_made() -> None:
     """A valid request id is echoed; a request with an invalid one gets a new id."""
     kept = await ask("GET", "/livez", headers={"x-request-id": "run-7/w0:12"})

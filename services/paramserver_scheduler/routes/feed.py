@@ -79,7 +79,8 @@ async def events(request: Request) -> StreamingResponse:
         finally:
             runtime.hub.unsubscribe(feed)
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
 
 
 async def open_feed(

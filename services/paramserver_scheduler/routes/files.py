@@ -39,7 +39,8 @@ class _File(FileResponse):
         self.set_stat_headers(self.stat_result)
         size, asked = self.stat_result.st_size, Headers(scope=scope)
         if Conditions.of(asked).unchanged(self.headers["etag"]):
-            await Response(status_code=304, headers={"etag": self.headers["etag"]})(scope, receive, send)
+            own = {name: self.headers[name] for name in ("etag", "cache-control")}
+            await Response(status_code=304, headers=own)(scope, receive, send)
             return
         text = asked.get("range")
         if text is not None and asked.get("if-range") in (None, self.headers["etag"], self.headers["last-modified"]):
@@ -150,7 +151,9 @@ async def _on_disk(work: Callable[..., T], *args: Any) -> T:
 
 
 def _file_response(path: Path) -> Response:
-    return _File(path, media_type="application/json" if path.suffix == ".json" else "application/octet-stream")
+    # By its date alone, a cache would take the file for fresh for days (RFC 9111, 4.2.2), as that of `latest`, too.
+    kind = "application/json" if path.suffix == ".json" else "application/octet-stream"
+    return _File(path, headers={"cache-control": "no-cache"}, media_type=kind)
 
 
 def _unknown(m: str, name: str, file: str) -> Exception:

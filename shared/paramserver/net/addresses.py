@@ -11,7 +11,7 @@ from typing import Final
 from urllib.parse import quote, urlsplit
 
 from paramserver.core.urls import listed_urls
-from paramserver.errors import InDoubt, Unreachable, problem
+from paramserver.errors import InDoubt, Unavailable, problem
 from paramserver.net.calls import Outcome, Response, is_gateway_failure
 
 ENV_URL: Final = "PARAMSERVER_URL"
@@ -83,15 +83,16 @@ class Addresses:
     def record(self, url: str, outcome: Outcome) -> bool:
         """Record the outcome of a request to `url`; return whether to try the next URL.
 
-        True if the URL was unreachable or its node knew no leader; False if the request may have been executed.
+        True if the URL was unreachable, or its node refused the request unseen or knew no leader; False if the request
+        may have been executed.
         """
+        lost = is_gateway_failure(outcome) if isinstance(outcome, Response) else isinstance(outcome, InDoubt)
         if isinstance(outcome, Response):
             self._learn(url, outcome.headers.get(SCHEDULERS, ""))
-            if _knows_no_leader(outcome):
+            if _knows_no_leader(outcome) and not lost:
                 return True
-        elif isinstance(outcome, Unreachable):
+        elif isinstance(outcome, Unavailable) and not lost:
             return True
-        lost = is_gateway_failure(outcome) if isinstance(outcome, Response) else isinstance(outcome, InDoubt)
         if not lost:
             self._first = url
         else:  # it may stay silent: the next request starts with the following URL

@@ -27,6 +27,12 @@ ATTEMPT_S: Final = 5.0
 """Timeout of one attempt, for requests that need no waiting and may be repeated: then the request is sent again, to
 another node if there is one."""
 
+_ENVOY_LOST: Final = tuple(
+    f"reset reason: {reason}".encode()
+    for reason in ("connection termination", "remote reset", "local reset", "protocol error")
+)
+"""What Envoy says if the node may have the request; after its other reasons it has not."""
+
 TIMEOUT_S_MAX: Final = 1_000_000_000
 """About thirty years, which timers can still represent."""
 
@@ -203,8 +209,12 @@ def error_of(response: Response) -> PsError:
 
 
 def is_gateway_failure(response: Response) -> bool:
-    """Whether a proxy had no answer from the node (502, 504; no node sends these): the request may be executed."""
-    return response.status in (502, 504)
+    """Whether a proxy had no answer from the node: the request may be executed.
+
+    No node sends 502 or 504.  Envoy answers 503 if a connection ended after the request had gone out on it.
+    """
+    sent = response.status == 503 and any([why in response.body for why in _ENVOY_LOST])
+    return sent or response.status in (502, 504)
 
 
 def foreign(response: Response) -> PsError:

@@ -111,9 +111,11 @@ def _response(answer: Answer, address: str) -> Response:
 
 
 def _failure(error: Exception, request: Request, address: str) -> PsError:
-    """Return the outcome of a request that `error` ended when it may have been executed already."""
+    """Return the outcome of a request that `error` ended; it is in doubt unless it was certainly not executed."""
     if isinstance(error, PsError):
         return error  # raised by the sink
+    if isinstance(error, Refused):
+        return problem("unavailable", f"{address} takes no requests at the moment ({error})", retry_after_s=0.0)
     if isinstance(error, TimeoutError):
         return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
     if isinstance(error, _BROKEN):

@@ -56,6 +56,8 @@ class Answer:
         """Bytes of the stream's receive window used since the last window update."""
         self.request_sent = self.response_ended = False
         """Whether the request has been sent completely, and whether the shard has ended its side of the stream."""
+        self._due: int | None = None
+        """Bytes of the body that are still to come, if its length was announced."""
         self._sink = sink
         self._to_sink = False
 
@@ -64,6 +66,8 @@ class Answer:
         if self.status >= 200:
             return
         self.status, self.headers = status, headers
+        length = headers.get("content-length", "")
+        self._due = int(length) if status == 200 and length.isdecimal() else None
         if self.status == 200 and self._sink is not None:
             self._to_sink = True
             self._sink.begin()
@@ -74,6 +78,8 @@ class Answer:
 
     def feed(self, data: memoryview, *, in_place: bool) -> None:
         """Take the next bytes of the body; `in_place`: they are already in the memory that `room` returned."""
+        if self._due is not None:
+            self._due -= len(data)
         if not self._to_sink:
             if len(self.body) + len(data) > BODY_BYTES_MAX:
                 self.fail(OSError(f"a body without a place is limited to {BODY_BYTES_MAX} bytes"))
@@ -90,8 +96,10 @@ class Answer:
             self.fail(e)
 
     def end(self) -> None:
-        """Finish the answer: it is complete."""
-        if self._to_sink:
+        """Finish the answer: it is complete, or malformed (RFC 9113, 8.1.1 and 8.3.2)."""
+        if self._due or self.status < 200:
+            self.failed = ConnectionResetError("the answer has another length than it announced, or no status")
+        elif self._to_sink:
             assert self._sink is not None
             try:
                 self._sink.end()
@@ -135,6 +143,8 @@ class Client:
         self._send_window = self._new_send_window = wire.WINDOW_BYTES
         """Send windows, in bytes: the connection's, and that of a new stream."""
         self._frame_bytes = wire.PAYLOAD_BYTES_MAX
+        self._block_prefix = b""
+        """What precedes each header block."""
         self._received = 0
         """Bytes of the connection's receive window used since the last window update."""
 
@@ -148,7 +158,7 @@ class Client:
         answer.send_window, answer.request_sent = self._new_send_window, bodyless
         self.open[stream] = answer
         flags = wire.END_HEADERS | wire.END_STREAM if bodyless else wire.END_HEADERS
-        self.unsent += wire.frame(wire.HEADERS, flags, stream, wire.encoded(headers))
+        self.unsent += wire.frame(wire.HEADERS, flags, stream, self._block_prefix + wire.encoded(headers))
         return stream
 
     def allowed(self, answer: Answer, size: int) -> int:
@@ -275,4 +285,5 @@ class Client:
             answer.send_window += window - self._new_send_window
         self._new_send_window = window
         self._frame_bytes = min(FRAME_BYTES, values.get(wire.MAX_FRAME_SIZE, self._frame_bytes))
+        self._block_prefix = wire.block_prefix(values, self._block_prefix)
         self.streams_max = values.get(wire.MAX_CONCURRENT_STREAMS, self.streams_max)

@@ -29,6 +29,7 @@ END_HEADERS: Final = 0x4
 PADDED: Final = 0x8
 WITH_PRIORITY: Final = 0x20
 
+HEADER_TABLE_SIZE: Final = 1
 ENABLE_PUSH: Final = 2
 MAX_CONCURRENT_STREAMS: Final = 3
 INITIAL_WINDOW_SIZE: Final = 4
@@ -57,6 +58,10 @@ _KNOWN_MAX: Final = 64
 _KNOWN_BYTES_MAX: Final = 2048
 """Largest block that is cached, both encoded and decoded (at RFC 7541's count): connections may be idle for hours."""
 _STREAM_MASK: Final = (1 << 31) - 1
+_TABLE_BYTES: Final = 4096
+"""Initial size of the dynamic tables."""
+_NO_TABLE: Final = b"\x20"
+"""Beginning of a header block that sets the size of the dynamic table to 0 (RFC 7541, 6.3)."""
 
 _INDEXED: Final[dict[Header, bytes]] = {
     (b":method", b"GET"): b"\x82", (b":method", b"POST"): b"\x83", (b":scheme", b"http"): b"\x86",
@@ -102,7 +107,17 @@ def parse_settings(payload: memoryview) -> dict[int, int]:
         raise Http2Error(FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE is too large")
     if not PAYLOAD_BYTES_MAX <= values.get(MAX_FRAME_SIZE, PAYLOAD_BYTES_MAX) < 1 << 24:
         raise Http2Error(PROTOCOL_ERROR, "invalid SETTINGS_MAX_FRAME_SIZE")
+    if values.get(ENABLE_PUSH, 0) > 1:
+        raise Http2Error(PROTOCOL_ERROR, "invalid SETTINGS_ENABLE_PUSH")
     return values
+
+
+def block_prefix(values: dict[int, int], before: bytes) -> bytes:
+    """Return what precedes each header block for a peer with these settings; `before`: what did until they came.
+
+    A peer that makes the dynamic table smaller must be told that its new size is kept to (RFC 9113, 4.3.1).
+    """
+    return _NO_TABLE if values.get(HEADER_TABLE_SIZE, _TABLE_BYTES) < _TABLE_BYTES else before
 
 
 def u32_frame(stream: int, kind: int, value: int) -> bytes:
