@@ -18,18 +18,18 @@ NEW := yes
 endif
 
 help:
-	@echo 'make demo       train on real images with a real cluster of its own, and show it'
-	@echo 'make test       lint, then every test, against real processes and a real Redis'
-	@echo 'make test-fast  the tests of less than a minute, for daily work'
-	@echo 'make lint       ruff and mypy --strict'
-	@echo 'make chaos      whole clusters on virtual time under seeded faults: make chaos SEEDS=500'
-	@echo 'make chaos-long 100 kills, 20 cut networks and ten minutes of goodput on real processes; writes docs/promises.md'
-	@echo 'make figures    recovery and take-over times, levels, memory; writes docs/promises.md'
+	@echo 'make demo          train on real images with a real cluster of its own, and show it'
+	@echo 'make test          lint, then every test, against real processes and a real Redis'
+	@echo 'make test-fast     the tests of less than a minute, for daily work'
+	@echo 'make lint          ruff and mypy --strict'
+	@echo 'make chaos         whole clusters on virtual time under seeded faults: make chaos SEEDS=500'
+	@echo 'make chaos-long    100 kills, 20 cut networks and ten minutes of goodput on real processes; writes docs/promises.md'
+	@echo 'make figures       recovery and take-over times, levels, memory; writes docs/promises.md'
 	@echo 'make compose-test  the compose file on a real engine: from nothing up, kills, scaling, down; a table of times and sizes'
-	@echo 'make bench      how fast it is, side by side with Ray, torch RPC, gRPC, Redis: make bench EXTRAS=dev,bench; about an hour'
-	@echo 'make screenshot take the picture of the status page that the README shows (needs Chromium)'
-	@echo 'make install    only the environment: .venv, with psctl in it'
-	@echo 'make clean      remove .venv and dist'
+	@echo 'make bench         how fast it is, side by side with Ray, torch RPC, gRPC, Redis: make bench EXTRAS=dev,bench; about an hour'
+	@echo 'make screenshot    take the picture of the status page that the README shows (needs Chromium)'
+	@echo 'make install       only the environment: .venv, with psctl in it'
+	@echo 'make clean         remove .venv and dist'
 install: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/psctl demo $(ARGS)

@@ -25,7 +25,12 @@ from paramserver_node.settings import (
     redacted,
 )
 
-Url = Annotated[str | None, typer.Option("--url", help="The cluster; default: PARAMSERVER_URL.", show_default=False)]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url", help="The cluster; default: PARAMSERVER_URL, else the cluster of this folder.", show_default=False
+    ),
+]
 StateDirOption = Annotated[
     Path | None,
     typer.Option("--state-dir", help="Folder of the cluster's files; default: .paramserver here.", show_default=False),

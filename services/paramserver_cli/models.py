@@ -156,7 +156,7 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     url: Url = None,
 ) -> None:
-    """Delete a model: its parameters, metrics and datasets.  Checkpoints stay.
+    """Delete a model: its parameters, metrics and datasets; checkpoints stay.
 
     psctl delete demo
 

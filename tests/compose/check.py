@@ -1,6 +1,6 @@
 """`make compose-test`: check the compose file on a real Docker engine, from the build to the removal.
 
-    python -m tests.compose.check [--write]        --write replaces the table in docs/operations.md
+    python -m tests.compose.check [--write]        --write replaces the table in docs/promises.md
 
 The stack starts, trains, serves a client on this machine, survives the death of a shard, both schedulers, Redis and a
 worker, scales to four shards, continues after `down`, and leaves nothing behind.  The project has its own name and
@@ -25,7 +25,7 @@ import paramserver as ps
 
 from .stack import BASES, PROJECT, ROOT, Failed, Stack, docker, sizes_mb, until
 
-DOCS = ROOT / "docs" / "operations.md"
+DOCS = ROOT / "docs" / "promises.md"
 BEGIN, END = "<!-- compose -->\n", "<!-- /compose -->\n"
 IMAGES = ("paramserver-server", "paramserver-worker-cpu")
 
@@ -271,7 +271,7 @@ def stack() -> Any:
 def main() -> int:
     """Run all steps and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/operations.md")
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/promises.md")
     into_docs: bool = parser.parse_args().write
     try:
         engine = docker("version", "--format", "{{.Server.Version}}").strip()

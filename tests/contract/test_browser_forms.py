@@ -1,6 +1,5 @@
 """What can be changed from the status page, in a real browser: settings, runs, and the lines for a terminal."""
 
-import json
 import os
 import re
 import subprocess
@@ -22,14 +21,19 @@ from .processes import nodes
 pytestmark = MARKS
 
 
+def typed(lines: str, folder: Path) -> None:
+    """Run lines copied from the page in a shell that finds psctl, in that folder, and say yes to what it asks."""
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["bash", "-ec", lines], cwd=folder, env=env, check=True, input=b"y\n", timeout=100)
+
+
 def test_an_empty_page_leads_to_a_training_and_a_failed_run_shows_its_traceback(tmp_path: Path) -> None:
     """The line for a first model and the proposed run train together; a failed run's traceback is unfolded."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
         page = seen.page
         cluster.start("worker-0", "paramserver_worker", "--name", "worker-0", "--url", cluster.url)
         page.goto(cluster.url)
-        line = page.locator("#model-head pre").inner_text()
-        cluster.post("/models", json.loads(line.partition("--json ")[2].strip("'")), status=201)
+        typed(page.locator("#model-head pre").inner_text(), tmp_path)
         page.wait_for_selector("#model-head .name")
         page.click("#new-run summary")
         page.fill("#new-run [name=clocks]", "20")
@@ -180,12 +184,6 @@ def test_what_the_page_leaves_to_a_terminal_works_as_shown(tmp_path: Path) -> No
     """A model with uploaded values is copied by the commands that the form shows, and deleted by the page's line."""
     with nodes(tmp_path, shards=2) as cluster, browser(viewport=PHONE) as seen:
         page = seen.page
-
-        def typed(lines: str) -> None:
-            """Run these lines in a shell that finds psctl, as copied from the page, and say yes to what it asks."""
-            env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-            subprocess.run(["bash", "-ec", lines], cwd=tmp_path, env=env, check=True, input=b"y\n", timeout=100)
-
         with ps.connect(cluster.url) as client:
             client.create_model("own", {"w": np.ones(8, np.float32)})
         page.goto(cluster.url)
@@ -193,14 +191,14 @@ def test_what_the_page_leaves_to_a_terminal_works_as_shown(tmp_path: Path) -> No
         page.wait_for_selector("#new-run .note:has-text('a client uploaded the initial values of w')")
         assert page.locator("#new-run [name=fresh]").count() == 0
         fits(seen)
-        typed(page.locator("#new-run .note pre").inner_text())
+        typed(page.locator("#new-run .note pre").inner_text(), tmp_path)
         assert cluster.get("/models/own-2")["state"] == "ready"
 
         page.click("#shard-commands summary")
         assert page.locator("#shard-commands code", has_text=f"psctl scale shards 3 --url {cluster.url}").is_visible()
         page.goto(f"{cluster.url}#own")
         page.click("#model-commands summary")
-        typed(page.locator("#model-commands dd", has_text="DELETE").inner_text())
+        typed(page.locator("#model-commands dd", has_text="DELETE").inner_text(), tmp_path)
         eventually(lambda: "own-2" in seen.text("#model-head"), what="the other model")
         cluster.get("/models/own", status=404)
         fits(seen)

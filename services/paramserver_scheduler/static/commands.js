@@ -11,6 +11,12 @@ const restore = (from, name) => `psctl checkpoint restore ${from} --as ${name} -
 /** A command with what it is for. */
 const line = (purpose, command) => [el("dt", {}, purpose), el("dd", {}, el("code", {}, command))];
 
+/** A line that creates a first model: with the parameters of the function that the form for a new run proposes. */
+export function createCommand() {
+  const spec = '{"params": {"layers.0.weight": {"shape": [64, 10]}, "layers.0.bias": {"shape": [10]}}}';
+  return el("pre", {}, `echo '${spec}' | psctl create demo -f - --url ${url()}`);
+}
+
 /** Lines that save, copy, set back and delete a model. */
 export const modelCommands = model => el("dl.commands", {},
   line("Save a checkpoint on this machine", save(model)),

@@ -1,6 +1,6 @@
 // The page: follows the cluster's status, and hands each second of it to the panels.
 
-import {modelCommands, shardCommands} from "./commands.js";
+import {createCommand, modelCommands, shardCommands} from "./commands.js";
 import {el, show, tone} from "./dom.js";
 import {follow} from "./feed.js";
 import {clock, duration, short} from "./format.js";
@@ -57,7 +57,7 @@ function draw() {
   show($("shard-commands").querySelector("div"), shardCommands(status.nodes));
   if (shown === undefined) {
     model.clear();
-    show($("model-head"), noModel());
+    show($("model-head"), el("div.dim", {}, "No model yet. Create one in a terminal, then start a new run below:", createCommand()));
   } else model.draw(shown, runs, cluster.now, spanS, colors);
   runTable.draw(runs);
   show($("events"), eventRows(events));
@@ -94,13 +94,6 @@ function drawTabs(models, shown) {
     type: "button", "aria-pressed": String(m === shown), "data-model": m.name, "data-key": m.name,
   },
     el(`i.dot.${tone(m.state)}`), m.name, m.updates_per_s > 0 && el("span.dim.num", {}, ` ${short(m.updates_per_s)}/s`))));
-}
-
-function noModel() {
-  // The parameters of the function that the form for a new run proposes.
-  const params = '{"layers.0.weight":{"shape":[64,10]},"layers.0.bias":{"shape":[10]}}';
-  const line = `curl ${location.origin}/models --json '{"name":"demo","params":${params}}'`;
-  return el("div.dim", {}, "No model yet. Create one, then start a new run below:", el("pre", {}, line));
 }
 
 function eventRows(events) {

@@ -212,6 +212,6 @@ function partitions(model, colors) {
   return [
     el("div.legend", {}, legend, missing > 0 && el("span.bad", {}, `no owner ${missing}`),
       loading.size > 0 && el("span.warn", {}, `loading ${loading.size}`), moving.size > 0 && el("span.info", {}, `moving ${moving.size}`)),
-    el("div.cells" + (cells.length > 256 ? ".many" : ""), {role: "img", "aria-label": `${model.partitions} partitions by owner`}, cells),
+    el("div.cells" + (cells.length > 256 ? ".many" : ""), {role: "img", "aria-label": "map of the partitions"}, cells),
   ];
 }

@@ -42,7 +42,9 @@ export class RunTable {
 }
 
 function buttons(run) {
-  const button = (text, state) => el("button", {type: "button", "data-run": run.id, "data-state": state}, text);
+  const button = (text, state) => el("button", {
+    type: "button", "data-run": run.id, "data-state": state, "aria-label": `${text} ${run.name || run.id}`,
+  }, text);
   return el("span.row", {}, run.state === "paused" ? button("Resume", "running") : button("Pause", "paused"), button("Stop", "stopped"));
 }
 
