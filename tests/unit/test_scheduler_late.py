@@ -33,6 +33,32 @@ def listed_of(d: Driver, worker: Any) -> list[int]:
     return [c for commit in d.commits() for name, _, _, c, _ in commit["contributions"] if name == worker["worker"]]
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_who_has_finished_no_iteration_is_not_late(mode: str) -> None:
+    """A report of clock 0 is not late in any mode: there is nothing that could have been dropped."""
+    d = Driver.with_model(consistency={"mode": mode})
+    told = d.result(d.clock_of(d.join("a"), 0))
+    assert (told["released"], told["late"]) == (True, False)
+
+
+def test_a_clock_that_was_late_before_the_model_went_back_is_not_late_again() -> None:
+    """A worker that reported a clock late, and reports it again in time on the next timeline, is in its commit."""
+    d = Driver.with_model(consistency={"mode": "sync", "quorum": 0.5, "min_workers": 2})
+    a, b = d.join("a"), d.join("b")
+    d.clock_of(a, 1)
+    d.beats()
+    d.now += 0.1
+    d.clock_of(a, 2)
+    assert d.result(d.clock_of(b, 2))["late"] is True
+
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    d.beats()
+    told = d.result(d.clock_of(b | {"timeline": 1}, 2))
+
+    assert (told["released"], told["late"]) == (True, False)
+    assert listed_of(d, b) == [1]
+
+
 @pytest.mark.parametrize("since", [None, 3])
 def test_clocks_that_a_worker_was_told_to_leave_out_are_never_listed(since: int | None) -> None:
     """Clocks that a worker was told to skip are not listed when its heartbeats report a later one.

@@ -51,6 +51,7 @@ class Gate:
         self.members.clear()
         for w in roster:
             w.done = w.granted = clock
+            w.left_out = -1
             w.pending.clear()
 
     def open(self, roster: Roster) -> bool:
