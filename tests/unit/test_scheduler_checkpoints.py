@@ -105,6 +105,18 @@ def test_who_joins_a_restored_model_begins_with_the_state_that_the_checkpoint_ha
 
     assert [w["state"] for w in joined] == [{"at": 3}, {"at": 4}, [5], None]
     assert [w["epoch"] for w in joined] == [2, 1, 1, 1]
+def test_who_looks_at_a_model_changes_nothing_of_it() -> None:
+    """Reading what workers wait for while no commit may be made fixes no roster: who joins next is waited for."""
+    d, a, _, effect = reading_current()
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"]))
+    parked = d.clock(d.join("b"), 3)
+    assert d.core.read.waiting_for("m") == ["the commit"]
+    d.join("c")
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2] * 4))
+    assert parked in d.open
+    assert d.core.read.waiting_for("m") == ["m/c"]
+
+
 
 
 def test_a_worker_that_a_restore_has_brought_and_that_has_not_joined_is_not_dead() -> None:

@@ -163,10 +163,7 @@ class Gate:
         """
         counted = roster.barrier_members()
         live = [w for w in counted if (w.name, w.epoch) in self.members]
-        if not live or (self.clock == 0 and not any(w.done for w in counted)):
-            live = counted
-            self.members = {(w.name, w.epoch) for w in live}
-        return live
+        return counted if not live or (self.clock == 0 and not any(w.done for w in counted)) else live
 
     def needed(self, live: int) -> int:
         """sync: how many workers of a live roster of that size must have reported."""
@@ -180,6 +177,8 @@ class Gate:
         if not self.opened:
             return None
         members = self._roster(roster)
+        if not self.members.issuperset(present := {(w.name, w.epoch) for w in members}):
+            self.members = present
         t = self.clock
         if sum(w.done > t for w in members) < self.needed(len(members)):
             return None
