@@ -184,7 +184,8 @@ class WorkerDesk:
         with validating():
             metrics = check_metrics(e.metrics)
             check_document(e.state, "state")
-            self._check_room(worker, e.state)
+            if e.state is not None and e.state != worker.state:
+                self.c.check_room(size_of(e.state) - worker.state_size)
         if e.clock is not None:
             _count(e.clock, "clock")
             self._check_timeline(model, worker, e.timeline)
@@ -201,15 +202,6 @@ class WorkerDesk:
             "evaluate": model.awaits_evaluation,
         }
         self.c.answer_now(e.request, body)
-
-    def _check_room(self, worker: Worker, state: Any) -> None:
-        """Raise RequestError (`too_large`) if a larger state than the worker's last does not fit with all others'."""
-        if state is None or state == worker.state or (more := size_of(state) - worker.state_size) <= 0:
-            return
-        size = more + sum([w.state_size for m in self.c.models.values() for w in m.roster])
-        if size > limits.WORKER_STATES_MAX:
-            detail = f"state: with it, those of all workers have size {size}; the limit is {limits.WORKER_STATES_MAX}"
-            raise problem("too_large", detail, hint="store less, or delete models", where="state")
 
     def _report(self, model: Model, worker: Worker, clock: int, since: int | None) -> None:
         model.gate.check(worker, clock, since)
