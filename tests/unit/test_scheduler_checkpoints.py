@@ -7,6 +7,8 @@ from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.core.checkpoints import Checkpoints
+from paramserver.core.spec import CheckpointSpec
 from paramserver.errors import PsError, RequestError, problem
 from paramserver.types import ModelKey
 
@@ -76,6 +78,18 @@ def test_what_was_read_of_a_model_that_went_back_meanwhile_is_no_checkpoint() ->
     d.wait(1.5)
     finish(d)
     assert d.result(again)["clock"] == 2
+
+
+def test_what_was_read_of_a_model_that_left_sync_meanwhile_is_no_checkpoint() -> None:
+    """If sync ends while a checkpoint reads the current state, the checkpoint fails with `conflict`.
+
+    Partitions read afterwards have pushes that those read before lack, although their clocks are the same.
+    """
+    d, _, asked, effect = reading_current()
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "async"}}))
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2, 3, 3, 3], creation="1-2.0"))
+    assert code(d, asked) == "conflict"
+    assert d.work == [io.RemoveCheckpoint("m", "mine", "1-2.0")]
 
 
 def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
@@ -184,6 +198,12 @@ def test_restored_states_are_bounded_as_those_that_workers_tell(monkeypatch: pyt
         d.ask(lambda n: io.ModelRestored(n, "m", 1, workers={"m/b": "x" * 60_000}))
     d.ask(lambda n: io.ModelRestored(n, "m", 1, workers={"m/a": "x" * 90_000}))
     assert [(w["worker"], len(w["kept"])) for w in d.core.read.workers("m", d.now, kept=True)] == [("m/a", 90_000)]
+
+
+def test_a_model_that_has_lost_updates_has_changed() -> None:
+    """A model whose version is below that of its last checkpoint gets another one by time, as it is not the same."""
+    points, rule = Checkpoints(last_version=7), CheckpointSpec(every_minutes=1.0)
+    assert [points.due(rule, 0, 0, lambda v=v: v, 60.0) for v in (6, 7, 8)] == [True, False, True]  # type: ignore[misc]
 
 
 def test_the_last_and_the_best_checkpoints_stay() -> None:

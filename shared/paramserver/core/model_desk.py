@@ -175,6 +175,7 @@ class ModelDesk:
                 model.cuts.leave_sync()
                 model.gate.opening = False
                 model.left_sync = model.revision
+                model.checkpoints.void_current()
             model.gate.change(spec.consistency)
             self.c.save_model(model)
             self.c.save_clock(model)
