@@ -89,7 +89,7 @@ class Gate:
 
     def check(self, worker: Worker, done: int, since: int | None) -> None:
         """Raise RequestError (`invalid_field`) if the worker cannot report these numbers; see `report`."""
-        top = max(worker.done, self.clock + limits.CLOCKS_AHEAD_MAX) if self.sync else INTEGER_MAX
+        top = max(worker.done, self.clock + limits.CLOCKS_AHEAD_MAX) if self.sync else INTEGER_MAX - 1
         if not 0 <= done <= top:
             raise problem("invalid_field", f"clock: must be from 0 to {top}, not {done}", where="clock")
         if since is not None and not 0 <= since <= done:

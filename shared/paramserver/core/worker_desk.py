@@ -187,7 +187,6 @@ class WorkerDesk:
             if e.state is not None and e.state != worker.state:
                 self.c.check_room(size_of(e.state) - worker.state_size)
         if e.clock is not None:
-            _count(e.clock, "clock")
             self._check_timeline(model, worker, e.timeline)
             self._report(model, worker, e.clock, e.since)
         if e.state is not None and e.state != worker.state:
@@ -257,7 +256,6 @@ class WorkerDesk:
     def clock(self, e: ReportClock, now: float) -> None:
         model = self.c.model(e.model)
         wait_s = wait_seconds(e.wait_s)
-        _count(e.clock, "clock")
         worker = self.renew_lease(model, e.worker, e.epoch, now)
         self._check_timeline(model, worker, e.timeline)
         if len(model.clock_waiters) >= limits.WAITERS_MAX:
