@@ -74,6 +74,38 @@ def test_clocks_that_a_worker_was_told_to_leave_out_are_never_listed(since: int 
     assert listed_of(d, b) == [0, 3]
 
 
+@pytest.mark.parametrize("late", ["drop", "fold"])
+def test_what_a_worker_reports_although_it_waits_for_data_is_late(late: str) -> None:
+    """An iteration that a worker without data has finished after the others is late: it is told so, or it is folded."""
+    d = Driver.with_model(consistency={"mode": "sync", "late": late, "min_workers": 2})
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "t", 1, 1))
+    for worker in (a, b):
+        d.lease(worker, "t")
+    d.clock_of(a, 1)
+    told_late = d.result(d.clock_of(b, 1))["late"]
+    d.clock_of(a, 2)
+
+    assert (told_late, listed_of(d, b)) == ((True, []) if late == "drop" else (False, [0]))
+
+
+def test_who_gets_data_again_leaves_out_what_the_others_did_without_it() -> None:
+    """A worker that rested goes on at the clock that comes with its next range; those before it are not listed."""
+    d = Driver.with_model(**FOLD)
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "t", 1, 1))
+    d.ask(lambda n: io.RegisterDataset(n, "m", "u", 1, 1))
+    for worker in (a, b):
+        d.lease(worker, "t")
+    for clock in (1, 2, 3):
+        d.clock_of(a, clock)
+    leased = d.result(d.lease(b, "u"))
+    d.restart()
+    d.clock_of(b, 4)
+
+    assert (leased["clock"], listed_of(d, b)) == (3, [3])
+
+
 def test_who_never_heard_where_to_go_on_leaves_nothing_out() -> None:
     """The clocks that a worker goes on to report are listed if they lie before the one that it was told to work on.
 

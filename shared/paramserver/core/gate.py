@@ -140,10 +140,14 @@ class Gate:
         return self.sync and min(lowest, default=self.clock) < self.clock
 
     def resume(self, worker: Worker, roster: Roster) -> None:
-        """Wake a resting worker that has data again; it continues at least where a joining worker would begin."""
+        """Wake a resting worker that has data again, or has finished an iteration all the same.
+
+        Outside sync it continues at least where a joining worker would begin.  In sync it is told where to go on, and
+        what it has finished meanwhile is late if the others have ended it.
+        """
         if worker.resting:
-            worker.done = max(worker.done, self.join_clock(roster))
-            worker.granted = worker.done
+            if not self.sync:
+                worker.done = worker.granted = max(worker.done, self.join_clock(roster))
             worker.resting = False
 
     def next_clock(self, worker: Worker) -> int:

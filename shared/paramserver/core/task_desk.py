@@ -169,7 +169,7 @@ class TaskDesk:
             body = {
                 "task": task,
                 "finished": finished,
-                "clock": model.gate.next_clock(worker),
+                "clock": self.workers.grant(model, worker),
                 "timeline": model.timeline,
             }
             self.c.answer_waiter(model, w, body, now)

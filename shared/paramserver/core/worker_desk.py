@@ -223,7 +223,7 @@ class WorkerDesk:
             raise self._rolled_back(model, worker)
 
     def _rolled_back(self, model: Model, worker: Worker) -> PsError:
-        clock = self._grant(model, worker)
+        clock = self.grant(model, worker)
         return problem(
             "rolled_back",
             f"model '{model.name}' was rolled back; it continues at clock {clock}",
@@ -353,7 +353,7 @@ class WorkerDesk:
                 if released or now >= w.deadline_s:
                     self.c.answer_waiter(model, w, self._clock_body(model, worker, w.clock, low, released), now)
 
-    def _grant(self, model: Model, worker: Worker) -> int:
+    def grant(self, model: Model, worker: Worker) -> int:
         """Record and return the clock that the worker is told to go on at."""
         if worker.granted < (granted := model.gate.next_clock(worker)):
             worker.granted = granted
@@ -369,7 +369,7 @@ class WorkerDesk:
         return {
             "released": released,
             "late": worker.left_out == clock,
-            "clock": self._grant(model, worker),
+            "clock": self.grant(model, worker),
             "min_clock": low,
             # Reported versions may predate a rollback, and the worker's next pull waits for the version given here.
             "version": gate.clock if gate.sync else model.version,
