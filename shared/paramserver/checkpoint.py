@@ -115,7 +115,9 @@ def write(
     with _replacing(target) as part:
         _save(held, part / PARAMS, {"format": "np", "model": spec.name})
         _save(state, part / OPTIMIZER, {"format": "np"})
-        (part / WORKERS).write_text(json.dumps(dict(worker_states)), encoding="utf-8")
+        # One by one, because nothing else in the process runs while one is encoded, and together they may take seconds.
+        states = ", ".join([f"{json.dumps(w)}: {json.dumps(state)}" for w, state in worker_states.items()])
+        (part / WORKERS).write_text(f"{{{states}}}", encoding="utf-8")
         manifest = {
             **meta,
             "format": FORMAT,

@@ -375,12 +375,32 @@ def test_a_name_that_another_creation_has_is_not_used() -> None:
     assert d.core._c.models["m"].checkpoints.error == "", "only who asked made a mistake"
 
 
-def saved(state_dir: Path) -> Driver:
-    """Return a cluster with a model that has a checkpoint `mine` on disk."""
+def saved(state_dir: Path, **workers: Any) -> Driver:
+    """Return a cluster with a model that has a checkpoint `mine` on disk, with the states of these workers."""
     d = Driver.with_model()
-    values = {"w": np.zeros(64, np.float32)}
-    checkpoint.write(state_dir / "checkpoints" / "m" / "mine", ModelSpec.parse(SPEC), values, {}, {}, [], {}, {})
+    values, states = {"w": np.zeros(64, np.float32)}, {f"m/{w}": state for w, state in workers.items()}
+    checkpoint.write(state_dir / "checkpoints" / "m" / "mine", ModelSpec.parse(SPEC), values, {}, {}, [], states, {})
     return d
+
+
+async def test_many_states_are_restored_in_pieces(tmp_path: Path) -> None:
+    """A restore brings the core the workers' states in pieces, between which it can decide other things."""
+    states = {w: w * 200_000 for w in "abc"}
+    d, asked = saved(tmp_path, **states, d=[4]), []
+
+    class Noting(BlindRuntime):
+        async def ask(self, make: Any) -> Answer:
+            asked.append(type(make(0)))
+            return await super().ask(make)
+
+    unused, runtime = Mock(), cast(Any, Noting(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        shards = Mock(restore=AsyncMock())
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        await jobs.restore("m", "mine", "m", None)
+
+    assert asked == [io.StartRestore, *[io.ModelRestored] * 3, io.RestoreFinished]
+    assert [d.join(w)["state"] for w in "abcd"] == [*states.values(), [4]]
 
 
 @pytest.mark.parametrize("taken_in", [True, False])

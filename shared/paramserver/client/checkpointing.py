@@ -1,7 +1,7 @@
 """Checkpoints on the caller's own disk: the partitions of all owners saved to one folder, and restored from it."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -12,8 +12,7 @@ from paramserver.client.control import create_model, listed
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
-from paramserver.limits import MIB
-from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_bytes, json_request
+from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_request
 from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame, taken_out
@@ -111,29 +110,16 @@ def restore(
 
 def _report_restored(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
     """Tell the scheduler that every partition is set, and the workers' states; return the model's map after that."""
+    from paramserver.core.documents import in_pieces
+
     path = f"/internal{model_path(model_map.name, 'restored')}"
-    bodies: list[dict[str, Any]] = [{"workers": states} for states in _pieces(found.states_in(model_map.name))]
+    bodies: list[dict[str, Any]] = [{"workers": states} for states in in_pieces(found.states_in(model_map.name))]
     bodies.append({"timeline": model_map.timeline, "version": found.version})
     document: Any = None
     for body in bodies:
         request = json_request("POST", path, {"generation": model_map.generation, **body}, timeout_s=ATTEMPT_S)
         document = yield from deliver_json(request, deadline)
     return (yield from cluster.store_document(document, deadline))
-
-
-def _pieces(states: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the states in pieces of at most 1 MiB of JSON; a single larger state is a piece of its own."""
-    piece: dict[str, Any] = {}
-    size = 0
-    for worker, state in states.items():
-        more = len(json_bytes(state))
-        if piece and size + more > MIB:
-            yield piece
-            piece, size = {}, 0
-        piece[worker] = state
-        size += more
-    if piece:
-        yield piece
 
 
 def _existing_map(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:

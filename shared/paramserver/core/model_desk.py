@@ -1,12 +1,12 @@
 """Event handlers for models: create, patch, fill with initial values, restore, delete."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
-from paramserver.core.documents import check_states
+from paramserver.core.documents import check_states, size_of
 from paramserver.core.models import RESTORED, Model
 from paramserver.core.optimizer import slot_count
 from paramserver.core.owner import Owner
@@ -175,6 +175,7 @@ class ModelDesk:
                 model.cuts.leave_sync()
                 model.gate.opening = False
                 model.left_sync = model.revision
+                model.checkpoints.void_current()
             model.gate.change(spec.consistency)
             self.c.save_model(model)
             self.c.save_clock(model)
@@ -316,7 +317,6 @@ class ModelDesk:
             self.c.save_model(model)
             if e.error is None:
                 self._filled(model, set(model.missing))
-                self._keep(model, e.workers, now)
             if model.gate.sync:
                 # Also after a partial failure: the values are then not those of any clock of the old timeline.
                 begin_sync(self.c, model, max(0 if first else model.next_phase_clock, e.version - 1))
@@ -326,17 +326,15 @@ class ModelDesk:
         model = self.c.created(ModelKey(e.model, e.generation))
         with validating():
             states = check_states(e.workers)
-        self._keep(model, states, now)
-        if model.gate.sync and model.ready and model.timeline == e.timeline:
-            begin_sync(self.c, model, max(model.next_phase_clock, e.version - 1))
-        self.c.answer(e.request, self.c.public(model))
-
-    def _keep(self, model: Model, states: Mapping[str, Any], now: float) -> None:
-        """Save these states; a worker that joins under one of the names starts with its state."""
+            known = model.roster.workers
+            self.c.check_room(sum(size_of(s) - (known[n].state_size if n in known else 0) for n, s in states.items()))
         for name, state in states.items():
             worker = model.roster.store_state(name, state, now)
             if worker is not None:
                 self.c.save_worker(model, worker)
+        if model.gate.sync and model.ready and model.timeline == e.timeline:
+            begin_sync(self.c, model, max(model.next_phase_clock, e.version - 1))
+        self.c.answer(e.request, self.c.public(model))
 
 
 def _first(found: Iterable[str]) -> str:
