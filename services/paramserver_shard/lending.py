@@ -14,15 +14,21 @@ the mark, it need not pull again.
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from paramserver.core.partition_state import PartitionState
 from paramserver.errors import problem
 from paramserver.limits import LEASED_BYTES_MAX, LEASES_MAX, SHARED_LEASE_S, SLOT_BYTES_MAX
 from paramserver.types import F32, AnyArray
+from paramserver.wire.board import LEASE_WORDS
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import INLINE_BYTES_MAX, SMALL_BYTES, BufferPool
+
+_SECRET_BITS: Final = 49
+"""With the place of its word, a lease's number has at most 62 bits."""
 
 
 @dataclass(slots=True)
@@ -65,7 +71,8 @@ class Lending:
         size = sum(a.nbytes for a in arrays)
         if len(files) < len(arrays) or self.leased_bytes + size > LEASED_BYTES_MAX or len(self._leases) >= LEASES_MAX:
             return None
-        number = next(self._numbers)
+        # Whoever knows the number can end the lease, so it cannot be guessed; successive ones have words of their own.
+        number = secrets.randbits(_SECRET_BITS) * LEASE_WORDS + next(self._numbers) % LEASE_WORDS
         self._leases[number] = _Lease(tuple(arrays), size, self._clock() + SHARED_LEASE_S)
         self.leased_bytes += size
         if current:

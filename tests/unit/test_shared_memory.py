@@ -199,6 +199,14 @@ def test_a_released_lease_gives_its_memory_back(versions: BufferPool, lending: L
     assert versions.file_of(versions.take(COUNT, shared=True)) == file
 
 
+def test_a_lease_is_ended_only_by_who_knows_its_number(versions: BufferPool, lending: Lending) -> None:
+    """Nobody ends another's lease by trying numbers: its memory would be reused while the other reads it."""
+    values = versions.take(COUNT, shared=True)
+    assert lending.lease([values]) is not None
+    lending.release(range(100_000))
+    assert lending.leased_bytes == values.nbytes
+
+
 def test_leases_are_bounded(versions: BufferPool, lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no lease beyond LEASED_BYTES_MAX or for private memory; those values travel over HTTP."""
     values = versions.take(COUNT, shared=True)
