@@ -169,21 +169,34 @@ def test_mapped_buffers_lie_side_by_side(folder: SharedFolder, versions: BufferP
 def test_a_reader_keeps_its_bytes_when_the_file_goes(
     folder: SharedFolder, versions: BufferPool, lending: Lending, now: Now
 ) -> None:
-    """A buffer whose lease has expired is unlinked and never reused, so a slow reader's bytes do not change."""
+    """A buffer whose lease has expired is never reused, so a slow reader's bytes stay; its file goes when it does."""
     values = versions.take(COUNT, shared=True)
     values[:] = 3.0
     granted = lending.lease([values])
     assert granted is not None
-    mapped = MappedBuffers([(str(folder.path / granted[1][0]), 4 * COUNT)]).values()
+    path = folder.path / granted[1][0]
+    mapped = MappedBuffers([(str(path), 4 * COUNT)]).values()
     now.s += limits.SHARED_LEASE_S
     lending.expire()
     assert lending.leased_bytes == 0
-    assert not (folder.path / granted[1][0]).exists()
-    assert versions.file_of(values) is None
     del values
+    assert not path.exists()
+    assert folder.bytes == 0
     for _ in range(4):
         versions.take(COUNT, shared=True)[:] = 9.0
     assert (mapped == 3.0).all()
+
+
+def test_values_at_rest_are_lent_again_after_a_lease_of_them_has_expired(
+    versions: BufferPool, lending: Lending, now: Now
+) -> None:
+    """A reader that takes long does not make others copy the same values: they are lent until they are replaced."""
+    values = versions.take(COUNT, shared=True)
+    assert lending.lease([values], current=True) is not None
+    now.s += limits.SHARED_LEASE_S
+    again = lending.lease([values], current=True)
+    assert again is not None
+    assert again[1] == (versions.file_of(values),)
 
 
 def test_a_released_lease_gives_its_memory_back(versions: BufferPool, lending: Lending) -> None:
@@ -213,7 +226,24 @@ def test_leases_are_bounded(versions: BufferPool, lending: Lending, monkeypatch:
     assert lending.lease([values, versions.take(COUNT)]) is None
     monkeypatch.setattr("paramserver_shard.lending.LEASED_BYTES_MAX", 4 * COUNT)
     assert lending.lease([values]) is not None
-    assert lending.lease([values]) is None
+    assert lending.lease([versions.take(COUNT, shared=True)]) is None
+
+
+def test_values_that_many_lease_count_once(
+    versions: BufferPool, lending: Lending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound on leased bytes is one on memory: any number of readers may lease the same values."""
+    monkeypatch.setattr("paramserver_shard.lending.LEASED_BYTES_MAX", 8 * COUNT)
+    first, second = versions.take(COUNT, shared=True), versions.take(COUNT, shared=True)
+    granted = [lending.lease(arrays) for arrays in ([first, second], [first], [second, first])]
+    numbers = [found[0] for found in granted if found is not None]
+    assert len(numbers) == 3
+    assert lending.leased_bytes == 8 * COUNT
+
+    lending.release(numbers[::2])
+    assert lending.leased_bytes == 4 * COUNT
+    lending.release(numbers)
+    assert lending.leased_bytes == 0
 
 
 def test_a_slot_is_the_shards_from_submission_to_reply(folder: SharedFolder, lending: Lending) -> None:
