@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paramserver.core.layout import Range
 from paramserver.core.shard_effects import PartVersion, PullDone, PulledPart, PushDone
-from paramserver.core.shard_events import PullReceived, PushReceived, Request
+from paramserver.core.shard_events import PullReceived, PushReceived
 from paramserver.errors import PsError, problem
 from paramserver.limits import WAIT_S_MAX
 from paramserver.types import F32, ITEMSIZE, ModelKey
@@ -110,9 +110,7 @@ class FrameService:
         self._clocks.report(key, push_id, clock + 1, done.timeline, shards)
         try:
             commit_values = await self._runtime.pull(
-                lambda request: PullReceived(
-                    request, key.name, indices, key.generation, done.timeline, 0, wait_s, clock + 1
-                )
+                PullReceived(0, key.name, indices, key.generation, done.timeline, 0, wait_s, clock + 1)
             )
         except PsError as error:
             if error.code == "version_not_reached":
@@ -125,22 +123,19 @@ class FrameService:
     async def _push(self, arriving: Arriving) -> PushDone:
         known, frame = arriving.known, arriving.frame
         parts = await arriving.parts()
-
-        def command(request: Request) -> PushReceived:
-            return PushReceived(
-                request,
-                frame.model,
-                parts,
-                known.key.generation,
-                frame.timeline,
-                arriving.push_id,
-                frame.key,
-                frame.clock,
-                frame.weight,
-                frame.norm,
-                frame.ack,
-            )
-
+        command = PushReceived(
+            0,
+            frame.model,
+            parts,
+            known.key.generation,
+            frame.timeline,
+            arriving.push_id,
+            frame.key,
+            frame.clock,
+            frame.weight,
+            frame.norm,
+            frame.ack,
+        )
         if arriving.applied_here:
             return await self._runtime.push(command)
         # Sent by a client without a map to any shard: this one splits it among the owners.
@@ -149,8 +144,8 @@ class FrameService:
             raise problem("non_finite", f"the gradient holds NaN or infinity in partition {bad[0]}")
         if frame.slot is not None:
             # Copied, because the client gets the slot back if one owner refuses, while another may still hold its part.
-            parts = tuple([replace(p, data=p.data.copy()) for p in parts])
-        return await self._exchange.push(known, command(0))
+            command = replace(command, parts=tuple([replace(p, data=p.data.copy()) for p in parts]))
+        return await self._exchange.push(known, command)
 
     async def pull(self, frame: PullFrame) -> "FrameBody":
         """Return the values that a pull frame asks for.  Raises PsError."""
@@ -189,8 +184,8 @@ class FrameService:
         wait_s = min(max(spec.wait_s, 0.0), WAIT_S_MAX)
         if not may_forward(frame) or self._all_local(known, indices):
             done = await self._runtime.pull(
-                lambda request: PullReceived(
-                    request,
+                PullReceived(
+                    0,
                     known.key.name,
                     indices,
                     known.key.generation,

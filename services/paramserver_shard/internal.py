@@ -2,7 +2,6 @@
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core.shard_events import AssignPart, CaptureReceived, SetReceived
@@ -32,9 +31,7 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
         known = await models.find(model, generation)
         if not 0 <= index < known.spec.partitions:
             raise problem("invalid_range", f"model '{model}' has no partition {index}")
-        capture = await runtime.capture(
-            lambda request: CaptureReceived(request, model, index, known.key.generation, cut)
-        )
+        capture = await runtime.capture(CaptureReceived(0, model, index, known.key.generation, cut))
         serving.check()
         values, slots = capture.state.values, capture.state.slots
         frame = StateFrame(
@@ -66,7 +63,7 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
         known, frame, body = await reader.read(request.scope, request.receive, SetFrame, prepare)
         parts = assignments(frame, body.parts[0])
         command = SetReceived(0, model, parts, known.key.generation, frame.restore, frame.timeline)
-        done = await runtime.push(lambda number: replace(command, request=number))
+        done = await runtime.push(command)
         serving.check()
         return Response(encode_header(push_reply(done)), media_type=MEDIA_TYPE)
 
