@@ -8,7 +8,6 @@ occurs in a request that has not changed anything yet, the core answers that req
 import asyncio
 import itertools
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +61,7 @@ from paramserver_shard.computing import (
     INLINE_ELEMENTS_MAX,
     compute,
     exceeds_cache,
+    processors,
     shares,
     take_outputs,
     task_elements,
@@ -117,7 +117,7 @@ class Runtime:
         self._group = group
         self._loop = asyncio.get_running_loop()
         self.loads = Loads(self._loop.time)
-        self.threads = os.cpu_count() or 1
+        self.threads = processors()
         """Number of compute threads."""
         self._executor = ThreadPoolExecutor(self.threads, "compute")
         self._tasks: set[asyncio.Task[None]] = set()
