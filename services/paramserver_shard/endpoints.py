@@ -4,7 +4,7 @@ A body is read to its end before the answer begins.  One that is cut off, or lon
 refused without side effects.
 """
 
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, TypeVar
 
@@ -240,12 +240,22 @@ def _messages(chunks: Iterable[bytes | memoryview], size: int) -> Iterator[Messa
 class ChunkedResponse(Response):
     """A response whose large body is sent in chunks: servers copy what they are given, so chunks bound the copies."""
 
+    def __init__(
+        self, pieces: Sequence[bytes | memoryview], media_type: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """`pieces` are the body, end to end; there is at least one byte."""
+        self._size = sum(map(len, pieces))
+        self._pieces = [b"".join(pieces)] if self._size <= CHUNK_BYTES else pieces
+        super().__init__(headers={**(headers or {}), "content-length": str(self._size)}, media_type=media_type)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        view = memoryview(self.body)
-        for at in range(0, max(len(view), 1), CHUNK_BYTES):
-            piece = bytes(view[at : at + CHUNK_BYTES])
-            await send({"type": "http.response.body", "body": piece, "more_body": at + CHUNK_BYTES < len(view)})
+        left = self._size
+        for piece in self._pieces:
+            for at in range(0, len(piece), CHUNK_BYTES):
+                chunk = bytes(piece[at : at + CHUNK_BYTES])
+                left -= len(chunk)
+                await send({"type": "http.response.body", "body": chunk, "more_body": left > 0})
 
 
 def check_of(request: Request) -> Callable[[PullRequest], None]:
@@ -294,5 +304,5 @@ def pull_response(request: Request, pulled: Pulled, push: PushDone | None = None
         "params": params,
     }
     if as_msgpack:
-        return ChunkedResponse(msgpack.packb(document), media_type=negotiate.MSGPACK)
-    return ChunkedResponse(JSONResponse(document).body, media_type=negotiate.JSON)
+        return ChunkedResponse([msgpack.packb(document)], negotiate.MSGPACK)
+    return ChunkedResponse([JSONResponse(document).body], negotiate.JSON)

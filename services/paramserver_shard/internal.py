@@ -46,8 +46,7 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
             capture.state.steps,
             tuple(capture.memory["slots"]),
         )
-        parts = [encode_header(frame), *(a.tobytes() for a in (values, *slots))]
-        return ChunkedResponse(b"".join(parts), media_type=MEDIA_TYPE)
+        return ChunkedResponse([encode_header(frame), *[a.data.cast("B") for a in (values, *slots)]], MEDIA_TYPE)
 
     @routes.post("/set/{model}", summary="Assign values to partitions of this shard")
     @role("node")
