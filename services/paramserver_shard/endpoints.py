@@ -101,7 +101,8 @@ class _Endpoint:
 
         def accepted(done: PushDone) -> None:
             frame = arriving.frame
-            self._telemetry.pushed(done, arriving.size, began_s, frame.worker, frame_lag(done, frame))
+            size = 0 if frame.forwarded else arriving.size  # counted where it came from
+            self._telemetry.pushed(done, size, began_s, frame.worker, frame_lag(done, frame))
 
         return accepted
 
@@ -175,7 +176,7 @@ class Pull(_Endpoint):
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
         self.recheck_serving()
         await _send_body(scope, send, answer)
-        self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
+        self._telemetry.pulled(frame.model, 0 if frame.forwarded else answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         wait_s = body.get("wait_s") if isinstance(body, dict) else None
