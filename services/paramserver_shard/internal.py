@@ -1,5 +1,7 @@
 """Routes between nodes: read a partition's whole state for a checkpoint, assign values (also restores and uploads)."""
 
+from functools import partial
+
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
@@ -60,7 +62,8 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
             return (known, frame, body), body
 
         known, frame, body = await reader.read(request.scope, request.receive, SetFrame, prepare)
-        parts = assignments(frame, body.parts[0])
+        # In a thread, because a partition with its optimizer's state may be 256 MiB.
+        parts = await runtime.submit(partial(assignments, frame, body.parts[0]))
         command = SetReceived(0, model, parts, known.key.generation, frame.restore, frame.timeline)
         done = await runtime.push(command)
         serving.check()
