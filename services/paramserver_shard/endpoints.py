@@ -4,6 +4,7 @@ A body is read to its end before the answer begins.  One that is cut off, or lon
 refused without side effects.
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, TypeVar
@@ -27,6 +28,7 @@ from paramserver_node.middleware import omit_request_id
 from paramserver_node.race import while_there
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, BodyTransfer
 from paramserver_shard.arriving import Arriving
+from paramserver_shard.buffers import INLINE_BYTES_MAX
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import account, counted
 from paramserver_shard.names import NameService, Pulled, PullRequest, after_push, push_document
@@ -182,7 +184,7 @@ class Pull(_Endpoint):
         wait_s = body.get("wait_s") if isinstance(body, dict) else None
         pulled = await _while_there(request.receive, wait_s, self._names.pull(body, check_of(request)))
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
-        return pull_response(request, pulled)
+        return await _respond(request, pulled)
 
 
 class PushPull(_Pushing):
@@ -200,7 +202,7 @@ class PushPull(_Pushing):
         self._pushed_names(done, request, body, began_s)
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         try:
-            return pull_response(request, pulled, done)
+            return await _respond(request, pulled, done)
         except PsError as error:
             raise after_push(error, done) from error
 
@@ -279,6 +281,13 @@ def check_msgpack(asked: PullRequest) -> None:
     if total > BODY_BYTES_MAX:
         detail = f"{total} bytes do not fit in a response; the limit is {BODY_BYTES_MAX}"
         raise problem("too_large", detail, hint="name fewer parameters or ranges, or pull frames")
+
+
+async def _respond(request: Request, pulled: Pulled, push: PushDone | None = None) -> Response:
+    """Return `pull_response`, made in a thread if there is much to convert and copy.  Raises PsError."""
+    if pulled.packed.nbytes <= INLINE_BYTES_MAX:
+        return pull_response(request, pulled, push)
+    return await asyncio.to_thread(pull_response, request, pulled, push)
 
 
 def pull_response(request: Request, pulled: Pulled, push: PushDone | None = None) -> Response:
