@@ -52,11 +52,17 @@ class FrameService:
 
     async def prepare_push(self, frame: PushFrame) -> tuple[Arriving, Body]:
         """Return the push that a header announces, and where its body is received.  Raises PsError."""
+        self._release(frame)
         known = await self._models.find(frame.model, frame.generation)
         sizes = self._part_bytes(known, frame)  # first: checks that the partitions exist
         all_local = self._all_local(known, [p.partition for p in frame.parts])
         arriving = Arriving(known, frame, all_local, sizes, self._runtime)
         return arriving, Body(arriving.sizes if frame.slot is None else (), arriving.check, arriving.unpacked_bytes)
+
+    def _release(self, frame: PushFrame | PullFrame) -> None:
+        """End the leases that a client says are over: first of all, because it says so once, even if it is refused."""
+        if self._lending is not None:
+            self._lending.release(frame.release)
 
     def _part_bytes(self, known: KnownModel, frame: PushFrame) -> list[int]:
         """Return the transmitted bytes of each part.  Raises RequestError if one does not fit the model."""
@@ -73,8 +79,6 @@ class FrameService:
         Also returns the commit's values, if the push ended its worker's iteration and the worker may go on; else None.
         """
         frame = arriving.frame
-        if self._lending is not None:
-            self._lending.release(frame.release)
         if frame.slot is None:
             return await self._push_and_wait(arriving, accepted)
         if self._lending is None:
@@ -149,9 +153,8 @@ class FrameService:
 
     async def pull(self, frame: PullFrame) -> "FrameBody":
         """Return the values that a pull frame asks for.  Raises PsError."""
+        self._release(frame)
         known = await self._models.find(frame.model, frame.generation)
-        if self._lending is not None:
-            self._lending.release(frame.release)
         self._check_pull(known, frame)
         return await self._pull(known, frame, frame)
 

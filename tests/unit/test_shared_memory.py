@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -24,10 +26,11 @@ from paramserver.client.mapped_buffers import (
     private,
     writable,
 )
-from paramserver.errors import ConflictError, RequestError, Unavailable
+from paramserver.errors import ConflictError, NotFoundError, RequestError, Unavailable, problem
 from paramserver.types import F32
-from paramserver.wire.frame import PushFrame, PushPart, encode_header
+from paramserver.wire.frame import PullFrame, PushFrame, PushPart, encode_header
 from paramserver_shard.buffers import BufferPool
+from paramserver_shard.frames import FrameService
 from paramserver_shard.inflight import InFlight
 from paramserver_shard.lending import Lending
 from paramserver_shard.receiving import Body, FrameReader
@@ -210,6 +213,26 @@ def test_a_released_lease_gives_its_memory_back(versions: BufferPool, lending: L
     assert versions.file_of(other) != file
     lending.release([granted[0], 999])
     assert versions.file_of(versions.take(COUNT, shared=True)) == file
+
+
+async def test_a_request_that_is_refused_gives_back_what_its_client_holds_no_longer(
+    versions: BufferPool, lending: Lending
+) -> None:
+    """Leases that a request ends are ended, whatever becomes of it: its client tells of them only once."""
+
+    async def find(*_: object) -> NoReturn:
+        raise problem("unknown_model", "it was deleted")
+
+    pulled, pushed = (lending.lease([versions.take(COUNT, shared=True)]) for _ in range(2))
+    assert pulled is not None
+    assert pushed is not None
+    unused = cast(Any, None)
+    frames = FrameService(unused, cast(Any, SimpleNamespace(find=find)), unused, unused, unused, lending)
+    with pytest.raises(NotFoundError):
+        await frames.pull(PullFrame([(0, None)], model="m", release=[pulled[0]]))
+    with pytest.raises(NotFoundError):
+        await frames.prepare_push(PushFrame("m", [PushPart(0, None, None)], release=[pushed[0]]))
+    assert lending.leased_bytes == 0
 
 
 def test_a_lease_is_ended_only_by_who_knows_its_number(versions: BufferPool, lending: Lending) -> None:
