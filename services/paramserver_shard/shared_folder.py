@@ -160,8 +160,8 @@ def sweep(parent: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)
             elif not _alive(path):
                 _remove(path)
-        except FileNotFoundError:
-            continue  # another starting shard has removed it
+        except OSError:
+            continue  # another starting shard has removed it, or it is none of ours
 
 
 def _remove(path: Path) -> None:

@@ -75,6 +75,21 @@ def test_a_folder_that_was_half_removed_is_removed_by_the_next(short_path: Path,
     assert not path.exists()
 
 
+def test_what_is_no_shards_folder_does_not_stop_a_sweep(short_path: Path) -> None:
+    """A file among the folders stays, and those of ended processes are removed; a shard there had no shared memory."""
+    folder = SharedFolder.open(str(short_path), "shard-1", 1 << 20)
+    assert folder is not None
+    parent = folder.path.parent
+    (parent / "a file").touch()
+    (left := parent / "shard-0-a").mkdir()
+    os.utime(left, (0.0, 0.0))
+    sweep(parent)
+    assert (parent / "a file").exists()
+    assert folder.path.exists()
+    assert not left.exists()
+    folder.close()
+
+
 def test_a_folder_that_is_being_removed_is_never_taken_for_one_in_use(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
