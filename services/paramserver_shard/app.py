@@ -121,7 +121,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         if head:
             headers["content-length"] = str(len(answer.header) + answer.body_bytes)
             return Response(b"", headers=headers, media_type=NPY_MEDIA)
-        return ChunkedResponse(b"".join((answer.header, answer.body)), headers=headers, media_type=NPY_MEDIA)
+        return ChunkedResponse([answer.header, answer.body], NPY_MEDIA, headers)
 
     @routes.put(
         "/models/{m}/params/{name:path}",
