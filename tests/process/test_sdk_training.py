@@ -43,6 +43,26 @@ def test_two_workers_in_step_get_the_mean(client: ps.Client, name: str) -> None:
     assert {p.worker for p in model.metrics("loss")} == {f"{name}/w0", f"{name}/w1"}
 
 
+def test_an_interrupt_while_a_worker_is_opened_leaves_none(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the thread of a worker is being started ends that thread, and no member stays behind."""
+    model = client.create_model(name, {"w": (4,)}, consistency=ps.Sync())
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == f"worker of {name}":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), model.worker():
+        pass
+
+    assert not [t for t in threading.enumerate() if t.name == f"worker of {name}"]
+    assert not any(w["alive"] for w in model.workers())
+
+
 def test_a_sync_push_without_a_worker_says_how(client: ps.Client, name: str) -> None:
     """A push to a synchronous model without a worker raises ConflictError, whose hint shows `with model.worker()`."""
     model = client.create_model(name, {"w": (100,)}, consistency=ps.Sync(), partitions=8)

@@ -59,8 +59,8 @@ class Worker(WorkerBase):
         self._thread = threading.Thread(
             target=self._take_part, args=(joined,), name=f"worker of {self.model}", daemon=True
         )
-        self._thread.start()
         try:
+            self._thread.start()
             joined.result()
         except BaseException:  # also Ctrl-C: a member without heartbeats would hold the others up for a whole lease
             self.__exit__()
@@ -73,7 +73,7 @@ class Worker(WorkerBase):
         if self._stop.is_set():
             return  # it has already left
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(LEAVE_S)
         if self._session.joined:
             self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
@@ -266,6 +266,8 @@ class Worker(WorkerBase):
 
     def _take_part(self, joined: Future[None]) -> None:
         """Join, tell the outcome, and send heartbeats until the worker leaves; the work of its own thread."""
+        if self._stop.is_set():
+            return  # the caller was interrupted while it started this thread
         try:
             self._client.run(self._session.join(self._deadline(None)))
         except BaseException as e:
