@@ -153,10 +153,11 @@ class Worker(WorkerBase):
         weight: float = 1.0,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient, then pull; the clock does not advance."""
-        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
         return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
 
     def clock(self, *, timeout: float | None = None) -> int:
@@ -176,6 +177,7 @@ class Worker(WorkerBase):
         weight: float = 1.0,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Pushed:
@@ -184,9 +186,8 @@ class Worker(WorkerBase):
         Metrics travel with the heartbeat; with many steps per second, only some of the points are kept.
         """
         told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
-        return self._run(
-            self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, base=base, weight=weight)
-        )
+        terms: dict[str, Any] = {"base": base, "weight": weight, "ack": ack}
+        return self._run(self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, **terms))
 
     def exchange(
         self,
@@ -199,6 +200,7 @@ class Worker(WorkerBase):
         weight: float = 1.0,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Params:
@@ -211,8 +213,9 @@ class Worker(WorkerBase):
         In sync these are the values after the commit of this clock.  `out` and `copy` are as in `Model.pull`.
         """
         told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
+        terms: dict[str, Any] = {"base": base, "weight": weight, "ack": ack}
         exchanging = self._iterations.exchange(
-            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, base=base, weight=weight
+            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, **terms
         )
         return self._run(exchanging)
 
