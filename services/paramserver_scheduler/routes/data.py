@@ -11,6 +11,7 @@ from paramserver_scheduler.exchange import response_doc, service
 
 router = APIRouter(tags=["data"])
 
+NPY = response_doc(200, "A .npy file, with an ETag")
 _turns = itertools.count()
 
 
@@ -55,10 +56,15 @@ async def pushpull(request: Request) -> Response:
 
 
 @router.head("/pull/{m}/{name:path}", include_in_schema=False)
-@router.get("/pull/{m}/{name:path}", responses=response_doc(200, "A .npy file, with an ETag"))
+@router.head("/models/{m}/params/{name:path}", include_in_schema=False)
+@router.get("/pull/{m}/{name:path}", responses=NPY)
+@router.get("/models/{m}/params/{name:path}", responses=NPY)
 @role("reader")
 async def pull_npy(request: Request, m: str, name: str) -> Response:
-    """Pull one parameter as a .npy file with an `ETag`; 304 if `If-None-Match` matches, 412 if `If-Match` does not."""
+    """Pull one parameter as a .npy file with an `ETag`, at either path.
+
+    304 if `If-None-Match` matches, 412 if `If-Match` does not.
+    """
     return await hand_over(request)
 
 

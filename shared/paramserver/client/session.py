@@ -17,6 +17,7 @@ from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.membership import Membership
 from paramserver.client.pushed import DROPPED, Pushed
+from paramserver.client.turns import Turn
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
@@ -50,8 +51,8 @@ class Session(Membership):
         """(epoch, timeline, model generation) of the values that gradients are currently computed from."""
         self.pushed: tuple[int, int] | None = None
         """(epoch, timeline) of the current iteration's last accepted push; `NOTHING`: none of its pushes counts."""
-        self._ending = False
-        """Whether a call is ending the current iteration."""
+        self._ending: Final = Turn()
+        """Of the call that is ending the current iteration."""
         self.reported: tuple[int, int, int] | None = None
         """(epoch, timeline, clock) of the last iteration that may have been reported finished; see `begin`."""
         self._torn = 0
@@ -181,7 +182,7 @@ class Session(Membership):
         been reported, but its end was not awaited: whenever its commit is decided, it could take this push on some
         partitions only.
         """
-        if self.mode != "sync" or not self._ending or last:  # else it is refused below, without another request
+        if self.mode != "sync" or not self._ending.taken or last:  # else it is refused below, without another request
             yield from self.rejoin_if_torn(deadline)
         self._check_open(last)
         model_map = yield from self.cluster.map_of(self.model, deadline)
@@ -210,7 +211,7 @@ class Session(Membership):
         """Raise ConflictError (`conflict`) if, in sync, no push can be added to the iteration; see `begin`."""
         if self.mode != "sync":
             return
-        if self._ending and not last:
+        if self._ending.taken and not last:
             raise _busy()
         if self.reported == (self.numbers.epoch, self.timeline, self.clock):
             detail = f"iteration {self.clock} of this worker has been reported finished, so nothing can be added to it"
@@ -308,13 +309,13 @@ class Session(Membership):
         could take that push on some partitions only.
         """
         with self._lock:
-            if self.mode == "sync" and (self._ending or self.numbers.any_in_doubt()):
+            if self.mode == "sync" and (self._ending.taken or self.numbers.any_in_doubt()):
                 raise _busy()
-            self._ending = True
+            held = self._ending.take()
         try:
             yield
         finally:
-            self._ending = False
+            self._ending.give_back(held)
 
     def continue_at(
         self, clock: int, epoch: int, timeline: int, min_clock: int = 0, *, until: Deadline | None = None

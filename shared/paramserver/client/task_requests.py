@@ -31,14 +31,14 @@ class TaskRequests:
         s = self._session
         while s.status not in ("draining", "stop"):
             yield from s.while_paused()
-            if not s.holding.begin(dataset):
+            if (held := s.holding.begin(dataset)) is None:
                 yield Pause(0.05)
                 continue
             try:
                 doc = yield from self._lease(dataset, deadline, wait)
                 task = s.holding.take(dataset, doc) if doc is not None else None
             finally:
-                s.holding.end(dataset)
+                s.holding.end(dataset, held)
             if task is not None:
                 return task
             if doc is not None and (doc.get("finished") or not wait):
