@@ -417,7 +417,7 @@ class SimShard(Node):
     def _ask_worker(self, request: int, model: ModelKey, worker: str) -> None:
         def done(found: Any) -> None:
             if not isinstance(found, PsError):
-                answer = WorkerAnswered(request, int(found["epoch"]), bool(found["alive"]))
+                answer = WorkerAnswered(request, found["epoch"], found["alive"], generation=found["generation"])
             elif found.code == "unknown_worker":
                 answer = WorkerAnswered(request, None)
             else:
@@ -425,7 +425,7 @@ class SimShard(Node):
                 answer = WorkerAnswered(request, None, error=problem("no_leader", "no scheduler answers"))
             self.handle(answer)
 
-        read = lambda core: core.read.worker(model.name, worker, self.world.now)  # noqa: E731
+        read = lambda core: core.read.membership(model.name, worker, self.world.now)  # noqa: E731
         self._send(self.scheduler.query(self.name, "worker", read), done)
 
     # --- requests
