@@ -108,7 +108,8 @@ class Membership:
             return WorkerAnswered(effect.request, None)
         except PsError as error:
             return WorkerAnswered(effect.request, None, error=error)
-        return WorkerAnswered(effect.request, int(answer["epoch"]), bool(answer["alive"]))
+        epoch, generation = int(answer["epoch"]), int(answer["generation"])
+        return WorkerAnswered(effect.request, epoch, bool(answer["alive"]), generation=generation)
 
     # -- the loops
 
