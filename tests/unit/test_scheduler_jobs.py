@@ -169,10 +169,9 @@ def tensor_file(dtype: str, item_bytes: int) -> bytes:
     return struct.pack("<Q", len(head)) + head + bytes(64 * item_bytes)
 
 
-@pytest.mark.parametrize(("dtype", "item_bytes"), [("F8_E4M3", 1), ("BF16", 2)])
-def test_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path, dtype: str, item_bytes: int) -> None:
+def test_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path) -> None:
     """A file of initial values with a dtype that numpy lacks is refused as `invalid_field`, and named."""
-    (tmp_path / "first.safetensors").write_bytes(tensor_file(dtype, item_bytes))
+    (tmp_path / "first.safetensors").write_bytes(tensor_file("F8_E4M3", 1))
     layout = Layout(ModelSpec.parse(SPEC | {"params": FROM_FILE}))
 
     with refused_with("invalid_field", match=r"first\.safetensors"):
