@@ -142,6 +142,7 @@ def test_a_shard_that_is_told_to_stop_hands_over_everything(cluster: Nodes) -> N
         exact(cluster, name, pusher.acknowledged)
         owners = {p["shard"] for p in cluster.get(f"/models/{name}")["partitions"]}
         assert owners == {"shard-0"}
+        assert not cluster.get("/map")["shards"].get("shard-1", {"alive": False})["alive"]
     finally:
         cluster.start_shard("shard-1")
         eventually(lambda: ready(cluster, "shard-1"), within_s=90)
@@ -179,7 +180,7 @@ def test_a_stopped_shard_never_answers_for_what_others_own(cluster: Nodes) -> No
 
 
 def test_fsynced_is_refused_where_redis_keeps_no_file(cluster: Nodes) -> None:
-    """Without an append-only file, a model with `ack: fsynced` is refused and a push with it is 503."""
+    """Without an append-only file a model with `ack: fsynced` is refused and a push with it is 503; not with one."""
     name = made(cluster)
     with redis_client.Redis.from_url(cluster.redis_url) as r:
         r.config_set("appendonly", "no")
@@ -197,6 +198,7 @@ def test_fsynced_is_refused_where_redis_keeps_no_file(cluster: Nodes) -> None:
             r.config_set("appendonly", "yes")
     eventually(lambda: httpx.post(url, json=body, timeout=30).status_code == 200, within_s=60)
     exact(cluster, name, 1)
+    cluster.post("/models", spec, status=201)
 
 
 def test_an_emptied_redis_is_seeded_from_memory(cluster: Nodes) -> None:

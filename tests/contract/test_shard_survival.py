@@ -1,6 +1,5 @@
 """What a shard keeps and answers when it, its Redis or its scheduler dies."""
 
-import json
 import os
 import signal
 import socket
@@ -88,18 +87,6 @@ def test_the_other_shard_takes_over_a_dead_one(cluster: Nodes) -> None:
         eventually(lambda: httpx.get(f"{url(cluster, 1)}/readyz").status_code == 200, within_s=40)
 
 
-def test_a_stopping_shard_leaves_at_once(cluster: Nodes) -> None:
-    """After SIGTERM a shard hands over and exits with 0, and the map no longer shows it as alive."""
-    process = cluster.processes["shard-1"]
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(STOPPED_S) == 0
-    try:
-        assert cluster.get("/map")["shards"].get("shard-1", {"alive": False})["alive"] is False
-    finally:
-        cluster.start_shard("shard-1")
-        eventually(lambda: cluster.get("/map")["shards"]["shard-1"]["alive"], within_s=40)
-
-
 def test_a_shard_that_has_left_does_not_join_again(cluster: Nodes) -> None:
     """A shard that has left does not join again while its last request is unfinished.
 
@@ -118,27 +105,6 @@ def test_a_shard_that_has_left_does_not_join_again(cluster: Nodes) -> None:
     finally:
         cluster.start_shard("shard-1")
         eventually(lambda: cluster.get("/map")["shards"]["shard-1"]["alive"], within_s=40)
-
-
-def test_a_damaged_snapshot_is_replaced_by_the_one_before(cluster: Nodes) -> None:
-    """A restarted shard that finds a partition's newest snapshot damaged serves the one before."""
-    name = made(cluster)
-    push(cluster, name, 1)
-    eventually(lambda: durable(cluster, name) == 1, what="the first snapshots")
-    push(cluster, name, 2)
-    eventually(lambda: durable(cluster, name) == 2, what="the second snapshots")
-    model = cluster.get(f"/models/{name}")
-    index = next(p["index"] for p in model["partitions"] if p["shard"] == "shard-1")
-    with redis_client.Redis.from_url(cluster.redis_url) as r:
-        key = f"{{{name}.{model['generation']}/{index}}}"
-        newest = json.loads(r.get(f"{key}:manifest") or b"")["snapshots"][0]["name"]
-        r.setrange(f"{key}:snap:{newest}:0", 70, b"\x00\x00\x80\x7f")
-    cluster.kill("shard-1")
-    cluster.start_shard("shard-1")
-    bounds = model["bounds"]
-    want = [2.0] * 10
-    want[bounds[index] : bounds[index + 1]] = [1.0] * (bounds[index + 1] - bounds[index])
-    eventually(lambda: pull(cluster, name) == want, within_s=40, what="the older snapshot")
 
 
 def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(tmp_path: Path) -> None:
@@ -193,24 +159,34 @@ def test_without_redis_and_scheduler_a_shard_stops_answering(tmp_path: Path) -> 
         eventually(lambda: push(cluster, name, 1)["version"] == 1, within_s=20)
 
 
-def test_a_shard_at_another_redis_stays_out(cluster: Nodes) -> None:
-    """A shard that uses another Redis than the cluster does not join, and its log says why once.
+@pytest.mark.parametrize("later", [None, 0, 3], ids=["empty", "same term", "later term"])
+def test_a_shard_at_another_redis_stays_out(cluster: Nodes, tmp_path: Path, later: int | None) -> None:
+    """A shard whose Redis is empty or another cluster's does not join, and its log says why once.
 
     It would own partitions that it can neither load nor store.
     """
-    port, redis_url = redis_server.free_port(), cluster.redis_url.rpartition("/")[0] + "/7"
-    own = ("--name", "stray", "--port", str(port), "--scheduler", cluster.url, "--redis", redis_url)
-    cluster.start("stray", "paramserver_shard", *own)
+    name, port = f"stray-{later}", redis_server.free_port()
+    other = Nodes(tmp_path, cluster.redis_url.rpartition("/")[0] + "/7", 0)
     try:
-        log = cluster.folder / "stray.log"
-        eventually(lambda: "cannot join" in log.read_text(), within_s=30, what="the refusal")
+        with redis_client.Redis.from_url(other.redis_url) as r:
+            r.flushdb()
+            if later is not None:
+                r.set("ps:term", cluster.get("/status")["cluster"]["term"] + later - 1)
+                other.start_scheduler()
+        own = ("--name", name, "--port", str(port), "--scheduler", cluster.url, "--redis", other.redis_url)
+        cluster.start(name, "paramserver_shard", *own)
+        log = cluster.folder / f"{name}.log"
+        eventually(lambda: "uses a different Redis" in log.read_text(), within_s=30, what="the refusal")
         attempts = cluster.http.get(f"http://127.0.0.1:{port}/readyz")
         assert (attempts.status_code, "conflict" in attempts.text) == (503, True)
         assert log.read_text().count("PARAMSERVER_REDIS") == 1
-        assert "stray" not in cluster.get("/map")["shards"]
+        assert name not in cluster.get("/map")["shards"]
+        cluster.kill(name)
+        assert log.read_text().count("cannot join") == 1
     finally:
-        cluster.kill("stray")
-    assert log.read_text().count("cannot join") == 1
+        if name in cluster.processes:
+            cluster.kill(name)
+        other.stop()
 
 
 def test_the_newest_process_of_a_name_serves(tmp_path: Path) -> None:
