@@ -37,7 +37,7 @@ class Shard:
     """A journal writer, the journal that it writes to, and the core that it tells of it."""
 
     def __init__(self, *, writes: Iterable[Exception] = (), probes: Iterable[Exception | None] = ()) -> None:
-        """The next writes and probes fail with these errors; those after them succeed."""
+        """The next plain writes and the next probes fail with these errors; those after them succeed."""
         self.errors, self.refusals = deque(writes), deque(probes)
         self.verdicts: dict[PartitionKey, deque[Verdict]] = {}
         """What becomes of the next writes of a partition; those after them are written."""
@@ -53,7 +53,7 @@ class Shard:
     async def append(self, batches: Sequence[Batch], *, fsync: bool) -> list[Verdict]:
         self.writes.append((now_s(), [(b.key.index, [e.lsn for e in b.entries]) for b in batches]))
         await asyncio.sleep(self.takes_s[fsync])
-        if self.errors:
+        if self.errors and not fsync:
             raise self.errors.popleft()
         return [found.popleft() if (found := self.verdicts.get(b.key)) else Verdict.WRITTEN for b in batches]
 
@@ -111,11 +111,14 @@ def test_a_write_that_fails_is_repeated_until_it_succeeds(caplog: pytest.LogCapt
 def test_redis_is_probed_while_it_is_away_and_nothing_waits(caplog: pytest.LogCaptureFixture) -> None:
     """After a failure that others met, and logged, Redis is probed every 0.5 s until it answers; an entry is tried."""
     shard = Shard(probes=[None, OSError("gone"), OSError("gone")])  # the first one is of the level `fsynced`
-    fails = (0.1, lambda: shard.writer.note_failure("Redis does not answer: gone"))
-    again = (3.0, lambda: shard.writer.note_failure("Redis does not answer: gone"))
-    shard.run(fails, again, (3.2, shard.add(entry(1))))
+    reasons: list[str] = []
+    fails = (0.1, lambda: shard.writer.note_failure(GONE.reason))
+    looks = [(at_s, lambda: reasons.append(shard.writer.reason)) for at_s in (1.0, 2.0)]
+    again = (3.0, lambda: shard.writer.note_failure(GONE.reason))
+    shard.run(fails, *looks, again, (3.2, shard.add(entry(1))))
 
     assert shard.probes == [(0.0, True), (0.6, False), (1.1, False), (1.6, False)]
+    assert reasons == [GONE.reason, ""]
     assert shard.writes == [(3.2, [(0, [1])])]
     back = StorageChanged("")
     assert shard.events == [(0.1, GONE), (1.6, back), (3.0, GONE), (3.2, back), (3.2, Journaled(KEY, TOKEN, 1))]
@@ -153,17 +156,27 @@ def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFix
     ]
 
 
+def test_a_write_takes_no_more_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write takes so much and no more; what is left of a partition waits behind the entries of the others."""
+    monkeypatch.setattr("paramserver_shard.journal_writer.JOURNAL_GROUP_BYTES", 2 * entry(1).nbytes)
+    shard = Shard()
+    shard.run((0.0, shard.add(*map(entry, range(1, 6)), entry(1, OTHER), entry(2, OTHER))))
+
+    assert [write for _, write in shard.writes] == [[(0, [1, 2])], [(1, [1, 2])], [(0, [3, 4])], [(0, [5])]]
+
+
 @pytest.mark.parametrize("becomes", [*Verdict, OSError("gone")], ids=str)
 def test_who_waits_for_entries_hears_what_became_of_them(becomes: Verdict | OSError) -> None:
-    """A wait for entries whose write is under way ends with it, whether they are written, dropped or held up."""
+    """A wait for entries whose write is under way ends with it, and with no other, whatever becomes of them."""
     shard = Shard(writes=[becomes] if isinstance(becomes, OSError) else ())
     if isinstance(becomes, Verdict):
         shard.verdicts[KEY] = deque([becomes])
-    shard.takes_s[False] = 1.0
+    shard.takes_s = {False: 1.0, True: 0.75}
 
     async def waited() -> float:
         async with shard.running():
             shard.writer.add([entry(1)], fsync=False)
+            shard.writer.add([entry(1, OTHER)], fsync=True)
             await asyncio.sleep(0.5)
             await shard.writer.written(KEY, 1, 5.0)
             return now_s()
