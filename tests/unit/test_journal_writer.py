@@ -47,8 +47,11 @@ class Shard:
         """When each write began, and the lsns of each partition in it."""
         self.probes: list[tuple[float, bool]] = []
         self.events: list[tuple[float, Event]] = []
+        self.given_up: set[PartitionKey] = set()
         journal: Any = self
-        self.writer = JournalWriter(journal, lambda event: self.events.append((now_s(), event)), lambda *_: True)
+        self.writer = JournalWriter(
+            journal, lambda event: self.events.append((now_s(), event)), lambda key, _: key not in self.given_up
+        )
 
     async def append(self, batches: Sequence[Batch], *, fsync: bool) -> list[Verdict]:
         self.writes.append((now_s(), [(b.key.index, [e.lsn for e in b.entries]) for b in batches]))
@@ -137,23 +140,34 @@ def test_a_level_that_redis_cannot_offer_is_known_before_it_is_needed() -> None:
 def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFixture) -> None:
     """What Redis cannot take of a partition is tried again every 0.2 s, and what comes of others written meanwhile."""
     shard = Shard()
-    shard.verdicts[KEY] = deque([Verdict.EMPTIED, Verdict.EMPTIED, Verdict.GAP, Verdict.GAP])
-    shard.run((0.0, shard.add(entry(1))), (0.1, shard.add(entry(1, OTHER))), (0.9, shard.add(entry(2))))
+    shard.verdicts[KEY] = deque([Verdict.EMPTIED] * 3 + [Verdict.GAP] * 2)
+    shard.run((0.0, shard.add(entry(1))), (0.1, shard.add(entry(1, OTHER))), (1.1, shard.add(entry(2))))
 
     mine = [(0, [1])]
     assert shard.writes == [
-        (0.0, mine), (0.1, [(1, [1])]), (0.2, mine), (0.4, mine), (0.6, mine), (0.8, mine), (0.9, [(0, [2])])
+        (0.0, mine), (0.1, [(1, [1])]), (0.2, mine), (0.4, mine), (0.6, mine), (0.8, mine), (1.0, mine),
+        (1.1, [(0, [2])]),
     ]  # fmt: skip
     assert shard.events == [
         (0.1, Journaled(OTHER, TOKEN, 1)),
-        (0.4, JournalLost(KEY, TOKEN)),
         (0.6, JournalLost(KEY, TOKEN)),
-        (0.8, Journaled(KEY, TOKEN, 1)),
-        (0.9, Journaled(KEY, TOKEN, 2)),
+        (0.8, JournalLost(KEY, TOKEN)),
+        (1.0, Journaled(KEY, TOKEN, 1)),
+        (1.1, Journaled(KEY, TOKEN, 2)),
     ]
     assert [line.split(":")[1] for line in told(caplog)] == [" its journal is not written"] + 2 * [
         " Redis lost part of its journal; storing a snapshot instead"
     ]
+
+
+def test_what_is_held_up_of_a_partition_that_is_given_up_is_dropped() -> None:
+    """Entries of a partition that this shard no longer owns are tried no more, and nothing is left of them."""
+    shard = Shard()
+    shard.verdicts[KEY] = deque([Verdict.EMPTIED] * 100)
+    shard.run((0.0, shard.add(entry(1))), (0.3, lambda: shard.given_up.add(KEY)))
+
+    assert [at_s for at_s, _ in shard.writes] == [0.0, 0.2]
+    assert not shard.writer.waiting
 
 
 def test_a_write_takes_no_more_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
