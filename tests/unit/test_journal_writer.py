@@ -113,18 +113,20 @@ def test_a_write_that_fails_is_repeated_until_it_succeeds(caplog: pytest.LogCapt
 
 def test_redis_is_probed_while_it_is_away_and_nothing_waits(caplog: pytest.LogCaptureFixture) -> None:
     """After a failure that others met, and logged, Redis is probed every 0.5 s until it answers; an entry is tried."""
-    shard = Shard(probes=[None, OSError("gone"), OSError("gone")])  # the first one is of the level `fsynced`
+    shard = Shard(probes=[None, ResponseError("full"), OSError("gone")])  # the first one is of the level `fsynced`
     reasons: list[str] = []
     fails = (0.1, lambda: shard.writer.note_failure(GONE.reason))
     looks = [(at_s, lambda: reasons.append(shard.writer.reason)) for at_s in (1.0, 2.0)]
+    more = (0.2, lambda: shard.writer.note_failure("another meets it, too"))
     again = (3.0, lambda: shard.writer.note_failure(GONE.reason))
-    shard.run(fails, *looks, again, (3.2, shard.add(entry(1))))
+    shard.run(fails, more, *looks, again, (3.2, shard.add(entry(1))))
 
     assert shard.probes == [(0.0, True), (0.6, False), (1.1, False), (1.6, False)]
-    assert reasons == [GONE.reason, ""]
+    assert reasons == ["Redis refuses: full", ""]
     assert shard.writes == [(3.2, [(0, [1])])]
-    back = StorageChanged("")
-    assert shard.events == [(0.1, GONE), (1.6, back), (3.0, GONE), (3.2, back), (3.2, Journaled(KEY, TOKEN, 1))]
+    full, back = StorageChanged("Redis refuses: full"), StorageChanged("")
+    assert shard.events[:4] == [(0.1, GONE), (0.6, full), (1.1, GONE), (1.6, back)]
+    assert shard.events[4:] == [(3.0, GONE), (3.2, back), (3.2, Journaled(KEY, TOKEN, 1))]
     assert told(caplog) == []
 
 
@@ -141,21 +143,23 @@ def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFix
     """What Redis cannot take of a partition is tried again every 0.2 s, and what comes of others written meanwhile."""
     shard = Shard()
     shard.verdicts[KEY] = deque([Verdict.EMPTIED] * 3 + [Verdict.GAP] * 2)
+    shard.verdicts[OTHER] = deque([Verdict.EMPTIED])
     shard.run((0.0, shard.add(entry(1))), (0.1, shard.add(entry(1, OTHER))), (1.1, shard.add(entry(2))))
 
-    mine = [(0, [1])]
+    mine, others = [(0, [1])], [(1, [1])]
     assert shard.writes == [
-        (0.0, mine), (0.1, [(1, [1])]), (0.2, mine), (0.4, mine), (0.6, mine), (0.8, mine), (1.0, mine),
+        (0.0, mine), (0.1, others), (0.2, mine), (0.3, others), (0.4, mine), (0.6, mine), (0.8, mine), (1.0, mine),
         (1.1, [(0, [2])]),
     ]  # fmt: skip
     assert shard.events == [
-        (0.1, Journaled(OTHER, TOKEN, 1)),
+        (0.3, Journaled(OTHER, TOKEN, 1)),
         (0.6, JournalLost(KEY, TOKEN)),
         (0.8, JournalLost(KEY, TOKEN)),
         (1.0, Journaled(KEY, TOKEN, 1)),
         (1.1, Journaled(KEY, TOKEN, 2)),
     ]
-    assert [line.split(":")[1] for line in told(caplog)] == [" its journal is not written"] + 2 * [
+    assert shard.probes == [(0.0, True)]
+    assert [line.split(":")[1] for line in told(caplog)] == 2 * [" its journal is not written"] + 2 * [
         " Redis lost part of its journal; storing a snapshot instead"
     ]
 
