@@ -143,7 +143,7 @@ def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFix
     """What Redis cannot take of a partition is tried again every 0.2 s, and what comes of others written meanwhile."""
     shard = Shard()
     shard.verdicts[KEY] = deque([Verdict.EMPTIED] * 3 + [Verdict.GAP] * 2)
-    shard.verdicts[OTHER] = deque([Verdict.EMPTIED])
+    shard.verdicts[OTHER] = deque([Verdict.GAP])
     shard.run((0.0, shard.add(entry(1))), (0.1, shard.add(entry(1, OTHER))), (1.1, shard.add(entry(2))))
 
     mine, others = [(0, [1])], [(1, [1])]
@@ -152,6 +152,7 @@ def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFix
         (1.1, [(0, [2])]),
     ]  # fmt: skip
     assert shard.events == [
+        (0.1, JournalLost(OTHER, TOKEN)),
         (0.3, Journaled(OTHER, TOKEN, 1)),
         (0.6, JournalLost(KEY, TOKEN)),
         (0.8, JournalLost(KEY, TOKEN)),
@@ -159,8 +160,9 @@ def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFix
         (1.1, Journaled(KEY, TOKEN, 2)),
     ]
     assert shard.probes == [(0.0, True)]
-    assert [line.split(":")[1] for line in told(caplog)] == 2 * [" its journal is not written"] + 2 * [
-        " Redis lost part of its journal; storing a snapshot instead"
+    emptied, gap = "its journal is not written", "Redis lost part of its journal; storing a snapshot instead"
+    assert [line.split(": ")[:2] for line in told(caplog)] == [
+        [f"partition {key}", why] for key, why in ((KEY, emptied), (OTHER, gap), (KEY, gap), (KEY, gap))
     ]
 
 
