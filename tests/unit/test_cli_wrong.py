@@ -26,9 +26,9 @@ UNANSWERED = ("drain shard-0", "status", "models", "run list --json")
         *((f"{line} --url {NOBODY}", 3, "'psctl up' starts one") for line in UNANSWERED),
         ("frobnicate", 2, "frobnicate"),
         (f"--url {NOBODY} status", 2, "--url"),
-        ("set m lrr=1", 2, "did you mean 'lr'"),
-        ("set m lr", 2, "name=value"),
-        ("train nothing.py --model m", 2, "nothing.py"),
+        (f"set m lrr=1 --url {NOBODY}", 2, "did you mean 'lr'"),
+        (f"set m lr --url {NOBODY}", 2, "name=value"),
+        (f"train nothing.py --model m --url {NOBODY}", 2, "nothing.py"),
     ],
 )
 def test_what_is_wrong_is_named(
