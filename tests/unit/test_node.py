@@ -195,6 +195,7 @@ async def test_bad_bodies_are_refused(body: bytes, headers: dict[str, str], stat
         ("application/x-msgpack", "*/*", negotiate.MSGPACK),
         ("application/msgpack", "application/json", negotiate.JSON),
         ("application/msgpack", None, negotiate.MSGPACK),
+        ("application/msgpack", "application/json, application/msgpack;q=1", negotiate.MSGPACK),
     ],
 )
 async def test_media_types_are_negotiated(content_type: str | None, accept: str | None, answered: str) -> None:
