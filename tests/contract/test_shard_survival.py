@@ -14,7 +14,7 @@ from tests.waiting import eventually
 
 from paramserver_node import redis_server
 
-from .processes import Nodes, nodes, unique
+from .processes import Nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -107,56 +107,54 @@ def test_a_shard_that_has_left_does_not_join_again(cluster: Nodes) -> None:
         eventually(lambda: cluster.get("/map")["shards"]["shard-1"]["alive"], within_s=40)
 
 
-def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(tmp_path: Path) -> None:
+def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(lone: Nodes) -> None:
     """While Redis is stopped pushes and pulls go on and the status is degraded; later all is durable."""
-    with nodes(tmp_path, shards=1) as cluster:
-        name = made(cluster)
-        push(cluster, name, 1)
-        eventually(lambda: durable(cluster, name) == 1, what="the first snapshots")
-        with redis_client.Redis.from_url(cluster.redis_url) as r:
-            pid = int(r.info("server")["process_id"])
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            for seq in range(2, 5):
-                assert push(cluster, name, seq)["durable_version"] == 1
+    name = made(lone)
+    push(lone, name, 1)
+    eventually(lambda: durable(lone, name) == 1, what="the first snapshots")
+    with redis_client.Redis.from_url(lone.redis_url) as r:
+        pid = int(r.info("server")["process_id"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for seq in range(2, 5):
+            assert push(lone, name, seq)["durable_version"] == 1
 
-            def degraded() -> bool:
-                node = next(n for n in cluster.get("/status")["nodes"] if n["role"] == "shard")
-                return "Redis" in str(node["metrics"].get("degraded"))
+        def degraded() -> bool:
+            node = next(n for n in lone.get("/status")["nodes"] if n["role"] == "shard")
+            return "Redis" in str(node["metrics"].get("degraded"))
 
-            eventually(degraded, within_s=30, what="the word that Redis is away")
-            assert pull(cluster, name) == [4.0] * 10
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        eventually(lambda: durable(cluster, name) == 4, within_s=30, what="the snapshots after the outage")
+        eventually(degraded, within_s=30, what="the word that Redis is away")
+        assert pull(lone, name) == [4.0] * 10
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: durable(lone, name) == 4, within_s=30, what="the snapshots after the outage")
 
 
-def test_without_redis_and_scheduler_a_shard_stops_answering(tmp_path: Path) -> None:
+def test_without_redis_and_scheduler_a_shard_stops_answering(lone: Nodes) -> None:
     """Without a scheduler a shard serves as long as Redis answers, and is 503 within 6 s of its silence."""
-    with nodes(tmp_path, shards=1) as cluster:
-        name = made(cluster)
-        cluster.kill("scheduler")
-        began = time.monotonic()
+    name = made(lone)
+    lone.kill("scheduler")
+    began = time.monotonic()
 
-        def serves() -> bool:
-            return httpx.post(f"{url(cluster, 0)}/pull", json={"model": name}, timeout=10).status_code == 200
+    def serves() -> bool:
+        return httpx.post(f"{url(lone, 0)}/pull", json={"model": name}, timeout=10).status_code == 200
 
-        while time.monotonic() < began + 4:
-            assert serves(), "Redis alone is enough"
-        with redis_client.Redis.from_url(cluster.redis_url) as r:
-            pid = int(r.info("server")["process_id"])
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            eventually(lambda: not serves(), within_s=6, what="the end of serving")
-            answer = httpx.post(f"{url(cluster, 0)}/pull", json={"model": name}, timeout=10)
-            assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
-            assert int(answer.headers["retry-after"]) >= 1
-            assert httpx.get(f"{url(cluster, 0)}/livez").status_code == 200
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        eventually(serves, within_s=20, what="serving again")
-        cluster.start_scheduler()
-        eventually(lambda: push(cluster, name, 1)["version"] == 1, within_s=20)
+    while time.monotonic() < began + 4:
+        assert serves(), "Redis alone is enough"
+    with redis_client.Redis.from_url(lone.redis_url) as r:
+        pid = int(r.info("server")["process_id"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: not serves(), within_s=6, what="the end of serving")
+        answer = httpx.post(f"{url(lone, 0)}/pull", json={"model": name}, timeout=10)
+        assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert httpx.get(f"{url(lone, 0)}/livez").status_code == 200
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(serves, within_s=20, what="serving again")
+    lone.start_scheduler()
+    eventually(lambda: push(lone, name, 1)["version"] == 1, within_s=20)
 
 
 @pytest.mark.parametrize("later", [None, 0, 3], ids=["empty", "same term", "later term"])
@@ -189,20 +187,19 @@ def test_a_shard_at_another_redis_stays_out(cluster: Nodes, tmp_path: Path, late
         other.stop()
 
 
-def test_the_newest_process_of_a_name_serves(tmp_path: Path) -> None:
+def test_the_newest_process_of_a_name_serves(lone: Nodes) -> None:
     """A second process under a shard's name takes its place, and the first one exits."""
-    with nodes(tmp_path, shards=1) as cluster:
-        name = made(cluster)
-        first = cluster.processes.pop("shard-0")
-        cluster.shard_ports["shard-0"] = redis_server.free_port()
-        cluster.start_shard("shard-0")
-        try:
-            first.wait(40)
-            assert first.returncode != 0
-            eventually(lambda: pull(cluster, name) == [0.0] * 10, within_s=30, what="the newer process' answer")
-        finally:
-            first.kill()
-            first.wait()
+    name = made(lone)
+    first = lone.processes.pop("shard-0")
+    lone.shard_ports["shard-0"] = redis_server.free_port()
+    lone.start_shard("shard-0")
+    try:
+        first.wait(40)
+        assert first.returncode != 0
+        eventually(lambda: pull(lone, name) == [0.0] * 10, within_s=30, what="the newer process' answer")
+    finally:
+        first.kill()
+        first.wait()
 
 
 def test_a_deletion_is_heard_of_by_shards_that_were_cut_off(cluster: Nodes) -> None:

@@ -53,6 +53,7 @@ def test_the_version_can_be_asked_for() -> None:
         (problem("unreachable", "no answer"), 1, ["no answer", "psctl list shows the clusters"]),
         (problem("unreachable", "no answer"), 0, ["no answer"]),
         (problem("unknown_run", "no run r"), 1, ["no run r"]),
+        (problem("invalid_field", "lr: too low", errors=({"where": "lr", "detail": "too low"},)), 1, ["lr: too low"]),
         (
             problem("invalid_field", "wrong", errors=({"where": "lr", "detail": "too low"},)),
             1,
