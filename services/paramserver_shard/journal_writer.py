@@ -188,6 +188,7 @@ class _Lane:
                     batch.key,
                 )
             self._retry_at[ownership] = now + RETRY_S
+            self._writer.wake_waiters()
             if verdict == Verdict.GAP:
                 log.error("partition %s: Redis lost part of its journal; storing a snapshot instead", batch.key)
                 self._writer.emit(JournalLost(batch.key, batch.token))

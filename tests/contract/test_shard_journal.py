@@ -410,23 +410,6 @@ async def test_a_disk_that_cannot_be_asked_stops_one_level_alone(redis: Redis, s
     await shard.until(Journaled(KEY, TOKEN, 1))
 
 
-async def test_no_partition_keeps_others_waiting(redis: Redis, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write takes so much and no more; what is left of a partition waits behind the others' entries."""
-    monkeypatch.setattr("paramserver_shard.journal_writer.JOURNAL_GROUP_BYTES", 2 * entry(1).nbytes)
-    shard.writer.add([*entries(1, 4), *entries(1, 2, key=OTHER)], fsync=False)
-    await shard.until(Journaled(KEY, TOKEN, 4))
-    assert shard.events == [Journaled(KEY, TOKEN, 2), Journaled(OTHER, TOKEN, 2), Journaled(KEY, TOKEN, 4)]
-
-
-async def test_the_core_is_told_of_a_failure_that_others_met(shard: Shard) -> None:
-    """If Redis fails another caller, the core is told so at once, and of its return, though no entry waits."""
-    shard.writer.note_failure("Redis does not answer")
-    shard.writer.note_failure("Redis does still not answer")
-    assert shard.events == [StorageChanged("Redis does not answer")]
-    await shard.until(StorageChanged(""))
-    assert len(shard.events) == 2
-
-
 async def test_a_snapshot_waits_for_the_entries_before_it_alone(redis: Redis) -> None:
     """A wait ends if no entry up to that lsn is left, when its time is over, or once Redis cannot be written."""
     writer = Shard(redis).writer

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +10,7 @@ import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from paramserver_node import server
+from paramserver_node import redis_server, server
 from paramserver_node.server import Tls, serve_tcp
 
 WITHIN_S = 20.0
@@ -38,8 +37,7 @@ async def empty(scope: Scope, receive: Receive, send: Send) -> None:
 @asynccontextmanager
 async def serving(tls: Tls | None = None) -> AsyncIterator[int]:
     """Yield the port of a server."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
+    port = redis_server.free_port()
     stop = asyncio.Event()
     running = asyncio.ensure_future(serve_tcp(empty, "127.0.0.1", port, stop, tls=tls, grace_s=0.0))
     await asyncio.sleep(0)
