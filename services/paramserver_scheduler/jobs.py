@@ -134,9 +134,10 @@ class Jobs:
             answer = await ask(begin)
             assert answer.body is not None
             model = key = ModelKey(target, int(answer.body["generation"]))
-            await self._shards.restore(key, states, self._owner(key), lambda i: self._read.place(key, i))
+            # Before the values, which may take minutes: who joins meanwhile is to have the state that belongs to them.
             for piece in in_pieces(workers):  # all at once would take seconds, in which nothing else is decided
                 await ask(partial(io.ModelRestored, model=target, generation=key.generation, workers=piece))
+            await self._shards.restore(key, states, self._owner(key), lambda i: self._read.place(key, i))
             done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version))
         except Exception as e:
             error = problem_of(e)
