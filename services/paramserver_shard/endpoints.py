@@ -28,7 +28,7 @@ from paramserver_node.middleware import omit_request_id
 from paramserver_node.race import while_there
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, BodyTransfer
 from paramserver_shard.arriving import Arriving
-from paramserver_shard.buffers import INLINE_BYTES_MAX
+from paramserver_shard.buffers import INLINE_BYTES_MAX, SMALL_BYTES
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import account, counted
 from paramserver_shard.names import NameService, Pulled, PullRequest, after_push, push_document
@@ -314,5 +314,26 @@ def pull_response(request: Request, pulled: Pulled, push: PushDone | None = None
         "params": params,
     }
     if as_msgpack:
-        return ChunkedResponse([msgpack.packb(document)], negotiate.MSGPACK)
+        return ChunkedResponse(packed(document), negotiate.MSGPACK)
     return ChunkedResponse([JSONResponse(document).body], negotiate.JSON)
+
+
+def packed(document: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """Return the document as msgpack, in pieces: large data is not copied, as no other thread runs meanwhile."""
+    packer = msgpack.Packer(autoreset=False)
+    pieces: list[bytes | memoryview] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            packer.pack_map_header(len(value))
+            for key, item in value.items():
+                packer.pack(key)
+                add(item)
+        elif isinstance(value, memoryview) and len(value) > SMALL_BYTES:
+            pieces.extend((packer.bytes() + b"\xc6" + len(value).to_bytes(4, "big"), value))
+            packer.reset()
+        else:
+            packer.pack(value)
+
+    add(document)
+    return [*pieces, packer.bytes()]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.refusals import refused_with
 
-from paramserver import checkpoint
+from paramserver import checkpoint, limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
@@ -400,6 +400,37 @@ async def test_many_states_are_restored_in_pieces(tmp_path: Path) -> None:
 
     assert asked == [io.StartRestore, *[io.ModelRestored] * 3, io.RestoreFinished]
     assert [d.join(w)["state"] for w in "abcd"] == [*states.values(), [4]]
+
+
+@pytest.mark.parametrize("target", ["m", "copy"])
+async def test_who_joins_while_values_are_restored_has_the_state_for_them(tmp_path: Path, target: str) -> None:
+    """A worker that joins a model before all its restored values are set begins with its restored state."""
+    d, joined = saved(tmp_path, a=[4]), []
+
+    async def set_all(*args: Any) -> None:
+        joined.append(d.ask(lambda n: io.JoinWorker(n, target, "a"))["state"])
+
+    unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        shards: Any = Mock(restore=set_all)
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        await jobs.restore("m", "mine", target, None)
+
+    assert joined == [[4]]
+
+
+async def test_a_restore_whose_states_do_not_fit_sets_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore that brings more states than there is room for is refused before a value is set or commits pause."""
+    d = saved(tmp_path, a="x" * 60_000, b="x" * 60_000)
+    monkeypatch.setattr(limits, "WORKER_STATES_MAX", 100_000)
+    shards, unused, runtime = Mock(restore=AsyncMock()), Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        with refused_with("too_large"):
+            await jobs.restore("m", "mine", "m", None)
+
+    assert not shards.restore.called
+    assert d.join("a")["state"] is None
 
 
 @pytest.mark.parametrize("taken_in", [True, False])

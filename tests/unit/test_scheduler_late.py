@@ -106,6 +106,24 @@ def test_who_gets_data_again_leaves_out_what_the_others_did_without_it() -> None
     assert (leased["clock"], listed_of(d, b)) == (3, [3])
 
 
+def test_a_late_clock_of_who_waits_for_data_then_is_listed_by_a_new_leader() -> None:
+    """A late report is stored until its clock is listed, also if its worker finds no more data and the leader changes.
+
+    Without it the worker's push, answered as one that counts, would be in no commit.
+    """
+    d, a, b = gone_on()
+    d.ask(lambda n: io.RegisterDataset(n, "m", "t", 1, 1))
+    d.lease(a, "t")
+    d.clock_of(b, 1)
+    d.lease(b, "t")
+    d.ask(lambda n: io.RequestEvaluation(n, "m"))  # has the clocks stored
+    d.restart()
+    beat(d, b, 1)
+    d.clock_of(a, 4)
+
+    assert listed_of(d, b) == [0]
+
+
 def test_who_never_heard_where_to_go_on_leaves_nothing_out() -> None:
     """The clocks that a worker goes on to report are listed if they lie before the one that it was told to work on.
 

@@ -335,12 +335,14 @@ class Session(Membership):
     def catch_up(self, clock: int, epoch: int, timeline: int) -> None:
         """Adopt the clock that the model reached while this worker held nobody up, unless epoch or timeline changed."""
         with self._lock:
-            if self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
-                self._set_clock(max(self.clock, clock))
+            now = self.numbers.epoch, self.timeline
+            if self.mode in ("sync", "ssp") and now == (epoch, timeline) and clock > self.clock:
+                took_part, self.pushed = self.pushed == now, None
+                self._set_clock(clock, took_part=took_part)
 
-    def _set_clock(self, clock: int) -> None:
-        """Set the clock.  If it skips any, the others have gone on without this worker, and `since` starts anew."""
-        if clock > self.clock + 1:
+    def _set_clock(self, clock: int, *, took_part: bool = True) -> None:
+        """Set the clock, after the worker took part in the present one or not; `since` starts anew if it skips any."""
+        if clock > self.clock + took_part:
             self.since = clock
         self.clock = clock
 

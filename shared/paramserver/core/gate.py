@@ -127,7 +127,7 @@ class Gate:
                 min(w.granted, self.clock),
                 [c for c in w.pending if c < self.clock],
             ]
-            for w in roster.barrier_members()
+            for w in roster.live()  # also of those that wait for data: what they have reported is in the next commit
             if self.may_fold(w)
         }
 

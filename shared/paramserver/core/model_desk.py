@@ -1,6 +1,6 @@
 """Event handlers for models: create, patch, fill with initial values, restore, delete."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Final
 
@@ -294,6 +294,8 @@ class ModelDesk:
                 f"checkpoint '{model.checkpoints.pending[0].written}' of model '{model.name}' is being read",
                 hint="restore once it is written",
             )
+        with validating():
+            self._check_states_fit(model, e.sizes)  # before any value is set
         model.restoring = True
         for owner in model.owners:
             if owner.withdraw_move():
@@ -326,8 +328,7 @@ class ModelDesk:
         model = self.c.created(ModelKey(e.model, e.generation))
         with validating():
             states = check_states(e.workers)
-            known = model.roster.workers
-            self.c.check_room(sum(size_of(s) - (known[n].state_size if n in known else 0) for n, s in states.items()))
+            self._check_states_fit(model, {name: size_of(state) for name, state in states.items()})
         for name, state in states.items():
             worker = model.roster.store_state(name, state, now)
             if worker is not None:
@@ -335,6 +336,11 @@ class ModelDesk:
         if model.gate.sync and model.ready and model.timeline == e.timeline:
             begin_sync(self.c, model, max(model.next_phase_clock, e.version - 1))
         self.c.answer(e.request, self.c.public(model))
+
+    def _check_states_fit(self, model: Model, sizes: Mapping[str, int]) -> None:
+        """Raise RequestError (`too_large`) if states of these sizes, by worker, do not fit with those they leave."""
+        known = model.roster.workers
+        self.c.check_room(sum(size - (known[name].state_size if name in known else 0) for name, size in sizes.items()))
 
 
 def _first(found: Iterable[str]) -> str:

@@ -88,6 +88,8 @@ class StartRestore(Struct, frozen=True):
 
     request: int
     model: str
+    sizes: Mapping[str, int] = {}
+    """Worker name -> `size_of` the state that the restore brings it; refused at once if they do not fit (413)."""
 
 
 class RestoreFinished(Struct, frozen=True):
