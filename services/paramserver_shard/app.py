@@ -12,6 +12,7 @@ from paramserver import __version__
 from paramserver.errors import problem
 from paramserver.limits import NPY_BODY_BYTES_MAX
 from paramserver_node import docs_page, health, negotiate, problems
+from paramserver_node import value_docs as docs
 from paramserver_node.access import Access, LocalOnly, guard
 from paramserver_node.app import NodeApp
 from paramserver_node.conditions import Conditions
@@ -102,9 +103,17 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
 
     @routes.head("/pull/{m}/{name:path}", include_in_schema=False)
     @routes.head("/models/{m}/params/{name:path}", include_in_schema=False)
-    @routes.get("/pull/{m}/{name:path}", summary="One parameter as a .npy file", responses=openapi.NPY_ANSWERS)
     @routes.get(
-        "/models/{m}/params/{name:path}", summary="The same, where PUT assigns it", responses=openapi.NPY_ANSWERS
+        "/pull/{m}/{name:path}",
+        summary="One parameter as a .npy file",
+        response_class=Response,
+        responses=docs.NPY_ANSWERS,
+    )
+    @routes.get(
+        "/models/{m}/params/{name:path}",
+        summary="The same, where PUT assigns it",
+        response_class=Response,
+        responses=docs.NPY_ANSWERS,
     )
     @role("reader")
     async def get_array(request: Request, m: str, name: str) -> Response:
@@ -130,8 +139,8 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
     @routes.put(
         "/models/{m}/params/{name:path}",
         summary="Assign a parameter's value, or upload its first one",
-        openapi_extra=openapi.ASSIGN_BODY,
-        responses=openapi.ASSIGN_ANSWERS,
+        openapi_extra=docs.ASSIGN_BODY,
+        responses=docs.ASSIGN_ANSWERS,
     )
     @role("worker")
     @takes_query("start", "stop")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import paramserver_node
+
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "shared" / "paramserver"
 SERVICES = ROOT / "services"
@@ -183,6 +185,17 @@ def test_the_client_is_installed_without_the_packages_of_servers() -> None:
     mandatory, server = installed(project["dependencies"]), installed(project["optional-dependencies"]["server"])
     assert used(LIBRARY) == mandatory
     assert used(SERVICES) - mandatory == server - {"fastapi_offline"}  # of which only files are used
+    assert set(paramserver_node.NEEDED) == server - {"uvloop"}  # which Windows lacks
+
+
+@pytest.mark.parametrize("program", sorted(p.parent.name for p in SERVICES.glob("*/__main__.py")))
+def test_a_program_whose_packages_are_not_installed_says_which(program: str) -> None:
+    """Beside the client alone, a program prints what it lacks and how to install it, whatever else is installed."""
+    code = f"import sys; sys.modules.update(redis=None, yaml=None); import {program}"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("psctl, servers and pool workers need redis, yaml: pip install 'paramserver[server]'")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

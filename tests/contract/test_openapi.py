@@ -167,3 +167,19 @@ def test_the_schemas_of_pushes_and_pulls_are_those_of_the_node(rest_cluster: Nod
         assert not wrong(answered, told["application/json"]["example"])
         hint = face.refused("POST", path, body | {"zzz": 1}, 422, "invalid_field")["hint"]
         assert hint == f"known fields: {', '.join(sorted(schema['properties']))}"
+
+
+@pytest.mark.parametrize("node", ["scheduler", "shard"])
+def test_errors_are_of_the_schema_that_every_route_names(rest_cluster: Nodes, node: str) -> None:
+    """Every operation of a node names the schema of its errors, and real ones hold to it."""
+    shard_url = f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}"
+    face = Face(rest_cluster, rest_cluster.url if node == "scheduler" else shard_url, "json")
+    document = face.http.get(face.url + "/openapi.json").json()
+    named = [o["responses"]["default"]["content"] for p in document["paths"].values() for o in p.values()]
+    schema = {"$ref": "#/components/schemas/Problem"}
+    assert named == [{"application/problem+json": {"schema": schema}}] * len(named)
+
+    for method, path in (("GET", "/models/none"), ("POST", "/push"), ("GET", "/pull/none/w"), ("GET", "/livez/no")):
+        refused = face.raw(method, path, {"zzz": 1, "yyy": 2} if method == "POST" else None)
+        assert refused.headers["content-type"] == "application/problem+json"
+        assert not wrong(document["components"]["schemas"]["Problem"], refused.json()), refused.json()

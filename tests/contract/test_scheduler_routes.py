@@ -515,7 +515,7 @@ def test_every_route_is_described(cluster: Nodes) -> None:
             if "requestBody" in route:
                 assert route["requestBody"]["content"]["application/json"]["example"], (method, path)
             if path not in ("/livez", "/readyz", "/version", "/metrics"):
-                assert any(int(code) < 300 for code in route["responses"]), (method, path)
+                assert any(code.startswith("2") for code in route["responses"]), (method, path)
 
 
 def test_a_lost_client_frees_its_place(cluster: Nodes) -> None:

@@ -22,7 +22,7 @@ from paramserver.client.cluster import Cluster, model_path
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.reports import Reports, document, numbers_of, refused, send
 from paramserver.client.tasks import Holding
-from paramserver.client.turns import Turn
+from paramserver.client.turns import Held, Turn
 from paramserver.errors import PsError, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
 from paramserver.net.retry import Backoff, deliver_json
@@ -260,18 +260,20 @@ class Membership:
 
     def _join_again(self, epoch: int, deadline: Deadline) -> Call[None]:
         """Join under a new epoch if `epoch` is still current; if another call is doing so, wait for it."""
-        with self._lock:
-            if self.numbers.epoch != epoch:
-                return
-            held = None if self._joining.taken else self._joining.take()
-        if held is None:
-            while self._joining.taken and deadline.left_s() > 0:
-                yield Pause(0.02)
-            return
+        held = Held()
         try:
-            yield from self.join(deadline)
+            with self._lock:
+                if self.numbers.epoch != epoch:
+                    return
+                mine = not self._joining.taken
+                if mine:
+                    self._joining.take(held)
+            if mine:
+                yield from self.join(deadline)
+            while not mine and self._joining.taken and deadline.left_s() > 0:
+                yield Pause(0.02)
         finally:
-            self._joining.give_back(held)
+            held.over = True
 
     def _adopt(self, doc: Mapping[str, Any]) -> None:
         """Adopt the status and the pending evaluation that an answer of the scheduler names."""

@@ -80,7 +80,7 @@ class Model(ModelBase):
             dtype: dtype in which the elements are sent; None: float16 and bfloat16 as they are, all others as float32.
             codec: encoding in which they are sent, instead of a dtype: "fp16", "bf16+zstd", "fp32+lz4"
                 (docs/codecs.md); "int8" and "topk" are for workers, which add what these leave out to the next push.
-            ack: a higher acknowledgement level than the model's own.
+            ack: a higher acknowledgement level than the model's own: "journaled" or "fsynced"; refused in sync mode.
 
         Raises RequestError listing everything that is wrong, before anything is sent; ConflictError (`worker_required`)
         in sync and ssp mode; Unavailable, or its subclass InDoubt if the push may have been applied.

@@ -17,7 +17,7 @@ from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.membership import Membership
 from paramserver.client.pushed import DROPPED, Pushed
-from paramserver.client.turns import Turn
+from paramserver.client.turns import Held, Turn
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
@@ -308,14 +308,15 @@ class Session(Membership):
         Raises ConflictError (`conflict`) in sync if another call of this worker is pushing or ending it: the commit
         could take that push on some partitions only.
         """
-        with self._lock:
-            if self.mode == "sync" and (self._ending.taken or self.numbers.any_in_doubt()):
-                raise _busy()
-            held = self._ending.take()
+        held = Held()
         try:
+            with self._lock:
+                if self.mode == "sync" and (self._ending.taken or self.numbers.any_in_doubt()):
+                    raise _busy()
+                self._ending.take(held)
             yield
         finally:
-            self._ending.give_back(held)
+            held.over = True
 
     def continue_at(
         self, clock: int, epoch: int, timeline: int, min_clock: int = 0, *, until: Deadline | None = None

@@ -68,11 +68,14 @@ class Holding:
         self.evaluation_failed = False
         """Whether an evaluation was taken but not finished: it is still leased to this worker, which can ask again."""
 
-    def begin(self, dataset: str) -> Held | None:
-        """Return the turn to request a task of this dataset, which the caller must `end`; None if another has it."""
+    def begin(self, dataset: str, held: Held) -> bool:
+        """Return whether the caller has the turn to request a task of this dataset now, until `held` is over."""
         with self._lock:
             turn = self._asking[dataset]
-            return None if turn.taken else turn.take()
+            if turn.taken:
+                return False
+            turn.take(held)
+            return True
 
     def ids(self, dataset: str) -> list[str]:
         """Ids of the tasks of that dataset that are being worked on."""
@@ -94,10 +97,6 @@ class Holding:
         caller = _caller()
         with self._lock:
             return any(t.dataset == dataset and who == caller for t, who in self._tasks.values())
-
-    def end(self, dataset: str, held: Held) -> None:
-        """Allow the next request for this dataset."""
-        self._asking[dataset].give_back(held)
 
     def done(self, task: Task) -> None:
         """Remove a task that is done."""

@@ -4,16 +4,22 @@ import weakref
 
 
 class Held:
-    """What the call that has the turn holds."""
+    """What a call holds while it has a turn.
 
-    __slots__ = ("__weakref__",)
+    It is made before a `try`, takes the turn within, and is `over` at the end, which no Ctrl-C can come before: Python
+    looks for one at calls, and setting `over` is none.
+    """
+
+    __slots__ = ("__weakref__", "over")
+
+    def __init__(self) -> None:
+        self.over = False
 
 
 class Turn:
-    """A turn that one call at a time has: from `take` until `give_back`, or until the call's `Held` is gone.
+    """A turn that one call at a time has: from `take` until its `Held` is over, or gone if the `try` was not ended.
 
-    A Ctrl-C between `take` and the `try` whose end gives it back ends the call and nothing else.  Its user takes the
-    turn under a lock of its own.
+    Its user takes the turn under a lock of its own.
     """
 
     def __init__(self) -> None:
@@ -22,17 +28,9 @@ class Turn:
     @property
     def taken(self) -> bool:
         """Whether a call has it."""
-        by = self._by
-        return by is not None and by() is not None
+        held = None if self._by is None else self._by()
+        return held is not None and not held.over
 
-    def take(self) -> Held:
+    def take(self, held: Held) -> None:
         """Take it, from whoever has it."""
-        held = Held()
         self._by = weakref.ref(held)
-        return held
-
-    def give_back(self, held: Held) -> None:
-        """End the turn, unless another call has taken it meanwhile."""
-        by = self._by
-        if by is not None and by() is held:
-            self._by = None
