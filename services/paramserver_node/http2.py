@@ -495,6 +495,6 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
             self._over = True
             if self.transport.can_write_eof():
                 self.transport.write_eof()
-            self.loop.call_later(LINGER_S, self.transport.close)
+            self.loop.call_later(LINGER_S, partial(self._hang_up, linger=False))
             self._resume()
         self._read_deadline.start()
