@@ -111,6 +111,11 @@ def stop_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
+async def leave_replica(redis: Redis) -> None:
+    """Close the idle connections to a server that has become a replica; see `_CLOSING`."""
+    await redis.connection_pool.disconnect(inuse_connections=False)
+
+
 async def fsync_way(redis: Redis) -> FsyncWay:
     """Return how this Redis can confirm that a write is on its disk, which the level `fsynced` requires.
 

@@ -58,7 +58,7 @@ class ScriptRunner:
         for result in results:
             if isinstance(result, Exception):
                 if isinstance(result, ReadOnlyError):
-                    await self.redis.connection_pool.disconnect(inuse_connections=False)
+                    await node_redis.leave_replica(self.redis)
                 raise result
         if wait and results.pop()[0] < 1:
             raise TimeoutError(f"the disk of Redis took longer than {FSYNC_WAIT_MS} ms")

@@ -3,6 +3,8 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from redis.asyncio import Redis
@@ -11,6 +13,7 @@ from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, 
 from paramserver.errors import Unavailable
 from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
+from paramserver_shard.membership import Membership
 from paramserver_shard.scripts import Script, ScriptRunner
 
 
@@ -90,6 +93,35 @@ async def test_a_redis_that_has_become_a_replica_is_left(write: Callable[[Redis]
         await client.aclose()
 
     assert connections == 2
+
+
+async def test_a_shard_does_not_ask_a_redis_that_has_become_a_replica_for_long() -> None:
+    """A shard leaves it although it only reads there: what its successor has lost must be noticed, and stored again."""
+    connections = 0
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        server, replication = f"run_id:{connections}", "role:" + ("slave" if connections == 1 else "master")
+        answer = "$-1\r\n$-1\r\n" + "".join(f"${len(text)}\r\n{text}\r\n" for text in (server, replication))
+        while await reader.read(1 << 16):
+            writer.write(answer.encode())
+        writer.close()
+
+    answered, failed = asyncio.Event(), Mock()
+    storage = Mock(redis_answered=Mock(side_effect=lambda run_id: answered.set()), redis_failed=failed)
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+        others: list[Any] = [Mock() for _ in range(3)]
+        membership = Membership("s", [], Mock(), client, Mock(), Mock(storage=storage), *others)
+        watching = asyncio.ensure_future(membership._watch_fence())
+        await answered.wait()
+        watching.cancel()
+        await asyncio.wait({watching})
+        await client.aclose()
+
+    storage.redis_answered.assert_called_once_with("2")
+    assert "replica" in node_redis.trouble(failed.call_args.args[0])
 
 
 @pytest.mark.parametrize(
