@@ -251,9 +251,9 @@ class Membership:
                     pipe.info("replication")
                     term, fence, server, replication = await pipe.execute()
                 if replication.get("role") == "slave":  # nothing is written here, which would tell
-                    await leave_replica(self._redis)
                     raise ReadOnlyError("it has become a replica")
             except (RedisError, OSError) as error:
+                await leave_replica(self._redis, error)
                 self._runtime.storage.redis_failed(error)
             else:
                 self._runtime.storage.redis_answered(str(server["run_id"]))

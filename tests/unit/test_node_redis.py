@@ -13,6 +13,8 @@ from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, 
 from paramserver.errors import Unavailable
 from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
+from paramserver_scheduler.lease import Lease
+from paramserver_scheduler.store import StateStore
 from paramserver_shard.membership import Membership
 from paramserver_shard.scripts import Script, ScriptRunner
 
@@ -93,6 +95,35 @@ async def test_a_redis_that_has_become_a_replica_is_left(write: Callable[[Redis]
         await client.aclose()
 
     assert connections == 2
+
+
+@pytest.mark.parametrize("what", ["lease", "state"])
+async def test_a_scheduler_leaves_a_redis_that_has_become_a_replica_with_all_connections(what: str) -> None:
+    """The first refusal is the last: an idle connection to the old server would refuse another write, at any time."""
+    demoted = False
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        new = demoted
+        while await reader.read(1 << 16):
+            await asyncio.sleep(0.01)  # so that others connect, too
+            writer.write(b":1\r\n" if new == demoted else b"-READONLY You can't write against a read only replica.\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+        lease = Lease(client, name="s", place="here", url="http://s")
+        store = StateStore(client, lease)
+
+        async def write_thrice() -> list[BaseException | None]:
+            writes = [lease.release() if what == "lease" else store.write({}) for _ in range(3)]
+            return await asyncio.gather(*writes, return_exceptions=True)
+
+        assert await write_thrice() == [None] * 3
+        demoted = True
+        with pytest.raises(Unavailable):
+            await (lease.release() if what == "lease" else store.write({}))
+        assert await write_thrice() == [None] * 3
+        await client.aclose()
 
 
 async def test_a_shard_does_not_ask_a_redis_that_has_become_a_replica_for_long() -> None:
