@@ -34,8 +34,9 @@ install: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/psctl demo $(ARGS)
 # Most wait for real processes, so two at a time; those whose times would suffer by it run alone (tests/conftest.py).
+# In the order of their folders: the files of fewest tests, which xdist would take last, are the slowest.
 test: lint
-	@$(BIN)/pytest -n 2 --dist loadfile -m 'not alone' $(ARGS) || test $$? = 5
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone' $(ARGS) || test $$? = 5
 	@$(BIN)/pytest -m alone $(ARGS) || test $$? = 5
 test-fast: $(STAMP)
 	@$(BIN)/pytest -n 2 --dist loadfile -m 'not process and not slow' $(ARGS)

@@ -131,7 +131,9 @@ def _packages() -> Finding:
             if name != "numba" or not _kernels_are_built():
                 missing.append(name)
     if missing:
-        return Finding("packages", "failed", f"missing: {', '.join(missing)}", "pip install --upgrade paramserver")
+        return Finding(
+            "packages", "failed", f"missing: {', '.join(missing)}", "pip install --upgrade 'paramserver[server]'"
+        )
     return Finding("packages", "ok", f"paramserver {ps.__version__}, {', '.join(found)}")
 
 

@@ -102,7 +102,8 @@ def set_(
 
     psctl set demo optimizer=adam 'betas=[0.9,0.95]'
     """
-    changed = connect(url).request("PATCH", f"/models/{model}", merge_patch(settings))
+    patch = merge_patch(settings)
+    changed = connect(url).request("PATCH", f"/models/{model}", patch)
     if as_json:
         typer.echo(json.dumps(changed))
     else:

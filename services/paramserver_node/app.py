@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paramserver_node import api_document, roles
 from paramserver_node.problems import CutOff
 
 
@@ -20,6 +21,12 @@ class NodeApp(FastAPI):
         """`find_endpoint` returns the endpoint for a (method, path), or None to leave the request to the router."""
         super().__init__(**options)
         self._find_endpoint = find_endpoint
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, with what FastAPI leaves out."""
+        if self.openapi_schema is None:
+            api_document.complete(super().openapi(), roles.routes(self))
+        return super().openapi()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = (scope["method"], scope["path"]) if scope["type"] == "http" else ("", "")

@@ -81,9 +81,11 @@ async def transfer_timeout(
     """
     within_s = (TIMEOUT_S if timeout_s is None else timeout_s) + size_bytes / (pace_bytes_per_s or PACE_BYTES_PER_S)
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(within_s) as limit:
             yield
     except TimeoutError:
+        if not limit.expired():
+            raise  # the block's own
         raise TimeoutError(f"{size_bytes} bytes took longer than {within_s:.3g} s") from None
 
 

@@ -136,3 +136,20 @@ PUSH_ANSWERS: Final = answer(200, "Applied", PUSHED, PUSHED_EXAMPLE) | answer(
 )
 PULL_ANSWERS: Final = answer(200, "The values", PULLED, PULLED_EXAMPLE)
 PUSHPULL_ANSWERS: Final = answer(200, "The values, and what the push did", PUSHPULLED, PUSHPULLED_EXAMPLE)
+
+
+ASSIGN_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
+    **answer(200, "Assigned", PUSHED, PUSHED_EXAMPLE),
+    412: {"description": "The value does not satisfy If-Match or If-None-Match"},
+}
+NPY_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"description": "The parameter", "content": {"application/x-npy": {}}},
+    304: {"description": "Unchanged since the ETag in If-None-Match"},
+    412: {"description": "The value does not satisfy If-Match"},
+}
+ASSIGN_BODY: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {**content({}, [[0.0, 1.0], [2.0, 3.0]]), "application/x-npy": {}},
+    }
+}

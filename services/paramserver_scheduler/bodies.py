@@ -1,7 +1,7 @@
 """The JSON request bodies of the control routes, field by field.
 
-They are validated strictly, and every wrong field is reported.  Whether a value is allowed in the current state is
-decided by the core.
+They are validated strictly, and every wrong field is reported.  Whether a value is allowed in the current state, in
+a spec or in a run is decided by the core.
 """
 
 from typing import Annotated, Any, TypeVar
@@ -134,7 +134,7 @@ class Run(Body):
     entry: Text = Field(examples=["paramserver.examples.digits:train"])
     name: Id | None = None
     args: dict[str, Any] = {}
-    workers: Annotated[int, Field(ge=1, le=limits.WORKERS_PER_MODEL_MAX)] = 1
+    workers: int = 1
     stop: dict[str, Any] = Field({}, examples=[{"minutes": 10}])
     evaluate_every: Count = 0
     checkpoint_every: Count = 0
@@ -144,7 +144,7 @@ class RunPatch(Body):
     """Changes to a run; omitted fields stay as they are."""
 
     state: str | None = Field(None, examples=["paused", "running", "stopped"])
-    workers: Annotated[int, Field(ge=1, le=limits.WORKERS_PER_MODEL_MAX)] | None = None
+    workers: int | None = None
     stop: dict[str, Any] | None = None
 
 
@@ -175,7 +175,7 @@ class JoinShard(Body):
     """A shard process that joins the cluster."""
 
     name: Id
-    addresses: Annotated[Many[Text], Field(min_length=1, max_length=16)]
+    addresses: Many[Text]
     version: str = ""
 
 

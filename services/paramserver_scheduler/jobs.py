@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from paramserver.checkpoint import Checkpoint
 from paramserver.core import scheduler_io as io
 from paramserver.core.checkpoints import ALIASES
-from paramserver.core.documents import check_states
+from paramserver.core.documents import check_states, in_pieces, size_of
 from paramserver.core.layout import Layout
 from paramserver.core.reading import Reading
 from paramserver.core.spec import ModelSpec
@@ -112,7 +112,7 @@ class Jobs:
 
     async def _run_restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
         held = await self._found(source, name)
-        workers = check_states(held.states_in(target))
+        workers = await asyncio.to_thread(check_states, held.states_in(target))
         ask = self._runtime.ask
         try:
             model: ModelKey | None = self._read.key(target)
@@ -127,14 +127,18 @@ class Jobs:
             spec = self._read.spec(model)
             if partitions not in (None, spec.partitions):
                 raise problem("conflict", f"model '{target}' has {spec.partitions} partitions, which cannot be changed")
-            begin = partial(io.StartRestore, model=target)
+            sizes = await asyncio.to_thread(lambda: {worker: size_of(state) for worker, state in workers.items()})
+            begin = partial(io.StartRestore, model=target, sizes=sizes)
         states = await asyncio.to_thread(checkpoints.partition, held, spec)
         try:
             answer = await ask(begin)
             assert answer.body is not None
             model = key = ModelKey(target, int(answer.body["generation"]))
+            # Before the values, which may take minutes: who joins meanwhile is to have the state that belongs to them.
+            for piece in in_pieces(workers):  # all at once would take seconds, in which nothing else is decided
+                await ask(partial(io.ModelRestored, model=target, generation=key.generation, workers=piece))
             await self._shards.restore(key, states, self._owner(key), lambda i: self._read.place(key, i))
-            done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version, workers))
+            done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version))
         except Exception as e:
             error = problem_of(e)
             if model is not None:

@@ -12,6 +12,7 @@ from paramserver import __version__
 from paramserver.errors import problem
 from paramserver.limits import NPY_BODY_BYTES_MAX
 from paramserver_node import docs_page, health, negotiate, problems
+from paramserver_node import value_docs as docs
 from paramserver_node.access import Access, LocalOnly, guard
 from paramserver_node.app import NodeApp
 from paramserver_node.conditions import Conditions
@@ -100,14 +101,26 @@ def _routed(route: Route) -> ASGIApp:
 def _add_arrays(app: FastAPI, s: Services) -> None:
     routes, serving = APIRouter(dependencies=[Depends(query_checked)]), s.membership.serving
 
-    @routes.head("/pull/{model}/{name:path}", summary="Whether a parameter has changed", include_in_schema=False)
-    @routes.get("/pull/{model}/{name:path}", summary="One parameter as a .npy file", responses=openapi.NPY_ANSWERS)
+    @routes.head("/pull/{m}/{name:path}", include_in_schema=False)
+    @routes.head("/models/{m}/params/{name:path}", include_in_schema=False)
+    @routes.get(
+        "/pull/{m}/{name:path}",
+        summary="One parameter as a .npy file",
+        response_class=Response,
+        responses=docs.NPY_ANSWERS,
+    )
+    @routes.get(
+        "/models/{m}/params/{name:path}",
+        summary="The same, where PUT assigns it",
+        response_class=Response,
+        responses=docs.NPY_ANSWERS,
+    )
     @role("reader")
-    async def get_array(request: Request, model: str, name: str) -> Response:
+    async def get_array(request: Request, m: str, name: str) -> Response:
         began_s = s.telemetry.clock()
         serving.check()
         head = request.method == "HEAD"
-        answer = await s.arrays.get(model, name, Conditions.of(request.headers), head=head)
+        answer = await s.arrays.get(m, name, Conditions.of(request.headers), head=head)
         serving.check()
         headers = {
             "etag": answer.etag,
@@ -117,17 +130,17 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         }
         if answer.unchanged:
             return Response(status_code=304, headers=headers)
-        s.telemetry.pulled(model, len(answer.body), began_s)
+        s.telemetry.pulled(m, len(answer.body), began_s)
         if head:
             headers["content-length"] = str(len(answer.header) + answer.body_bytes)
             return Response(b"", headers=headers, media_type=NPY_MEDIA)
-        return ChunkedResponse(b"".join((answer.header, answer.body)), headers=headers, media_type=NPY_MEDIA)
+        return ChunkedResponse([answer.header, answer.body], NPY_MEDIA, headers)
 
     @routes.put(
         "/models/{m}/params/{name:path}",
         summary="Assign a parameter's value, or upload its first one",
-        openapi_extra=openapi.ASSIGN_BODY,
-        responses=openapi.ASSIGN_ANSWERS,
+        openapi_extra=docs.ASSIGN_BODY,
+        responses=docs.ASSIGN_ANSWERS,
     )
     @role("worker")
     @takes_query("start", "stop")

@@ -5,6 +5,7 @@ shard returns the same tag, and it stays the same until one of these partitions 
 """
 
 import ast
+import asyncio
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import AnyArray, DType
 from paramserver.wire.tensor import fits, from_f32
 from paramserver_node.conditions import ANY, Conditions
+from paramserver_shard.buffers import INLINE_BYTES_MAX
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart
 from paramserver_shard.link import SchedulerLink
@@ -82,7 +84,9 @@ class ArrayService:
             raise problem("too_large", detail, hint="pull ranges of it with POST /pull")
         pulled = await self._names.fetch(known, PullRequest(selection))
         tag = etag(known, pulled.parts)
-        body = from_f32(pulled.packed, dtype).data.cast("B")
+        small = pulled.packed.nbytes <= INLINE_BYTES_MAX
+        values = from_f32(pulled.packed, dtype) if small else await asyncio.to_thread(from_f32, pulled.packed, dtype)
+        body = values.data.cast("B")
         return NpyAnswer(tag, pulled.version, pulled.incarnation, header, body, size, given.unchanged(tag))
 
     async def _versions(self, known: KnownModel, selection: Selection) -> list[GotPart]:

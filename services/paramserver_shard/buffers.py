@@ -44,7 +44,7 @@ class _Memory:
         self.file = file
         self.size: Final = array.size
         self.retired = False
-        """Never to be reused: a client may have it mapped."""
+        """Never to be reused: a client may read or write it for longer than it was lent to it."""
         self.idle_since = 0
         """`BufferPool._handed_bytes` when this memory was returned."""
         self.rotation: list[_Memory] = [self]
@@ -150,16 +150,13 @@ class BufferPool:
     def file_of(self, array: AnyArray) -> str | None:
         """Return the file in the shared folder that begins with this array's first element, or None."""
         held = self._lent.get(_address(array))
-        return None if held is None or held[1].retired else held[1].file
+        return None if held is None else held[1].file
 
     def retire(self, array: AnyArray) -> None:
-        """Remove the file of `array`.  Those who have its memory mapped keep it; it is never reused."""
+        """Never reuse the memory of `array`; its file is removed with the array.  Those who have it mapped keep it."""
         held = self._lent.get(_address(array))
-        if held is None or held[1].retired or held[1].file is None:
-            return
-        memory = held[1]
-        memory.retired = True
-        self._discard(memory)
+        if held is not None:
+            held[1].retired = True
 
     def _size(self, size_bytes: int) -> int:
         """Round a size up to a buffer size: one of 128 steps between two powers of two, in whole pages.
@@ -221,10 +218,8 @@ class BufferPool:
     def _returned(self, memory: _Memory) -> None:
         self._lent.pop(memory.address, None)
         self.lent_bytes -= memory.size
-        if memory.retired:
-            return
         asked_for = self._size(memory.size) == memory.size
-        if not asked_for or not self._has_room(memory.size):
+        if memory.retired or not asked_for or not self._has_room(memory.size):
             self._discard(memory)
             return
         self.kept_bytes += memory.size

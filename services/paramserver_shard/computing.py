@@ -1,5 +1,7 @@
 """Computes an `Apply` effect: each task's new partition state, in pooled buffers."""
 
+import os
+import sys
 from collections.abc import Sequence
 from itertools import chain
 from typing import Final, TypeVar
@@ -18,6 +20,11 @@ T = TypeVar("T")
 
 INLINE_ELEMENTS_MAX: Final = 1_000_000
 """Jobs of at most this many elements run on the event loop: handing over to a thread costs as much (0.1 to 0.2 ms)."""
+
+
+def processors() -> int:
+    """Return how many processors this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def shares(items: Sequence[T], threads: int) -> list[Sequence[T]]:

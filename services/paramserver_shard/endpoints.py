@@ -4,7 +4,8 @@ A body is read to its end before the answer begins.  One that is cut off, or lon
 refused without side effects.
 """
 
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, TypeVar
 
@@ -27,6 +28,7 @@ from paramserver_node.middleware import omit_request_id
 from paramserver_node.race import while_there
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, BodyTransfer
 from paramserver_shard.arriving import Arriving
+from paramserver_shard.buffers import INLINE_BYTES_MAX, SMALL_BYTES
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import account, counted
 from paramserver_shard.names import NameService, Pulled, PullRequest, after_push, push_document
@@ -101,7 +103,8 @@ class _Endpoint:
 
         def accepted(done: PushDone) -> None:
             frame = arriving.frame
-            self._telemetry.pushed(done, arriving.size, began_s, frame.worker, frame_lag(done, frame))
+            size = 0 if frame.forwarded else arriving.size  # counted where it came from
+            self._telemetry.pushed(done, size, began_s, frame.worker, frame_lag(done, frame))
 
         return accepted
 
@@ -175,13 +178,13 @@ class Pull(_Endpoint):
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
         self.recheck_serving()
         await _send_body(scope, send, answer)
-        self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
+        self._telemetry.pulled(frame.model, 0 if frame.forwarded else answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         wait_s = body.get("wait_s") if isinstance(body, dict) else None
         pulled = await _while_there(request.receive, wait_s, self._names.pull(body, check_of(request)))
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
-        return pull_response(request, pulled)
+        return await _respond(request, pulled)
 
 
 class PushPull(_Pushing):
@@ -199,7 +202,7 @@ class PushPull(_Pushing):
         self._pushed_names(done, request, body, began_s)
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         try:
-            return pull_response(request, pulled, done)
+            return await _respond(request, pulled, done)
         except PsError as error:
             raise after_push(error, done) from error
 
@@ -240,12 +243,22 @@ def _messages(chunks: Iterable[bytes | memoryview], size: int) -> Iterator[Messa
 class ChunkedResponse(Response):
     """A response whose large body is sent in chunks: servers copy what they are given, so chunks bound the copies."""
 
+    def __init__(
+        self, pieces: Sequence[bytes | memoryview], media_type: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """`pieces` are the body, end to end; there is at least one byte."""
+        self._size = sum(map(len, pieces))
+        self._pieces = [b"".join(pieces)] if self._size <= CHUNK_BYTES else pieces
+        super().__init__(headers={**(headers or {}), "content-length": str(self._size)}, media_type=media_type)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        view = memoryview(self.body)
-        for at in range(0, max(len(view), 1), CHUNK_BYTES):
-            piece = bytes(view[at : at + CHUNK_BYTES])
-            await send({"type": "http.response.body", "body": piece, "more_body": at + CHUNK_BYTES < len(view)})
+        left = self._size
+        for piece in self._pieces:
+            for at in range(0, len(piece), CHUNK_BYTES):
+                chunk = bytes(piece[at : at + CHUNK_BYTES])
+                left -= len(chunk)
+                await send({"type": "http.response.body", "body": chunk, "more_body": left > 0})
 
 
 def check_of(request: Request) -> Callable[[PullRequest], None]:
@@ -268,6 +281,13 @@ def check_msgpack(asked: PullRequest) -> None:
     if total > BODY_BYTES_MAX:
         detail = f"{total} bytes do not fit in a response; the limit is {BODY_BYTES_MAX}"
         raise problem("too_large", detail, hint="name fewer parameters or ranges, or pull frames")
+
+
+async def _respond(request: Request, pulled: Pulled, push: PushDone | None = None) -> Response:
+    """Return `pull_response`, made in a thread if there is much to convert and copy.  Raises PsError."""
+    if pulled.packed.nbytes <= INLINE_BYTES_MAX:
+        return pull_response(request, pulled, push)
+    return await asyncio.to_thread(pull_response, request, pulled, push)
 
 
 def pull_response(request: Request, pulled: Pulled, push: PushDone | None = None) -> Response:
@@ -294,5 +314,26 @@ def pull_response(request: Request, pulled: Pulled, push: PushDone | None = None
         "params": params,
     }
     if as_msgpack:
-        return ChunkedResponse(msgpack.packb(document), media_type=negotiate.MSGPACK)
-    return ChunkedResponse(JSONResponse(document).body, media_type=negotiate.JSON)
+        return ChunkedResponse(packed(document), negotiate.MSGPACK)
+    return ChunkedResponse([JSONResponse(document).body], negotiate.JSON)
+
+
+def packed(document: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """Return the document as msgpack, in pieces: large data is not copied, as no other thread runs meanwhile."""
+    packer = msgpack.Packer(autoreset=False)
+    pieces: list[bytes | memoryview] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            packer.pack_map_header(len(value))
+            for key, item in value.items():
+                packer.pack(key)
+                add(item)
+        elif isinstance(value, memoryview) and len(value) > SMALL_BYTES:
+            pieces.extend((packer.bytes() + b"\xc6" + len(value).to_bytes(4, "big"), value))
+            packer.reset()
+        else:
+            packer.pack(value)
+
+    add(document)
+    return [*pieces, packer.bytes()]

@@ -70,7 +70,7 @@ class Exchange:
             parts = [replace(p, exclusive_buffer=False) for p in parts]
             if with_crc:
                 parts = [with_checksum(p, now.layout.partition_size(p.partition)) for p in parts]
-            return await self._runtime.push(lambda request: replace(command, request=request, parts=tuple(parts)))
+            return await self._runtime.push(replace(command, parts=tuple(parts)))
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[PushPart]) -> PushDone:
             coding = parts[0].dtype
@@ -114,9 +114,7 @@ class Exchange:
         async def local(now: KnownModel, parts: Sequence[WantedPart]) -> list[GotPart]:
             indices = tuple(p.partition for p in parts)
             done = await self._runtime.pull(
-                lambda request: PullReceived(
-                    request, now.key.name, indices, now.key.generation, timeline, min_version, wait_s, min_clock
-                ),
+                PullReceived(0, now.key.name, indices, now.key.generation, timeline, min_version, wait_s, min_clock),
                 [p.ranges for p in parts],
             )
             return [
@@ -146,7 +144,7 @@ class Exchange:
         """Assign values on every owner."""
 
         async def local(_: KnownModel, parts: Sequence[AssignPart]) -> PushDone:
-            return await self._runtime.push(lambda request: replace(command, request=request, parts=tuple(parts)))
+            return await self._runtime.push(replace(command, parts=tuple(parts)))
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[AssignPart]) -> PushDone:
             set_parts = tuple(SetPart(p.partition, p.data.size, p.ranges, p.dtype, expected=p.expected) for p in parts)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paramserver.core.layout import Range
 from paramserver.core.shard_effects import PartVersion, PullDone, PulledPart, PushDone
-from paramserver.core.shard_events import PullReceived, PushReceived, Request
+from paramserver.core.shard_events import PullReceived, PushReceived
 from paramserver.errors import PsError, problem
 from paramserver.limits import WAIT_S_MAX
 from paramserver.types import F32, ITEMSIZE, ModelKey
@@ -52,11 +52,17 @@ class FrameService:
 
     async def prepare_push(self, frame: PushFrame) -> tuple[Arriving, Body]:
         """Return the push that a header announces, and where its body is received.  Raises PsError."""
+        self._release(frame)
         known = await self._models.find(frame.model, frame.generation)
         sizes = self._part_bytes(known, frame)  # first: checks that the partitions exist
         all_local = self._all_local(known, [p.partition for p in frame.parts])
         arriving = Arriving(known, frame, all_local, sizes, self._runtime)
         return arriving, Body(arriving.sizes if frame.slot is None else (), arriving.check, arriving.unpacked_bytes)
+
+    def _release(self, frame: PushFrame | PullFrame) -> None:
+        """End the leases that a client says are over: first of all, because it says so once, even if it is refused."""
+        if self._lending is not None:
+            self._lending.release(frame.release)
 
     def _part_bytes(self, known: KnownModel, frame: PushFrame) -> list[int]:
         """Return the transmitted bytes of each part.  Raises RequestError if one does not fit the model."""
@@ -73,8 +79,6 @@ class FrameService:
         Also returns the commit's values, if the push ended its worker's iteration and the worker may go on; else None.
         """
         frame = arriving.frame
-        if self._lending is not None:
-            self._lending.release(frame.release)
         if frame.slot is None:
             return await self._push_and_wait(arriving, accepted)
         if self._lending is None:
@@ -110,9 +114,7 @@ class FrameService:
         self._clocks.report(key, push_id, clock + 1, done.timeline, shards)
         try:
             commit_values = await self._runtime.pull(
-                lambda request: PullReceived(
-                    request, key.name, indices, key.generation, done.timeline, 0, wait_s, clock + 1
-                )
+                PullReceived(0, key.name, indices, key.generation, done.timeline, 0, wait_s, clock + 1)
             )
         except PsError as error:
             if error.code == "version_not_reached":
@@ -125,22 +127,19 @@ class FrameService:
     async def _push(self, arriving: Arriving) -> PushDone:
         known, frame = arriving.known, arriving.frame
         parts = await arriving.parts()
-
-        def command(request: Request) -> PushReceived:
-            return PushReceived(
-                request,
-                frame.model,
-                parts,
-                known.key.generation,
-                frame.timeline,
-                arriving.push_id,
-                frame.key,
-                frame.clock,
-                frame.weight,
-                frame.norm,
-                frame.ack,
-            )
-
+        command = PushReceived(
+            0,
+            frame.model,
+            parts,
+            known.key.generation,
+            frame.timeline,
+            arriving.push_id,
+            frame.key,
+            frame.clock,
+            frame.weight,
+            frame.norm,
+            frame.ack,
+        )
         if arriving.applied_here:
             return await self._runtime.push(command)
         # Sent by a client without a map to any shard: this one splits it among the owners.
@@ -149,14 +148,13 @@ class FrameService:
             raise problem("non_finite", f"the gradient holds NaN or infinity in partition {bad[0]}")
         if frame.slot is not None:
             # Copied, because the client gets the slot back if one owner refuses, while another may still hold its part.
-            parts = tuple([replace(p, data=p.data.copy()) for p in parts])
-        return await self._exchange.push(known, command(0))
+            command = replace(command, parts=tuple([replace(p, data=p.data.copy()) for p in parts]))
+        return await self._exchange.push(known, command)
 
     async def pull(self, frame: PullFrame) -> "FrameBody":
         """Return the values that a pull frame asks for.  Raises PsError."""
+        self._release(frame)
         known = await self._models.find(frame.model, frame.generation)
-        if self._lending is not None:
-            self._lending.release(frame.release)
         self._check_pull(known, frame)
         return await self._pull(known, frame, frame)
 
@@ -189,8 +187,8 @@ class FrameService:
         wait_s = min(max(spec.wait_s, 0.0), WAIT_S_MAX)
         if not may_forward(frame) or self._all_local(known, indices):
             done = await self._runtime.pull(
-                lambda request: PullReceived(
-                    request,
+                PullReceived(
+                    0,
                     known.key.name,
                     indices,
                     known.key.generation,

@@ -1,8 +1,9 @@
 """Routes between nodes: read a partition's whole state for a checkpoint, assign values (also restores and uploads)."""
 
+from functools import partial
+
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core.shard_events import AssignPart, CaptureReceived, SetReceived
@@ -32,9 +33,7 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
         known = await models.find(model, generation)
         if not 0 <= index < known.spec.partitions:
             raise problem("invalid_range", f"model '{model}' has no partition {index}")
-        capture = await runtime.capture(
-            lambda request: CaptureReceived(request, model, index, known.key.generation, cut)
-        )
+        capture = await runtime.capture(CaptureReceived(0, model, index, known.key.generation, cut))
         serving.check()
         values, slots = capture.state.values, capture.state.slots
         frame = StateFrame(
@@ -49,8 +48,7 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
             capture.state.steps,
             tuple(capture.memory["slots"]),
         )
-        parts = [encode_header(frame), *(a.tobytes() for a in (values, *slots))]
-        return ChunkedResponse(b"".join(parts), media_type=MEDIA_TYPE)
+        return ChunkedResponse([encode_header(frame), *[a.data.cast("B") for a in (values, *slots)]], MEDIA_TYPE)
 
     @routes.post("/set/{model}", summary="Assign values to partitions of this shard")
     @role("node")
@@ -64,9 +62,10 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
             return (known, frame, body), body
 
         known, frame, body = await reader.read(request.scope, request.receive, SetFrame, prepare)
-        parts = assignments(frame, body.parts[0])
+        # In a thread, because a partition with its optimizer's state may be 256 MiB.
+        parts = await runtime.submit(partial(assignments, frame, body.parts[0]))
         command = SetReceived(0, model, parts, known.key.generation, frame.restore, frame.timeline)
-        done = await runtime.push(lambda number: replace(command, request=number))
+        done = await runtime.push(command)
         serving.check()
         return Response(encode_header(push_reply(done)), media_type=MEDIA_TYPE)
 

@@ -141,7 +141,6 @@ class _Lane:
                 continue
             self._set_reason("")
             self._seconds.observe(clock() - began)
-            self._bytes.inc(sum(e.nbytes for b in batches for e in b.entries))
             for batch, verdict in zip(batches, verdicts, strict=True):
                 self._settle(batch, verdict, clock())
 
@@ -174,6 +173,7 @@ class _Lane:
                 queue.popleft()
             if queue:
                 self.queues[ownership] = queue  # behind those that have waited longer
+            self._bytes.inc(sum(e.nbytes for e in batch.entries))
             self._retry_at.pop(ownership, None)
             self._writer.emit(Journaled(batch.key, batch.token, batch.entries[-1].lsn))
         elif verdict == Verdict.FENCED:
@@ -188,6 +188,7 @@ class _Lane:
                     batch.key,
                 )
             self._retry_at[ownership] = now + RETRY_S
+            self._writer.wake_waiters()
             if verdict == Verdict.GAP:
                 log.error("partition %s: Redis lost part of its journal; storing a snapshot instead", batch.key)
                 self._writer.emit(JournalLost(batch.key, batch.token))

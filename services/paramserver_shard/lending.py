@@ -1,7 +1,7 @@
 """Shared memory lent to clients on this machine: leases of versions that they read, slots that they write.
 
 A *lease* covers the buffers of one pull.  It ends when the client releases it.  After `SHARED_LEASE_S` it expires: its
-files are removed and their memory is never reused, so a slow reader keeps its bytes.
+memory is never reused, so a slow reader keeps its bytes, and the files are removed once no state has them.
 A *slot* is memory that a client fills and then names in a push instead of sending a body.  From that request to its
 reply the slot belongs to the shard.  After the reply it belongs to the client again, unless the push is still needed
 (staged, buffered): then the shard keeps it and the client asks for another.  A slot that is idle for `SHARED_LEASE_S`
@@ -14,21 +14,26 @@ the mark, it need not pull again.
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from paramserver.core.partition_state import PartitionState
 from paramserver.errors import problem
 from paramserver.limits import LEASED_BYTES_MAX, LEASES_MAX, SHARED_LEASE_S, SLOT_BYTES_MAX
 from paramserver.types import F32, AnyArray
+from paramserver.wire.board import LEASE_WORDS
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import INLINE_BYTES_MAX, SMALL_BYTES, BufferPool
+
+_SECRET_BITS: Final = 49
+"""With the place of its word, a lease's number has at most 62 bits."""
 
 
 @dataclass(slots=True)
 class _Lease:
     arrays: tuple[F32, ...]
-    size: int
     ends_at: float
 
 
@@ -49,10 +54,11 @@ class Lending:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._leases: dict[int, _Lease] = {}  # oldest first
-        self._current: dict[int, list[int]] = {}
-        """`id` of each current array of values -> the numbers of the leases that cover it."""
+        self._covering: dict[int, set[int]] = {}
+        """`id` of each leased array -> the numbers of the leases that cover it."""
         self._lent_slots: dict[str, _Slot] = {}
         self.leased_bytes = 0
+        """Bytes of all leased arrays; one that several leases cover counts once."""
         self.slot_bytes = 0
 
     def lease(self, arrays: Sequence[F32], *, current: bool = False) -> tuple[int, tuple[str, ...]] | None:
@@ -62,22 +68,23 @@ class Lending:
         """
         self.expire()
         files = tuple(f for a in arrays if (f := self._versions.file_of(a)) is not None)
-        size = sum(a.nbytes for a in arrays)
+        size = sum([a.nbytes for a in arrays if id(a) not in self._covering])
         if len(files) < len(arrays) or self.leased_bytes + size > LEASED_BYTES_MAX or len(self._leases) >= LEASES_MAX:
             return None
-        number = next(self._numbers)
-        self._leases[number] = _Lease(tuple(arrays), size, self._clock() + SHARED_LEASE_S)
+        # Whoever knows the number can end the lease, so it cannot be guessed; successive ones have words of their own.
+        number = secrets.randbits(_SECRET_BITS) * LEASE_WORDS + next(self._numbers) % LEASE_WORDS
+        self._leases[number] = _Lease(tuple(arrays), self._clock() + SHARED_LEASE_S)
         self.leased_bytes += size
+        for a in arrays:
+            self._covering.setdefault(id(a), set()).add(number)
         if current:
-            for a in arrays:
-                self._current.setdefault(id(a), []).append(number)
             self._board.mark_current(number)
         return number, files
 
     def clear_superseded(self, states: Iterable[PartitionState]) -> None:
         """Clear the marks of leases that cover these states: pulls are no longer answered with them."""
         for state in states:
-            for number in self._current.pop(id(state.values), ()):
+            for number in self._covering.get(id(state.values), ()):
                 self._board.clear(number)
 
     def release(self, numbers: Iterable[int]) -> None:
@@ -86,14 +93,13 @@ class Lending:
             lease = self._leases.pop(number, None)
             if lease is None:
                 continue
-            self.leased_bytes -= lease.size
             self._board.clear(number)
-            for a in lease.arrays:  # another array may get its id once it is freed
-                others = self._current.get(id(a))
-                if others is not None and number in others:
-                    others.remove(number)
-                    if not others:
-                        del self._current[id(a)]
+            for a in lease.arrays:
+                covering = self._covering[id(a)]
+                covering.remove(number)
+                if not covering:  # another array may get its id once it is freed
+                    del self._covering[id(a)]
+                    self.leased_bytes -= a.nbytes
 
     async def allocate_slot(self, size_bytes: int) -> str:
         """Lend a slot of at least that size and return its file.  Raises Unavailable (`queue_full`) beyond a bound."""

@@ -50,7 +50,7 @@ from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.shared_folder import SharedFolder
 from paramserver_shard.snapshot_store import SnapshotStore
 from paramserver_shard.stopping import GRACE_S, Stopping
-from paramserver_shard.telemetry import Telemetry
+from paramserver_shard.telemetry import Telemetry, show
 
 log = logging.getLogger("paramserver.shard")
 
@@ -143,13 +143,15 @@ def assemble(
     folder = SharedFolder.open(settings.shared_memory, name, SHARED_BYTES_MAX)
     if folder is not None:
         addresses.append(f"unix://{folder.socket}")
-    pool, directory, telemetry = BufferPool(folder=folder), Directory(name), Telemetry(time.monotonic)
-    lending = None if folder is None else Lending(pool, BufferPool(folder=folder), folder.board, clock)
+    pool, slots, directory = BufferPool(folder=folder), BufferPool(folder=folder), Directory(name)
+    telemetry = Telemetry(time.monotonic, directory.models)
+    lending = None if folder is None else Lending(pool, slots, folder.board, clock)
     redis, bulk_redis = node_redis.connect(settings.redis), node_redis.connect(settings.redis, timeout_s=None)
     link = SchedulerLink(listed_urls(settings.scheduler), own_credentials)
     scripts = ScriptRunner(bulk_redis)
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
     runtime = Runtime(ShardCore(check_part), directory, pool, store, Journal(bulk_redis, scripts), group)
+    show(runtime, (pool, slots))
     memory, clocks = Memory(limit_of(settings.memory_limit)), ClockReports()
     membership = Membership(name, addresses, link, redis, directory, runtime, telemetry, memory, clocks)
     runtime.scheduler, runtime.on_values_kept = membership, telemetry.values_kept

@@ -31,7 +31,7 @@ from paramserver_shard.link import RETRY_S, SchedulerLink
 from paramserver_shard.memory import Memory
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.serving import Serving
-from paramserver_shard.telemetry import DEGRADED, JOURNAL_WAITING, KEPT, LENT, PARTITIONS, Telemetry
+from paramserver_shard.telemetry import Telemetry
 
 log = logging.getLogger("paramserver.shard")
 
@@ -108,7 +108,8 @@ class Membership:
             return WorkerAnswered(effect.request, None)
         except PsError as error:
             return WorkerAnswered(effect.request, None, error=error)
-        return WorkerAnswered(effect.request, int(answer["epoch"]), bool(answer["alive"]))
+        epoch, generation = int(answer["epoch"]), int(answer["generation"])
+        return WorkerAnswered(effect.request, epoch, bool(answer["alive"]), generation=generation)
 
     # -- the loops
 
@@ -207,12 +208,10 @@ class Membership:
 
     def _heartbeat(self) -> dict[str, Any]:
         core = self._runtime.core
-        partitions = list(core.partitions())
-        PARTITIONS.set(len(partitions))
         return {
             "epoch": self.epoch,
             "metrics": self._metrics(),
-            "partitions": partitions,
+            "partitions": list(core.partitions()),
             "cuts": list(core.cuts()),
             "released": list(core.released()),
             "lost": [
@@ -226,13 +225,8 @@ class Membership:
 
     def _metrics(self) -> dict[str, Any]:
         pool = self._runtime.pool
-        LENT.set(pool.lent_bytes)
-        KEPT.set(pool.kept_bytes)
-        JOURNAL_WAITING.set(self._runtime.core.durability.queued_bytes)
-        degraded = self._runtime.storage.degraded
-        DEGRADED.set(bool(degraded))
         metrics = self._telemetry.rates() | {"buffer_bytes": pool.lent_bytes + pool.kept_bytes}
-        if degraded:
+        if degraded := self._runtime.storage.degraded:
             metrics["degraded"] = degraded[:300]
         if self._runtime.storage.redis_away:
             metrics["redis_away"] = True

@@ -4,6 +4,7 @@ A request is checked as a whole (names, shapes, dtypes, ranges, finite values, f
 here or forwarded, so a request that is refused for its content has changed nothing anywhere.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from paramserver.core.shard_events import PushPart, PushReceived
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import F32, ITEMSIZE, LEVELS, AnyArray, DType, PushId
 from paramserver.wire.tensor import NUMPY_DTYPE, from_json, from_msgpack, to_f32
+from paramserver_shard.buffers import INLINE_BYTES_MAX
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart
 from paramserver_shard.models import Models
@@ -101,15 +103,11 @@ class NameService:
             min_clock=request.min_clock,
             wait_s=request.wait_s,
         )
-        packed = np.empty(selection.size, np.float32)
-        for part in selection.parts:
-            at = part.start
-            for piece in got[part.partition].pieces:
-                packed[at : at + piece.size] = piece
-                at += piece.size
+        small = 4 * selection.size <= INLINE_BYTES_MAX
+        values = end_to_end(selection, got) if small else await asyncio.to_thread(end_to_end, selection, got)
         parts = [got[p.partition] for p in selection.parts]
         version, incarnation = min(p.version for p in parts), max(p.incarnation for p in parts)
-        return Pulled(known, selection, request.dtype, version, incarnation, packed, parts)
+        return Pulled(known, selection, request.dtype, version, incarnation, values, parts)
 
     async def _open(self, body: Any) -> tuple[KnownModel, Reader]:
         if not isinstance(body, Mapping):
@@ -162,6 +160,17 @@ class NameService:
             kernels.norm2(vector, dtype),  # even if the model does not clip: an owner may know that it does by now
             ack,
         )
+
+
+def end_to_end(selection: Selection, got: Mapping[int, GotPart]) -> F32:
+    """Return all elements of the selection, in order."""
+    out = np.empty(selection.size, np.float32)
+    for part in selection.parts:
+        at = part.start
+        for piece in got[part.partition].pieces:
+            out[at : at + piece.size] = piece
+            at += piece.size
+    return out
 
 
 def after_push(error: PsError, done: PushDone) -> PsError:

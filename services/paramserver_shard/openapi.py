@@ -1,27 +1,12 @@
 """OpenAPI of the three plain ASGI endpoints, which FastAPI does not document, with working examples."""
 
-from typing import Any, Final
+from typing import Any
 
 from fastapi import FastAPI
 
 from paramserver.wire.frame import MEDIA_TYPE
 from paramserver_node import value_docs as docs
-
-ASSIGN_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    **docs.answer(200, "Assigned", docs.PUSHED, docs.PUSHED_EXAMPLE),
-    412: {"description": "The value does not satisfy If-Match or If-None-Match"},
-}
-NPY_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    200: {"description": "The parameter", "content": {"application/x-npy": {}}},
-    304: {"description": "Unchanged since the ETag in If-None-Match"},
-    412: {"description": "The value does not satisfy If-Match"},
-}
-ASSIGN_BODY: Final[dict[str, Any]] = {
-    "requestBody": {
-        "required": True,
-        "content": {**docs.content({}, [[0.0, 1.0], [2.0, 3.0]]), "application/x-npy": {}},
-    }
-}
+from paramserver_node.api_document import REFUSED
 
 
 def _operation(
@@ -36,7 +21,7 @@ def _operation(
             "requestBody": {"required": True, "content": {**body, MEDIA_TYPE: {}}},
             "responses": {
                 **{str(status): answer for status, answer in answers.items()},
-                "4XX": {"description": "Problem details (RFC 9457) with a stable `code`; nothing was changed"},
+                "default": REFUSED,
             },
         }
     }

@@ -6,8 +6,8 @@ occurs in a request that has not changed anything yet, the core answers that req
 """
 
 import asyncio
+import itertools
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
+from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from paramserver.core.layout import Range
@@ -37,6 +38,7 @@ from paramserver.core.shard_effects import (
 )
 from paramserver.core.shard_events import (
     Applied,
+    CaptureReceived,
     Event,
     LoadFailed,
     PartitionLoaded,
@@ -44,6 +46,7 @@ from paramserver.core.shard_events import (
     PushReceived,
     Request,
     RequestGone,
+    SetReceived,
     TaskResult,
     Tick,
     WorkerAnswered,
@@ -54,7 +57,15 @@ from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_node.redis import trouble
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, exceeds_cache, shares, take_outputs, task_elements
+from paramserver_shard.computing import (
+    INLINE_ELEMENTS_MAX,
+    compute,
+    exceeds_cache,
+    processors,
+    shares,
+    take_outputs,
+    task_elements,
+)
 from paramserver_shard.directory import Directory
 from paramserver_shard.journal import Journal as JournalStore
 from paramserver_shard.journal_writer import JournalWriter
@@ -106,7 +117,7 @@ class Runtime:
         self._group = group
         self._loop = asyncio.get_running_loop()
         self.loads = Loads(self._loop.time)
-        self.threads = os.cpu_count() or 1
+        self.threads = processors()
         """Number of compute threads."""
         self._executor = ThreadPoolExecutor(self.threads, "compute")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,7 +125,7 @@ class Runtime:
         self._draining = False
         self._closed = False
         self._open: dict[Request, asyncio.Future[Outcome]] = {}
-        self._last_request = 0
+        self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
         self.writer = JournalWriter(journal, self.feed, core.owns)
@@ -123,53 +134,48 @@ class Runtime:
 
     # -- requests and events
 
-    async def push(self, event: Callable[[Request], Event]) -> PushDone:
-        """Submit the push or assignment that `event` builds from its number; returns the outcome. Raises PsError."""
-        made, outcome = await self._ask(event)
+    async def push(self, event: PushReceived | SetReceived) -> PushDone:
+        """Submit a push or an assignment; returns the outcome. Raises PsError."""
+        outcome = await self._ask(event)
         assert isinstance(outcome, PushDone)
-        if isinstance(made, PushReceived):
-            self.loads.pushed(made, outcome)
+        if isinstance(event, PushReceived):
+            self.loads.pushed(event, outcome)
         return outcome
 
-    async def pull(
-        self, event: Callable[[Request], PullReceived], ranges: Sequence[Sequence[Range] | None] | None = None
-    ) -> PullDone:
+    async def pull(self, event: PullReceived, ranges: Sequence[Sequence[Range] | None] | None = None) -> PullDone:
         """Submit a pull and return its outcome. Raises PsError.
 
         `ranges` are those that the caller takes of each partition, for the load statistics (None: all of it).
         """
-        outcome: Outcome | None = self.core.pulls.at_once(event(0))
-        if outcome is None:
-            _, outcome = await self._ask(event)
+        outcome: Outcome = self.core.pulls.at_once(event) or await self._ask(event)
         assert isinstance(outcome, PullDone)
         self.loads.pulled(outcome, ranges)
         return outcome
 
-    async def capture(self, event: Callable[[Request], Event]) -> Capture:
-        """Submit a `CaptureReceived` and return its outcome. Raises PsError."""
-        _, outcome = await self._ask(event)
+    async def capture(self, event: CaptureReceived) -> Capture:
+        """Submit a request for a partition's state and return it. Raises PsError."""
+        outcome = await self._ask(event)
         assert isinstance(outcome, Capture)
         return outcome
 
-    async def _ask(self, event: Callable[[Request], Event]) -> tuple[Event, Outcome]:
+    async def _ask(self, event: PushReceived | SetReceived | PullReceived | CaptureReceived) -> Outcome:
+        """Hand the event to the core under a number of its own, whatever its `request` is; return the outcome."""
         self._check_open()
         if len(self._open) >= QUEUED_REQUESTS_MAX:
             raise problem("queue_full", f"{len(self._open)} requests are waiting in this shard")
-        self._last_request += 1
-        request = self._last_request
-        future = self._open[request] = self._loop.create_future()
-        made = event(request)
-        self.feed(made)
+        number = next(self._numbers)
+        future = self._open[number] = self._loop.create_future()
+        self.feed(replace(event, request=number))
         try:
             outcome: Outcome = future.result() if future.done() else await future
         except asyncio.CancelledError:
-            self.feed(RequestGone(request))
+            self.feed(RequestGone(number))
             raise
         finally:
-            self._open.pop(request, None)
+            self._open.pop(number, None)
         if isinstance(outcome, PsError):
             raise outcome
-        return made, outcome
+        return outcome
 
     def feed(self, event: Event) -> None:
         """Hand one event to the core and perform its effects before returning; nothing happens any more once closed."""

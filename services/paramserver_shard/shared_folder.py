@@ -15,6 +15,7 @@ import re
 import resource
 import secrets
 import shutil
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -43,12 +44,11 @@ class SharedFolder:
         self.path: Final = path
         self.board: Final = board
         self.bytes_max: Final = bytes_max
-        self.bytes = 0
-        """Bytes of all buffer files."""
         self._lock = lock
         self._full_logged = False
         self._numbers = itertools.count(1)
         self._sizes: dict[str, int] = {}
+        """Bytes of each buffer file."""
 
     @classmethod
     def open(cls, root: str, name: str, bytes_max: int) -> "SharedFolder | None":
@@ -66,8 +66,9 @@ class SharedFolder:
     @classmethod
     def _open(cls, parent: Path, name: str, bytes_max: int) -> "SharedFolder":
         parent.mkdir(mode=0o700, exist_ok=True)
-        if parent.stat().st_uid != os.getuid():
-            raise OSError(f"{parent} belongs to another user")
+        found = parent.lstat()  # not `stat`: with a link, another user could have any folder of this user's swept
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise OSError(f"{parent} is not this user's own folder")
         sweep(parent)
         path = parent / f"{re.sub(r'[^A-Za-z0-9_-]', '_', name[:40])}-{secrets.token_hex(6)}"
         if len(os.fsencode(path / _SOCKET)) > _SOCKET_PATH_MAX:
@@ -90,6 +91,11 @@ class SharedFolder:
         """Path of the socket that clients on this machine send requests to."""
         return self.path / _SOCKET
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffer files; a sum, because threads that add to and subtract from one number lose updates."""
+        return sum(self._sizes.values())
+
     def allocate(self, size_bytes: int) -> tuple[str, mmap.mmap] | None:
         """Create a file of that size and map it, with all pages allocated; None if there is no room, which is logged.
 
@@ -111,8 +117,7 @@ class SharedFolder:
             raise OSError(f"it consists of {len(self._sizes)} files already, and {open_max} may be open")
         name = self._new_name()
         file = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._sizes[name] = size_bytes
-        self.bytes += size_bytes  # before the pages are there, as others may allocate meanwhile
+        self._sizes[name] = size_bytes  # before the pages are there, as others may allocate meanwhile
         try:
             # Allocate the pages now: a later first write to one, with the file system full, would kill the process.
             os.posix_fallocate(file, 0, size_bytes)
@@ -136,7 +141,7 @@ class SharedFolder:
 
     def remove(self, name: str) -> None:
         """Delete a file; processes that have it mapped keep its bytes."""
-        self.bytes -= self._sizes.pop(name, 0)
+        self._sizes.pop(name, None)
         (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -155,8 +160,8 @@ def sweep(parent: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)
             elif not _alive(path):
                 _remove(path)
-        except FileNotFoundError:
-            continue  # another starting shard has removed it
+        except OSError:
+            continue  # another starting shard has removed it, or it is none of ours
 
 
 def _remove(path: Path) -> None:

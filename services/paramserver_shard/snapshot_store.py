@@ -287,14 +287,11 @@ class SnapshotStore:
         named = {e["name"] for e in manifest}
         scripts: list[Script] = []
         for member in pending:
-            text = member.decode() if isinstance(member, bytes) else str(member)
+            text = member.decode(errors="replace") if isinstance(member, bytes) else str(member)
             name, _, count = text.rpartition(":")
-            blocks = [] if name in named else _blocks(key, name, int(count))
-            scripts.append(
-                Script(
-                    _DELETE_ABANDONED, [_key(key, "token"), _key(key, "pending"), *blocks], [token_text(token), text]
-                )
-            )
+            blocks = _blocks(key, name, int(count)) if count.isdecimal() and name not in named else []
+            keys = [_key(key, "token"), _key(key, "pending"), *blocks]
+            scripts.append(Script(_DELETE_ABANDONED, keys, [token_text(token), member]))
         if scripts:
             await self._scripts.run(scripts)
 

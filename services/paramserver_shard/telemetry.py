@@ -1,9 +1,9 @@
 """Metrics of a shard: for Prometheus, and a summary for its heartbeats."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import Gauge
 
@@ -11,6 +11,10 @@ from paramserver.core.shard_effects import PushDone
 from paramserver.wire.frame import PushFrame
 from paramserver_node.tally import Counter, Histogram
 from paramserver_node.usage import Usage
+from paramserver_shard.buffers import BufferPool
+
+if TYPE_CHECKING:
+    from paramserver_shard.runtime import Runtime
 
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 BUCKETS_VERSIONS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -143,8 +147,10 @@ class _Flow:
 class Telemetry:
     """Prometheus totals, and recent rates for heartbeats."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], models: Container[str]) -> None:
+        """`models` are the names of those that exist; nothing is counted for others."""
         self.clock = clock
+        self._models = models
         self._usage = Usage(clock)
         self._since = clock()
         self._flows: dict[str, _Flow] = {}
@@ -156,6 +162,8 @@ class Telemetry:
         """Count a push accepted now that began to arrive at `began_s`; `lag` is from `frame_lag` or `name_lag`."""
         model = done.model.name
         now, flow = self.clock(), self._flow(model)
+        if flow is None:
+            return
         PUSHES.labels(model, done.state).inc()
         if done.duplicate:
             DUPLICATES.labels(model).inc()
@@ -172,6 +180,8 @@ class Telemetry:
     def pulled(self, model: str, size_bytes: int, began_s: float) -> None:
         """Count a pull answered now that arrived at `began_s`."""
         now, flow = self.clock(), self._flow(model)
+        if flow is None:
+            return
         flow.pulls.inc()
         flow.sent.inc(size_bytes)
         flow.pull_s.observe(now - began_s)
@@ -179,13 +189,14 @@ class Telemetry:
 
     def values_kept(self, model: str) -> None:
         """Count that the result of a commit or flush of a partition was not finite."""
-        flow = self._flow(model)
-        flow.values_kept.inc()
-        flow.values_kept_s = self.clock()
+        if (flow := self._flow(model)) is not None:
+            flow.values_kept.inc()
+            flow.values_kept_s = self.clock()
 
-    def _flow(self, model: str) -> _Flow:
+    def _flow(self, model: str) -> _Flow | None:
+        """Return the flow of a model; None if it was deleted meanwhile, as its series must not come back."""
         flow = self._flows.get(model)
-        if flow is None:
+        if flow is None and model in self._models:
             flow = self._flows[model] = _Flow(model, self._since)
         return flow
 
@@ -216,6 +227,15 @@ class Telemetry:
             self._flows = {m: f for m, f in self._flows.items() if any(models[m].values())}
             self._since = now
         return dict(self._rates)
+
+
+def show(runtime: "Runtime", pools: Sequence[BufferPool]) -> None:
+    """Have the gauges tell what the shard holds at the moment at which they are read."""
+    PARTITIONS.set_function(lambda: sum(1 for _ in runtime.core.partitions()))
+    LENT.set_function(lambda: sum(pool.lent_bytes for pool in pools))
+    KEPT.set_function(lambda: sum(pool.kept_bytes for pool in pools))
+    JOURNAL_WAITING.set_function(lambda: runtime.core.durability.queued_bytes)
+    DEGRADED.set_function(lambda: bool(runtime.storage.degraded))
 
 
 def frame_lag(done: PushDone, frame: PushFrame) -> int | None:

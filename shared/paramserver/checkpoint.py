@@ -115,7 +115,9 @@ def write(
     with _replacing(target) as part:
         _save(held, part / PARAMS, {"format": "np", "model": spec.name})
         _save(state, part / OPTIMIZER, {"format": "np"})
-        (part / WORKERS).write_text(json.dumps(dict(worker_states)), encoding="utf-8")
+        # One by one, because nothing else in the process runs while one is encoded, and together they may take seconds.
+        states = ", ".join([f"{json.dumps(w)}: {json.dumps(state)}" for w, state in worker_states.items()])
+        (part / WORKERS).write_text(f"{{{states}}}", encoding="utf-8")
         manifest = {
             **meta,
             "format": FORMAT,
@@ -310,15 +312,18 @@ def _rename(part: Path, target: Path) -> None:
         target.rename(part.with_suffix(".old"))
     part.rename(target)
     _sync(target.parent)
-    for old in _moved_aside(target):
+    for old in _beside(target, "old"):
         # Under another name first: what is left of it, should it not be deleted, is not taken for the checkpoint later.
-        shutil.rmtree(old.rename(old.with_suffix(".gone")), ignore_errors=True)
+        old.rename(old.with_suffix(".gone"))
+    for gone in _beside(target, "gone"):  # also what an interrupted deletion has left
+        shutil.rmtree(gone, ignore_errors=True)
 
 
-def _moved_aside(target: Path) -> list[Path]:
-    return sorted(target.parent.glob(f".{escape(target.name)}.{'[0-9a-f]' * 8}.old"))
+def _beside(target: Path, suffix: str) -> list[Path]:
+    """Return the folders that `target` was moved to, with that suffix."""
+    return sorted(target.parent.glob(f".{escape(target.name)}.{'[0-9a-f]' * 8}.{suffix}"))
 
 
 def _folder(target: Path) -> Path:
     """Return `target`, or the folder that it was moved to when its replacement was interrupted."""
-    return target if target.exists() else next(iter(_moved_aside(target)), target)
+    return target if target.exists() else next(iter(_beside(target, "old")), target)

@@ -18,7 +18,7 @@ from paramserver.types import AnyArray
 
 HEAD_BYTES_MAX: Final = 100_000_000
 """Longest header, as in the library that defines the format."""
-_DTYPES: Final = {"BOOL": "?"} | {
+_DTYPES: Final = {"BOOL": "?", "BF16": "<u2"} | {
     f"{kind}{8 * size}": f"<{code}{size}"
     for kind, code, sizes in (("F", "f", (2, 4, 8)), ("I", "i", (1, 2, 4, 8)), ("U", "u", (1, 2, 4, 8)))
     for size in sizes
@@ -48,7 +48,7 @@ class TensorFile:
         self._file.close()
 
     def read(self, name: str) -> AnyArray:
-        """Return a tensor in its shape; raises OSError, or ValueError if NumPy lacks its dtype."""
+        """Return a tensor in its shape, bfloat16 as float32; raises OSError, or ValueError if NumPy lacks its dtype."""
         kind, shape, start = self._tensors[name]
         if kind not in _DTYPES:
             raise ValueError(f"NumPy has no dtype {kind}")
@@ -60,6 +60,10 @@ class TensorFile:
             if not count:
                 raise ValueError("the safetensors file has become shorter")
             into = into[count:]
+        if kind == "BF16":
+            array = array.astype("<u4")
+            array <<= 16
+            array = array.view("<f4")
         return array
 
     def _head(self) -> tuple[int, dict[str, tuple[str, tuple[int, ...], int]]]:

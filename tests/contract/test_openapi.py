@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
 FREE = ("params", "shards", "metrics", "args", "stop", "state", "kept", "memory")
 """Keys of objects whose own keys are names, or up to the user."""
-ELSEWHERE = re.compile("/internal/|/events|/status|^/metrics|/checkpoints/.*/|/pull/.*/")
-"""Paths of routes between nodes, streams and files, and of those with a declared schema."""
+ELSEWHERE = re.compile("/internal/|/events|/status| /metrics|/checkpoints/.*/|/pull/.*/|GET .*/params/")
+"""Methods and paths of routes between nodes, streams and files, and of those with a declared schema."""
 
 
 def asked(face: Face, model: str, run: str) -> list[tuple[str, str, str, Any]]:
@@ -131,7 +131,7 @@ def test_every_example_of_an_answer_looks_like_an_answer(rest_cluster: Nodes) ->
     document = face.http.get(face.url + "/openapi.json").json()
     requests = asked(face, model, "RUN")
     routes = {(method.upper(), path) for path, ops in document["paths"].items() for method in ops}
-    json_routes = {(m, p) for m, p in routes if m != "DELETE" and not ELSEWHERE.search(p)}
+    json_routes = {(m, p) for m, p in routes if m != "DELETE" and not ELSEWHERE.search(f"{m} {p}")}
     assert {(method, route) for method, route, _, _ in requests} == json_routes
 
     for method, route, path, body in requests:
@@ -167,3 +167,19 @@ def test_the_schemas_of_pushes_and_pulls_are_those_of_the_node(rest_cluster: Nod
         assert not wrong(answered, told["application/json"]["example"])
         hint = face.refused("POST", path, body | {"zzz": 1}, 422, "invalid_field")["hint"]
         assert hint == f"known fields: {', '.join(sorted(schema['properties']))}"
+
+
+@pytest.mark.parametrize("node", ["scheduler", "shard"])
+def test_errors_are_of_the_schema_that_every_route_names(rest_cluster: Nodes, node: str) -> None:
+    """Every operation of a node names the schema of its errors, and real ones hold to it."""
+    shard_url = f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}"
+    face = Face(rest_cluster, rest_cluster.url if node == "scheduler" else shard_url, "json")
+    document = face.http.get(face.url + "/openapi.json").json()
+    named = [o["responses"]["default"]["content"] for p in document["paths"].values() for o in p.values()]
+    schema = {"$ref": "#/components/schemas/Problem"}
+    assert named == [{"application/problem+json": {"schema": schema}}] * len(named)
+
+    for method, path in (("GET", "/models/none"), ("POST", "/push"), ("GET", "/pull/none/w"), ("GET", "/livez/no")):
+        refused = face.raw(method, path, {"zzz": 1, "yyy": 2} if method == "POST" else None)
+        assert refused.headers["content-type"] == "application/problem+json"
+        assert not wrong(document["components"]["schemas"]["Problem"], refused.json()), refused.json()

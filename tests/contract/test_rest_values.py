@@ -134,6 +134,22 @@ def test_settings_of_clipping_weight_and_single_parameters(face: Face) -> None:
 NAMES = ["layers.0/w é[x]*", "a/b", "日本", "a b%20?#"]
 
 
+def test_a_value_is_read_where_it_is_assigned(face: Face) -> None:
+    """GET and HEAD of the path of a PUT are those of `/pull/MODEL/NAME`, so its ETag is that of the value there."""
+    model = face.make()
+    path, held = f"/models/{model}/params/w", f"/pull/{model}/w"
+    face.call("PUT", path, face.value(ONES))
+
+    answer, same = face.raw("GET", path), face.raw("GET", held)
+    assert np.load(io.BytesIO(answer.content)).tolist() == ONES
+    assert (answer.content, answer.headers["etag"]) == (same.content, same.headers["etag"])
+    assert face.raw("HEAD", path).headers["etag"] == same.headers["etag"]
+    assert face.raw("GET", path, if_none_match=same.headers["etag"]).status_code == 304
+    assert face.raw("GET", f"/models/{model}/params/q").status_code == 404
+    refused = face.raw("POST", path, {})
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD, PUT")
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_a_reader_may_name_the_value_that_it_wants(face: Face, method: str) -> None:
     """A read whose If-Match fails (RFC 9110, 13.1.1) gets 412; only if it holds does If-None-Match decide (304)."""

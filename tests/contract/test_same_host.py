@@ -306,14 +306,14 @@ def test_without_a_folder_bytes_travel(cluster: Nodes, model: Model) -> None:
             path.with_name("moved").rename(path)
 
 
-def test_a_shard_that_starts_anew_is_found_by_its_new_socket(tmp_path: Path) -> None:
+def test_a_shard_that_starts_anew_is_found_by_its_new_socket(lone: Nodes) -> None:
     """After `kill -9` the client uses the socket of the shard's next process and forgets the old one."""
-    with nodes(tmp_path, shards=1) as running, ps.connect(running.url) as client:
-        model = client.create_model("m", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
+    with ps.connect(lone.url) as client:
+        model = client.create_model("anew", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
         model.push(np.full(SIZE, -1.0, np.float32))
-        (old,) = {a for v in client.cluster._maps["m"].addresses.values() for a in v if a.startswith("unix")}
-        running.kill("shard-0")
-        running.start_shard("shard-0")
+        (old,) = {a for v in client.cluster._maps["anew"].addresses.values() for a in v if a.startswith("unix")}
+        lone.kill("shard-0")
+        lone.start_shard("shard-0")
         model.push(np.full(SIZE, -1.0, np.float32), timeout=60.0)
         assert model.pull(timeout=60.0).flat[0] >= 1.0
         eventually(lambda: model.pull() is not None and ways(model) == {"unix"})
@@ -378,19 +378,19 @@ def test_a_push_of_another_client_is_seen_by_the_next_pull(cluster: Nodes, model
             assert (model.pull().flat == i + 1).all()
 
 
-def test_values_that_a_dead_shard_has_lent_are_not_the_present(tmp_path: Path) -> None:
+def test_values_that_a_dead_shard_has_lent_are_not_the_present(lone: Nodes) -> None:
     """After `kill -9` a pull asks the new owner although the dead shard's board still shows the lease."""
-    with nodes(tmp_path, shards=1) as running, ps.connect(running.url) as client:
-        model = client.create_model("m", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
+    with ps.connect(lone.url) as client:
+        model = client.create_model("lent", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
         model.push(np.full(SIZE, -1.0, np.float32))
         held = model.pull(copy=False)
         (known,) = [m.found for m in client.cluster.lease_cache._models.values()]
         assert known is not None
         leased = known[0].leased
         assert client.cluster.same_host.confirmed(leased)
-        running.kill("shard-0")
+        lone.kill("shard-0")
         assert not client.cluster.same_host.confirmed(leased)
-        running.start_shard("shard-0")
+        lone.start_shard("shard-0")
         assert model.pull(timeout=60.0).incarnation > held.incarnation
         assert (held.flat == 1.0).all()
 

@@ -132,7 +132,8 @@ def test_worker_ids_hold_a_slash(cluster: Nodes, slash: str) -> None:
     cluster.post(f"{path}/drain", status=200)
     assert cluster.call("PUT", path, {"epoch": 7})["state"] == "draining"
     assert cluster.call("PUT", path, {"epoch": 6}, status=409)["code"] == "fenced"
-    assert cluster.get(f"/internal/models/{name}/worker?worker={name}{slash}w")["epoch"] == 7
+    found = cluster.get(f"/internal/models/{name}/worker?worker={name}{slash}w")
+    assert (found["epoch"], found["generation"]) == (7, worker["generation"])
     cluster.call("DELETE", f"{path}?epoch=7", status=204)
     assert cluster.get(f"/models/{name}/workers/{name}/nobody", status=404)["code"] == "unknown_worker"
 
@@ -514,7 +515,7 @@ def test_every_route_is_described(cluster: Nodes) -> None:
             if "requestBody" in route:
                 assert route["requestBody"]["content"]["application/json"]["example"], (method, path)
             if path not in ("/livez", "/readyz", "/version", "/metrics"):
-                assert any(int(code) < 300 for code in route["responses"]), (method, path)
+                assert any(code.startswith("2") for code in route["responses"]), (method, path)
 
 
 def test_a_lost_client_frees_its_place(cluster: Nodes) -> None:

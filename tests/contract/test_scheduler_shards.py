@@ -68,19 +68,20 @@ def test_what_cannot_be_is_refused(cluster: Nodes) -> None:
 
 
 async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
-    """A shard that asks the scheduler about a worker learns its epoch and whether it is live."""
+    """A shard that asks the scheduler about a worker learns its epoch and generation, and whether it is live."""
     name = made(cluster)
-    worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
+    me = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)
     link = SchedulerLink([cluster.url], NO_CREDENTIALS)
     nothing: Any = None
     shard = Membership("s", [], link, nothing, Directory("s"), nothing, nothing, nothing, nothing)
     try:
-        known = await shard.ask_worker(AskWorker(1, ModelKey(name, 1), worker))
+        known = await shard.ask_worker(AskWorker(1, ModelKey(name, 1), me["worker"]))
         other = await shard.ask_worker(AskWorker(2, ModelKey(name, 1), f"{name}/w9"))
     finally:
         await link.aclose()
 
     assert (known.request, known.epoch, known.live, known.error) == (1, 1, True, None)
+    assert known.generation == me["generation"]
     assert (other.epoch, other.error) == (None, None)
 
 

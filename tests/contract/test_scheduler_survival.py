@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from redis import Redis
 from safetensors.numpy import load_file, save_file
 from tests.waiting import eventually
 
@@ -233,20 +232,6 @@ def test_checkpoints_outlive_their_model(cluster: Nodes) -> None:
     kept = {"final": 1, ruled: 1, newest: 0}
     eventually(lambda: {p.name for p in folder.iterdir()} == kept.keys(), what="only what the rule drops is removed")
     assert {name: checkpoint.read(folder / name).versions[0] for name in kept} == kept
-
-
-def test_fsynced_needs_a_redis_that_can(cluster: Nodes) -> None:
-    """A model with `ack: fsynced` is refused while Redis has no append-only file, and created once it has."""
-    spec = {"name": unique("m"), "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "ack": "fsynced"}
-    with Redis.from_url(cluster.redis_url) as plain:
-        plain.config_set("appendonly", "no")
-        try:
-            refused = cluster.post("/models", spec, status=422)
-        finally:
-            plain.config_set("appendonly", "yes")
-    assert refused["code"] == "not_built"
-    assert "appendonly" in refused["hint"]
-    cluster.post("/models", spec, status=201)
 
 
 def test_values_come_from_a_file(cluster: Nodes) -> None:

@@ -10,19 +10,25 @@ from fastapi import FastAPI
 from paramserver_node import roles
 from paramserver_node.settings import ShardSettings
 from paramserver_shard.app import make_app
-from paramserver_shard.main import assemble
+from paramserver_shard.buffers import SMALL_BYTES
+from paramserver_shard.main import Shard, assemble
 
 
 @pytest.fixture
-async def app() -> AsyncIterator[FastAPI]:
-    """The app of a real shard whose scheduler and Redis are not running."""
+async def shard() -> AsyncIterator[Shard]:
+    """A real shard whose scheduler and Redis are not running."""
+    settings = ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9")
     async with asyncio.TaskGroup() as group:
-        shard = assemble(
-            ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9"), group, None, asyncio.Event()
-        )
-        yield make_app(shard.services)
+        shard = assemble(settings, group, None, asyncio.Event())
+        yield shard
         shard.services.runtime.close()
         await shard.aclose()
+
+
+@pytest.fixture
+def app(shard: Shard) -> FastAPI:
+    """Its app."""
+    return make_app(shard.services)
 
 
 async def test_every_route_carries_a_role(app: FastAPI) -> None:
@@ -44,3 +50,15 @@ async def test_before_it_has_joined_a_shard_serves_nothing(app: FastAPI) -> None
         assert (await client.get("/livez")).status_code == 200
         forwarded = await client.get("/models")
         assert (forwarded.status_code, forwarded.json()["code"]) == (503, "no_leader")
+
+
+async def test_a_shard_that_is_no_member_tells_what_it_holds(shard: Shard, app: FastAPI) -> None:
+    """Gauges show the moment at which they are read; they showed that of the last heartbeat, however long ago."""
+    held = shard.services.runtime.pool.take_bytes(SMALL_BYTES)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shard") as client:
+        before = (await client.get("/metrics")).text.splitlines()
+        size = float(held.nbytes)
+        del held
+        after = (await client.get("/metrics")).text.splitlines()
+    assert f"paramserver_buffer_lent_bytes {size}" in before
+    assert "paramserver_buffer_lent_bytes 0.0" in after

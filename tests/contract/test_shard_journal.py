@@ -23,6 +23,7 @@ from paramserver_node import redis_server
 from paramserver_shard.journal import Batch, Journal, Verdict
 from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.scripts import Script, ScriptRunner
+from paramserver_shard.telemetry import JOURNALED
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
@@ -170,6 +171,17 @@ async def test_fsync_waits_for_the_disk(tmp_path: Path, more: Sequence[str]) -> 
         with pytest.raises(RequestError, match="fsynced"):
             await append(client, entries(1, 3), fsync=True)
         assert await append(client, entries(1, 3)) == Verdict.WRITTEN
+        await client.aclose()
+
+
+async def test_a_disk_that_is_too_slow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk does not confirm a write in time, the error says that it was the disk, not some transfer."""
+    monkeypatch.setattr("paramserver_shard.scripts.FSYNC_WAIT_MS", 50)
+    with redis_server.running(tmp_path, more=("--appendfsync", "no")) as url:
+        client = node_redis.connect(url)
+        await own(client, TOKEN)
+        with pytest.raises(TimeoutError, match="the disk of Redis took longer than 50 ms"):
+            await append(client, entries(1, 3), fsync=True)
         await client.aclose()
 
 
@@ -352,7 +364,9 @@ async def test_nobody_waits_for_the_journal_of_what_was_given_up(redis: Redis) -
 
 
 async def test_an_emptied_redis_is_waited_for(redis: Redis, shard: Shard) -> None:
-    """Without an owner token nothing is written or reported; entries of partitions given up are dropped."""
+    """Without an owner token nothing is written, reported or counted; entries of partitions given up are dropped."""
+    counted = JOURNALED.labels("journaled")
+    before_bytes = counted.total
     await redis.flushall()
     shard.writer.add([entry(1), entry(1, key=OTHER)], fsync=False)
     shard.owned.discard((OTHER, TOKEN))
@@ -364,6 +378,7 @@ async def test_an_emptied_redis_is_waited_for(redis: Redis, shard: Shard) -> Non
     await own(redis, TOKEN)
     await shard.until(Journaled(KEY, TOKEN, 1))
     assert not shard.writer.waiting
+    assert counted.total - before_bytes == entry(1).nbytes
     assert await journal_of(redis).read(OTHER, 0) == []
 
 
@@ -393,23 +408,6 @@ async def test_a_disk_that_cannot_be_asked_stops_one_level_alone(redis: Redis, s
     finally:
         await redis.config_set("appendonly", "yes")
     await shard.until(Journaled(KEY, TOKEN, 1))
-
-
-async def test_no_partition_keeps_others_waiting(redis: Redis, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write takes so much and no more; what is left of a partition waits behind the others' entries."""
-    monkeypatch.setattr("paramserver_shard.journal_writer.JOURNAL_GROUP_BYTES", 2 * entry(1).nbytes)
-    shard.writer.add([*entries(1, 4), *entries(1, 2, key=OTHER)], fsync=False)
-    await shard.until(Journaled(KEY, TOKEN, 4))
-    assert shard.events == [Journaled(KEY, TOKEN, 2), Journaled(OTHER, TOKEN, 2), Journaled(KEY, TOKEN, 4)]
-
-
-async def test_the_core_is_told_of_a_failure_that_others_met(shard: Shard) -> None:
-    """If Redis fails another caller, the core is told so at once, and of its return, though no entry waits."""
-    shard.writer.note_failure("Redis does not answer")
-    shard.writer.note_failure("Redis does still not answer")
-    assert shard.events == [StorageChanged("Redis does not answer")]
-    await shard.until(StorageChanged(""))
-    assert len(shard.events) == 2
 
 
 async def test_a_snapshot_waits_for_the_entries_before_it_alone(redis: Redis) -> None:

@@ -405,5 +405,5 @@ def test_probes_metrics_and_openapi(model: Model) -> None:
             example.pop("min_version")
         answer = model.http.post(model.url(0) + path, json=example)
         assert answer.status_code == 200, answer.text
-    assert "get" in paths["/pull/{model}/{name}"]
-    assert "put" in paths["/models/{m}/params/{name}"]
+    assert "get" in paths["/pull/{m}/{name}"]
+    assert {"get", "put"} <= set(paths["/models/{m}/params/{name}"])

@@ -211,9 +211,12 @@ async def test_blocks_that_redis_lost_are_not_named(redis: Redis) -> None:
 
 
 async def test_what_a_killed_writer_left_is_swept(redis: Redis) -> None:
-    """Pending blocks that no manifest names, left by a killed writer, are deleted by the next save."""
+    """Pending blocks that no manifest names, left by a killed writer, are deleted by the next save.
+
+    A name there that is damaged goes, too; it ended the process, and the next owner's.
+    """
     store = store_of(redis)
-    await redis.sadd(f"{{{KEY}}}:pending", "9-1-1:2")
+    await redis.sadd(f"{{{KEY}}}:pending", "9-1-1:2", "9-1-1", "9-1-1:", b"\xff:\xff")
     for i in range(2):
         await redis.set(f"{{{KEY}}}:snap:9-1-1:{i}", b"x")
     assert await save(store, 1) == SaveResult.STORED

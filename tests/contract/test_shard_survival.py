@@ -1,6 +1,5 @@
 """What a shard keeps and answers when it, its Redis or its scheduler dies."""
 
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ from tests.waiting import eventually
 
 from paramserver_node import redis_server
 
-from .processes import Nodes, nodes, unique
+from .processes import Nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -88,18 +87,6 @@ def test_the_other_shard_takes_over_a_dead_one(cluster: Nodes) -> None:
         eventually(lambda: httpx.get(f"{url(cluster, 1)}/readyz").status_code == 200, within_s=40)
 
 
-def test_a_stopping_shard_leaves_at_once(cluster: Nodes) -> None:
-    """After SIGTERM a shard hands over and exits with 0, and the map no longer shows it as alive."""
-    process = cluster.processes["shard-1"]
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(STOPPED_S) == 0
-    try:
-        assert cluster.get("/map")["shards"].get("shard-1", {"alive": False})["alive"] is False
-    finally:
-        cluster.start_shard("shard-1")
-        eventually(lambda: cluster.get("/map")["shards"]["shard-1"]["alive"], within_s=40)
-
-
 def test_a_shard_that_has_left_does_not_join_again(cluster: Nodes) -> None:
     """A shard that has left does not join again while its last request is unfinished.
 
@@ -120,114 +107,99 @@ def test_a_shard_that_has_left_does_not_join_again(cluster: Nodes) -> None:
         eventually(lambda: cluster.get("/map")["shards"]["shard-1"]["alive"], within_s=40)
 
 
-def test_a_damaged_snapshot_is_replaced_by_the_one_before(cluster: Nodes) -> None:
-    """A restarted shard that finds a partition's newest snapshot damaged serves the one before."""
-    name = made(cluster)
-    push(cluster, name, 1)
-    eventually(lambda: durable(cluster, name) == 1, what="the first snapshots")
-    push(cluster, name, 2)
-    eventually(lambda: durable(cluster, name) == 2, what="the second snapshots")
-    model = cluster.get(f"/models/{name}")
-    index = next(p["index"] for p in model["partitions"] if p["shard"] == "shard-1")
-    with redis_client.Redis.from_url(cluster.redis_url) as r:
-        key = f"{{{name}.{model['generation']}/{index}}}"
-        newest = json.loads(r.get(f"{key}:manifest") or b"")["snapshots"][0]["name"]
-        r.setrange(f"{key}:snap:{newest}:0", 70, b"\x00\x00\x80\x7f")
-    cluster.kill("shard-1")
-    cluster.start_shard("shard-1")
-    bounds = model["bounds"]
-    want = [2.0] * 10
-    want[bounds[index] : bounds[index + 1]] = [1.0] * (bounds[index + 1] - bounds[index])
-    eventually(lambda: pull(cluster, name) == want, within_s=40, what="the older snapshot")
-
-
-def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(tmp_path: Path) -> None:
+def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(lone: Nodes) -> None:
     """While Redis is stopped pushes and pulls go on and the status is degraded; later all is durable."""
-    with nodes(tmp_path, shards=1) as cluster:
-        name = made(cluster)
-        push(cluster, name, 1)
-        eventually(lambda: durable(cluster, name) == 1, what="the first snapshots")
-        with redis_client.Redis.from_url(cluster.redis_url) as r:
-            pid = int(r.info("server")["process_id"])
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            for seq in range(2, 5):
-                assert push(cluster, name, seq)["durable_version"] == 1
+    name = made(lone)
+    push(lone, name, 1)
+    eventually(lambda: durable(lone, name) == 1, what="the first snapshots")
+    with redis_client.Redis.from_url(lone.redis_url) as r:
+        pid = int(r.info("server")["process_id"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for seq in range(2, 5):
+            assert push(lone, name, seq)["durable_version"] == 1
 
-            def degraded() -> bool:
-                node = next(n for n in cluster.get("/status")["nodes"] if n["role"] == "shard")
-                told = node["metrics"]
-                return "Redis" in str(told.get("degraded")) and told.get("redis_away") is True
+        def degraded() -> bool:
+            told = next(n for n in lone.get("/status")["nodes"] if n["role"] == "shard")["metrics"]
+            return "Redis" in str(told.get("degraded")) and told.get("redis_away") is True
 
-            eventually(degraded, within_s=30, what="the word that Redis is away")
-            assert pull(cluster, name) == [4.0] * 10
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        eventually(lambda: durable(cluster, name) == 4, within_s=30, what="the snapshots after the outage")
+        eventually(degraded, within_s=30, what="the word that Redis is away")
+        assert pull(lone, name) == [4.0] * 10
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: durable(lone, name) == 4, within_s=30, what="the snapshots after the outage")
 
 
-def test_without_redis_and_scheduler_a_shard_stops_answering(tmp_path: Path) -> None:
+def test_without_redis_and_scheduler_a_shard_stops_answering(lone: Nodes) -> None:
     """Without a scheduler a shard serves as long as Redis answers, and is 503 within 6 s of its silence."""
-    with nodes(tmp_path, shards=1) as cluster:
-        name = made(cluster)
-        cluster.kill("scheduler")
-        began = time.monotonic()
+    name = made(lone)
+    lone.kill("scheduler")
+    began = time.monotonic()
 
-        def serves() -> bool:
-            return httpx.post(f"{url(cluster, 0)}/pull", json={"model": name}, timeout=10).status_code == 200
+    def serves() -> bool:
+        return httpx.post(f"{url(lone, 0)}/pull", json={"model": name}, timeout=10).status_code == 200
 
-        while time.monotonic() < began + 4:
-            assert serves(), "Redis alone is enough"
-        with redis_client.Redis.from_url(cluster.redis_url) as r:
-            pid = int(r.info("server")["process_id"])
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            eventually(lambda: not serves(), within_s=6, what="the end of serving")
-            answer = httpx.post(f"{url(cluster, 0)}/pull", json={"model": name}, timeout=10)
-            assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
-            assert int(answer.headers["retry-after"]) >= 1
-            assert httpx.get(f"{url(cluster, 0)}/livez").status_code == 200
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        eventually(serves, within_s=20, what="serving again")
-        cluster.start_scheduler()
-        eventually(lambda: push(cluster, name, 1)["version"] == 1, within_s=20)
+    while time.monotonic() < began + 4:
+        assert serves(), "Redis alone is enough"
+    with redis_client.Redis.from_url(lone.redis_url) as r:
+        pid = int(r.info("server")["process_id"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: not serves(), within_s=6, what="the end of serving")
+        answer = httpx.post(f"{url(lone, 0)}/pull", json={"model": name}, timeout=10)
+        assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert httpx.get(f"{url(lone, 0)}/livez").status_code == 200
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(serves, within_s=20, what="serving again")
+    lone.start_scheduler()
+    eventually(lambda: push(lone, name, 1)["version"] == 1, within_s=20)
 
 
-def test_a_shard_at_another_redis_stays_out(cluster: Nodes) -> None:
-    """A shard that uses another Redis than the cluster does not join, and its log says why once.
+@pytest.mark.parametrize("later", [None, 0, 3], ids=["empty", "same term", "later term"])
+def test_a_shard_at_another_redis_stays_out(cluster: Nodes, tmp_path: Path, later: int | None) -> None:
+    """A shard whose Redis is empty or another cluster's does not join, and its log says why once.
 
     It would own partitions that it can neither load nor store.
     """
-    port, redis_url = redis_server.free_port(), cluster.redis_url.rpartition("/")[0] + "/7"
-    own = ("--name", "stray", "--port", str(port), "--scheduler", cluster.url, "--redis", redis_url)
-    cluster.start("stray", "paramserver_shard", *own)
+    name, port = f"stray-{later}", redis_server.free_port()
+    other = Nodes(tmp_path, cluster.redis_url.rpartition("/")[0] + "/7", 0)
     try:
-        log = cluster.folder / "stray.log"
-        eventually(lambda: "cannot join" in log.read_text(), within_s=30, what="the refusal")
+        with redis_client.Redis.from_url(other.redis_url) as r:
+            r.flushdb()
+            if later is not None:
+                r.set("ps:term", cluster.get("/status")["cluster"]["term"] + later - 1)
+                other.start_scheduler()
+        own = ("--name", name, "--port", str(port), "--scheduler", cluster.url, "--redis", other.redis_url)
+        cluster.start(name, "paramserver_shard", *own)
+        log = cluster.folder / f"{name}.log"
+        eventually(lambda: "uses a different Redis" in log.read_text(), within_s=30, what="the refusal")
         attempts = cluster.http.get(f"http://127.0.0.1:{port}/readyz")
         assert (attempts.status_code, "conflict" in attempts.text) == (503, True)
         assert log.read_text().count("PARAMSERVER_REDIS") == 1
-        assert "stray" not in cluster.get("/map")["shards"]
+        assert name not in cluster.get("/map")["shards"]
+        cluster.kill(name)
+        assert log.read_text().count("cannot join") == 1
     finally:
-        cluster.kill("stray")
-    assert log.read_text().count("cannot join") == 1
+        if name in cluster.processes:
+            cluster.kill(name)
+        other.stop()
 
 
-def test_the_newest_process_of_a_name_serves(tmp_path: Path) -> None:
+def test_the_newest_process_of_a_name_serves(lone: Nodes) -> None:
     """A second process under a shard's name takes its place, and the first one exits."""
-    with nodes(tmp_path, shards=1) as cluster:
-        name = made(cluster)
-        first = cluster.processes.pop("shard-0")
-        cluster.shard_ports["shard-0"] = redis_server.free_port()
-        cluster.start_shard("shard-0")
-        try:
-            first.wait(40)
-            assert first.returncode != 0
-            eventually(lambda: pull(cluster, name) == [0.0] * 10, within_s=30, what="the newer process' answer")
-        finally:
-            first.kill()
-            first.wait()
+    name = made(lone)
+    first = lone.processes.pop("shard-0")
+    lone.shard_ports["shard-0"] = redis_server.free_port()
+    lone.start_shard("shard-0")
+    try:
+        first.wait(40)
+        assert first.returncode != 0
+        eventually(lambda: pull(lone, name) == [0.0] * 10, within_s=30, what="the newer process' answer")
+    finally:
+        first.kill()
+        first.wait()
 
 
 def test_a_deletion_is_heard_of_by_shards_that_were_cut_off(cluster: Nodes) -> None:

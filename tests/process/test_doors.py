@@ -139,12 +139,11 @@ def test_a_cluster_may_be_open_to_everyone_when_told_so(tmp_path: Path) -> None:
             assert "may read, change and delete" in text, log
 
 
-def test_a_cluster_for_this_machine_is_closed_to_web_pages(tmp_path: Path) -> None:
+def test_a_cluster_for_this_machine_is_closed_to_web_pages(shared_cluster: Cluster) -> None:
     """On loopback, HTTP/1.1 requests need no token, but one with a foreign Host or a foreign Origin is refused."""
-    with cluster(tmp_path, shards=1) as opened:
-        assert opened.info["token"] is None
-        for url in (opened.url, *opened.shards):
-            assert httpx.get(f"{url}/status").status_code == 200
-            for header in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
-                refused = httpx.get(f"{url}/status", headers=header)
-                assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
+    assert shared_cluster.info["token"] is None
+    for url in (shared_cluster.url, *shared_cluster.shards):
+        assert httpx.get(f"{url}/status").status_code == 200
+        for header in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
+            refused = httpx.get(f"{url}/status", headers=header)
+            assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")

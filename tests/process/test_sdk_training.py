@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.refusals import refused_with
 from tests.waiting import eventually
 
 import paramserver as ps
@@ -41,6 +42,42 @@ def test_two_workers_in_step_get_the_mean(client: ps.Client, name: str) -> None:
 
     assert seen == {r: [0.0, 2.0, 4.0, 6.0, 8.0, 10.0] for r in range(2)}
     assert {p.worker for p in model.metrics("loss")} == {f"{name}/w0", f"{name}/w1"}
+    assert model.metrics() == {"loss": model.metrics("loss")}
+    assert model.metrics("accuracy") == []
+
+
+def test_an_interrupt_while_a_worker_is_opened_leaves_none(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the thread of a worker is being started ends that thread, and no member stays behind."""
+    model = client.create_model(name, {"w": (4,)}, consistency=ps.Sync())
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == f"worker of {name}":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), model.worker():
+        pass
+
+    assert not [t for t in threading.enumerate() if t.name == f"worker of {name}"]
+    assert not any(w["alive"] for w in model.workers())
+
+
+def test_every_call_that_pushes_may_ask_for_a_higher_acknowledgement(client: ps.Client, name: str) -> None:
+    """With `ack=`, a step, an exchange and a pushpull return once their push would survive the shard, as pushes do."""
+    model = client.create_model(name, {"w": (4,)}, optimizer=ps.Sum())
+    grads = {"w": np.ones(4)}
+    with model.worker() as w:
+        calls: list[Any] = [model.push, model.pushpull, w.push, w.pushpull, w.step, w.exchange]
+        for call in calls:
+            with refused_with("invalid_field", match="ack: must be one of"):
+                call(grads, ack="stored")
+            call(grads, ack="journaled")
+            then = model.push(grads)
+            assert then.durable_version >= then.version - 1, call
 
 
 def test_a_sync_push_without_a_worker_says_how(client: ps.Client, name: str) -> None:

@@ -15,6 +15,7 @@ from pyreqwest.client import SyncClientBuilder
 from tests.waiting import eventually
 
 from paramserver.errors import from_document
+from paramserver_node import redis_server
 
 pytestmark = pytest.mark.process
 
@@ -26,8 +27,7 @@ class Node:
 
     def __init__(self, *args: str, files_max: int | None = None) -> None:
         limited = [] if files_max is None else ["sh", "-c", f'ulimit -n {files_max}; exec "$@"', "sh"]
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port: int = probe.getsockname()[1]
+        self.port = redis_server.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=20.0)
         self.process = subprocess.Popen(

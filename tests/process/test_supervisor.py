@@ -181,15 +181,15 @@ def _both(pool: ThreadPoolExecutor, folder: Path) -> Iterator[tuple[Cluster, Clu
         list(pool.map(lambda c: c.__exit__(None, None, None), entered))
 
 
-def test_up_again_is_refused_and_down_again_is_fine(own_cluster: Cluster, tmp_path: Path) -> None:
+def test_up_again_is_refused_and_down_again_is_fine(shared_cluster: Cluster, tmp_path: Path) -> None:
     """A second `up` in the same state directory exits with 4, and `down` where nothing runs exits with 0."""
-    again = own_cluster.psctl("up", "--detach", "--state-dir", str(own_cluster.state_dir))
-    nothing = own_cluster.psctl("down", "--state-dir", str(tmp_path / "other"))
+    again = shared_cluster.psctl("up", "--detach", "--state-dir", str(shared_cluster.state_dir))
+    nothing = shared_cluster.psctl("down", "--state-dir", str(tmp_path / "other"))
 
     assert again.returncode == 4
-    assert own_cluster.url in again.stderr
+    assert shared_cluster.url in again.stderr
     assert nothing.returncode == 0
-    assert httpx.get(f"{own_cluster.url}/livez").status_code == 200
+    assert httpx.get(f"{shared_cluster.url}/livez").status_code == 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

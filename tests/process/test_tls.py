@@ -29,6 +29,7 @@ from paramserver.net.plain import PlainTransport
 from paramserver.net.transport import BlockingTransport
 from paramserver.wire import http2 as wire
 from paramserver_cli.cluster_file import Plan, StateDir
+from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, cluster
 
@@ -141,8 +142,7 @@ def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: 
 
 def test_a_front_that_takes_http1_alone_is_spoken_to_in_it(authority: Path) -> None:
     """A TLS server that ends handshakes which offer HTTP/2 alone, as many fronts do, is asked in HTTP/1.1."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = redis_server.free_port()
     command = ["openssl", "s_server", "-accept", str(port), "-alpn", "http/1.1", "-www", "-quiet"]
     certificate = ["-cert", str(authority / "node.pem"), "-key", str(authority / "node.key")]
     url = f"https://127.0.0.1:{port}"
@@ -196,7 +196,7 @@ def test_a_start_without_the_authority_says_so(
     state = StateDir(tmp_path)
     state.logs.mkdir()
     state.write(Plan(shards=1))
-    code = "import sys; from paramserver_cli import supervisor as s; s.START_TIMEOUT_S = 30.0; s.main(sys.argv[1:])"
+    code = "import sys; from paramserver_cli import supervisor as s; s.START_TIMEOUT_S = 15.0; s.main(sys.argv[1:])"
 
     subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path)], check=True, timeout=90, capture_output=True)
 

@@ -252,12 +252,16 @@ def test_a_model_that_was_created_anew_for_another_module_is_refused(client: ps.
 
 
 def test_parameters_without_a_gradient_stay(client: ps.Client, name: str) -> None:
-    """Frozen parameters, and those without a gradient in a step, are not changed by it, even with weight decay."""
+    """Frozen parameters, and those without a gradient in a step, are not changed by it, even with weight decay.
+
+    A step without any gradient reports its loss, too.
+    """
     net: Any = module()
     net[0].weight.requires_grad_(False)
     before = _values(net)
     with ParameterServerOptimizer(net, client.model(name), ps.Adam(lr=0.1, weight_decay=0.1)) as opt:
-        opt.step()
+        opt.step(lambda: torch.tensor(0.25))
+        assert [p.value for p in opt.model.metrics("loss")] == [0.25]
         net[4].bias.grad = torch.ones(1)
         opt.step()
         assert opt.pushed is not None

@@ -5,22 +5,31 @@ from traceback import extract_tb
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from paramserver.core.cluster import Cluster
 from paramserver.core.cuts import Cuts
 from paramserver.core.durability import Durability
 from paramserver.core.gate import Gate
+from paramserver.core.membership import Roster
+from paramserver.core.model_desk import ModelDesk
 from paramserver.core.models import Model
+from paramserver.core.optimizer import initial_slots
 from paramserver.core.partition import Partition
+from paramserver.core.partition_state import LoadedState, PartitionState
+from paramserver.core.reading import Reading
+from paramserver.core.scheduler_io import CreateModel
 from paramserver.core.shard import ShardCore
-from paramserver.core.shard_effects import Task, UpdateTask
+from paramserver.core.shard_effects import LoadPartition, Task, UpdateTask
 from paramserver.core.shard_events import TaskResult
+from paramserver.core.spec import ModelSpec
 from paramserver.core.window import PushMemory
 from paramserver.testing import shards
-from paramserver.testing.shard_driver import perform
+from paramserver.testing.shard_driver import InMemoryStore, perform
 from paramserver.testing.simulation import Simulation
 from paramserver.testing.storage import SimRedis, Verdict
 from paramserver.testing.world import Faults
+from paramserver.types import ModelKey
 
 PATIENCE_S = 200.0
 """After three times what the longest runs take, a run with a planted bug hangs."""
@@ -34,9 +43,10 @@ def turns_red(
     *,
     first: int = 0,
     within: int = 12,
+    says: str = "",
     **settings: Any,
 ) -> bool:
-    """Return whether the checkers fail one of `within` seeds, of which `first` is the first.
+    """Return whether the checkers fail one of `within` seeds, of which `first` is the first, with what `says` gives.
 
     The product's own assertions do not count: a bug that they do not catch must be found, too.
     """
@@ -44,7 +54,7 @@ def turns_red(
         try:
             Simulation(seed, mode, level, kind, change, patience_s=PATIENCE_S, **settings).run()
         except AssertionError as error:
-            if "testing" in Path(extract_tb(error.__traceback__)[-1].filename).parts:
+            if "testing" in Path(extract_tb(error.__traceback__)[-1].filename).parts and says in str(error):
                 return True
     return False
 
@@ -171,3 +181,133 @@ def test_counting_commits_as_durable_by_versions_turns_the_checkers_red(monkeypa
     )
 
     assert turns_red("sync", "journaled", "pauses", "puts", within=3)
+
+
+def test_losing_the_state_of_the_optimizer_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a partition is loaded without its optimizer's state, its next steps reveal it."""
+    load = Partition.load
+
+    def without_slots(self: Partition, loaded: LoadedState) -> None:
+        load(self, loaded)
+        assert self.state is not None
+        slots = initial_slots(self.spec.optimizer, self.state.values)
+        self.state = PartitionState(self.state.values, slots, self.state.steps)
+
+    monkeypatch.setattr(Partition, "load", without_slots)
+
+    assert turns_red("async", kind="moves", within=4, optimizer="momentum", says=" steps, not ")
+
+
+def test_losing_the_step_counts_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an update does not count its step, adam's bias corrections are wrong and the run fails."""
+
+    def uncounted(task: Task) -> TaskResult:
+        result = perform(task)
+        if result.state is None or not isinstance(task, UpdateTask):
+            return result
+        return TaskResult(replace(result.state, steps=task.state.steps), result.crc)
+
+    monkeypatch.setattr(shards, "perform", uncounted)
+
+    assert turns_red("sync", within=1, optimizer="adam", says=" steps, not ")
+
+
+def test_a_schedule_that_begins_again_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the learning rate begins anew where a partition is loaded, the sizes of its steps reveal it."""
+    load, rate = Partition.load, Partition.rate
+    loaded_at: dict[Partition, int] = {}
+
+    def noted(self: Partition, loaded: LoadedState) -> None:
+        load(self, loaded)
+        loaded_at[self] = self.version
+
+    def restarted(self: Partition) -> float:
+        return rate(self) / self.spec.optimizer.schedule.gamma ** loaded_at.get(self, 0)
+
+    monkeypatch.setattr(Partition, "load", noted)
+    monkeypatch.setattr(Partition, "rate", restarted)
+
+    assert turns_red("sync", kind="moves", within=4, optimizer="momentum", says=" steps, not ")
+
+
+def test_a_change_of_mode_that_resets_the_optimizer_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another mode begins without the optimizer's state, the values no longer fit it and the run fails."""
+    adopt = Partition.adopt
+
+    def fresh(self: Partition, spec: ModelSpec, revision: int, live_workers: int) -> bool:
+        other = spec.consistency.mode != self.spec.consistency.mode
+        adopt(self, spec, revision, live_workers)
+        if other and self.state is not None:
+            self.fresh_slots()
+        return other
+
+    monkeypatch.setattr(Partition, "adopt", fresh)
+
+    assert turns_red(change="modes", within=4, optimizer="momentum", says=" steps, not ")
+
+
+def test_beginning_again_with_epoch_1_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If workers of a model created again get the epochs of those before, the run fails."""
+    monkeypatch.setattr(Cluster, "raise_worker_floor", lambda self, model: None)
+
+    assert turns_red(change="recreations", within=3, says="with the same epoch")
+
+
+def test_not_telling_what_a_worker_has_joined_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a shard takes a worker of a model that it has not heard of for one of the model before, the run fails."""
+    monkeypatch.setattr(Reading, "membership", lambda self, *who: self.worker(*who) | {"generation": None})
+
+    assert turns_red(change="recreations", within=3, faults=Faults(feed_cut=0.1), says="took a push to generation")
+
+
+def test_a_worker_that_outlives_its_model_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the workers of a deleted model are those of the next one without joining it, the run fails."""
+    create = ModelDesk.create
+
+    def with_workers(self: ModelDesk, e: CreateModel, now: float) -> None:
+        create(self, e, now)
+        model = self.c.models[e.spec["name"]]
+        if not model.roster.workers:
+            model.roster = rosters.get(model.name, model.roster)
+        rosters[model.name] = model.roster
+
+    rosters: dict[str, Roster] = {}
+    monkeypatch.setattr(ModelDesk, "create", with_workers)
+
+    assert turns_red(change="recreations", first=59, within=1, says="lists workers of others")
+
+
+def test_finding_what_is_stored_by_name_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a model created again begins with what is stored of the one before, that one's pushes are found in it."""
+    load = InMemoryStore.load
+
+    def by_name(self: InMemoryStore, effect: LoadPartition) -> LoadedState:
+        older = [k for k in self.kept if (k.model.name, k.index) == (effect.key.model.name, effect.key.index)]
+        return load(self, replace(effect, key=older[0], source="snapshot") if older else effect)
+
+    monkeypatch.setattr(SimRedis, "forget", lambda self, model: True)
+    monkeypatch.setattr(InMemoryStore, "load", by_name)
+
+    assert turns_red(change="recreations", within=12, says="has pushes of others")
+
+
+def test_keeping_what_a_deleted_model_has_stored_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If what is stored of a deleted model is never deleted, the run fails."""
+    monkeypatch.setattr(SimRedis, "forget", lambda self, model: True)
+
+    assert turns_red(change="recreations", within=3, says="Redis keeps")
+
+
+def test_giving_a_token_twice_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the owner tokens of each model are counted by themselves, two models have the same ones and the run fails."""
+    give = Cluster.give_token
+
+    def by_model(self: Cluster, model: Model, index: int, source: Any = None) -> None:
+        self.tokens_given = counts.get((self.term, model.key), 0)
+        give(self, model, index, source)
+        counts[self.term, model.key] = self.tokens_given
+
+    counts: dict[tuple[int, ModelKey], int] = {}
+    monkeypatch.setattr(Cluster, "give_token", by_model)
+
+    assert turns_red(within=3, models=2, says="a token of")

@@ -1,13 +1,18 @@
 """A whole simulated cluster under seeded faults keeps its promises."""
 
+from typing import Any
+
 import pytest
 
+from paramserver.testing.reference import OPTIMIZERS
 from paramserver.testing.simulation import CHANGES, CONSISTENCY, KINDS, LEVELS, Simulation
 
 SEEDS = 500
 TOGETHER = 5
 """Seeds per test."""
 MODES = sorted(CONSISTENCY)
+STEP = 13
+"""Between the seeds of a test, so that few of them have many modes, kinds and changes."""
 
 
 def run(simulation: Simulation) -> str:
@@ -94,6 +99,34 @@ MODE_CHANGES_FOUND = {
 def test_what_a_change_of_mode_once_lost_is_there(seed: int) -> None:
     """Each run in which a change of mode once lost a push passes."""
     run(Simulation(seed, change="modes"))
+
+
+def spread(fast: int) -> list[Any]:
+    """Return the first seeds of tests that go on in steps of `STEP`; all but `fast` are slow."""
+    return [pytest.param(first, marks=[] if first == fast else [pytest.mark.slow]) for first in range(STEP)]
+
+
+@pytest.mark.parametrize("first", spread(0))
+def test_a_model_created_again_has_no_push_and_no_worker_of_its_predecessor(first: int) -> None:
+    """Pushes count, and are acknowledged, only in the creation of the model that their worker has joined."""
+    for seed in range(first, 8 * STEP, STEP):
+        run(Simulation(seed, kind=("", "feeds")[seed % 2], change="recreations", deaths=seed % 3 == 2))
+
+
+@pytest.mark.parametrize("first", spread(11))
+def test_two_models_on_the_same_shards_keep_their_promises(first: int) -> None:
+    """Two models trained at the same time, in two modes, do as each would alone, also while one is restored."""
+    for seed in range(first, 8 * STEP, STEP):
+        run(Simulation(seed, models=2, optimizer=OPTIMIZERS[seed % 3]))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[1:])
+@pytest.mark.parametrize("first", spread(3))
+def test_values_and_optimizer_state_are_those_after_a_number_of_steps(first: int, optimizer: str) -> None:
+    """Moves, deaths with recovery, restores and changes of mode leave all of a partition after one number of steps."""
+    for seed in range(first, 8 * STEP, STEP):
+        run(Simulation(seed, optimizer=optimizer))
+        run(Simulation(seed, change=("modes", "recreations", "restores")[seed % 3], optimizer=optimizer))
 
 
 UNFINISHED = {

@@ -13,6 +13,7 @@ def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
     """The blocking client has the types that docs/sdk.md shows."""
     client = ps.connect("http://a:8700,http://b:8700", timeout=5.0, token="t")
     assert_type(client, ps.Client)
+    assert_type(ps.Client("http://a:8700", token="t"), ps.Client)
     model = client.create_model(
         "demo",
         {"w": gradient, "b": (10,), "v": ps.Param((784, 64), init="xavier_uniform", lr_scale=0.5)},
@@ -38,6 +39,7 @@ def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
     assert_type(model.pushpull(gradient, base=p, out=p), ps.Params)
     assert_type(model.info(), dict[str, Any])
     assert_type(model.metrics("loss")[0].value, float)
+    assert_type(model.metrics(), dict[str, list[ps.Point]])
     assert_type(model.checkpoint("ckpt/"), dict[str, Any])
     assert_type(client.restore("ckpt/", as_="demo2"), ps.Model)
     model.set(lr=0.05, consistency=ps.Sync(quorum=0.75, late="fold"))
@@ -74,7 +76,9 @@ async def on_a_loop(gradient: npt.NDArray[np.float32]) -> None:
             assert_type(w, ps.AsyncWorker)
             async for task in w.tasks("train"):
                 assert_type(task, ps.Task)
-            assert_type(await w.step({"w": gradient}), ps.Pushed)
+            assert_type(await w.step({"w": gradient}, ack="journaled"), ps.Pushed)
+        assert_type(await model.metrics("loss"), list[ps.Point])
+        assert_type(await model.metrics(), dict[str, list[ps.Point]])
 
 
 def wrong() -> None:

@@ -43,6 +43,8 @@ def drive(call: Call[T], answer: Callable[[Request], Outcome], now: Now | None =
     except StopIteration as stop:
         result: T = stop.value
         return result
+    finally:
+        call.close()  # as transports do
 
 
 class Shards:

@@ -1,14 +1,29 @@
-"""Limits on the size of a pull by name, for JSON and for msgpack."""
+"""Limits on the size of a pull by name, for JSON and for msgpack, and what a large one holds up."""
 
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+import pytest
+from starlette.requests import Request
 from tests.refusals import refused_with
 
 from paramserver.core.layout import Layout
 from paramserver.core.selection import select
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
-from paramserver.limits import BODY_BYTES_MAX, JSON_ELEMENTS_MAX
-from paramserver_shard.endpoints import check_json, check_msgpack
-from paramserver_shard.names import PullRequest
+from paramserver.limits import BODY_BYTES_MAX, JSON_ELEMENTS_MAX, MIB
+from paramserver.types import F32, AnyArray, ModelKey
+from paramserver.wire.tensor import from_f32, to_msgpack
+from paramserver_shard import endpoints
+from paramserver_shard.directory import KnownModel
+from paramserver_shard.endpoints import Pull, check_json, check_msgpack, packed
+from paramserver_shard.exchange import GotPart, WantedPart
+from paramserver_shard.names import NameService, Pulled, PullRequest
 
 QUARTER = BODY_BYTES_MAX // 4
 SPEC = {
@@ -38,3 +53,76 @@ def test_json_holds_so_many_numbers() -> None:
     check_json(asked("j"))
     with refused_with("too_large", RequestError):
         check_json(asked("j", "b"))
+
+
+LAYOUT = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [MIB]}}, "partitions": 1}))
+KNOWN = KnownModel(ModelKey("m", 1), LAYOUT, 0, "ready", (("s", 1),), None, None)
+
+
+class Values:
+    """One partition's values in memory so slow that the event loop must go on before they can be read."""
+
+    def __init__(self, values: F32) -> None:
+        self.values = values
+        self.went_on = threading.Event()
+
+    def __iter__(self) -> Iterator[F32]:
+        assert self.went_on.wait(10), "the event loop waits for the values"
+        yield self.values
+
+    async def pull(self, known: KnownModel, wanted: Sequence[WantedPart], **_: Any) -> dict[int, GotPart]:
+        """Pull them."""
+        return {part.partition: GotPart(part.partition, 1, 1, cast(Any, self)) for part in wanted}
+
+
+async def test_a_large_pull_by_name_keeps_nobody_waiting() -> None:
+    """The event loop goes on while the values of a large pull are put together; 256 MiB stopped it for a second."""
+    values = Values(np.arange(MIB, dtype=np.float32))
+    names = NameService(cast(Any, None), cast(Any, values))
+
+    pulling = asyncio.ensure_future(names.fetch(KNOWN, PullRequest(select(KNOWN.layout))))
+    await asyncio.sleep(0)
+    values.went_on.set()
+    assert np.array_equal((await pulling).packed, values.values)
+
+
+async def test_a_large_answer_in_msgpack_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop goes on while a large answer is converted and packed; 256 MiB stopped it for 0.4 s and more."""
+    converting, went_on = threading.Event(), threading.Event()
+
+    def slow(values: F32, dtype: str) -> AnyArray:
+        converting.set()
+        assert went_on.wait(10), "the event loop waits for the answer"
+        return from_f32(values, dtype)
+
+    async def pull(*_: Any) -> Pulled:
+        return Pulled(KNOWN, select(LAYOUT), None, 1, 1, np.arange(MIB, dtype=np.float32), ())
+
+    monkeypatch.setattr(endpoints, "from_f32", slow)
+    nothing: Any = SimpleNamespace(check=None, clock=None, pulled=lambda *_: None)
+    route = Pull(nothing, nothing, nothing, cast(Any, SimpleNamespace(pull=pull)), nothing)
+    accepts = [(b"accept", b"application/msgpack")]
+    request = Request({"type": "http", "method": "POST", "path": "/pull", "headers": accepts})
+    answering = asyncio.ensure_future(route.by_name(request, {}, 0.0))
+    while not converting.is_set():
+        await asyncio.sleep(0)
+    went_on.set()
+    assert int((await answering).headers["content-length"]) > 4 * MIB
+
+
+@pytest.mark.parametrize("count", [1, 3 * MIB])
+def test_the_values_of_a_large_answer_in_msgpack_are_not_copied(count: int) -> None:
+    """Values are in the answer as they are: no thread runs while a copy is packed, so 256 MiB stopped all for 0.3 s."""
+    values = {name: np.arange(count, dtype=np.float32) for name in ("a", "b")}
+    document = {
+        "version": 3,
+        "params": {name: to_msgpack(v, "float32") for name, v in values.items()},
+        "push": {"x": 1},
+    }
+
+    pieces = packed(document)
+
+    assert b"".join(pieces) == msgpack.packb(document)
+    views = [np.frombuffer(piece, np.uint8) for piece in pieces]
+    shared = [any(np.shares_memory(view, v) for view in views) for v in values.values()]
+    assert (len(pieces), shared) == ((1, [False, False]) if count == 1 else (5, [True, True]))

@@ -231,6 +231,17 @@ def test_a_checkpoint_is_found_after_its_replacement_was_interrupted(tmp_path: P
     assert sorted(p.name for p in tmp_path.iterdir()) == [".ckpt.2.0123abcd.old", "ckpt"]
 
 
+def test_what_is_left_of_an_interrupted_deletion_goes_with_the_next_one(tmp_path: Path) -> None:
+    """A replaced checkpoint whose deletion was interrupted is deleted when the next one has taken its place."""
+    _write(tmp_path / "ckpt")
+    for name in ("ckpt", "ckpt.2"):
+        shutil.copytree(tmp_path / "ckpt", tmp_path / f".{name}.0123abcd.gone")
+
+    _write(tmp_path / "ckpt", overwrite=True)
+
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".ckpt.2.0123abcd.gone", "ckpt"]
+
+
 def test_a_previous_checkpoint_that_could_not_be_deleted_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

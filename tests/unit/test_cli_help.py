@@ -31,6 +31,7 @@ def test_the_lines_of_help_fill_the_terminal(path: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("COLUMNS", "100")
     shown = CliRunner().invoke(app, [*path.split()[1:], "--help"]).output
     lines = [line.rstrip() for line in shown.partition("\u256d")[0].splitlines()]
+    assert "Usage: " in shown
     for line, following in pairwise(lines):
         if line and following and not line.startswith("  "):
             assert len(line) + len(following.split()[0]) + 1 > 97, line

@@ -1,5 +1,6 @@
 """What psctl says before it has asked a cluster."""
 
+import errno
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,9 +11,11 @@ import paramserver as ps
 from paramserver.errors import PsError, problem
 from paramserver_cli import exits, runs
 from paramserver_cli.cluster_file import StateDir
+from paramserver_cli.launch import Failed
 from paramserver_cli.main import app
 
 NOBODY = "http://127.0.0.1:1"
+UNANSWERED = ("drain shard-0", "status", "models", "run list --json")
 
 
 @pytest.mark.parametrize(
@@ -20,16 +23,22 @@ NOBODY = "http://127.0.0.1:1"
     [
         (f"create m -f absent.yaml --url {NOBODY}", 1, "cannot read absent.yaml"),
         ("logs shard-0 --state-dir empty", 1, "--state-dir names another cluster's folder"),
-        (f"drain shard-0 --url {NOBODY}", 3, "'psctl up' starts one"),
+        *((f"{line} --url {NOBODY}", 3, "'psctl up' starts one") for line in UNANSWERED),
+        ("frobnicate", 2, "frobnicate"),
+        (f"--url {NOBODY} status", 2, "--url"),
+        (f"set m lrr=1 --url {NOBODY}", 2, "did you mean 'lr'"),
+        (f"set m lr --url {NOBODY}", 2, "name=value"),
+        (f"train nothing.py --model m --url {NOBODY}", 2, "nothing.py"),
     ],
 )
-def test_what_is_missing_is_named(
+def test_what_is_wrong_is_named(
     line: str, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A missing file, folder or cluster is named, the nearest first, with what to do."""
+    """A missing file, folder or cluster is named, the nearest first, with what to do; so is what is wrongly typed."""
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, line.split())
-    assert (done.exit_code, says in done.stderr) == (code, True), done.stderr
+    told = " ".join(done.stderr.replace("│", " ").split())
+    assert (done.exit_code, says in told) == (code, True), done.stderr
 
 
 def test_the_version_can_be_asked_for() -> None:
@@ -44,6 +53,7 @@ def test_the_version_can_be_asked_for() -> None:
         (problem("unreachable", "no answer"), 1, ["no answer", "psctl list shows the clusters"]),
         (problem("unreachable", "no answer"), 0, ["no answer"]),
         (problem("unknown_run", "no run r"), 1, ["no run r"]),
+        (problem("invalid_field", "lr: too low", errors=({"where": "lr", "detail": "too low"},)), 1, ["lr: too low"]),
         (
             problem("invalid_field", "wrong", errors=({"where": "lr", "detail": "too low"},)),
             1,
@@ -62,3 +72,34 @@ def test_an_error_has_a_line_for_each_fault_and_for_what_helps(
 
     assert len(told) == len(lines)
     assert all(part in line for part, line in zip(lines, told, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (problem("unreachable", "no answer"), 3, "psctl: no answer\n"),
+        (problem("unknown_run", "no run r"), 4, "psctl: no run r\n"),
+        (problem("internal", "a bug"), 1, "psctl: a bug\n"),
+        (Failed("no room"), 1, "psctl: no room\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "x/y"), 1, "psctl: x/y: No such file\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_whatever_ends_a_command_is_told_in_a_line(
+    error: BaseException, code: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that fails or is interrupted says so in one line, and its exit code says whose fault it is."""
+    monkeypatch.setattr(runs, "connect", Mock(side_effect=error))
+    monkeypatch.setattr(exits, "running", lambda: [])
+
+    done = CliRunner().invoke(app, ["run", "list"])
+
+    assert (done.exit_code, done.stderr) == (code, told)
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the system that no user can do anything about is not made a line."""
+    bug = OSError(errno.EBADF, "Bad file descriptor")
+    monkeypatch.setattr(runs, "connect", Mock(side_effect=bug))
+
+    assert CliRunner().invoke(app, ["run", "list"]).exception is bug

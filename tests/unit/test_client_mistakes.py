@@ -16,7 +16,6 @@ from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.net.addresses import urls_of
 from paramserver.net.calls import Deadline
-from paramserver.net.credentials import NO_CREDENTIALS
 
 LAYOUT = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}}))
 
@@ -28,7 +27,7 @@ def created(optimizer: Any = None, consistency: Any = None, **of_w: Any) -> None
 
 def not_joined() -> Any:
     """Return a worker that has not joined."""
-    return ps.Client(("http://127.0.0.1:1",), 1.0, NO_CREDENTIALS).model("m").worker()
+    return ps.Client("http://127.0.0.1:1").model("m").worker()
 
 
 @pytest.mark.parametrize(
@@ -68,8 +67,8 @@ def not_joined() -> Any:
             r"no option wieght= \(did you mean weight=\? .*report",
         ),
         (
-            lambda: not_joined().exchange({}, ack="stored"),
-            r"no option ack= \(pull\(\), push\(\) and clock\(\) have all options",
+            lambda: not_joined().step({}, wait_s=5),
+            r"no option wait_s= \(pull\(\), push\(\) and clock\(\) have all options",
         ),
         (lambda: setattr(not_joined(), "state", [1]), r"the state of a worker is a dict of JSON values, not \[1\]$"),
         (lambda: cast(Any, ps.Cosine)(100), "Cosine takes by name warmup, t_max, eta_min; not 100 without a name$"),

@@ -14,6 +14,7 @@ from paramserver.client.encoding import Encoding
 from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver.errors import ConflictError, InDoubt, RequestError, problem
 from paramserver.net.calls import Deadline, Outcome, Request
+from paramserver.types import AnyArray
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
 
@@ -145,6 +146,33 @@ def test_what_is_pushed_and_filled_at_once_is_sent_again_as_it_was(shards: Shard
 
     assert shards.flat.tolist() == (2 * before).tolist()
     assert p.flat.tolist() == shards.flat.tolist()
+
+
+class Foreign:
+    """An array of another library that shares its memory, as torch.from_numpy() makes them."""
+
+    def __init__(self, array: AnyArray) -> None:
+        self.array = array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> AnyArray:
+        """Return its memory as an array."""
+        return self.array
+
+
+@pytest.mark.parametrize("of", [np.asarray, Foreign])
+def test_what_lies_elsewhere_in_out_is_sent_again_as_it_was(
+    shards: Shards, now: Now, cluster: Cluster, of: Any
+) -> None:
+    """A gradient that shares the memory of other parameters of `out` is not changed by values that arrive there."""
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    sums = shards.flat + np.roll(shards.flat, -14)
+    gradient = {"b": of(p.flat[:14]), "w": of(p.flat[14:].reshape(10, 5))}
+    shards.trouble.append(lambda r: refusal("unavailable") if r.to == B and r.path == "/pushpull" else None)
+
+    drive(transfer.pushpull(cluster, "m", Deadline.after(30, now), gradient, terms(), out=p), shards, now)
+
+    assert shards.flat.tolist() == sums.tolist()
+    assert p.flat.tolist() == sums.tolist()
 
 
 def test_a_base_of_a_model_that_was_created_anew_is_refused(shards: Shards, now: Now, cluster: Cluster) -> None:

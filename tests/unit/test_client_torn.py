@@ -152,10 +152,15 @@ def test_nothing_is_added_to_an_iteration_whose_commit_came_with_its_push() -> N
         drive(session.push(GRAD, deadline()), node)
 
 
-@pytest.mark.parametrize(("clock", "since"), [(1, 0), (2, 2)])
-def test_a_worker_that_skips_clocks_counts_from_there(clock: int, since: int) -> None:
-    """A worker that continues more than one clock later has not taken part since; with the next clock it has."""
+@pytest.mark.parametrize(("clock", "pushed", "since"), [(1, False, 1), (1, True, 0), (2, True, 2)])
+def test_a_worker_that_skips_clocks_counts_from_there(clock: int, pushed: bool, since: int) -> None:
+    """A worker that waited for data counts from the clock that comes with it; what it had pushed before that counts.
+
+    If it said that it has left none out, a mean would be divided by a contribution that was never pushed.
+    """
     session = opened(Node())
+    if pushed:
+        drive(session.push(GRAD, deadline()), Node())
     session.catch_up(clock, 1, 0)
 
     assert (session.clock, session.since) == (clock, since)
@@ -163,6 +168,8 @@ def test_a_worker_that_skips_clocks_counts_from_there(clock: int, since: int) ->
     session.catch_up(9, 2, 0)
     session.catch_up(9, 1, 1)
     assert session.clock == clock
+    session.catch_up(clock + 1, 1, 0)
+    assert session.since == clock + 1
 
 
 def test_a_stream_is_not_clipped_by_a_norm_that_is_not_known() -> None:

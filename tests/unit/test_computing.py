@@ -1,5 +1,8 @@
 """Computing updates: reuse of buffers, the check of gradients, and the parameters of steps."""
 
+import os
+import sys
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -13,7 +16,7 @@ from paramserver.core.update import UpdateInput, single_task
 from paramserver.types import ModelKey, PartitionKey
 from paramserver.wire.tensor import slice_crc
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
-from paramserver_shard.computing import compute
+from paramserver_shard.computing import compute, processors
 
 COUNTS = (74 << 10, 75 << 10, 74 << 10, 75 << 10)
 """Partition sizes; cuts fall on page boundaries, so those of one model differ by one page."""
@@ -91,3 +94,14 @@ def test_steps_tell_apart_only_what_the_optimizer_does(name: str) -> None:
         assert task.counts == (count + 1,)
         found.append(task.steps)
     assert len(set(found)) == (3 if name in ("adagrad", "adam", "adamw") else 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins processes")
+def test_a_process_that_is_pinned_takes_no_more_threads_than_it_has_processors() -> None:
+    """A shard that may use one processor of a machine computes in one thread; it took one for each of the machine's."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert processors() == 1
+    finally:
+        os.sched_setaffinity(0, before)

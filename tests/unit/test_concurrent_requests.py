@@ -7,14 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Peer, Server, serving
+from tests.waiting import eventually
 
 from paramserver.client.uploads import AT_ONCE
 from paramserver.net.calls import Call, Request, Response
@@ -45,14 +44,6 @@ ask()
 threading.Thread(target=train).start()
 atexit.register(ask)
 """
-
-
-def eventually(true: Callable[[], bool]) -> None:
-    """Wait until the condition is true; fail after 30 s."""
-    deadline = time.monotonic() + 30.0
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def ctrl_c() -> None:

@@ -1,6 +1,5 @@
 """A push that one shard forwards to the owners of its partitions."""
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -23,8 +22,8 @@ KEY = ModelKey("m", 1)
 class Fenced:
     """A shard that loses its partitions while it computes a push; it overwrites buffers that it may consume."""
 
-    async def push(self, event: Callable[[int], PushReceived]) -> Any:
-        for part in event(1).parts:
+    async def push(self, event: PushReceived) -> Any:
+        for part in event.parts:
             if part.exclusive_buffer:
                 part.data[:] = 77.0
         raise wrong_owner(KEY, 0, 2)
@@ -60,8 +59,8 @@ async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() ->
 class Applying:
     """This shard, which applies the partitions it owns."""
 
-    async def push(self, event: Callable[[int], PushReceived]) -> PushDone:
-        parts = tuple([PartVersion(p.partition, 1, 1, 0) for p in event(1).parts])
+    async def push(self, event: PushReceived) -> PushDone:
+        parts = tuple([PartVersion(p.partition, 1, 1, 0) for p in event.parts])
         return PushDone(KEY, 0, "applied", False, parts)
 
 

@@ -24,6 +24,9 @@ from paramserver_node.middleware import NodeMiddleware
 
 T = TypeVar("T")
 SIZE_MAX = 1000
+NUMBERS = [-(1 << 63) - 1, -(1 << 63), (1 << 64) - 1, 1 << 64]
+"""The smallest and the largest integer of msgpack, and those beyond."""
+ODD = {"loss": [float("nan"), {"worst": (float("-inf"), 1.5)}], "n": NUMBERS, "text": "\ud800"}
 MSGPACK = {"content-type": "application/msgpack"}
 
 
@@ -64,7 +67,7 @@ def make_app() -> FastAPI:
     @app.get("/odd")
     @roles.role("reader")
     async def odd(request: Request) -> Response:
-        return negotiate.respond(request, {"loss": float("nan"), "n": 1 << 70, "text": "\ud800"})
+        return negotiate.respond(request, ODD)
 
     return app
 
@@ -216,6 +219,7 @@ async def test_bad_bodies_are_refused(body: bytes, headers: dict[str, str], stat
         ("application/x-msgpack", "*/*", negotiate.MSGPACK),
         ("application/msgpack", "application/json", negotiate.JSON),
         ("application/msgpack", None, negotiate.MSGPACK),
+        ("application/msgpack", "application/json, application/msgpack;q=1", negotiate.MSGPACK),
     ],
 )
 async def test_media_types_are_negotiated(content_type: str | None, accept: str | None, answered: str) -> None:
@@ -264,9 +268,10 @@ async def test_the_most_specific_range_of_a_type_gives_its_quality(accept: str, 
         {"content-type": " Application/JSON ;charset=utf-8"},
         {"content-encoding": " Identity "},
         {"content-length": "2"},
+        {"content-length": b"\xb2"},
     ],
 )
-async def test_headers_of_a_json_body_are_read_as_they_are_meant(headers: dict[str, str]) -> None:
+async def test_headers_of_a_json_body_are_read_as_they_are_meant(headers: dict[str, str | bytes]) -> None:
     """A body is JSON in whatever case that is said, or if nothing is said."""
     answer = await ask("POST", "/echo", content=b"{}", headers=headers)
 
@@ -278,8 +283,11 @@ async def test_what_a_media_type_cannot_say_does_not_break_an_answer() -> None:
     as_json = (await ask("GET", "/odd")).json()
     as_msgpack = msgpack.unpackb((await ask("GET", "/odd", headers={"accept": "application/msgpack"})).content)
 
-    assert as_json == {"loss": None, "n": 1 << 70, "text": "?"}
-    assert as_msgpack == {"loss": None, "n": float(1 << 70), "text": "?"}
+    kept = {"loss": [None, {"worst": [None, 1.5]}], "text": "?"}
+    assert as_json == kept | {"n": NUMBERS}
+    below, *between, beyond = NUMBERS
+    assert repr(as_msgpack.pop("n")) == repr([float(below), *between, float(beyond)])
+    assert as_msgpack == kept
 
 
 async def test_readiness_says_what_is_missing() -> None:
@@ -506,6 +514,17 @@ async def test_chunked_bodies_are_read_whole() -> None:
             yield piece
 
     assert (await ask("POST", "/echo", content=pieces())).json() == {"a": [1, 2]}
+
+
+async def test_a_body_may_be_as_long_as_its_limit() -> None:
+    """A body of exactly the limit is read, whether its length was announced or not."""
+    body = b"[" + b" " * (SIZE_MAX - 2) + b"]"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield body
+
+    for content in (body, pieces()):
+        assert (await ask("POST", "/echo", content=content)).json() == []
 
 
 async def test_a_chunked_body_has_the_same_limit() -> None:

@@ -136,7 +136,7 @@ def test_the_last_pass_overlaps_with_the_one_before_and_none_follows_it() -> Non
     assert data.finished
     assert data.lease("a", 1, 0, 1) is None
     shown = data.document()
-    assert (shown["passes_done"], shown["done"], shown["leased"]) == (2, 0, 0)
+    assert (shown["passes_done"], shown["done"], shown["leased"]) == (2, 4, 0)
 
 
 def test_wrong_datasets_and_tasks_are_refused() -> None:

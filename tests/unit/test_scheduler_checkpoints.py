@@ -7,7 +7,9 @@ from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
-from paramserver.errors import PsError, problem
+from paramserver.core.checkpoints import Checkpoints
+from paramserver.core.spec import CheckpointSpec
+from paramserver.errors import PsError, RequestError, problem
 from paramserver.types import ModelKey
 
 from .scheduling import SPEC, Driver, beyond_its_cut, code
@@ -78,6 +80,18 @@ def test_what_was_read_of_a_model_that_went_back_meanwhile_is_no_checkpoint() ->
     assert d.result(again)["clock"] == 2
 
 
+def test_what_was_read_of_a_model_that_left_sync_meanwhile_is_no_checkpoint() -> None:
+    """If sync ends while a checkpoint reads the current state, the checkpoint fails with `conflict`.
+
+    Partitions read afterwards have pushes that those read before lack, although their clocks are the same.
+    """
+    d, _, asked, effect = reading_current()
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "async"}}))
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2, 3, 3, 3], creation="1-2.0"))
+    assert code(d, asked) == "conflict"
+    assert d.work == [io.RemoveCheckpoint("m", "mine", "1-2.0")]
+
+
 def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
     """A restore is refused while a checkpoint reads the current state, and accepted once it is written.
 
@@ -91,6 +105,18 @@ def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
     assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
 
 
+def test_who_looks_at_a_model_changes_nothing_of_it() -> None:
+    """Reading what workers wait for while no commit may be made fixes no roster: who joins next is waited for."""
+    d, a, _, effect = reading_current()
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"]))
+    parked = d.clock(d.join("b"), 3)
+    assert d.core.read.waiting_for("m") == ["the commit"]
+    d.join("c")
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2] * 4))
+    assert parked in d.open
+    assert d.core.read.waiting_for("m") == ["m/c"]
+
+
 def test_who_joins_a_restored_model_begins_with_the_state_that_the_checkpoint_has() -> None:
     """A worker, known or not, that joins after a restore gets its state from the checkpoint, also by a new leader."""
     d = Driver.with_model()
@@ -98,7 +124,8 @@ def test_who_joins_a_restored_model_begins_with_the_state_that_the_checkpoint_ha
     d.ask(lambda n: io.WorkerHeartbeat(n, "m", "m/a", 1, state={"at": 9}))
     d.ask(lambda n: io.StartRestore(n, "m"))
     states = {"m/a": {"at": 3}, "m/b": {"at": 4}, "run-1/w0": [5]}
-    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1), workers=states))
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, workers=states))
+    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
     d.restart()
     assert d.result(d.clock(a, 1))["released"]
     joined = [d.join(w) for w in ("a", "b", "run-1/w0", "c")]
@@ -160,6 +187,23 @@ def test_more_states_than_a_model_may_have_workers_are_left_out(monkeypatch: pyt
     d.join("a")
     d.ask(lambda n: io.ModelRestored(n, "m", 1, None, 0, {"m/b": 1, "m/c": 2, "m/a": 3}))
     assert {w["worker"]: w["kept"] for w in d.core.read.workers("m", d.now, kept=True)} == {"m/a": 3, "m/b": 1}
+
+
+def test_restored_states_are_bounded_as_those_that_workers_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restored states that do not fit with all others are refused; those that they take the place of do not count."""
+    monkeypatch.setattr(limits, "WORKER_STATES_MAX", 100_000)
+    d = Driver.with_model()
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, workers={"m/a": "x" * 60_000}))
+    with refused_with("too_large", RequestError):
+        d.ask(lambda n: io.ModelRestored(n, "m", 1, workers={"m/b": "x" * 60_000}))
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, workers={"m/a": "x" * 90_000}))
+    assert [(w["worker"], len(w["kept"])) for w in d.core.read.workers("m", d.now, kept=True)] == [("m/a", 90_000)]
+
+
+def test_a_model_that_has_lost_updates_has_changed() -> None:
+    """A model whose version is below that of its last checkpoint gets another one by time, as it is not the same."""
+    points, rule = Checkpoints(last_version=7), CheckpointSpec(every_minutes=1.0)
+    assert [points.due(rule, 0, 0, lambda v=v: v, 60.0) for v in (6, 7, 8)] == [True, False, True]  # type: ignore[misc]
 
 
 def test_the_last_and_the_best_checkpoints_stay() -> None:

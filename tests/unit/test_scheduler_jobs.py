@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.refusals import refused_with
 
-from paramserver import checkpoint
+from paramserver import checkpoint, limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
@@ -169,10 +169,9 @@ def tensor_file(dtype: str, item_bytes: int) -> bytes:
     return struct.pack("<Q", len(head)) + head + bytes(64 * item_bytes)
 
 
-@pytest.mark.parametrize(("dtype", "item_bytes"), [("F8_E4M3", 1), ("BF16", 2)])
-def test_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path, dtype: str, item_bytes: int) -> None:
+def test_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path) -> None:
     """A file of initial values with a dtype that numpy lacks is refused as `invalid_field`, and named."""
-    (tmp_path / "first.safetensors").write_bytes(tensor_file(dtype, item_bytes))
+    (tmp_path / "first.safetensors").write_bytes(tensor_file("F8_E4M3", 1))
     layout = Layout(ModelSpec.parse(SPEC | {"params": FROM_FILE}))
 
     with refused_with("invalid_field", match=r"first\.safetensors"):
@@ -375,12 +374,63 @@ def test_a_name_that_another_creation_has_is_not_used() -> None:
     assert d.core._c.models["m"].checkpoints.error == "", "only who asked made a mistake"
 
 
-def saved(state_dir: Path) -> Driver:
-    """Return a cluster with a model that has a checkpoint `mine` on disk."""
+def saved(state_dir: Path, **workers: Any) -> Driver:
+    """Return a cluster with a model that has a checkpoint `mine` on disk, with the states of these workers."""
     d = Driver.with_model()
-    values = {"w": np.zeros(64, np.float32)}
-    checkpoint.write(state_dir / "checkpoints" / "m" / "mine", ModelSpec.parse(SPEC), values, {}, {}, [], {}, {})
+    values, states = {"w": np.zeros(64, np.float32)}, {f"m/{w}": state for w, state in workers.items()}
+    checkpoint.write(state_dir / "checkpoints" / "m" / "mine", ModelSpec.parse(SPEC), values, {}, {}, [], states, {})
     return d
+
+
+async def test_many_states_are_restored_in_pieces(tmp_path: Path) -> None:
+    """A restore brings the core the workers' states in pieces, between which it can decide other things."""
+    states = {w: w * 200_000 for w in "abc"}
+    d, asked = saved(tmp_path, **states, d=[4]), []
+
+    class Noting(BlindRuntime):
+        async def ask(self, make: Any) -> Answer:
+            asked.append(type(make(0)))
+            return await super().ask(make)
+
+    unused, runtime = Mock(), cast(Any, Noting(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        shards = Mock(restore=AsyncMock())
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        await jobs.restore("m", "mine", "m", None)
+
+    assert asked == [io.StartRestore, *[io.ModelRestored] * 3, io.RestoreFinished]
+    assert [d.join(w)["state"] for w in "abcd"] == [*states.values(), [4]]
+
+
+@pytest.mark.parametrize("target", ["m", "copy"])
+async def test_who_joins_while_values_are_restored_has_the_state_for_them(tmp_path: Path, target: str) -> None:
+    """A worker that joins a model before all its restored values are set begins with its restored state."""
+    d, joined = saved(tmp_path, a=[4]), []
+
+    async def set_all(*args: Any) -> None:
+        joined.append(d.ask(lambda n: io.JoinWorker(n, target, "a"))["state"])
+
+    unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        shards: Any = Mock(restore=set_all)
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        await jobs.restore("m", "mine", target, None)
+
+    assert joined == [[4]]
+
+
+async def test_a_restore_whose_states_do_not_fit_sets_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore that brings more states than there is room for is refused before a value is set or commits pause."""
+    d = saved(tmp_path, a="x" * 60_000, b="x" * 60_000)
+    monkeypatch.setattr(limits, "WORKER_STATES_MAX", 100_000)
+    shards, unused, runtime = Mock(restore=AsyncMock()), Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        with refused_with("too_large"):
+            await jobs.restore("m", "mine", "m", None)
+
+    assert not shards.restore.called
+    assert d.join("a")["state"] is None
 
 
 @pytest.mark.parametrize("taken_in", [True, False])

@@ -33,6 +33,32 @@ def listed_of(d: Driver, worker: Any) -> list[int]:
     return [c for commit in d.commits() for name, _, _, c, _ in commit["contributions"] if name == worker["worker"]]
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_who_has_finished_no_iteration_is_not_late(mode: str) -> None:
+    """A report of clock 0 is not late in any mode: there is nothing that could have been dropped."""
+    d = Driver.with_model(consistency={"mode": mode})
+    told = d.result(d.clock_of(d.join("a"), 0))
+    assert (told["released"], told["late"]) == (True, False)
+
+
+def test_a_clock_that_was_late_before_the_model_went_back_is_not_late_again() -> None:
+    """A worker that reported a clock late, and reports it again in time on the next timeline, is in its commit."""
+    d = Driver.with_model(consistency={"mode": "sync", "quorum": 0.5, "min_workers": 2})
+    a, b = d.join("a"), d.join("b")
+    d.clock_of(a, 1)
+    d.beats()
+    d.now += 0.1
+    d.clock_of(a, 2)
+    assert d.result(d.clock_of(b, 2))["late"] is True
+
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    d.beats()
+    told = d.result(d.clock_of(b | {"timeline": 1}, 2))
+
+    assert (told["released"], told["late"]) == (True, False)
+    assert listed_of(d, b) == [1]
+
+
 @pytest.mark.parametrize("since", [None, 3])
 def test_clocks_that_a_worker_was_told_to_leave_out_are_never_listed(since: int | None) -> None:
     """Clocks that a worker was told to skip are not listed when its heartbeats report a later one.
@@ -46,6 +72,56 @@ def test_clocks_that_a_worker_was_told_to_leave_out_are_never_listed(since: int 
     d.clock_of(a, 5)
 
     assert listed_of(d, b) == [0, 3]
+
+
+@pytest.mark.parametrize("late", ["drop", "fold"])
+def test_what_a_worker_reports_although_it_waits_for_data_is_late(late: str) -> None:
+    """An iteration that a worker without data has finished after the others is late: it is told so, or it is folded."""
+    d = Driver.with_model(consistency={"mode": "sync", "late": late, "min_workers": 2})
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "t", 1, 1))
+    for worker in (a, b):
+        d.lease(worker, "t")
+    d.clock_of(a, 1)
+    told_late = d.result(d.clock_of(b, 1))["late"]
+    d.clock_of(a, 2)
+
+    assert (told_late, listed_of(d, b)) == ((True, []) if late == "drop" else (False, [0]))
+
+
+def test_who_gets_data_again_leaves_out_what_the_others_did_without_it() -> None:
+    """A worker that rested goes on at the clock that comes with its next range; those before it are not listed."""
+    d = Driver.with_model(**FOLD)
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "t", 1, 1))
+    d.ask(lambda n: io.RegisterDataset(n, "m", "u", 1, 1))
+    for worker in (a, b):
+        d.lease(worker, "t")
+    for clock in (1, 2, 3):
+        d.clock_of(a, clock)
+    leased = d.result(d.lease(b, "u"))
+    d.restart()
+    d.clock_of(b, 4)
+
+    assert (leased["clock"], listed_of(d, b)) == (3, [3])
+
+
+def test_a_late_clock_of_who_waits_for_data_then_is_listed_by_a_new_leader() -> None:
+    """A late report is stored until its clock is listed, also if its worker finds no more data and the leader changes.
+
+    Without it the worker's push, answered as one that counts, would be in no commit.
+    """
+    d, a, b = gone_on()
+    d.ask(lambda n: io.RegisterDataset(n, "m", "t", 1, 1))
+    d.lease(a, "t")
+    d.clock_of(b, 1)
+    d.lease(b, "t")
+    d.ask(lambda n: io.RequestEvaluation(n, "m"))  # has the clocks stored
+    d.restart()
+    beat(d, b, 1)
+    d.clock_of(a, 4)
+
+    assert listed_of(d, b) == [0]
 
 
 def test_who_never_heard_where_to_go_on_leaves_nothing_out() -> None:

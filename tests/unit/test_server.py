@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
@@ -13,7 +12,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from paramserver.wire import http2 as wire
-from paramserver_node import http2, read_deadline, server
+from paramserver_node import http2, read_deadline, redis_server, server
 from paramserver_node.server import Tls, serve_tcp
 
 WITHIN_S = 20.0
@@ -40,8 +39,7 @@ async def empty(scope: Scope, receive: Receive, send: Send) -> None:
 @asynccontextmanager
 async def serving(tls: Tls | None = None) -> AsyncIterator[int]:
     """Yield the port of a server."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
+    port = redis_server.free_port()
     stop = asyncio.Event()
     running = asyncio.ensure_future(serve_tcp(empty, "127.0.0.1", port, stop, tls=tls, grace_s=0.0))
     await asyncio.sleep(0)

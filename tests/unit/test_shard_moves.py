@@ -24,6 +24,7 @@ from .partitions import (
     request_release,
     serving,
     spec,
+    stage,
     successor,
     view,
 )
@@ -285,6 +286,26 @@ def test_the_next_owner_lets_go_what_ended_workers_pushed_ahead() -> None:
     after = successor(driver, workers={WORKERS[1]: 1})
 
     assert set(after.core.models["m"].partitions[0].staged) == {(WORKERS[1], 1, 5)}
+
+
+@pytest.mark.parametrize("ack", LEVELS)
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_worker_that_goes_while_sync_ends_in_a_held_partition_is_in_the_mean(moved: bool, ack: str) -> None:
+    """What a worker staged counts if it leaves after sync ended and before a move of the partition did."""
+    driver = serving(spec(ack=ack, consistency={"mode": "sync"}), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    stage(driver, 1, 0, 3.0)
+    request_release(driver, 0)
+    driver.patch({"consistency": {"mode": "async"}})
+    left = {WORKERS[0]: 1}
+    driver.send(RosterChanged(KEY.model, left))
+
+    if moved:
+        driver = successor(driver, workers=left)
+    else:
+        driver.send(replace(view(driver), workers=left, release={}))
+
+    assert driver.values() == [2.0] * 4
 
 
 def test_a_cut_is_not_all_that_is_handed_over() -> None:

@@ -61,7 +61,7 @@ class Shard:
         names: Any = SimpleNamespace(push=self.work, pushpull=self.work, pull=self.pulled)
         frames: Any = SimpleNamespace(push=self.frame_work, lease_after=lambda *_: None, prepare_push=None)
         reader: Any = SimpleNamespace(read=self.read)
-        app, asked = FastAPI(), Telemetry(time.monotonic)
+        app, asked = FastAPI(), Telemetry(time.monotonic, ())
         problems.install(app)
         app.add_middleware(InFlightMiddleware, in_flight=InFlight())
         for route, endpoint in (("/push", Push), ("/pushpull", PushPull), ("/pull", Pull)):

@@ -244,6 +244,17 @@ def test_ids_of_the_scheduler_are_asked_for_once() -> None:
     assert refused(driver, old).code == "fenced"
 
 
+def test_a_push_by_name_counts_only_in_the_creation_that_its_worker_joined() -> None:
+    """A shard that has not heard of a model created again takes no push of a worker that has joined that one."""
+    driver = serving(spec())
+
+    request = driver.submit({0: ones()}, PushId("run-1/w0", 4, 0))
+    driver.send(WorkerAnswered(request, epoch=4, live=True, generation=2))
+
+    assert refused(driver, request).code == "loading"
+    assert driver.pull(0).version == 0
+
+
 def test_ssp_takes_pushes_of_joined_workers_only() -> None:
     """In ssp pushes without a joined worker's id are refused; the scheduler is asked about ids the roster lacks."""
     driver = serving(spec(consistency={"mode": "ssp"}), workers={"r/w0": 1})

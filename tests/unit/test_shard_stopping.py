@@ -268,7 +268,7 @@ def test_a_partition_that_is_assigned_to_a_stopping_shard_does_not_end_it(loadin
             if not loading:
                 runtime.feed(view)
             with pytest.raises(Unavailable, match="is stopping"):
-                await runtime.pull(lambda n: PullReceived(n, "m", (0,)))
+                await runtime.pull(PullReceived(0, "m", (0,)))
             with pytest.raises(Unavailable, match="is stopping"):
                 await runtime.submit(int)
 

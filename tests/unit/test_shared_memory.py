@@ -4,12 +4,12 @@ import asyncio
 import mmap
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -26,14 +26,15 @@ from paramserver.client.mapped_buffers import (
     private,
     writable,
 )
-from paramserver.errors import ConflictError, RequestError, Unavailable
+from paramserver.errors import ConflictError, NotFoundError, RequestError, Unavailable, problem
 from paramserver.types import F32
-from paramserver.wire.frame import PushFrame, PushPart, encode_header
+from paramserver.wire.frame import PullFrame, PushFrame, PushPart, encode_header
 from paramserver_shard.buffers import BufferPool
+from paramserver_shard.frames import FrameService
 from paramserver_shard.inflight import InFlight
 from paramserver_shard.lending import Lending
 from paramserver_shard.receiving import Body, FrameReader
-from paramserver_shard.shared_folder import SharedFolder, sweep
+from paramserver_shard.shared_folder import SharedFolder
 
 from .sharding import Now
 
@@ -171,21 +172,34 @@ def test_mapped_buffers_lie_side_by_side(folder: SharedFolder, versions: BufferP
 def test_a_reader_keeps_its_bytes_when_the_file_goes(
     folder: SharedFolder, versions: BufferPool, lending: Lending, now: Now
 ) -> None:
-    """A buffer whose lease has expired is unlinked and never reused, so a slow reader's bytes do not change."""
+    """A buffer whose lease has expired is never reused, so a slow reader's bytes stay; its file goes when it does."""
     values = versions.take(COUNT, shared=True)
     values[:] = 3.0
     granted = lending.lease([values])
     assert granted is not None
-    mapped = MappedBuffers([(str(folder.path / granted[1][0]), 4 * COUNT)]).values()
+    path = folder.path / granted[1][0]
+    mapped = MappedBuffers([(str(path), 4 * COUNT)]).values()
     now.s += limits.SHARED_LEASE_S
     lending.expire()
     assert lending.leased_bytes == 0
-    assert not (folder.path / granted[1][0]).exists()
-    assert versions.file_of(values) is None
     del values
+    assert not path.exists()
+    assert folder.bytes == 0
     for _ in range(4):
         versions.take(COUNT, shared=True)[:] = 9.0
     assert (mapped == 3.0).all()
+
+
+def test_values_at_rest_are_lent_again_after_a_lease_of_them_has_expired(
+    versions: BufferPool, lending: Lending, now: Now
+) -> None:
+    """A reader that takes long does not make others copy the same values: they are lent until they are replaced."""
+    values = versions.take(COUNT, shared=True)
+    assert lending.lease([values], current=True) is not None
+    now.s += limits.SHARED_LEASE_S
+    again = lending.lease([values], current=True)
+    assert again is not None
+    assert again[1] == (versions.file_of(values),)
 
 
 def test_a_released_lease_gives_its_memory_back(versions: BufferPool, lending: Lending) -> None:
@@ -201,13 +215,58 @@ def test_a_released_lease_gives_its_memory_back(versions: BufferPool, lending: L
     assert versions.file_of(versions.take(COUNT, shared=True)) == file
 
 
+async def test_a_request_that_is_refused_gives_back_what_its_client_holds_no_longer(
+    versions: BufferPool, lending: Lending
+) -> None:
+    """Leases that a request ends are ended, whatever becomes of it: its client tells of them only once."""
+
+    async def find(*_: object) -> NoReturn:
+        raise problem("unknown_model", "it was deleted")
+
+    pulled, pushed = (lending.lease([versions.take(COUNT, shared=True)]) for _ in range(2))
+    assert pulled is not None
+    assert pushed is not None
+    unused = cast(Any, None)
+    frames = FrameService(unused, cast(Any, SimpleNamespace(find=find)), unused, unused, unused, lending)
+    with pytest.raises(NotFoundError):
+        await frames.pull(PullFrame([(0, None)], model="m", release=[pulled[0]]))
+    with pytest.raises(NotFoundError):
+        await frames.prepare_push(PushFrame("m", [PushPart(0, None, None)], release=[pushed[0]]))
+    assert lending.leased_bytes == 0
+
+
+def test_a_lease_is_ended_only_by_who_knows_its_number(versions: BufferPool, lending: Lending) -> None:
+    """Nobody ends another's lease by trying numbers: its memory would be reused while the other reads it."""
+    values = versions.take(COUNT, shared=True)
+    assert lending.lease([values]) is not None
+    lending.release(range(100_000))
+    assert lending.leased_bytes == values.nbytes
+
+
 def test_leases_are_bounded(versions: BufferPool, lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no lease beyond LEASED_BYTES_MAX or for private memory; those values travel over HTTP."""
     values = versions.take(COUNT, shared=True)
     assert lending.lease([values, versions.take(COUNT)]) is None
     monkeypatch.setattr("paramserver_shard.lending.LEASED_BYTES_MAX", 4 * COUNT)
     assert lending.lease([values]) is not None
-    assert lending.lease([values]) is None
+    assert lending.lease([versions.take(COUNT, shared=True)]) is None
+
+
+def test_values_that_many_lease_count_once(
+    versions: BufferPool, lending: Lending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound on leased bytes is one on memory: any number of readers may lease the same values."""
+    monkeypatch.setattr("paramserver_shard.lending.LEASED_BYTES_MAX", 8 * COUNT)
+    first, second = versions.take(COUNT, shared=True), versions.take(COUNT, shared=True)
+    granted = [lending.lease(arrays) for arrays in ([first, second], [first], [second, first])]
+    numbers = [found[0] for found in granted if found is not None]
+    assert len(numbers) == 3
+    assert lending.leased_bytes == 8 * COUNT
+
+    lending.release(numbers[::2])
+    assert lending.leased_bytes == 4 * COUNT
+    lending.release(numbers)
+    assert lending.leased_bytes == 0
 
 
 def test_a_slot_is_the_shards_from_submission_to_reply(folder: SharedFolder, lending: Lending) -> None:
@@ -413,68 +472,6 @@ def test_a_full_folder_costs_no_memory_that_is_not_used(short_path: Path, caplog
     folder.close()
 
 
-@pytest.mark.parametrize("root", ["", "/nonexistent/folder"])
-def test_no_folder_where_there_can_be_none(root: str) -> None:
-    """There is no shared folder if it is turned off or its root does not exist."""
-    assert SharedFolder.open(root, "shard-0", 1 << 20) is None
-
-
-def test_a_folder_that_could_not_be_opened_is_not_locked(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If opening it fails after its lock is taken, the lock is released and the next sweep removes the folder."""
-
-    def fail(_: Path) -> None:
-        raise OSError("no such call")
-
-    with monkeypatch.context() as failing:
-        failing.setattr("os.statvfs", fail)
-        assert SharedFolder.open(str(short_path), "shard-1", 1 << 20) is None
-    (parent,) = short_path.iterdir()
-    sweep(parent)
-    assert not list(parent.iterdir())
-
-
-def test_what_a_killed_shard_left_is_removed_by_the_next(short_path: Path, folder: SharedFolder) -> None:
-    """A sweep removes the folder of a process killed by SIGKILL, and keeps those of live processes."""
-    code = (
-        "import sys, time; from paramserver_shard.shared_folder import SharedFolder;"
-        f"f = SharedFolder.open({str(short_path)!r}, 'shard-1', 1 << 20); f.allocate(65536);"
-        "print(f.path, flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        path = Path(process.stdout.readline().strip())
-        sweep(path.parent)
-        assert path.exists()
-        process.send_signal(signal.SIGKILL)
-    sweep(path.parent)
-    assert not path.exists()
-    assert folder.path.exists()
-
-
-@pytest.mark.parametrize("name", ["shard-1-a", ".shard-1-a"])
-def test_a_folder_that_was_half_removed_is_removed_by_the_next(short_path: Path, name: str) -> None:
-    """A sweep removes a folder without a lock, under either name, once it is too old to be in creation."""
-    (path := short_path / name).mkdir()
-    (path / "b1").write_bytes(b"values")
-    sweep(short_path)
-    assert path.exists()
-    os.utime(path, (0.0, 0.0))
-    sweep(short_path)
-    assert not path.exists()
-
-
-def test_a_folder_that_is_being_removed_is_never_taken_for_one_in_use(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder is renamed to a name that no shard has before it is removed, in case the removal is interrupted."""
-    folder = SharedFolder.open(str(short_path), "shard-1", 1 << 20)
-    assert folder is not None
-    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
-    folder.close()
-    (left,) = folder.path.parent.iterdir()
-    assert left.name.startswith(".")
-
-
 def test_mappings_are_kept_for_the_next_turn(folder: SharedFolder, versions: BufferPool) -> None:
     """The same buffers give the same mapping until its folder is forgotten; buffers that cannot be mapped raise."""
     mappings = Mappings()
@@ -518,12 +515,6 @@ def test_pages_of_a_file_become_private_unseen(short_path: Path) -> None:
     assert found == {7}
     values[:] = 8
     assert path.read_bytes() == bytes([7]) * size
-
-
-def test_a_folder_is_its_users_alone(folder: SharedFolder) -> None:
-    """The shared folder gives no access to group and others."""
-    assert os.stat(folder.path).st_mode & 0o077 == 0
-    assert time.time() - os.stat(folder.path / "lock").st_mtime < 60
 
 
 def test_values_can_be_read_to_the_very_end_of_a_process(short_path: Path) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 from paramserver import limits
+from paramserver.client.iterations import Iterations
 from paramserver.client.pushed import Pushed
 from paramserver.client.streaming import BUCKET_BYTES, AsyncPushStream, Pieces, PushStream, Stream
 from paramserver.core.layout import Layout
@@ -215,22 +217,40 @@ def test_a_stream_that_can_have_no_thread_gives_its_number_back() -> None:
     drive(session.push(GRAD, Deadline.after(30.0, now)), node, now)
 
 
-def test_who_is_interrupted_while_a_stream_begins_leaves_no_thread() -> None:
+def test_who_is_interrupted_while_a_stream_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """When an interrupt follows the start of a stream's thread, the thread ends although no block is entered."""
     node = Node("async")
     push = PushStream(lambda call, _=None: drive(call, node), deadline, opened(node))
+    start = push._thread.start
 
-    class Interrupted(threading.Thread):
-        def start(self) -> None:
-            super().start()
-            raise KeyboardInterrupt
+    def interrupted() -> None:
+        start()
+        raise KeyboardInterrupt
 
-    push._thread = Interrupted(target=push._send, daemon=True)
+    monkeypatch.setattr(push._thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt), push:
         pass
 
     push._thread.join(20.0)
     assert not push._thread.is_alive()
+
+
+def test_a_stream_that_nobody_ends_is_taken_back_with_its_last_reference() -> None:
+    """If an interrupt comes before a block is entered or ended, its thread ends, and the worker takes the push back."""
+    node, now = Node("sync"), Now()
+    session = opened(node)
+    push = PushStream(lambda call, _=None: drive(call, node), deadline, session)
+    push.__enter__()
+    push.put("w", GRAD["w"])
+    thread = push._thread
+    eventually(lambda: node.pushes)
+
+    del push
+    thread.join(20.0)
+    assert not thread.is_alive()
+    until = Deadline.after(30.0, now)
+    assert drive(Iterations(session).step(GRAD, {}, until, until), node, now).state == "staged"
+    assert [frame.epoch for frame in node.pushes] == [1, 2]
 
 
 class TwoLayers(Node):

@@ -40,7 +40,7 @@ def frame(model: str, base: tuple[int, int] | None) -> PushFrame:
 def test_heartbeats_tell_rates_times_and_lags() -> None:
     """A heartbeat reports requests and bytes per second, time quantiles, and each worker's mean lag."""
     clock = Clock()
-    telemetry = Telemetry(clock)
+    telemetry = Telemetry(clock, ["rates"])
     for i in range(100):
         clock.now += 0.02
         telemetry.pushed(done("rates", i + 1), 1000, clock.now - 0.001 * (i + 1), "a/w0", i % 3)
@@ -61,7 +61,7 @@ def test_heartbeats_tell_rates_times_and_lags() -> None:
 def test_heartbeats_tell_for_a_minute_that_values_were_kept() -> None:
     """How often results were not finite is in the heartbeats until a minute has passed without one."""
     clock = Clock()
-    telemetry = Telemetry(clock)
+    telemetry = Telemetry(clock, ["diverges"])
     for _ in range(2):
         telemetry.values_kept("diverges")
         clock.now += 40.0
@@ -77,7 +77,7 @@ def test_heartbeats_tell_for_a_minute_that_values_were_kept() -> None:
 def test_a_model_that_is_still_is_told_of_no_more() -> None:
     """A model without requests keeps its times and lags for RECENT_S, and then leaves the heartbeat."""
     clock = Clock()
-    telemetry = Telemetry(clock)
+    telemetry = Telemetry(clock, ["still"])
     telemetry.pushed(done("still", 1), 8, clock.now - 0.5, "a/w0", 4)
     clock.now += 1
     assert telemetry.rates()["models"]["still"]["pushes_per_s"] == 1
@@ -96,8 +96,12 @@ def test_a_model_that_is_still_is_told_of_no_more() -> None:
 
 
 def test_a_model_that_is_gone_leaves_prometheus() -> None:
-    """A deleted model's series leave Prometheus, so their number is bounded by the models that exist."""
-    telemetry = Telemetry(Clock())
+    """A deleted model's series leave Prometheus for good, so their number is bounded by the models that exist.
+
+    A request that was being answered brought them back.
+    """
+    models = {"gone"}
+    telemetry = Telemetry(Clock(), models)
     telemetry.pushed(done("gone", 1, duplicate=True), 8, 99.0, "a/w0", 0)
     telemetry.pushed(done("gone", 1, state="staged"), 8, 99.0)
     telemetry.pulled("gone", 8, 99.0)
@@ -106,8 +110,13 @@ def test_a_model_that_is_gone_leaves_prometheus() -> None:
         return sum(s.labels.get("model") == "gone" for m in REGISTRY.collect() for s in m.samples)
 
     assert series() > 30
+    models.clear()
     telemetry.forget("gone")
     telemetry.forget("never-there")
+    assert series() == 0
+    telemetry.pushed(done("gone", 2), 8, 99.0, "a/w0", 0)
+    telemetry.pulled("gone", 8, 99.0)
+    telemetry.values_kept("gone")
     assert series() == 0
 
 

@@ -63,6 +63,27 @@ def test_every_dtype_of_numpy_is_read_as_it_was_written(tmp_path: Path) -> None:
             assert found.tobytes() == array.tobytes()
 
 
+def test_bfloat16_is_read_as_float32(tmp_path: Path) -> None:
+    """A tensor of bfloat16, the dtype of most published models, is read exactly, as float32; a scalar too."""
+    head = {
+        "b": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]},
+        "s": {"dtype": "BF16", "shape": [], "data_offsets": [8, 10]},
+    }
+    path = written(tmp_path / "b.safetensors", head, 10)
+    values = (np.array([1.0, -2.5, 0.0, 3e38, 0.15625], "<f4").view("<u4") >> 16).astype("<u2")
+    with path.open("r+b") as f:
+        f.seek(-10, 2)
+        f.write(values.tobytes())
+
+    with TensorFile(path) as file:
+        found, scalar = file.read("b"), file.read("s")
+    assert found.dtype == scalar.dtype == np.float32
+    assert scalar.shape == ()
+    assert found.reshape(-1)[:3].tolist() == [1.0, -2.5, 0.0]
+    assert found[1, 1] == pytest.approx(3e38, rel=2**-8)
+    assert float(scalar) == 0.15625
+
+
 W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
@@ -100,10 +121,10 @@ def test_a_file_without_a_header_is_a_value_error(tmp_path: Path, data: bytes) -
 
 
 def test_a_dtype_that_numpy_lacks_is_a_value_error(tmp_path: Path) -> None:
-    """A tensor of bfloat16 is refused by name when it is read; others of the same file are readable."""
-    head = {"b": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}, "w": W | {"data_offsets": [8, 16]}}
+    """A tensor of 8-bit floats is refused by name when it is read; others of the same file are readable."""
+    head = {"b": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}, "w": W | {"data_offsets": [8, 16]}}
 
     with TensorFile(written(tmp_path / "b.safetensors", head, 16)) as file:
         assert file.read("w").tolist() == [0.0, 0.0]
-        with pytest.raises(ValueError, match="BF16"):
+        with pytest.raises(ValueError, match="F8_E4M3"):
             file.read("b")

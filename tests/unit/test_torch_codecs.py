@@ -12,6 +12,7 @@ from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Draft, Encoded, Encoding, Feedback, ready
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.same_host import SameHost
+from paramserver.client.values import sendable
 from paramserver.codecs import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
@@ -280,3 +281,11 @@ def test_every_difference_is_listed() -> None:
     said = {x["where"]: x["code"] for x in e.value.errors}
     assert said == {"w": "invalid_shape", "new": "unknown_parameter", "deep.v": "unknown_parameter"}
     fitting.check_fit({n: torch.zeros(s) for n, s in SHAPES.items()}, replace(model_map()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.half, torch.bfloat16, torch.float32, torch.float64])
+def test_a_dtype_may_be_torchs_own(dtype: torch.dtype) -> None:
+    """A dtype as torch has it is the one of that name."""
+    assert sendable(dtype, "sent") == str(dtype).removeprefix("torch.")
+    with pytest.raises(RequestError, match=r"dtype .int32. cannot be sent"):
+        sendable(torch.int32, "sent")

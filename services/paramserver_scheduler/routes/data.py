@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from paramserver.errors import problem
 from paramserver_node import value_docs as docs
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import response_doc, service
+from paramserver_scheduler.exchange import service
 
 router = APIRouter(tags=["data"])
 
@@ -55,17 +55,22 @@ async def pushpull(request: Request) -> Response:
 
 
 @router.head("/pull/{m}/{name:path}", include_in_schema=False)
-@router.get("/pull/{m}/{name:path}", responses=response_doc(200, "A .npy file, with an ETag"))
+@router.head("/models/{m}/params/{name:path}", include_in_schema=False)
+@router.get("/pull/{m}/{name:path}", response_class=Response, responses=docs.NPY_ANSWERS)
+@router.get("/models/{m}/params/{name:path}", response_class=Response, responses=docs.NPY_ANSWERS)
 @role("reader")
 async def pull_npy(request: Request, m: str, name: str) -> Response:
-    """Pull one parameter as a .npy file with an `ETag`; 304 if `If-None-Match` matches, 412 if `If-Match` does not."""
+    """Pull one parameter as a .npy file with an `ETag`, at either path.
+
+    304 if `If-None-Match` matches, 412 if `If-Match` does not.
+    """
     return await hand_over(request)
 
 
 @router.put(
     "/models/{m}/params/{name:path}",
-    responses=docs.answer(200, "Assigned", docs.PUSHED, docs.PUSHED_EXAMPLE),
-    openapi_extra=docs.body({}, [[0.0, 1.0]]),
+    responses=docs.ASSIGN_ANSWERS,
+    openapi_extra=docs.ASSIGN_BODY,
 )
 @role("worker")
 async def assign(request: Request, m: str, name: str, start: int | None = None, stop: int | None = None) -> Response:

@@ -56,7 +56,11 @@ async def get_map(request: Request) -> Response:
     return respond(request, s.read.map())
 
 
-@router.get("/events", responses=response_doc(200, "Server-sent events: map, model, roster, commit, gone"))
+@router.get(
+    "/events",
+    response_class=StreamingResponse,
+    responses=response_doc(200, "Server-sent events: map, model, roster, commit, gone"),
+)
 @role("reader")
 async def events(request: Request) -> StreamingResponse:
     """Stream the whole state once, then each change, as server-sent events.

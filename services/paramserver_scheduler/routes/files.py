@@ -79,7 +79,7 @@ def _ranges(text: str, size: int) -> list[tuple[int, int]] | None:
     return found
 
 
-@router.get("/models/{m}/checkpoints/{name}/{file}", responses=response_doc(200, "The file"))
+@router.get("/models/{m}/checkpoints/{name}/{file}", response_class=Response, responses=response_doc(200, "The file"))
 @role("reader")
 async def download(request: Request, m: str, name: str, file: str) -> Response:
     """Download a file of a checkpoint: `manifest.json`, `model.safetensors`, `optimizer.safetensors` or `workers.json`.

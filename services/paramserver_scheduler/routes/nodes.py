@@ -174,13 +174,16 @@ async def restored(request: Request, m: str) -> Response:
 
 @router.get(
     "/models/{m}/worker",
-    responses=response_doc(200, "Its newest epoch", {"worker": "demo/w0", "epoch": 1, "rank": 0, "alive": True}),
+    responses=response_doc(200, "Its newest epoch", {"worker": "demo/w0", "epoch": 1, "alive": True, "generation": 1}),
 )
 @role("node")
 async def find_worker(request: Request, m: str, worker: str) -> Response:
-    """Return the newest epoch issued to `?worker=`, live or dead; 404 `unknown_worker` if it never joined."""
+    """Return the newest epoch issued to `?worker=`, live or dead, and the generation of the model that it is of.
+
+    404 `unknown_worker` if it never joined.
+    """
     s = service(request)
-    return respond(request, s.read.worker(m, worker, s.now))
+    return respond(request, s.read.membership(m, worker, s.now))
 
 
 @router.get("/feed", responses=response_doc(200, "One JSON document per line, without end"))

@@ -34,7 +34,11 @@ async def status(request: Request) -> Response:
     return respond(request, (await describe(service(request))).model_dump())
 
 
-@router.get("/stream", responses={200: {"description": "Server-sent events `status`, with `GET /status` as data"}})
+@router.get(
+    "/stream",
+    response_class=StreamingResponse,
+    responses={200: {"description": "Server-sent events `status`, with `GET /status` as data"}},
+)
 @role("reader")
 async def stream(request: Request) -> StreamingResponse:
     """Stream the status once a second as server-sent events.

@@ -57,7 +57,10 @@ async def register(request: Request, m: str) -> Response:
 @role("reader")
 @takes_query(*PAGED)
 async def list_datasets(request: Request, m: str) -> Response:
-    """List the datasets of a model, with the number of their ranges and how many are leased and done."""
+    """List the datasets of a model, with how many ranges each has (`tasks`) and how many are leased and done.
+
+    `done` counts those of all passes: a dataset with `passes` is finished at `tasks` times `passes`.
+    """
     return page(request, service(request).read.datasets(m))
 
 

@@ -6,7 +6,7 @@ The arguments are documented in `Client`, `Model` and `Worker`; only differences
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, overload
 
 from paramserver import limits
 from paramserver.client import checkpointing, control, transfer
@@ -202,12 +202,15 @@ class AsyncModel(ModelBase):
         ranges: Ranges | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """See `Model.pushpull`."""
         how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges}
         send = partial(transfer.pushpull, out=out)
-        _, params = await self._client.run(self._numbered(send, grads, timeout, **how, weight=weight, base=base))
+        _, params = await self._client.run(
+            self._numbered(send, grads, timeout, **how, weight=weight, ack=ack, base=base)
+        )
         return params
 
     def worker(
@@ -262,9 +265,16 @@ class AsyncModel(ModelBase):
         """Return the model's workers, by rank."""
         return await self._client.run(self._listed("workers", timeout))
 
-    async def metrics(self, name: str, *, timeout: float | None = None) -> list[Point]:
-        """Return the points of one metric that workers reported, oldest first: (time_s, clock, worker, value)."""
-        return await self._client.run(control.metric_points(self.name, name, self._client.deadline(timeout)))
+    @overload
+    async def metrics(self, name: str, *, timeout: float | None = None) -> list[Point]: ...
+    @overload
+    async def metrics(self, name: None = None, *, timeout: float | None = None) -> dict[str, list[Point]]: ...
+    async def metrics(
+        self, name: str | None = None, *, timeout: float | None = None
+    ) -> list[Point] | dict[str, list[Point]]:
+        """See `Model.metrics`."""
+        found = await self._client.run(control.metric_points(self.name, name, self._client.deadline(timeout)))
+        return found if name is None else found.get(name, [])
 
     async def add_tasks(
         self,
@@ -283,7 +293,7 @@ class AsyncModel(ModelBase):
         await self._client.run(self._post("tasks", body, timeout))
 
     async def tasks(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """Return the datasets, with how much of each is free, leased and done."""
+        """See `Model.tasks`."""
         return await self._client.run(self._listed("tasks", timeout))
 
     async def evaluate(self, *, timeout: float | None = None) -> None:

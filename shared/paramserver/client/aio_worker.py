@@ -141,10 +141,11 @@ class AsyncWorker(WorkerBase):
         weight: float = 1.0,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """See `Worker.pushpull`."""
-        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
         return await self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
 
     async def clock(self, *, timeout: float | None = None) -> int:
@@ -160,13 +161,15 @@ class AsyncWorker(WorkerBase):
         weight: float = 1.0,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Pushed:
         """See `Worker.step`."""
         told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
+        terms: dict[str, Any] = {"base": base, "weight": weight, "ack": ack}
         return await self._run(
-            self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, base=base, weight=weight)
+            self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, **terms)
         )
 
     async def exchange(
@@ -180,13 +183,15 @@ class AsyncWorker(WorkerBase):
         weight: float = 1.0,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Params:
         """See `Worker.exchange`."""
         told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
+        terms: dict[str, Any] = {"base": base, "weight": weight, "ack": ack}
         exchanging = self._iterations.exchange(
-            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, base=base, weight=weight
+            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, **terms
         )
         return await self._run(exchanging)
 

@@ -1,8 +1,8 @@
 """Checkpoints on the caller's own disk: the partitions of all owners saved to one folder, and restored from it."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 from msgspec.structs import replace
@@ -12,14 +12,10 @@ from paramserver.client.control import create_model, listed
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
-from paramserver.limits import MIB
-from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_bytes, json_request
+from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_request
 from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame, taken_out
-
-if TYPE_CHECKING:
-    from paramserver.checkpoint import Checkpoint
 
 AT_ONCE: Final = 8
 """Partitions fetched or set in one round of concurrent requests."""
@@ -72,7 +68,7 @@ def restore(
     """
     from paramserver import checkpoint
     from paramserver.core.assembly import scatter, versions
-    from paramserver.core.documents import check_states
+    from paramserver.core.documents import check_states, in_pieces
     from paramserver.core.fields import check_model_name
 
     found = checkpoint.read(os.fspath(path))
@@ -96,6 +92,8 @@ def restore(
         raise problem(
             "conflict", f"model '{model_map.name}' has {model_map.spec.partitions} partitions, which cannot be changed"
         )
+    for workers in in_pieces(found.states_in(model_map.name)):  # first: if there is no room for them, no value is set
+        yield from _report(model_map, {"workers": workers}, deadline)
     states = scatter(model_map.layout, found.params, found.slots, found.steps, found.spec.optimizer)
     least = versions(model_map.layout, Layout(found.spec), found.versions)
     pending = list(range(len(states)))
@@ -106,34 +104,15 @@ def restore(
         outcomes = yield requests
         again, model_map = yield from _sort_outcomes(cluster, model_map, now, outcomes, backoff, deadline, {})
         pending = again + later
-    return (yield from _report_restored(cluster, model_map, found, deadline))
-
-
-def _report_restored(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
-    """Tell the scheduler that every partition is set, and the workers' states; return the model's map after that."""
-    path = f"/internal{model_path(model_map.name, 'restored')}"
-    bodies: list[dict[str, Any]] = [{"workers": states} for states in _pieces(found.states_in(model_map.name))]
-    bodies.append({"timeline": model_map.timeline, "version": found.version})
-    document: Any = None
-    for body in bodies:
-        request = json_request("POST", path, {"generation": model_map.generation, **body}, timeout_s=ATTEMPT_S)
-        document = yield from deliver_json(request, deadline)
+    document = yield from _report(model_map, {"timeline": model_map.timeline, "version": found.version}, deadline)
     return (yield from cluster.store_document(document, deadline))
 
 
-def _pieces(states: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the states in pieces of at most 1 MiB of JSON; a single larger state is a piece of its own."""
-    piece: dict[str, Any] = {}
-    size = 0
-    for worker, state in states.items():
-        more = len(json_bytes(state))
-        if piece and size + more > MIB:
-            yield piece
-            piece, size = {}, 0
-        piece[worker] = state
-        size += more
-    if piece:
-        yield piece
+def _report(model_map: ModelMap, body: Mapping[str, Any], deadline: Deadline) -> Call[Any]:
+    """Tell the scheduler workers' states, or that every partition is set; return the model's document."""
+    path = f"/internal{model_path(model_map.name, 'restored')}"
+    request = json_request("POST", path, {"generation": model_map.generation, **body}, timeout_s=ATTEMPT_S)
+    return (yield from deliver_json(request, deadline))
 
 
 def _existing_map(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:

@@ -22,13 +22,22 @@ QUICK_CHECK_S = 3.0
 
 
 class Client(ClientBase):
-    """A connection to one cluster; blocking, independent of any event loop, safe to share between threads."""
+    """A connection to one cluster; blocking, independent of any event loop, safe to share between threads.
 
-    def __init__(self, urls: tuple[str, ...], timeout: float, credentials: Credentials) -> None:
-        super().__init__(urls, timeout)
-        self.credentials = credentials
+    Takes the arguments of `ps.connect`, which makes one and sees whether the cluster answers; this sends nothing.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        timeout: float = limits.CLIENT_TIMEOUT_S,
+        token: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(urls_of(url, os.environ), timeout)
+        self.credentials = Credentials.found(token, ca, os.environ)
         """The token it sends, and the certificate authorities it trusts."""
-        self.transport = BlockingTransport(urls, credentials)
+        self.transport = BlockingTransport(self.urls, self.credentials)
 
     def __enter__(self) -> Self:
         return self
@@ -183,10 +192,9 @@ def connect(
 
     Raises Unreachable if no URL answers, RequestError (`malformed`) if one is not a cluster's.
     """
-    urls = urls_of(url, os.environ)
-    client = Client(urls, timeout, Credentials.found(token, ca, os.environ))
+    client = Client(url, timeout, token, ca)
     try:
-        check(client.transport, urls, min(QUICK_CHECK_S, client.timeout))
+        check(client.transport, client.urls, min(QUICK_CHECK_S, client.timeout))
     except BaseException:
         client.close()
         raise

@@ -196,12 +196,13 @@ def listed(path: str, deadline: Deadline) -> Call[list[Any]]:
             return items
 
 
-def metric_points(model: str, name: str, deadline: Deadline) -> Call[list[Point]]:
-    """Return the points of one metric, oldest first; none if no worker has reported it."""
-    if not isinstance(name, str):
+def metric_points(model: str, name: str | None, deadline: Deadline) -> Call[dict[str, list[Point]]]:
+    """Return the points, oldest first, of each metric that workers have reported, or only of the one of that name."""
+    if name is not None and not isinstance(name, str):
         raise problem("invalid_field", f"the name of a metric is text, not {name!r:.40}", where="name")
-    series = yield from listed(f"{model_path(model, 'metrics')}?name={quote(name, safe='')}", deadline)
-    return [Point(float(t), c, str(w), float(v)) for s in series if s["name"] == name for t, c, w, v in s["points"]]
+    query = "" if name is None else f"?name={quote(name, safe='')}"
+    series = yield from listed(model_path(model, "metrics") + query, deadline)
+    return {str(s["name"]): [Point(float(t), c, str(w), float(v)) for t, c, w, v in s["points"]] for s in series}
 
 
 def dataset_document(

@@ -179,16 +179,14 @@ def prepare(
     return gradient
 
 
-def copy_if_aliased(grads: Grads, out: AnyArray) -> Grads:
-    """Return the gradients, with those copied that share memory with `out`.
+def apart_from(out: AnyArray, gradient: "Content") -> "Content":
+    """Return the gradient, with what shares memory with `out` copied, be it an array or something made of one.
 
     Values arrive in `out` while some shard's part of the gradient may still have to be sent again.
     """
-    if isinstance(grads, np.ndarray):
-        return grads.copy() if np.may_share_memory(grads, out) else grads
-    if isinstance(grads, Mapping) and not isinstance(grads, GradientArrays):
-        return {n: copy_if_aliased(a, out) if isinstance(a, np.ndarray) else a for n, a in grads.items()}
-    return grads
+    if not isinstance(gradient, Gradient) or gradient.memory is not None:
+        return gradient
+    return replace(gradient, sources=tuple([s.copy() if np.may_share_memory(s, out) else s for s in gradient.sources]))
 
 
 def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) -> Gradient:

@@ -15,9 +15,7 @@ from paramserver import limits
 from paramserver.client.client import Client
 from paramserver.core.fields import whole_number
 from paramserver.errors import PsError, problem
-from paramserver.net.addresses import urls_of
 from paramserver.net.calls import seconds
-from paramserver.net.credentials import Credentials
 
 START_S = 90.0
 """How long the cluster may take to become ready; on a machine's first start the kernels are compiled."""
@@ -26,10 +24,8 @@ START_S = 90.0
 class LocalClient(Client):
     """A client that owns its cluster: it is stopped with `close()`, or once nobody uses the client any more."""
 
-    def __init__(
-        self, urls: tuple[str, ...], timeout: float, credentials: Credentials, folder: str, *, temporary: bool
-    ) -> None:
-        super().__init__(urls, timeout, credentials)
+    def __init__(self, url: str, timeout: float, token: str | None, folder: str, *, temporary: bool) -> None:
+        super().__init__(url, timeout, token)
         # Called once: by `close`, when the client is collected, or at the end of the process.
         self._stop = weakref.finalize(self, _stop, os.getpid(), folder, temporary=temporary)
 
@@ -72,9 +68,7 @@ def local(
         printed = _psctl(["up", "--detach", "--json", *options], START_S)
         is_ours = True
         found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-        urls = urls_of(found["scheduler"], os.environ)
-        credentials = Credentials.found(found.get("token"), None, os.environ)
-        return LocalClient(urls, timeout, credentials, folder, temporary=temporary)
+        return LocalClient(found["scheduler"], timeout, found.get("token"), folder, temporary=temporary)
     except BaseException:
         if is_ours:
             with suppress(PsError):

@@ -22,6 +22,7 @@ from paramserver.client.cluster import Cluster, model_path
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.reports import Reports, document, numbers_of, refused, send
 from paramserver.client.tasks import Holding
+from paramserver.client.turns import Held, Turn
 from paramserver.errors import PsError, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
 from paramserver.net.retry import Backoff, deliver_json
@@ -51,7 +52,7 @@ class Membership:
         """How long the cluster may leave a request unanswered before waiting for workers or tasks gives up."""
         self._name, self._rank = name, rank
         self._lock = threading.Lock()
-        self._joining = False
+        self._joining: Final = Turn()
         self._join_in_doubt = False
         """Whether an attempt to join may have been done without our knowing: a higher epoch may be our own."""
         self._mode_fetched_at = 0.0
@@ -247,7 +248,7 @@ class Membership:
         with self._lock:
             if self.numbers.epoch != epoch:
                 return
-            if int(error.members.get("epoch") or 0) > epoch and not self._join_in_doubt and not self._joining:
+            if int(error.members.get("epoch") or 0) > epoch and not self._join_in_doubt and not self._joining.taken:
                 self.status = "stop"
                 raise problem(
                     "fenced",
@@ -259,18 +260,20 @@ class Membership:
 
     def _join_again(self, epoch: int, deadline: Deadline) -> Call[None]:
         """Join under a new epoch if `epoch` is still current; if another call is doing so, wait for it."""
-        with self._lock:
-            if self.numbers.epoch != epoch:
-                return
-            mine, self._joining = not self._joining, True
-        if not mine:
-            while self._joining and deadline.left_s() > 0:
-                yield Pause(0.02)
-            return
+        held = Held()
         try:
-            yield from self.join(deadline)
+            with self._lock:
+                if self.numbers.epoch != epoch:
+                    return
+                mine = not self._joining.taken
+                if mine:
+                    self._joining.take(held)
+            if mine:
+                yield from self.join(deadline)
+            while not mine and self._joining.taken and deadline.left_s() > 0:
+                yield Pause(0.02)
         finally:
-            self._joining = False
+            held.over = True
 
     def _adopt(self, doc: Mapping[str, Any]) -> None:
         """Adopt the status and the pending evaluation that an answer of the scheduler names."""

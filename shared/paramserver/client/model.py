@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from paramserver.client import checkpointing, control, transfer
 from paramserver.client.arrays import Params
@@ -80,7 +80,7 @@ class Model(ModelBase):
             dtype: dtype in which the elements are sent; None: float16 and bfloat16 as they are, all others as float32.
             codec: encoding in which they are sent, instead of a dtype: "fp16", "bf16+zstd", "fp32+lz4"
                 (docs/codecs.md); "int8" and "topk" are for workers, which add what these leave out to the next push.
-            ack: a higher acknowledgement level than the model's own.
+            ack: a higher acknowledgement level than the model's own: "journaled" or "fsynced"; refused in sync mode.
 
         Raises RequestError listing everything that is wrong, before anything is sent; ConflictError (`worker_required`)
         in sync and ssp mode; Unavailable, or its subclass InDoubt if the push may have been applied.
@@ -98,6 +98,7 @@ class Model(ModelBase):
         ranges: Ranges | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient and return the values after it, in one round trip if the gradient covers the whole model.
@@ -107,7 +108,7 @@ class Model(ModelBase):
         """
         how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges}
         send = partial(transfer.pushpull, out=out)
-        _, params = self._client.run(self._numbered(send, grads, timeout, **how, weight=weight, base=base))
+        _, params = self._client.run(self._numbered(send, grads, timeout, **how, weight=weight, ack=ack, base=base))
         return params
 
     def gradients(self, *, timeout: float | None = None) -> GradientArrays:
@@ -191,9 +192,17 @@ class Model(ModelBase):
         """Return the model's workers, by rank, with clocks and heartbeat ages."""
         return self._client.run(self._listed("workers", timeout))
 
-    def metrics(self, name: str, *, timeout: float | None = None) -> list[Point]:
-        """Return the reported points of one metric, oldest first: (time_s, clock, worker, value)."""
-        return self._client.run(control.metric_points(self.name, name, self._client.deadline(timeout)))
+    @overload
+    def metrics(self, name: str, *, timeout: float | None = None) -> list[Point]: ...
+    @overload
+    def metrics(self, name: None = None, *, timeout: float | None = None) -> dict[str, list[Point]]: ...
+    def metrics(self, name: str | None = None, *, timeout: float | None = None) -> list[Point] | dict[str, list[Point]]:
+        """Return the reported points of one metric, oldest first: (time_s, clock, worker, value); None: of all by name.
+
+        A metric that no worker has reported has none.
+        """
+        found = self._client.run(control.metric_points(self.name, name, self._client.deadline(timeout)))
+        return found if name is None else found.get(name, [])
 
     def add_tasks(
         self,
@@ -216,7 +225,7 @@ class Model(ModelBase):
         self._client.run(self._post("tasks", body, timeout))
 
     def tasks(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """Return the datasets, with how much of each is free, leased and done."""
+        """Return the datasets: how many ranges each has (`tasks`), and how many are leased, and done in all passes."""
         return self._client.run(self._listed("tasks", timeout))
 
     def evaluate(self, *, timeout: float | None = None) -> None:

@@ -17,6 +17,7 @@ from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.membership import Membership
 from paramserver.client.pushed import DROPPED, Pushed
+from paramserver.client.turns import Held, Turn
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
@@ -50,8 +51,8 @@ class Session(Membership):
         """(epoch, timeline, model generation) of the values that gradients are currently computed from."""
         self.pushed: tuple[int, int] | None = None
         """(epoch, timeline) of the current iteration's last accepted push; `NOTHING`: none of its pushes counts."""
-        self._ending = False
-        """Whether a call is ending the current iteration."""
+        self._ending: Final = Turn()
+        """Of the call that is ending the current iteration."""
         self.reported: tuple[int, int, int] | None = None
         """(epoch, timeline, clock) of the last iteration that may have been reported finished; see `begin`."""
         self._torn = 0
@@ -181,7 +182,7 @@ class Session(Membership):
         been reported, but its end was not awaited: whenever its commit is decided, it could take this push on some
         partitions only.
         """
-        if self.mode != "sync" or not self._ending or last:  # else it is refused below, without another request
+        if self.mode != "sync" or not self._ending.taken or last:  # else it is refused below, without another request
             yield from self.rejoin_if_torn(deadline)
         self._check_open(last)
         model_map = yield from self.cluster.map_of(self.model, deadline)
@@ -210,7 +211,7 @@ class Session(Membership):
         """Raise ConflictError (`conflict`) if, in sync, no push can be added to the iteration; see `begin`."""
         if self.mode != "sync":
             return
-        if self._ending and not last:
+        if self._ending.taken and not last:
             raise _busy()
         if self.reported == (self.numbers.epoch, self.timeline, self.clock):
             detail = f"iteration {self.clock} of this worker has been reported finished, so nothing can be added to it"
@@ -307,14 +308,15 @@ class Session(Membership):
         Raises ConflictError (`conflict`) in sync if another call of this worker is pushing or ending it: the commit
         could take that push on some partitions only.
         """
-        with self._lock:
-            if self.mode == "sync" and (self._ending or self.numbers.any_in_doubt()):
-                raise _busy()
-            self._ending = True
+        held = Held()
         try:
+            with self._lock:
+                if self.mode == "sync" and (self._ending.taken or self.numbers.any_in_doubt()):
+                    raise _busy()
+                self._ending.take(held)
             yield
         finally:
-            self._ending = False
+            held.over = True
 
     def continue_at(
         self, clock: int, epoch: int, timeline: int, min_clock: int = 0, *, until: Deadline | None = None
@@ -334,12 +336,14 @@ class Session(Membership):
     def catch_up(self, clock: int, epoch: int, timeline: int) -> None:
         """Adopt the clock that the model reached while this worker held nobody up, unless epoch or timeline changed."""
         with self._lock:
-            if self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
-                self._set_clock(max(self.clock, clock))
+            now = self.numbers.epoch, self.timeline
+            if self.mode in ("sync", "ssp") and now == (epoch, timeline) and clock > self.clock:
+                took_part, self.pushed = self.pushed == now, None
+                self._set_clock(clock, took_part=took_part)
 
-    def _set_clock(self, clock: int) -> None:
-        """Set the clock.  If it skips any, the others have gone on without this worker, and `since` starts anew."""
-        if clock > self.clock + 1:
+    def _set_clock(self, clock: int, *, took_part: bool = True) -> None:
+        """Set the clock, after the worker took part in the present one or not; `since` starts anew if it skips any."""
+        if clock > self.clock + took_part:
             self.since = clock
         self.clock = clock
 

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final, Protocol
@@ -164,6 +165,12 @@ class Stream:
             self._session.numbers.settle(self._terms.push_id)
             self._terms = None
 
+    def abandon(self) -> None:
+        """Do what `give_up` does, for finalizers: it takes no lock, as the number is free once nothing refers to it."""
+        terms, self._terms, self.over = self._terms, None, True
+        if terms is not None and self._sent:
+            self._session.mark_torn(terms)
+
 
 class PushStream:
     """`with worker.stream() as push: push.put(name, grad)`; afterwards `push.result` is the result.
@@ -179,7 +186,10 @@ class PushStream:
         self._more = SimpleQueue[None]()  # not a semaphore: see `concurrent_requests`
         self._reading = Interruptible()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._send, name="push stream", daemon=True)
+        # An interrupt can come before the block is entered, or its end begun: then nothing else refers to this object.
+        args = (weakref.ref(self), self._more)
+        self._thread = threading.Thread(target=_send_all, args=args, name="push stream", daemon=True)
+        weakref.finalize(self, _abandon, self._stream, self._more).atexit = False
         self._pid = os.getpid()
         self.result = DROPPED
         """The result of the push, set when the block has ended."""
@@ -226,18 +236,34 @@ class PushStream:
         self._reading.revoke()
         self._stream.give_up()
 
-    def _send(self) -> None:
-        over = False
+    def _send(self) -> bool:
+        """Send what is complete; return whether more may come."""
+        over = self._stream.over  # if set, nothing is put after this, and the sends below are the last
         try:
-            while not over:
-                self._more.get()
-                over = self._stream.over  # if set, nothing is put after this, and the sends below are the last
-                while self._run(self._stream.send(self._deadline()), self._reading):
-                    pass
+            while self._run(self._stream.send(self._deadline()), self._reading):
+                pass
         except CallerInterrupted:
-            pass
+            return False
         except BaseException as e:  # __exit__ raises it in the block's thread
             self._error = e
+            return False
+        return not over
+
+
+def _send_all(found: "weakref.ref[PushStream]", more: SimpleQueue[None]) -> None:
+    """Send what is put into a stream, until it ends or nobody has it any more; the work of its own thread."""
+    going_on = True
+    while going_on:
+        more.get()
+        stream = found()
+        going_on = stream is not None and stream._send()
+        del stream
+
+
+def _abandon(stream: Stream, more: SimpleQueue[None]) -> None:
+    """Give up a stream that nobody has any more, and let its thread end."""
+    stream.abandon()
+    more.put(None)
 
 
 class AsyncPushStream:

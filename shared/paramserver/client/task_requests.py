@@ -8,6 +8,7 @@ from paramserver.client.cluster import model_path
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.client.tasks import Task
+from paramserver.client.turns import Held
 from paramserver.core.series import in_json
 from paramserver.errors import PsError, problem
 from paramserver.net.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, json_request
@@ -31,14 +32,15 @@ class TaskRequests:
         s = self._session
         while s.status not in ("draining", "stop"):
             yield from s.while_paused()
-            if not s.holding.begin(dataset):
-                yield Pause(0.05)
-                continue
+            held = Held()
             try:
+                if not s.holding.begin(dataset, held):
+                    yield Pause(0.05)
+                    continue
                 doc = yield from self._lease(dataset, deadline, wait)
                 task = s.holding.take(dataset, doc) if doc is not None else None
             finally:
-                s.holding.end(dataset)
+                held.over = True
             if task is not None:
                 return task
             if doc is not None and (doc.get("finished") or not wait):

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paramserver.client.turns import Held, Turn
 from paramserver.core.tasks import EVALUATE
 
 
@@ -61,17 +63,19 @@ class Holding:
     def __init__(self) -> None:
         self._tasks: dict[str, tuple[Task, object]] = {}
         """By id, each with who works on it (see `_caller`)."""
-        self._asking: set[str] = set()
+        self._asking = defaultdict[str, Turn](Turn)
         self._lock = threading.Lock()
         self.evaluation_failed = False
         """Whether an evaluation was taken but not finished: it is still leased to this worker, which can ask again."""
 
-    def begin(self, dataset: str) -> bool:
-        """Return whether a task of this dataset may be requested now; if so, the caller must call `end`."""
+    def begin(self, dataset: str, held: Held) -> bool:
+        """Return whether the caller has the turn to request a task of this dataset now, until `held` is over."""
         with self._lock:
-            mine = dataset not in self._asking
-            self._asking.add(dataset)
-            return mine
+            turn = self._asking[dataset]
+            if turn.taken:
+                return False
+            turn.take(held)
+            return True
 
     def ids(self, dataset: str) -> list[str]:
         """Ids of the tasks of that dataset that are being worked on."""
@@ -93,11 +97,6 @@ class Holding:
         caller = _caller()
         with self._lock:
             return any(t.dataset == dataset and who == caller for t, who in self._tasks.values())
-
-    def end(self, dataset: str) -> None:
-        """Allow the next request for this dataset."""
-        with self._lock:
-            self._asking.discard(dataset)
 
     def done(self, task: Task) -> None:
         """Remove a task that is done."""

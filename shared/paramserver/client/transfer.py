@@ -17,7 +17,7 @@ from paramserver.client.frames import (
     pull_request,
     push_reply,
 )
-from paramserver.client.gradients import Content, Grads, copy_if_aliased
+from paramserver.client.gradients import Content, Grads, apart_from
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.same_host import Leased
 from paramserver.client.sends import PushTransfer, Transfer, good_and_failed
@@ -224,9 +224,10 @@ def exchange(
     model_map = yield from cluster.map_of(model, deadline)
     if out is not None:
         check_out(model_map, out)
-        grads = copy_if_aliased(grads, out.flat)
     with draft_for(encoding.feedback) as draft:  # restored if the push fails
         gradient = ready(model_map.layout, model_map.generation, grads, encoding, draft)
+        if out is not None:
+            gradient = apart_from(out.flat, gradient)
         selection = gradient.selection
         if len(selection.params) < len(model_map.spec.params) or selection.ranged:
             return (yield from _push(cluster, model_map, deadline, gradient, terms, draft)), None

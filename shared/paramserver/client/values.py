@@ -9,11 +9,11 @@ from paramserver.types import ITEMSIZE, AnyArray, DType, DTypeLike
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """Return the name of a dtype given by name or as NumPy has it; of anything else, its repr."""
+    """Return the name of a dtype given by name or as NumPy or torch has it; of anything else, its repr."""
     try:
-        return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        return dtype if isinstance(dtype, str) else np.dtype(cast(Any, dtype)).name
     except TypeError:
-        return repr(dtype)
+        return repr(dtype).removeprefix("torch.")
 
 
 def sendable(dtype: DTypeLike, how: str) -> DType:

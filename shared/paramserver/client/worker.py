@@ -59,8 +59,8 @@ class Worker(WorkerBase):
         self._thread = threading.Thread(
             target=self._take_part, args=(joined,), name=f"worker of {self.model}", daemon=True
         )
-        self._thread.start()
         try:
+            self._thread.start()
             joined.result()
         except BaseException:  # also Ctrl-C: a member without heartbeats would hold the others up for a whole lease
             self.__exit__()
@@ -73,7 +73,7 @@ class Worker(WorkerBase):
         if self._stop.is_set():
             return  # it has already left
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(LEAVE_S)
         if self._session.joined:
             self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
@@ -153,10 +153,11 @@ class Worker(WorkerBase):
         weight: float = 1.0,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient, then pull; the clock does not advance."""
-        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight}
+        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
         return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
 
     def clock(self, *, timeout: float | None = None) -> int:
@@ -176,6 +177,7 @@ class Worker(WorkerBase):
         weight: float = 1.0,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Pushed:
@@ -184,9 +186,8 @@ class Worker(WorkerBase):
         Metrics travel with the heartbeat; with many steps per second, only some of the points are kept.
         """
         told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
-        return self._run(
-            self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, base=base, weight=weight)
-        )
+        terms: dict[str, Any] = {"base": base, "weight": weight, "ack": ack}
+        return self._run(self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, **terms))
 
     def exchange(
         self,
@@ -199,6 +200,7 @@ class Worker(WorkerBase):
         weight: float = 1.0,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
+        ack: str | None = None,
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Params:
@@ -211,8 +213,9 @@ class Worker(WorkerBase):
         In sync these are the values after the commit of this clock.  `out` and `copy` are as in `Model.pull`.
         """
         told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
+        terms: dict[str, Any] = {"base": base, "weight": weight, "ack": ack}
         exchanging = self._iterations.exchange(
-            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, base=base, weight=weight
+            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, **terms
         )
         return self._run(exchanging)
 
@@ -266,6 +269,8 @@ class Worker(WorkerBase):
 
     def _take_part(self, joined: Future[None]) -> None:
         """Join, tell the outcome, and send heartbeats until the worker leaves; the work of its own thread."""
+        if self._stop.is_set():
+            return  # the caller was interrupted while it started this thread
         try:
             self._client.run(self._session.join(self._deadline(None)))
         except BaseException as e:

@@ -23,7 +23,7 @@ MISSPELLED: Final = ("codec", "dtype", "timeout", "weight")
 """Options of `step` and `exchange` of which a slip would change the result and look like a metric."""
 ALIKE: Final = 0.8
 """How alike a slip is to its option at least (`difflib`'s ratio): 'wieght' and 'weight' 0.83, 'val_loss' 0.29."""
-ELSEWHERE: Final = ("ack", "copy", "min_version", "names", "out", "ranges", "wait_s")
+ELSEWHERE: Final = ("copy", "min_version", "names", "out", "ranges", "wait_s")
 """Options of `pull`, `push` and `exchange`; `step` and `exchange` get those that they do not have as metrics."""
 LEAVE_S = 5.0
 """How long a worker tries to tell the scheduler that it leaves."""

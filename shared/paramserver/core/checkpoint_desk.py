@@ -189,6 +189,6 @@ def _awaits_evaluation(model: Model, now: float) -> bool:
 def _went_back(model: str) -> PsError:
     return problem(
         "conflict",
-        f"model '{model}' went back to an earlier clock while it was read",
+        f"model '{model}' went back to an earlier clock, or left sync, while it was read",
         hint="ask for another checkpoint",
     )

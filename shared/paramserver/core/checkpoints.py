@@ -94,7 +94,7 @@ class PendingCheckpoint:
     """The model's clock at the request; once begun, the clock it captures."""
     metric: tuple[str, float] | None = None
     void: bool = False
-    """A new timeline began while the current state was read, so the result is discarded."""
+    """A new timeline began, or sync ended, while the current state was read, so the result is discarded."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class Checkpoints:
         return bool(self.pending) and self.pending[0].written is not None
 
     def void_current(self) -> None:
-        """Void a checkpoint of the current state, because a new timeline has begun; a cut stays valid."""
+        """Void a checkpoint of the current state: a new timeline has begun, or sync has ended; a cut stays valid."""
         if self.reading_current:
             self.pending[0].void, self.reading_current = True, False
 
@@ -134,7 +134,7 @@ class Checkpoints:
             return True
         if spec.every_minutes <= 0 or now - self.last_s < 60.0 * spec.every_minutes:
             return False
-        return clock > self.last_clock or version() > self.last_version
+        return clock > self.last_clock or version() != self.last_version
 
     def find(self, name: str, spec: CheckpointSpec) -> Record | None:
         """The checkpoint of that name; `latest` is the newest, `best` the one with the best metric."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from paramserver import limits
 from paramserver.core.commit import Commit
 from paramserver.core.heartbeat_rows import Row
 from paramserver.core.membership import Member, Shard, Worker
@@ -304,6 +305,15 @@ class Cluster:
             return None
         owner = model.owners[row.partition]
         return model if owner.shard == shard and owner.token == row.token else None
+
+    def check_room(self, more: int) -> None:
+        """Raise RequestError (`too_large`) if the states of all workers cannot be larger by `more` (`size_of`)."""
+        if more <= 0:
+            return
+        size = more + sum([w.state_size for m in self.models.values() for w in m.roster])
+        if size > limits.WORKER_STATES_MAX:
+            detail = f"state: with it, those of all workers have size {size}; the limit is {limits.WORKER_STATES_MAX}"
+            raise problem("too_large", detail, hint="store less, or delete models", where="state")
 
     def live_shards(self) -> list[str]:
         """Names of the live shards, sorted."""

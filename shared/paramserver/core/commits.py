@@ -64,7 +64,10 @@ class CommitDesk:
         # A commit that is already decided may still list them, even one not received yet.
         if not p.staged or p.clock < model.clock or p.committing or p.held:
             return
-        slots = p.ended(model.workers, model.departed)
+        if model.sync:
+            slots = p.ended(model.workers, model.departed)
+        else:  # the mean of what is staged is still to come
+            slots = [k for k in p.staged if k[:2] in model.departed]
         if slots:
             self._shard.held_bytes -= p.drop(slots)
             p.lsn += 1

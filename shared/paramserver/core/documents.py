@@ -1,7 +1,8 @@
 """Checks of JSON values that are stored for clients and returned unchanged: bounded, finite, encodable."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ VALUES_MAX: Final = 20_000
 TEXT_MAX: Final = 1 << 20
 VALUE_SIZE: Final = 16
 _INT_MAX: Final = 1 << 63
+_PLAIN: Final = (str, int, float, type(None))
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -26,39 +28,41 @@ def check_document(value: Any, where: str) -> None:
     def fail(what: str, hint: str = "") -> Exception:
         return problem("invalid_field", f"{where}: {what}", hint=hint, where=where)
 
+    too_large = f"is too large: at most {VALUES_MAX} values and {TEXT_MAX} characters"
     values, text = 0, 0
     todo: list[tuple[Any, int]] = [(value, 0)]
     while todo:
         item, depth = todo.pop()
         values += 1
         text += len(item) if isinstance(item, str) else 0
-        if values > VALUES_MAX or text > TEXT_MAX or (isinstance(item, Mapping | list) and len(item) > VALUES_MAX):
-            raise fail(f"is too large: at most {VALUES_MAX} values and {TEXT_MAX} characters")
+        if values > VALUES_MAX or text > TEXT_MAX:
+            raise fail(too_large)
         if depth > limits.JSON_DEPTH_MAX:
             raise fail(f"is nested deeper than {limits.JSON_DEPTH_MAX} levels")
-        if isinstance(item, Mapping):
+        if isinstance(item, _PLAIN):  # first, because the other tests are slow, and there may be millions of these
+            if fault := _fault(item):
+                raise fail(*fault)
+        elif not isinstance(item, Mapping | list | tuple):
+            raise fail(f"holds a value of type {type(item).__name__}")
+        elif len(item) > VALUES_MAX:
+            raise fail(too_large)
+        elif isinstance(item, Mapping):
             if not all(isinstance(k, str) for k in item):
                 raise fail("has a key that is not a string")
             todo += [(v, depth + 1) for kv in item.items() for v in kv]
-        elif isinstance(item, list | tuple):
+        else:
             todo += [(v, depth + 1) for v in item]
-        elif fault := _fault(item):
-            raise fail(*fault)
 
 
-def _fault(item: Any) -> tuple[str, str] | None:
+def _fault(item: str | float | None) -> tuple[str, str] | None:
     """What is wrong with a value that is neither an object nor a list, and a hint; None if nothing is."""
-    match item:
-        case str() if _SURROGATE.search(item):
-            return "contains text that is not valid Unicode", ""
-        case float() if not isfinite(item):
-            return "holds a number that is not finite", ""
-        case int() if not -_INT_MAX <= item < _INT_MAX:
-            return "holds an integer beyond 64 bits", "write it as text"
-        case None | str() | float() | int():
-            return None
-        case _:
-            return f"holds a value of type {type(item).__name__}", ""
+    if isinstance(item, str):
+        return ("contains text that is not valid Unicode", "") if _SURROGATE.search(item) else None
+    if isinstance(item, float):
+        return None if isfinite(item) else ("holds a number that is not finite", "")
+    if item is None or -_INT_MAX <= item < _INT_MAX:
+        return None
+    return "holds an integer beyond 64 bits", "write it as text"
 
 
 def size_of(document: Any) -> int:
@@ -67,13 +71,28 @@ def size_of(document: Any) -> int:
     while todo:
         item = todo.pop()
         size += VALUE_SIZE
-        if isinstance(item, str):
-            size += len(item)
+        if isinstance(item, _PLAIN):
+            size += len(item) if isinstance(item, str) else 0
         elif isinstance(item, Mapping):
             todo += [*item, *item.values()]
         elif isinstance(item, list | tuple):
             todo += item
     return size
+
+
+def in_pieces(states: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield worker states in pieces of at most 256 KiB of JSON; a single larger state is a piece of its own."""
+    piece: dict[str, Any] = {}
+    size = 0
+    for worker, state in states.items():
+        more = len(json.dumps(state))
+        if piece and size + more > limits.MIB // 4:
+            yield piece
+            piece, size = {}, 0
+        piece[worker] = state
+        size += more
+    if piece:
+        yield piece
 
 
 def check_states(states: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -51,6 +51,7 @@ class Gate:
         self.members.clear()
         for w in roster:
             w.done = w.granted = clock
+            w.left_out = -1
             w.pending.clear()
 
     def open(self, roster: Roster) -> bool:
@@ -88,7 +89,7 @@ class Gate:
 
     def check(self, worker: Worker, done: int, since: int | None) -> None:
         """Raise RequestError (`invalid_field`) if the worker cannot report these numbers; see `report`."""
-        top = max(worker.done, self.clock + limits.CLOCKS_AHEAD_MAX) if self.sync else INTEGER_MAX
+        top = max(worker.done, self.clock + limits.CLOCKS_AHEAD_MAX) if self.sync else INTEGER_MAX - 1
         if not 0 <= done <= top:
             raise problem("invalid_field", f"clock: must be from 0 to {top}, not {done}", where="clock")
         if since is not None and not 0 <= since <= done:
@@ -126,7 +127,7 @@ class Gate:
                 min(w.granted, self.clock),
                 [c for c in w.pending if c < self.clock],
             ]
-            for w in roster.barrier_members()
+            for w in roster.live()  # also of those that wait for data: what they have reported is in the next commit
             if self.may_fold(w)
         }
 
@@ -139,10 +140,14 @@ class Gate:
         return self.sync and min(lowest, default=self.clock) < self.clock
 
     def resume(self, worker: Worker, roster: Roster) -> None:
-        """Wake a resting worker that has data again; it continues at least where a joining worker would begin."""
+        """Wake a resting worker that has data again, or has finished an iteration all the same.
+
+        Outside sync it continues at least where a joining worker would begin.  In sync it is told where to go on, and
+        what it has finished meanwhile is late if the others have ended it.
+        """
         if worker.resting:
-            worker.done = max(worker.done, self.join_clock(roster))
-            worker.granted = worker.done
+            if not self.sync:
+                worker.done = worker.granted = max(worker.done, self.join_clock(roster))
             worker.resting = False
 
     def next_clock(self, worker: Worker) -> int:
@@ -162,10 +167,7 @@ class Gate:
         """
         counted = roster.barrier_members()
         live = [w for w in counted if (w.name, w.epoch) in self.members]
-        if not live or (self.clock == 0 and not any(w.done for w in counted)):
-            live = counted
-            self.members = {(w.name, w.epoch) for w in live}
-        return live
+        return counted if not live or (self.clock == 0 and not any(w.done for w in counted)) else live
 
     def needed(self, live: int) -> int:
         """sync: how many workers of a live roster of that size must have reported."""
@@ -179,6 +181,8 @@ class Gate:
         if not self.opened:
             return None
         members = self._roster(roster)
+        if not self.members.issuperset(present := {(w.name, w.epoch) for w in members}):
+            self.members = present
         t = self.clock
         if sum(w.done > t for w in members) < self.needed(len(members)):
             return None

@@ -38,8 +38,9 @@ class LoadDesk:
             self.failed(LoadFailed(event.key, event.token, error), now)
             return
         p.live_workers = model.live_workers
-        # Workers of staged parts joined before this shard got the partition: if the roster lacks them, they are gone.
-        model.departed |= {slot[:2] for slot in p.staged if model.workers.get(slot[0]) != slot[1]}
+        if model.sync:
+            # Workers of staged parts joined before this shard got the partition: those that the roster lacks are gone.
+            model.departed |= {slot[:2] for slot in p.staged if model.workers.get(slot[0]) != slot[1]}
         self._shard.held_bytes += p.held_bytes
         if cut and loaded.stored:
             p.cut_stored = p.clock

@@ -162,9 +162,9 @@ class Worker(Holder):
     """Shards that have reported `final_push`."""
     granted: int = 0
     """sync: the clock it was last told to work on."""
-    left_out: int = 0
+    left_out: int = -1
     """sync: how many iterations it had finished when it last reported one whose commit was decided without it, for
-    good."""
+    good; -1: none on this timeline."""
     timeline: int = 0
     """The newest timeline it is known to have been told of."""
     resting: bool = False

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
-from paramserver.core.documents import check_states
+from paramserver.core.documents import check_states, size_of
 from paramserver.core.models import RESTORED, Model
 from paramserver.core.optimizer import slot_count
 from paramserver.core.owner import Owner
@@ -175,6 +175,7 @@ class ModelDesk:
                 model.cuts.leave_sync()
                 model.gate.opening = False
                 model.left_sync = model.revision
+                model.checkpoints.void_current()
             model.gate.change(spec.consistency)
             self.c.save_model(model)
             self.c.save_clock(model)
@@ -293,6 +294,8 @@ class ModelDesk:
                 f"checkpoint '{model.checkpoints.pending[0].written}' of model '{model.name}' is being read",
                 hint="restore once it is written",
             )
+        with validating():
+            self._check_states_fit(model, e.sizes)  # before any value is set
         model.restoring = True
         for owner in model.owners:
             if owner.withdraw_move():
@@ -316,7 +319,6 @@ class ModelDesk:
             self.c.save_model(model)
             if e.error is None:
                 self._filled(model, set(model.missing))
-                self._keep(model, e.workers, now)
             if model.gate.sync:
                 # Also after a partial failure: the values are then not those of any clock of the old timeline.
                 begin_sync(self.c, model, max(0 if first else model.next_phase_clock, e.version - 1))
@@ -326,17 +328,19 @@ class ModelDesk:
         model = self.c.created(ModelKey(e.model, e.generation))
         with validating():
             states = check_states(e.workers)
-        self._keep(model, states, now)
-        if model.gate.sync and model.ready and model.timeline == e.timeline:
-            begin_sync(self.c, model, max(model.next_phase_clock, e.version - 1))
-        self.c.answer(e.request, self.c.public(model))
-
-    def _keep(self, model: Model, states: Mapping[str, Any], now: float) -> None:
-        """Save these states; a worker that joins under one of the names starts with its state."""
+            self._check_states_fit(model, {name: size_of(state) for name, state in states.items()})
         for name, state in states.items():
             worker = model.roster.store_state(name, state, now)
             if worker is not None:
                 self.c.save_worker(model, worker)
+        if model.gate.sync and model.ready and model.timeline == e.timeline:
+            begin_sync(self.c, model, max(model.next_phase_clock, e.version - 1))
+        self.c.answer(e.request, self.c.public(model))
+
+    def _check_states_fit(self, model: Model, sizes: Mapping[str, int]) -> None:
+        """Raise RequestError (`too_large`) if states of these sizes, by worker, do not fit with those they leave."""
+        known = model.roster.workers
+        self.c.check_room(sum(size - (known[name].state_size if name in known else 0) for name, size in sizes.items()))
 
 
 def _first(found: Iterable[str]) -> str:

@@ -88,6 +88,8 @@ class StartRestore(Struct, frozen=True):
 
     request: int
     model: str
+    sizes: Mapping[str, int] = {}
+    """Worker name -> `size_of` the state that the restore brings it; refused at once if they do not fit (413)."""
 
 
 class RestoreFinished(Struct, frozen=True):
@@ -101,25 +103,24 @@ class RestoreFinished(Struct, frozen=True):
     error: PsError | None = None
     version: int = 0
     """The checkpoint's version. In sync the first commit brings the model to it, unless it is already beyond."""
-    workers: Mapping[str, Any] = {}
-    """Worker name -> state it starts with if it joins from now on; already checked (`documents.check_states`)."""
 
 
 class ModelRestored(Struct, frozen=True):
     """POST /internal/models/{m}/restored: a client has set every partition itself. Answer 200 with the model document.
 
-    A synchronous model that is still on `timeline` begins a new one, so repeating the request is harmless.
+    A synchronous model that is still on `timeline` begins a new one, so repeating the request is harmless.  Without
+    `timeline` it only brings `workers`, also those of a restore that ends with `RestoreFinished`.
     """
 
     request: int
     model: str
     generation: int
-    timeline: int | None
-    """The model's timeline when the restore began; None: this request only brings `workers`, and more will follow."""
-    version: int
+    timeline: int | None = None
+    """The model's timeline when the restore began."""
+    version: int = 0
     """As in `RestoreFinished`."""
     workers: Mapping[str, Any] = {}
-    """As in `RestoreFinished`, but not yet checked."""
+    """Worker name -> state it starts with if it joins from now on."""
 
 
 class RequestCheckpoint(Struct, frozen=True):

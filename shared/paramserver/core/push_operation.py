@@ -84,6 +84,8 @@ class PushOperation(RequestOperation):
         for p in self.partitions:
             if p.spec is not spec and p.spec.consistency.mode != mode:
                 raise problem("loading", "the model's settings are being changed")
+        if self.answer is not None:
+            self.model.check(self.answer.generation, None)  # a push by name says nothing of the one it is meant for
         admission.check_worker(event, mode, self.model.workers, self.answer)
         if self.level:
             admission.check_level(self.level, self.partitions[0].level, mode)

@@ -98,6 +98,10 @@ class Reading:
             raise problem("unknown_worker", f"worker {worker!r:.140} has not joined model '{name}'")
         return _worker(model, found, now, kept)
 
+    def membership(self, name: str, worker: str, now: float) -> dict[str, Any]:
+        """One worker, and the generation of the model that it has joined; raises like `worker`."""
+        return {**self.worker(name, worker, now), "generation": self._c.model(name).generation}
+
     def datasets(self, name: str) -> list[dict[str, Any]]:
         """The datasets of a model and their progress."""
         return [d.document() for d in self._c.model(name).datasets.values()]

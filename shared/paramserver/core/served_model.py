@@ -44,7 +44,7 @@ class ServedModel:
     workers: Mapping[str, int] = field(default_factory=dict)
     """worker -> epoch of the live roster."""
     departed: set[tuple[str, int]] = field(default_factory=set)
-    """(worker, epoch) that left the roster while a partition here had staged gradients of theirs."""
+    """(worker, epoch) that left the roster, in sync, while a partition here had staged gradients of theirs."""
     commits: dict[int, Commit] = field(default_factory=dict)
     """Commits of this timeline that a partition here may still need."""
     brought: tuple[Commit, ModelSpec] | None = None
@@ -129,8 +129,8 @@ class ServedModel:
         self.clock = max(self.clock, view.clock)
         self.ready, self.began, self.opening = view.ready, view.began, view.opening
         self.cut, self.cut_asked, self.cut_urgent = view.cut, view.cut_asked, view.cut_urgent
-        self.set_roster(view.workers)
         self.spec, self.revision = view.spec, view.revision
+        self.set_roster(view.workers)
 
     def restart(self, view: ModelView) -> None:
         """Begin the view's timeline; nothing of the clocks before counts any more."""
@@ -187,8 +187,8 @@ class ServedModel:
         )
 
     def set_roster(self, workers: Mapping[str, int]) -> None:
-        """Replace the live roster."""
-        left = {(w, epoch) for w, epoch in self.workers.items() if workers.get(w) != epoch}
+        """Replace the live roster.  Who leaves once sync has ended is not `departed`: what it has staged counts."""
+        left = {(w, epoch) for w, epoch in self.workers.items() if self.sync and workers.get(w) != epoch}
         staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.departed else set()
         self.departed = (self.departed | left) & staged
         self.workers = workers

@@ -198,6 +198,7 @@ class ShardCore:
                     self.plan.urgent(p)
             self._woken.append(p)
             self._commits.advance(model, p, now)
+            self._commits.drop_ended(model, p)
 
     def _model_of(self, view: ModelView) -> ServedModel | None:
         """Return the view's model, begun or rolled back if the view says so; None if a newer view is known."""

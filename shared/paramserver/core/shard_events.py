@@ -271,6 +271,8 @@ class WorkerAnswered(Struct, frozen=True):
     live: bool = False
     error: PsError | None = None
     """Why the scheduler could not be asked."""
+    generation: int | None = None
+    """Of the model that it is or was a worker of; None: not known."""
 
 
 class TaskResult(Struct, frozen=True):

@@ -1,6 +1,6 @@
 """Data and evaluation tasks: registered, leased to workers, done, and leased again when a worker is gone."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, Final
 
 from paramserver import limits
@@ -70,8 +70,9 @@ class TaskDesk:
         worker.open_polls += 1
         self.c.mark_dirty(model)
 
-    def _free(self, model: Model, worker: Worker, dataset: str, holding: Sequence[str]) -> None:
+    def _free(self, model: Model, worker: Worker, dataset: str, holding: Collection[str]) -> None:
         """Free what the worker has leased but does not hold: it gave the task up, or never got the reply."""
+        holding = set(holding)
         if dataset != EVALUATE:
             if model.datasets[dataset].release(worker.name, worker.epoch, holding):
                 self.c.save_dataset(model, dataset)
@@ -168,7 +169,7 @@ class TaskDesk:
             body = {
                 "task": task,
                 "finished": finished,
-                "clock": model.gate.next_clock(worker),
+                "clock": self.workers.grant(model, worker),
                 "timeline": model.timeline,
             }
             self.c.answer_waiter(model, w, body, now)

@@ -264,7 +264,7 @@ class Dataset:
             "assignment": self.spec.assignment,
             "passes": self.spec.passes,
             "passes_done": self.complete,
-            "done": sum(len(d) for d in self.done.values()),
+            "done": self.complete * len(self.spec.ranges) + sum(len(d) for d in self.done.values()),
             "leased": len(self.leases),
             "finished": self.finished,
         }

@@ -184,9 +184,9 @@ class WorkerDesk:
         with validating():
             metrics = check_metrics(e.metrics)
             check_document(e.state, "state")
-            self._check_room(worker, e.state)
+            if e.state is not None and e.state != worker.state:
+                self.c.check_room(size_of(e.state) - worker.state_size)
         if e.clock is not None:
-            _count(e.clock, "clock")
             self._check_timeline(model, worker, e.timeline)
             self._report(model, worker, e.clock, e.since)
         if e.state is not None and e.state != worker.state:
@@ -201,15 +201,6 @@ class WorkerDesk:
             "evaluate": model.awaits_evaluation,
         }
         self.c.answer_now(e.request, body)
-
-    def _check_room(self, worker: Worker, state: Any) -> None:
-        """Raise RequestError (`too_large`) if a larger state than the worker's last does not fit with all others'."""
-        if state is None or state == worker.state or (more := size_of(state) - worker.state_size) <= 0:
-            return
-        size = more + sum([w.state_size for m in self.c.models.values() for w in m.roster])
-        if size > limits.WORKER_STATES_MAX:
-            detail = f"state: with it, those of all workers have size {size}; the limit is {limits.WORKER_STATES_MAX}"
-            raise problem("too_large", detail, hint="store less, or delete models", where="state")
 
     def _report(self, model: Model, worker: Worker, clock: int, since: int | None) -> None:
         model.gate.check(worker, clock, since)
@@ -232,7 +223,7 @@ class WorkerDesk:
             raise self._rolled_back(model, worker)
 
     def _rolled_back(self, model: Model, worker: Worker) -> PsError:
-        clock = self._grant(model, worker)
+        clock = self.grant(model, worker)
         return problem(
             "rolled_back",
             f"model '{model.name}' was rolled back; it continues at clock {clock}",
@@ -265,7 +256,6 @@ class WorkerDesk:
     def clock(self, e: ReportClock, now: float) -> None:
         model = self.c.model(e.model)
         wait_s = wait_seconds(e.wait_s)
-        _count(e.clock, "clock")
         worker = self.renew_lease(model, e.worker, e.epoch, now)
         self._check_timeline(model, worker, e.timeline)
         if len(model.clock_waiters) >= limits.WAITERS_MAX:
@@ -363,7 +353,7 @@ class WorkerDesk:
                 if released or now >= w.deadline_s:
                     self.c.answer_waiter(model, w, self._clock_body(model, worker, w.clock, low, released), now)
 
-    def _grant(self, model: Model, worker: Worker) -> int:
+    def grant(self, model: Model, worker: Worker) -> int:
         """Record and return the clock that the worker is told to go on at."""
         if worker.granted < (granted := model.gate.next_clock(worker)):
             worker.granted = granted
@@ -379,7 +369,7 @@ class WorkerDesk:
         return {
             "released": released,
             "late": worker.left_out == clock,
-            "clock": self._grant(model, worker),
+            "clock": self.grant(model, worker),
             "min_clock": low,
             # Reported versions may predate a rollback, and the worker's next pull waits for the version given here.
             "version": gate.clock if gate.sync else model.version,

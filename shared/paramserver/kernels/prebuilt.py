@@ -38,8 +38,12 @@ ENTRIES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 """Result and argument types.  An array is passed as its address and its length, that of its first dimension."""
 
 
+@cache
 def digest() -> str:
-    """Return the digest of a library's source, including this file, because it declares the calls' other side."""
+    """Return the digest of the loops' source, including this file, which declares the other side of a library's calls.
+
+    Raises OSError if the source is not there.
+    """
     names = "build codes compiled intrinsics jit loads prebuilt socket_loops ../types".split()
     text = b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:16]

@@ -8,6 +8,7 @@ Sockets are nonblocking; the calls wait for them, but return when the peer pause
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
@@ -38,7 +39,9 @@ def warm_up() -> Any:
 
                 loops = socket_loops
                 for function, signature in loops.SIGNATURES:
-                    function.compile(signature)
+                    with suppress(OSError):  # a full disk: it is compiled, but not cached
+                        function.compile(signature)
+                    function.compile(signature)  # does nothing if it is compiled
                     function.disable_compile()
             _loops = loops
         return _loops

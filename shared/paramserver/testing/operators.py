@@ -1,4 +1,4 @@
-"""A simulated operator, who changes a model during training: restores, assignments, mode changes."""
+"""A simulated operator, who changes a model during training: restores, assignments, mode changes, new creations."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -8,6 +8,7 @@ import numpy as np
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.shard_events import AssignPart, SetReceived
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.schedulers import SimScheduler
 from paramserver.testing.workers import SimClient
@@ -34,12 +35,14 @@ class SimOperator(SimClient):
     """Makes one kind of change `ROUNDS` times."""
 
     def __init__(self, simulation: "Simulation") -> None:
-        super().__init__(simulation, "operator")
+        super().__init__(simulation, f"{simulation.prefix}operator")
         self.layout = Layout(simulation.spec)
         self.restored: int | None = None
         """The timeline that the last restore began; None if a leader died during it, or another timeline began."""
         self.over = False
         self.value = ASSIGNED
+        self.generation = 0
+        """Of the newest creation of the model that was answered."""
 
     def assign(self, value: float) -> Script:
         """Assign this value to every element, and wait until all shards have confirmed."""
@@ -48,14 +51,16 @@ class SimOperator(SimClient):
         self.over = True
 
     def work(self) -> Script:
-        """Make the changes; afterwards the model is in sync mode again, after `modes` in async."""
+        """Make the changes; in the end the model is in its first mode again, after `modes` in async, and after
+        `recreations` in any but buffered."""
         kinds: dict[str, Callable[[int], Script]] = {
             "restores": self._restore,
             "puts": self._put,
             "flips": self._flip,
             "settings": self._change_settings,
+            "recreations": self._create_again,
         }
-        if self.sim.own_elements:
+        if self.sim.change == "modes":
             yield from self._change_modes()
         else:
             for turn in range(ROUNDS):
@@ -68,7 +73,7 @@ class SimOperator(SimClient):
         begun = yield from self._insist(lambda r: io.StartRestore(r, self.sim.spec.name))
         if begun is not None:  # else the restore began but its answer was lost, so no values are set
             yield from self._set(self._schedulers[0], LATER * turn)
-        key = ModelKey(self.sim.spec.name, 1)
+        key = ModelKey(self.sim.spec.name, self.generation)
         ended = yield from self._insist(lambda r: io.RestoreFinished(r, key, None, LATER * turn))
         if begun is not None and ended["timeline"] == begun["timeline"] + 1:
             self.restored = ended["timeline"]
@@ -118,14 +123,27 @@ class SimOperator(SimClient):
         yield rng.uniform(0.0, 0.2)
         yield from self.ask(lambda r: io.LeaveWorker(r, model, f"{model}/w{rng.randrange(self.sim.workers)}"))
 
+    def _create_again(self, turn: int) -> Script:
+        """Delete the model and create it again as another; in the end in a mode in which no acknowledged push waits."""
+        spec, rng = self.sim.spec, self.sim.world.rng
+        yield from self._insist(lambda r: io.DeleteModel(r, spec.name))
+        yield rng.choice((0.0, rng.uniform(0.0, 2.0)))
+        mode = rng.choice(ANY_MODE if turn < ROUNDS - 1 else (MODES[0], *ANY_MODE[2:]))
+        change = {"consistency": mode, "partitions": rng.randint(3, 5), "ack": rng.choice(("applied", "journaled"))}
+        document = spec.document() | change
+        self.sim.spec = ModelSpec.parse(document)
+        made = yield from self._insist(lambda r: io.CreateModel(r, document, f"nonce-{turn}"))
+        self.generation = made["generation"]
+
     def _insist(self, make: Callable[[int], io.Event]) -> Script:
-        """Send a request until it is answered, and return the answer; None if a restore had already begun."""
+        """Send a request until it is answered, and return the answer; None if a restore had already begun or the model
+        was already deleted."""
         while True:
             outcome = yield from self.ask(make)
             if not isinstance(outcome, PsError):
                 return outcome
-            if outcome.code == "conflict":
-                return None  # the restore has begun; an answer was lost
+            if outcome.code in ("conflict", "unknown_model"):
+                return None  # the restore has begun, or the model is deleted; an answer was lost
             assert outcome.retryable, outcome
             yield 0.2
 
@@ -142,7 +160,7 @@ class SimOperator(SimClient):
                 done = yield self.sim.shards[shard].ask(
                     self.name,
                     f"set {indices}",
-                    lambda r, p=parts: SetReceived(r, self.sim.spec.name, p, 1, restore, timeline),  # type: ignore[misc]
+                    lambda r, p=parts: SetReceived(r, self.sim.spec.name, p, self.generation, restore, timeline),  # type: ignore[misc]
                 )
                 if not isinstance(done, PsError):
                     left -= set(indices)
@@ -153,5 +171,9 @@ class SimOperator(SimClient):
         return True
 
     def _part(self, index: int, restore: bool, version: int) -> AssignPart:
-        values = np.full(self.layout.partition_size(index), self.value, np.float32)
-        return AssignPart(index, values, "float32", True, slots=() if restore else None, version=max(0, version - 1))
+        """The state after `value` steps, or with `sum` that value; only a restore is sure to have the optimizer's."""
+        size, segments = self.layout.partition_size(index), len(self.layout.segments[index])
+        value, *slots = (np.full(size, x, np.float32) for x in self.sim.reference.after(int(self.value)))
+        steps = (int(self.value),) * segments if slots else None
+        state = tuple(slots) if slots or restore else None
+        return AssignPart(index, value, "float32", True, slots=state, steps=steps, version=max(0, version - 1))

@@ -11,15 +11,16 @@ from paramserver.errors import PsError, problem
 from paramserver.testing.nodes import Node
 from paramserver.testing.storage import SimRedis, Verdict
 from paramserver.testing.world import Answer, Call, World
-from paramserver.types import PartitionKey, Token
+from paramserver.types import ModelKey, PartitionKey, Token
 
 Document = Mapping[str, Any]
 TICK_S = 0.5
 RETRY_S = 0.25
 EMPTIED_S = 10.0
 """Time that a leader has to refill an emptied Redis before a standby takes over without any state."""
-ONCE = (io.JoinShard, io.StartRestore, io.RestoreFinished)
-"""Events never delivered twice.  Restores are among them because the leading process does them without a network."""
+ONCE = (io.JoinShard, io.StartRestore, io.RestoreFinished, io.DeleteModel)
+"""Events never delivered twice.  Restores are among them because the leading process does them without a network, and
+deletions because a late copy would delete the next model of that name."""
 
 
 @dataclass
@@ -39,9 +40,9 @@ class Ledger:
             before = self.commits.setdefault(key, commit["contributions"])
             assert before == commit["contributions"], f"commit {key} was published with two lists"
 
-    def sums(self, timeline: int) -> int:
+    def sums(self, generation: int, timeline: int) -> int:
         """Return the number of commits of that timeline that have contributions."""
-        return sum(at == timeline and bool(listed) for (_, at, _), listed in self.commits.items())
+        return sum(at[:2] == (generation, timeline) and bool(listed) for at, listed in self.commits.items())
 
 
 @dataclass
@@ -256,8 +257,21 @@ class SimScheduler(Node):
             case io.WriteCheckpoint(model, name):
                 # Files are not simulated: a checkpoint only serves to request a cut.
                 self.handle(io.CheckpointFailed(model, name, problem("storage_unavailable", "there is no disk")))
+            case io.ForgetModel(model):
+                self._forget(model)
             case _:
                 raise AssertionError(f"the simulation has no {effect}")
+
+    def _forget(self, model: ModelKey) -> None:
+        def forgotten(done: bool | None) -> None:
+            if not self.leading:
+                return
+            if done:
+                self.handle(io.ModelForgotten(model))
+            else:
+                self.later(RETRY_S, "forget again", lambda: self._forget(model))
+
+        self.ask_redis("forget", lambda redis: redis.forget(model), forgotten)
 
     # --- requests
 

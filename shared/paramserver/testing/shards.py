@@ -69,6 +69,8 @@ class _Feed:
         self._shard, self._scheduler, self._world = shard, scheduler, shard.world
         self._epoch = shard.epoch
         self._arrives_s = self._heard_s = self._world.now
+        self._untold = set(shard.views)
+        """Models of which it has not brought a document yet."""
 
     @property
     def followed(self) -> bool:
@@ -123,6 +125,12 @@ class _Feed:
             self._replace()
             return
         shard.term = max(shard.term, doc.get("term", 0))
+        if doc["type"] == "model":
+            self._untold.discard(doc["name"])
+        elif doc["type"] == "ping":  # the first follows the complete state: the others were deleted
+            while self._untold:
+                view = shard.views[self._untold.pop()]
+                shard._take({"type": "gone", "model": view.model.name, "generation": view.model.generation})
         shard._take(doc)
 
     def _watch(self) -> None:
@@ -152,6 +160,7 @@ class SimShard(Node):
         self.term = 0
         """The highest term that a document carried."""
         self.views: dict[str, ModelView] = {}
+        """The newest of each model that exists, by name."""
         self.layouts: dict[ModelKey, Layout] = {}
         self._feed: _Feed | None = None
         """The one that is followed, if any."""
@@ -283,6 +292,7 @@ class SimShard(Node):
                 workers = {w: v[0] for w, v in doc["workers"].items()}
                 self.handle(RosterChanged(ModelKey(doc["model"], doc["generation"]), workers))
             case "gone":
+                self.views.pop(doc["model"], None)
                 self.handle(ModelGone(ModelKey(doc["model"], doc["generation"])))
 
     def _view(self, view: ModelView) -> None:
@@ -358,7 +368,7 @@ class SimShard(Node):
 
     def _store(self, effect: StoreSnapshot) -> None:
         capture = effect.capture
-        pinned, view = self._cuts.get(capture.key.model), self.views[capture.key.model.name]
+        pinned, view = self._cuts.get(capture.key.model), self.views.get(capture.key.model.name)
 
         def done(verdict: Verdict | None) -> None:
             self.handle(SnapshotDone(capture.key, capture.token, verdict is Verdict.DONE, effect.urgent))
@@ -417,7 +427,7 @@ class SimShard(Node):
     def _ask_worker(self, request: int, model: ModelKey, worker: str) -> None:
         def done(found: Any) -> None:
             if not isinstance(found, PsError):
-                answer = WorkerAnswered(request, int(found["epoch"]), bool(found["alive"]))
+                answer = WorkerAnswered(request, found["epoch"], found["alive"], generation=found["generation"])
             elif found.code == "unknown_worker":
                 answer = WorkerAnswered(request, None)
             else:
@@ -425,7 +435,7 @@ class SimShard(Node):
                 answer = WorkerAnswered(request, None, error=problem("no_leader", "no scheduler answers"))
             self.handle(answer)
 
-        read = lambda core: core.read.worker(model.name, worker, self.world.now)  # noqa: E731
+        read = lambda core: core.read.membership(model.name, worker, self.world.now)  # noqa: E731
         self._send(self.scheduler.query(self.name, "worker", read), done)
 
     # --- requests
@@ -479,7 +489,7 @@ class SimShard(Node):
                 answer(outcome)
 
             pull = PullReceived(
-                self.number(pulled), push.model, indices, timeline=push.timeline, wait_s=wait_s, min_clock=clock + 1
+                self.number(pulled), push.model, indices, push.generation, push.timeline, 0, wait_s, clock + 1
             )
             self.handle(pull)
 

@@ -7,13 +7,16 @@ model whose optimizer adds them up, so the values count what was applied: in syn
 otherwise each push adds one, and none may be counted twice.  In some of the synchronous runs, an operator restores the
 model, assigns values or changes its mode during training.  Mode, level, faults and operator are derived from the seed
 unless given.  With `--change modes`, each push adds to an element of its own, and the operator changes to any mode;
-with `--deaths` as well, he also removes workers right after that.
+with `--deaths` as well, he also removes workers right after that.  With `--change recreations`, he deletes the model
+and creates it again under the same name, and the elements show which pushes each creation has.  With another
+`--optimizer`, all pushes are ones, values and optimizer state must be what some number of steps gives, and that number
+counts.  With `--models 2`, another model is trained by workers of its own on the same shards.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -25,6 +28,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.nodes import Node
 from paramserver.testing.operators import ASSIGNED, SimOperator
+from paramserver.testing.reference import OPTIMIZERS, Reference
 from paramserver.testing.schedulers import Ledger, SimScheduler
 from paramserver.testing.shards import SimShard
 from paramserver.testing.storage import SimRedis
@@ -33,6 +37,7 @@ from paramserver.testing.world import Faults, Script, World
 from paramserver.types import ModelKey, PartitionKey, PushId
 
 MODEL: Final = "count"
+OTHER: Final = "other"
 CONSISTENCY: Final[dict[str, dict[str, Any]]] = {
     "async": {"mode": "async"},
     "ssp": {"mode": "ssp", "staleness": 2, "min_workers": 3},
@@ -54,11 +59,15 @@ KINDS: Final[dict[str, Faults]] = {
 RARE_KINDS: Final[dict[str, Faults]] = {"slow": Faults(compute_s=1.0), "feeds": Faults(crash=0.001, feed_cut=0.1)}
 """Fault mixes that are used only if they are asked for."""
 CHANGES: Final = ("none", "restores", "puts", "flips")
-"""What an operator does to a synchronous model, chosen by the seed."""
+"""What an operator does to a model; chosen by the seed if that is synchronous."""
 MODES: Final = "modes"
 """A change that is made only if it is asked for: the model goes from any mode to any other, again and again."""
 SETTINGS: Final = "settings"
 """A change that is made only if it is asked for: another setting of the synchronous mode."""
+RECREATIONS: Final = "recreations"
+"""A change that is made only if it is asked for: the model is deleted and created again, in any mode, at any level."""
+DECAY: Final = 0.9
+"""Factor of the learning rate from one update to the next, where an update is a step."""
 REST_S: Final = 20.0
 """Longer than the lease of a dead shard, the rest before a cut, and the storing of it together."""
 _SHARES: Final = np.array([0.0, *(1 / n for n in range(1, 25))], np.float32)
@@ -85,6 +94,12 @@ class Simulation:
     faults: Faults | None = None
     patience_s: float = 600.0
     """By when, in virtual seconds, the workers must have finished: ten times what the longest runs take."""
+    optimizer: str = "sum"
+    """One of `OPTIMIZERS`."""
+    models: int = 1
+    """2: another model is trained at the same time, in another mode."""
+    beside: "Simulation | None" = None
+    """The run on whose cluster this one trains the other model; None: it has a cluster of its own."""
     world: World = field(init=False)
     finished: int = 0
     acknowledged: dict[int, set[PushId]] = field(default_factory=dict)
@@ -93,8 +108,13 @@ class Simulation:
     """Pushes sent, by partition; one whose sender was fenced may be applied without an answer."""
     observed: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """(worker, partition, incarnation) -> version last pulled, which must never decrease."""
-    ended: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """(worker, seq) -> (timeline, clock) of the pushes whose iteration has ended: they count, unless they were late."""
+    begun: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(worker, seq) -> generation of the model that the push is meant for."""
+    ended: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    """(worker, seq) -> (generation, timeline, clock) of the pushes whose iteration has ended: they count, unless they
+    were late."""
+    epochs: dict[tuple[str, int], int] = field(default_factory=dict)
+    """(worker, epoch) -> generation of the model that it joined."""
     timeline: int = 0
     """The model's final timeline, in runs with an operator."""
 
@@ -104,24 +124,32 @@ class Simulation:
         self.kind = self.kind or list(KINDS)[self.seed // 8 % len(KINDS)]
         chosen = CHANGES[(self.seed // 8 + self.seed // 48) % len(CHANGES)]
         first = self.mode
-        if self.own_elements:
+        if self.any_mode:
             # Workers end each iteration as they do in sync, which is right in every mode.
             first, self.mode = sorted(CONSISTENCY)[self.seed % 4], "sync"
-        self.change = (self.change or chosen) if self.mode == "sync" else "none"
-        self.world = World(self.seed, self.faults or (KINDS | RARE_KINDS)[self.kind])
-        self.redis = SimRedis()
-        self.ledger = Ledger()
-        self.schedulers = [SimScheduler(self.world, f"scheduler-{i}", self.redis, self.ledger) for i in range(2)]
-        self.shards = {
-            name: SimShard(self.world, name, self.redis, self.schedulers[::turn])
-            for name, turn in (("shard-0", 1), ("shard-1", -1), ("shard-2", 1))
-        }
+        if self.mode != "sync" and self.change in ("", SETTINGS):
+            self.change = "none"
+        self.change = self.change or chosen
+        if self.beside is None:
+            self.world = World(self.seed, self.faults or (KINDS | RARE_KINDS)[self.kind])
+            self.redis, self.ledger = SimRedis(), Ledger()
+            self.schedulers = [SimScheduler(self.world, f"scheduler-{i}", self.redis, self.ledger) for i in range(2)]
+            self.shards = {
+                name: SimShard(self.world, name, self.redis, self.schedulers[::turn])
+                for name, turn in (("shard-0", 1), ("shard-1", -1), ("shard-2", 1))
+            }
+        else:
+            self.world, self.redis, self.ledger = self.beside.world, self.beside.redis, self.beside.ledger
+            self.schedulers, self.shards = self.beside.schedulers, self.beside.shards
+        self.prefix = "" if self.beside is None else f"{OTHER} "
+        """Of the names of this model's clients."""
+        self.reference = Reference(self.optimizer, 1.0 if self.changed else DECAY)
         self.workers = 3
         self.spec = ModelSpec.parse(
             {
-                "name": MODEL,
+                "name": MODEL if self.beside is None else OTHER,
                 "params": {"w": {"shape": [4 * 160 if self.own_elements else 20]}, "b": {"shape": [4]}},
-                "optimizer": {"name": "sum"},
+                "optimizer": self.reference.spec,
                 "consistency": CONSISTENCY[first] | ({"quorum": 0.6, "late": self.late} if self.late else {}),
                 "partitions": 4,
                 "ack": self.level,
@@ -129,6 +157,12 @@ class Simulation:
             }
         )
         self.operator = SimOperator(self)
+        self.runs = [self]
+        """One per model."""
+        if self.models > 1:
+            numbers = self.clocks, self.checkpoints, "", self.deaths
+            other = Simulation(self.seed + 5, "", "", "", "", *numbers, optimizer=self.optimizer, beside=self)
+            self.runs.append(other)
 
     @property
     def replay(self) -> str:
@@ -137,6 +171,7 @@ class Simulation:
         chosen += f" --clocks {self.clocks} --checkpoints {self.checkpoints}"
         chosen += f" --late {self.late}" if self.late else ""
         chosen += " --deaths" if self.deaths else ""
+        chosen += f" --optimizer {self.optimizer} --models {self.models}"
         return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
 
     def run(self) -> str:
@@ -149,14 +184,22 @@ class Simulation:
         world.after(1.0, "trouble", self._inject_faults)
         if world.faults.empty_at_s is not None:
             world.after(world.faults.empty_at_s, "Redis is emptied", self._empty)
-        world.play(self._create())
-        world.run(self.patience_s, lambda: self.finished == self.workers and (not self.changed or self.operator.over))
-        assert self.finished == self.workers, f"only {self.finished} workers finished within {self.patience_s} s"
-        assert not self.changed or self.operator.over, f"the operator was not done within {self.patience_s} s"
-        self._check_end()
-        if self.change == "puts":
-            self._check_rest()
+        for run in self.runs:
+            world.play(run._create())
+        world.run(self.patience_s, lambda: all(run.over for run in self.runs))
+        for run in self.runs:
+            done = f"{run.finished} workers finished, the operator: {run.operator.over}"
+            assert run.over, f"{run.spec.name} was not trained within {self.patience_s} s: {done}"
+        for run in self.runs:
+            run._check_end()
+        for run in [r for r in self.runs if r.change == "puts"]:
+            run._check_rest()
         return world.trace
+
+    @property
+    def over(self) -> bool:
+        """Whether the workers and the operator are done."""
+        return self.finished == self.workers and (not self.changed or self.operator.over)
 
     # --- faults other than lost messages and crashes
 
@@ -213,6 +256,7 @@ class Simulation:
             if not isinstance(made, PsError):
                 break
             yield 0.5
+        self.operator.generation = made["generation"]
         for i in range(self.workers):
             self.world.play(SimWorker(self, i).train())
         if self.changed:
@@ -223,54 +267,66 @@ class Simulation:
     def observe(self, worker: int, parts: list[PulledPart]) -> None:
         """Check what one worker has just pulled."""
         for p in parts:
-            values = p.state.values
-            if not self.own_elements:
-                assert values.min() == values.max(), f"a torn read of partition {p.partition}: {values}"
+            of = self.redis.issued[p.incarnation]
+            assert (of.model.name, of.index) == (self.spec.name, p.partition), f"{p.partition} is answered with {of}"
             key = (worker, p.partition, p.incarnation)
             assert p.version >= self.observed.get(key, 0), f"the version of {key} went back"
             self.observed[key] = p.version
             if self.changed:
                 self._check_changed(p)
-            elif self.mode == "sync":
-                assert values[0] == p.version, f"partition {p.partition}: {values[0]} after {p.version} commits"
+                continue
+            value = self.reference.steps(p.state)
+            if self.mode == "sync":
+                assert value == p.version, f"partition {p.partition}: {value} after {p.version} commits"
             else:
                 sent = len(self.sent[p.partition])
-                assert values[0] <= sent, f"partition {p.partition}: {values[0]} of at most {sent} pushes"
+                assert value <= sent, f"partition {p.partition}: {value} of at most {sent} pushes"
 
     def _check_changed(self, part: PulledPart) -> None:
         """Check a value of a changed model: each commit, flush or push adds one to whatever was there."""
         if self.own_elements:
             off = np.abs(part.state.values[:, None] - _SHARES).min(axis=1)
             assert off.max() < 1e-5, f"partition {part.partition}: element {off.argmax()} is no share of one push"
+            generation = self._generation(part)
+            foreign = [w for w, of in self.begun.items() if of != generation and part.state.values[element_of(*w)]]
+            assert not foreign, f"generation {generation} has pushes of others, (worker, seq) {foreign}"
             return
-        value, sent = float(part.state.values[0]), len(self.sent.get(part.partition, ()))
-        most = sent if self.change == "flips" else ASSIGNED + sent
         # Outside sync, each partition recovers from a shard's death by itself, and a commit decided earlier applies the
         # contributions that are left there, whose mean need not be a whole number.
-        whole = self.lossless or self.change != "flips"
+        modes = self.any_mode or self.change == "flips"
+        whole = self.lossless or not modes
+        if not whole and self.optimizer != "sum":
+            return
+        value, sent = self.reference.steps(part.state), len(self.sent.get(part.partition, ()))
+        most = sent if modes else ASSIGNED + sent
         assert value.is_integer() or not whole, f"partition {part.partition}: {value} is not a sum of ones"
         assert value <= most, f"partition {part.partition}: {value}, but at most {most} is possible"
 
     def _check_end(self) -> None:
         for p in self._final():
-            value = float(p.state.values[0])
-            assert self.own_elements or p.state.values.min() == p.state.values.max()
             if self.changed:
                 self._check_changed(p)
                 lost = self._lost(p) if self.own_elements and self.lossless else []
                 assert not lost, f"partition {p.partition} lacks (worker, push) {lost}"
                 if self.operator.restored == self.timeline and self.lossless:
-                    sums = self.ledger.sums(self.timeline)
+                    sums = self.ledger.sums(self.operator.generation, self.timeline)
+                    value = self.reference.steps(p.state)
                     assert value == ASSIGNED + sums, f"partition {p.partition}: {value} after {sums} commits"
-            elif self.mode in ("sync", "buffered"):
+                continue
+            value = self.reference.steps(p.state)
+            if self.mode in ("sync", "buffered"):
                 assert value == p.version, f"partition {p.partition} ends at {value} in version {p.version}"
                 assert value == (self._last_clock or value), f"{value} after {self.clocks} clocks"
             else:
                 least = len(self.acknowledged[p.partition]) if self.lossless else 0
                 most = len(self.sent[p.partition])
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
-        self.world.run(self.patience_s * 3, lambda: not self._cut_pending)
+        for (generation, _, clock), listed in self.ledger.commits.items():
+            strangers = [c for c in listed if self.epochs.get((c[0], c[1]), generation) != generation]
+            assert not strangers, f"commit {clock} of generation {generation} lists workers of others: {strangers}"
+        self.world.run(self.patience_s * 3, lambda: not self._cut_pending and not self._leftovers)
         assert not self._cut_pending, "a pending cut will never be stored, and blocks all later cuts"
+        assert not self._leftovers, f"Redis keeps what was stored of {self._leftovers}"
 
     def _check_rest(self) -> None:
         """Assign values to the model, which rests without faults now; they survive a move, and the death of a shard."""
@@ -284,7 +340,8 @@ class Simulation:
         world.rng.choice(list(self.shards.values())).crash()
         self._rest()
         for p in self._final():
-            assert (p.state.values == value).all(), f"partition {p.partition} lost what was assigned: {p.state.values}"
+            found = self.reference.steps(p.state)
+            assert found == value, f"partition {p.partition} lost what was assigned: {found}"
 
     def _rest(self) -> None:
         end = self.world.now + REST_S
@@ -296,17 +353,28 @@ class Simulation:
         Those that the commit of their clock leaves out are late, as are those of a worker that has just joined.
         """
 
-        def late(worker: int, timeline: int, clock: int) -> bool:
-            listed = self.ledger.commits.get((1, timeline, clock), ())  # empty: it begins a phase, and nobody is late
-            return bool(listed) and not any(c[0] == f"{MODEL}/w{worker}" and c[3] == clock for c in listed)
+        def late(worker: int, at: tuple[int, int, int]) -> bool:
+            listed = self.ledger.commits.get(at, ())  # empty: it begins a phase, and nobody is late
+            return bool(listed) and not any(c[0] == f"{self.spec.name}/w{worker}" and c[3] == at[2] for c in listed)
 
-        missing = [w for w in self.ended if not part.state.values[element_of(*w)]]
-        return [w for w in missing if not late(w[0], *self.ended[w])]
+        own = [w for w, at in self.ended.items() if at[0] == self._generation(part)]
+        return [w for w in own if not part.state.values[element_of(*w)] and not late(w[0], self.ended[w])]
+
+    def _generation(self, part: PulledPart) -> int:
+        """Generation of the model that a pulled partition belongs to."""
+        return self.redis.issued[part.incarnation].model.generation
+
+    @property
+    def _leftovers(self) -> set[ModelKey]:
+        """Deleted creations of the model of which something is still in Redis."""
+        stored = (self.redis.tokens, self.redis.store.kept, self.redis.store.journals)
+        kept = {key.model for keys in stored for key in keys if key.model.name == self.spec.name}
+        return kept - {ModelKey(self.spec.name, self.operator.generation)}
 
     @property
     def _cut_pending(self) -> bool:
         """Whether, by the leader's stored state, a cut is still to be stored by some partition."""
-        stored = self.redis.state.get(f"clock:{MODEL}")
+        stored = self.redis.state.get(f"clock:{self.spec.name}")
         return stored is None or json.loads(stored)["pending_cut"] is not None
 
     @property
@@ -314,7 +382,7 @@ class Simulation:
         """Whether no acknowledged push may be lost: no shard membership has ended (moves lose nothing at any level) or,
         above `applied`, Redis was never emptied.
         """
-        return not self.redis.memberships_ended or (self.level != "applied" and not self.redis.times_emptied)
+        return not self.redis.memberships_ended or (self.spec.ack != "applied" and not self.redis.times_emptied)
 
     @property
     def _last_clock(self) -> int:
@@ -326,9 +394,28 @@ class Simulation:
         return self.clocks if self.mode == "sync" and complete else 0
 
     @property
+    def any_mode(self) -> bool:
+        """Whether the operator changes the model's mode to any other, or creates it again in another."""
+        return self.change in (MODES, RECREATIONS)
+
+    @property
     def own_elements(self) -> bool:
-        """Whether each push adds to an element of its own, as the model changes between modes."""
-        return self.change == MODES
+        """Whether each push adds to an element of its own, so that it can be told whatever happens to the model."""
+        return self.any_mode and self.optimizer == "sum"
+
+    @property
+    def created_again(self) -> bool:
+        """Whether the operator deletes the model and creates it again."""
+        return self.change == RECREATIONS
+
+    def names_generation(self) -> bool:
+        """Whether a push says which creation of the model it is for; where there are several, every other does not."""
+        return not self.created_again or self.world.rng.random() < 0.5
+
+    def joined(self, me: Mapping[str, Any]) -> None:
+        """Check what a worker has been told about its membership: no epoch of it is of two creations of the model."""
+        generation = self.epochs.setdefault((me["worker"], me["epoch"]), me["generation"])
+        assert generation == me["generation"], f"{me} joined generation {generation} with the same epoch"
 
     @property
     def changed(self) -> bool:
@@ -344,7 +431,7 @@ class Simulation:
             if self.changed:
                 doc = yield from reader.model()
                 self.timeline = doc["timeline"]
-                found.append((yield from reader.pull(0, doc["clock"])))
+                found.append((yield from reader.pull(0, doc["clock"], doc["generation"])))
             else:
                 found.append((yield from reader.pull(self._last_clock)))
 
@@ -366,17 +453,19 @@ def main() -> int:
     parser.add_argument("--mode", choices=sorted(CONSISTENCY), default="", help=override)
     parser.add_argument("--level", choices=LEVELS, default="", help=override)
     parser.add_argument("--kind", choices=[*KINDS, *RARE_KINDS], default="", help=override)
-    parser.add_argument("--change", choices=(*CHANGES, MODES, SETTINGS), default="", help=override)
+    parser.add_argument("--change", choices=(*CHANGES, MODES, SETTINGS, RECREATIONS), default="", help=override)
     parser.add_argument("--clocks", type=int, default=CLOCKS, help="iterations of each worker")
     parser.add_argument("--checkpoints", type=int, default=0, help="clocks between checkpoints; 0: none")
     parser.add_argument("--late", choices=["fold", "drop"], default="", help=late)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sum", help="the model's optimizer")
+    parser.add_argument("--models", type=int, choices=(1, 2), default=1, help="models trained at the same time")
     parser.add_argument("--deaths", action="store_true", help="workers die, too")
     parser.add_argument("--quiet", action="store_true", help="print only failures")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
         chosen = (args.mode, args.level, args.kind, args.change, args.clocks, args.checkpoints, args.late, args.deaths)
-        simulation = Simulation(seed, *chosen)
+        simulation = Simulation(seed, *chosen, optimizer=args.optimizer, models=args.models)
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:
             trace = simulation.run()

@@ -14,7 +14,7 @@ from paramserver.core.shard_effects import LoadPartition, StoreSnapshot
 from paramserver.core.shard_events import ModelView
 from paramserver.errors import problem
 from paramserver.testing.shard_driver import InMemoryStore, loaded, perform
-from paramserver.types import PartitionKey, Token
+from paramserver.types import ModelKey, PartitionKey, Token
 
 LEASE_S = 3.0
 
@@ -36,6 +36,8 @@ class SimRedis:
         self.times_emptied = 0
         self.memberships_ended = False
         """Whether any shard was ever declared dead."""
+        self.issued: dict[Token, PartitionKey] = {}
+        """What each owner token was ever given for."""
         self.empty()
 
     def empty(self) -> None:
@@ -94,10 +96,21 @@ class SimRedis:
                 self.state[name] = json.dumps(value)
         for key, token in tokens.items():
             assert token >= self.tokens.get(key, 0), f"the owner token of {key} went back"
+            assert self.issued.setdefault(token, key) == key, f"a token of {self.issued[token]} is given for {key}"
             self.tokens[key] = token
         self.fences.update(fences)
         self.memberships_ended |= any(fences.values())
         return Verdict.DONE
+
+    def forget(self, model: ModelKey) -> bool:
+        """Delete all that is stored of the partitions of a deleted model; return True."""
+        stored: tuple[dict[PartitionKey, Any], ...] = (self.tokens, self.store.kept, self.store.journals)
+        for keys in stored:
+            for key in [k for k in keys if k.model == model]:
+                del keys[key]
+        for at in [at for at in self.store.cuts if at[0].model == model]:
+            del self.store.cuts[at]
+        return True
 
     # --- shards
 
@@ -112,15 +125,17 @@ class SimRedis:
             self.store.append(entry)
         return Verdict.DONE
 
-    def save(self, effect: StoreSnapshot, pinned: int | None, model: ModelView) -> Verdict:
+    def save(self, effect: StoreSnapshot, pinned: int | None, model: ModelView | None) -> Verdict:
         """Store a snapshot, if its token is the owner's; the cut at clock `pinned` is kept.
 
-        Asserts that the journal, where it reaches that far, leads from the snapshot before to this one.
+        Asserts that the journal, where it reaches that far, leads from the snapshot before to this one, unless `model`
+        is another one, because the capture's has been deleted.
         """
         owner = self.tokens.get(effect.capture.key, 0)
         if owner != effect.capture.token:
             return Verdict.FENCED if owner > effect.capture.token else Verdict.EMPTIED
-        self._check_replay(effect.capture, model)
+        if model is not None and model.model == effect.capture.key.model:
+            self._check_replay(effect.capture, model)
         self.store.save(effect, pinned)
         return Verdict.DONE
 
@@ -130,7 +145,9 @@ class SimRedis:
         if key not in self.store.kept or not entries or entries[-1].lsn < capture.lsn:
             return
         again = replay(key, loaded(self.store.kept[key][0]), entries, model.spec, model.layout, perform)
-        assert np.array_equal(again.state.values, capture.state.values), f"the journal of {key} gives other values"
+        a, b = (np.array([s.state.values, *s.state.slots]) for s in (again, capture))
+        same = np.array_equal(a, b) and again.state.steps == capture.state.steps
+        assert same, f"the journal of {key} gives other values"
         assert (again.version, again.memory) == (capture.version, capture.memory), f"the journal of {key} lacks pushes"
         staged, kept = (sorted((h.worker, h.epoch, h.clock, h.seq) for h in s.staged) for s in (again, capture))
         assert staged == kept, f"the journal of {key} stages {staged}, not {kept}"

@@ -9,7 +9,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.shard_effects import PullDone, PulledPart, PushDone
 from paramserver.core.shard_events import PullReceived, PushReceived
-from paramserver.errors import PsError
+from paramserver.errors import PsError, problem
 from paramserver.testing.shard_driver import push_part
 from paramserver.testing.world import Script
 from paramserver.types import F32, PushId
@@ -49,7 +49,10 @@ class SimClient:
         return outcome
 
     def owners(self, wanted: set[int]) -> Script:
-        """Return shard -> partitions for those wanted that have an owner, at least one.  Cached until `failed`."""
+        """Return shard -> partitions for those wanted that have an owner, at least one.  Cached until `failed`.
+
+        It is empty if the model has no such partitions, because it has been created again.
+        """
         while True:
             owners: dict[str, list[int]] = {}
             for index in sorted(wanted & self._map.keys()):
@@ -58,6 +61,8 @@ class SimClient:
                 return owners
             doc = yield from self.model()
             self._map = {p["index"]: p["shard"] for p in doc["partitions"] if p["shard"] is not None}
+            if not wanted & {p["index"] for p in doc["partitions"]}:
+                return {}
             if not wanted & self._map.keys():
                 yield 0.2
 
@@ -75,17 +80,20 @@ class SimClient:
         self._map = {}
         yield 0.2
 
-    def pull(self, version: int, clock: int = 0) -> Script:
-        """Pull every partition at this version and clock or later; fewer if the model was rolled back behind them."""
+    def pull(self, version: int, clock: int = 0, generation: int | None = None) -> Script:
+        """Pull every partition at this version and clock or later; fewer if the model was rolled back behind them.
+
+        `generation`: only of this creation of the model; None: of any, as a plain client does.
+        """
         pulled: list[PulledPart] = []
         left = set(range(self.sim.spec.partitions))
-        while left:
-            for shard, indices in (yield from self.owners(left)).items():
+        while left and (owners := (yield from self.owners(left))):
+            for shard, indices in owners.items():
                 done = yield self.sim.shards[shard].ask(
                     self.name,
                     f"pull {indices}",
                     lambda r, i=tuple(indices): PullReceived(
-                        r, self.sim.spec.name, i, min_version=version, wait_s=3.0, min_clock=clock
+                        r, self.sim.spec.name, i, generation, min_version=version, wait_s=3.0, min_clock=clock
                     ),  # type: ignore[misc]
                 )
                 if isinstance(done, PullDone):
@@ -106,9 +114,8 @@ class SimWorker(SimClient):
     """Trains the model up to the last clock."""
 
     def __init__(self, simulation: "Simulation", index: int) -> None:
-        super().__init__(simulation, f"worker-{index}")
+        super().__init__(simulation, f"{simulation.prefix}worker-{index}")
         self.index = index
-        self.layout = Layout(simulation.spec)
         self.seq = 0
 
     def train(self) -> Script:
@@ -119,6 +126,7 @@ class SimWorker(SimClient):
             if isinstance(me, PsError):
                 yield 0.3
                 continue
+            sim.joined(me)
             beating = _Heartbeat(self, me)
             sim.world.play(beating.beat())
             try:
@@ -133,14 +141,15 @@ class SimWorker(SimClient):
 
     def _work(self, me: Any, beating: "_Heartbeat") -> Script:
         """Train clock by clock; return False if the worker has to join again."""
-        sync = self.sim.mode == "sync"
-        clock, timeline = int(me["clock"]), int(me["timeline"])
-        since = clock
+        sync, operator = self.sim.mode == "sync", self.sim.operator
+        clock, timeline, generation = int(me["clock"]), int(me["timeline"]), int(me["generation"])
+        since, self.layout = clock, Layout(self.sim.spec)
         while clock < self.sim.clocks and (not self.sim.own_elements or self.seq < SEQS_MAX - 1):
             self.seq += 1
             ends = sync and self.sim.world.chance(0.7)
             push_id = PushId(me["worker"], me["epoch"], self.seq)
-            outcome = yield from self._push(push_id, clock, timeline, ends)
+            self.sim.begun[self.index, self.seq] = generation
+            outcome = yield from self._push(push_id, generation, clock, timeline, ends)
             if not isinstance(outcome, PsError):
                 if outcome and (yield from self._released(outcome)):
                     outcome = {"clock": clock + 1}
@@ -151,44 +160,49 @@ class SimWorker(SimClient):
                     return False
                 clock, timeline = int(outcome.members["clock"]), int(outcome.members["timeline"])
                 since = clock
-                if self.sim.own_elements:  # else it perhaps loses its lease, which is to be seen, too
+                if self.sim.any_mode:  # else it perhaps loses its lease, which is to be seen, too
                     beating.at = clock, timeline, since
                 continue
-            self.sim.ended[self.index, self.seq] = (timeline, clock)
+            self.sim.ended[self.index, self.seq] = (generation, timeline, clock)
             before, clock = clock, max(clock + 1, int(outcome["clock"])) if sync else clock + 1
             since = since if clock == before + 1 else clock
             beating.at = clock, timeline, since
             self.sim.observe(self.index, (yield from self.pull(clock if sync else 0)))
-            if self.sim.own_elements:
+            if self.sim.any_mode:
                 yield self.sim.world.rng.uniform(0.0, 0.6)
-        return True
+        while self.sim.created_again and not operator.over and operator.generation == generation:
+            yield 0.5
+        return operator.generation == generation
 
     def _gradient(self, seq: int, size: int) -> F32:
-        """Ones; with `modes`, a one in the element that only this push has, for means hide how many there were."""
+        """Ones; with own elements, a one in the element that only this push has, for means hide how many there were."""
         if not self.sim.own_elements:
             return np.ones(size, np.float32)
         gradient = np.zeros(size, np.float32)
         gradient[element_of(self.index, seq)] = 1.0
         return gradient
 
-    def _push(self, push_id: PushId, clock: int, timeline: int, ends: bool) -> Script:
+    def _push(self, push_id: PushId, generation: int, clock: int, timeline: int, ends: bool) -> Script:
         """Push ones to every partition, under one id until all have answered; return the error that ended it, if any.
 
         With `ends`, the first attempt is marked as the iteration's last push if it covers all partitions, and if all of
         its requests succeed they are returned, as (shard, push); else none.  Retries are not marked, because the
         reports of two attempts cannot be combined.
         """
-        left = set(range(self.sim.spec.partitions))
+        of, on = (generation, timeline) if self.sim.names_generation() else (None, None)  # as a plain client does
+        left = set(range(self.layout.spec.partitions))
         ending: list[tuple[str, PushReceived]] = []
         while left:
             owners = yield from self.owners(left)
-            ends = ends and sum(map(len, owners.values())) == self.sim.spec.partitions
+            if not owners:
+                return problem("model_replaced", "no shard will ever take the rest")
+            ends = ends and sum(map(len, owners.values())) == self.layout.spec.partitions
             for shard, indices in owners.items():
                 sizes = {i: self.layout.partition_size(i) for i in indices}
                 parts = tuple(push_part(i, self._gradient(push_id.seq, n), n) for i, n in sizes.items())
                 for i in indices:
                     self.sim.sent.setdefault(i, set()).add(push_id)
-                push = PushReceived(0, self.sim.spec.name, parts, None, timeline, push_id, clock=clock)
+                push = PushReceived(0, self.sim.spec.name, parts, of, on, push_id, clock=clock)
                 what, make = f"push {push_id.seq} {indices}", lambda r, push=push: replace(push, request=r)
                 node = self.sim.shards[shard]
                 self._may_die()
@@ -197,9 +211,10 @@ class SimWorker(SimClient):
                 else:
                     done = yield node.ask(self.name, what, make)
                 if isinstance(done, PushDone):
+                    assert done.model.generation == generation, f"{done.model} took a push to generation {generation}"
                     left -= set(indices)
                     if ends:
-                        ending.append((shard, push))
+                        ending.append((shard, replace(push, generation=generation, timeline=done.timeline)))
                     for i in indices:
                         self.sim.acknowledged.setdefault(i, set()).add(push_id)
                 elif not done.retryable:
@@ -223,7 +238,7 @@ class SimWorker(SimClient):
             assert one or self.sim.changed, "another commit than the one awaited"
             pulled += done.parts
         self.sim.observe(self.index, pulled)
-        return len(pulled) == self.sim.spec.partitions
+        return len(pulled) == self.layout.spec.partitions
 
     def _may_die(self) -> None:
         if self.sim.deaths and self.sim.world.chance(DIES):

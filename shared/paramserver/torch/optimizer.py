@@ -172,6 +172,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         present = {n: g for n, g in grads.items() if g is not None}
         self._warn_of_ignored([n for n in present if n not in trainable])
         if not present:
+            if loss is not None:
+                self._worker.report(loss=loss)
             self._worker.clock()
             return False
         if missing and not self._codec.per_partition:  # parameters without a gradient are left out and keep their state

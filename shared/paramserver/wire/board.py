@@ -19,8 +19,9 @@ WORDS: Final = 8192
 VALID_FROM: Final = 0
 UNTIL: Final = 1
 _FIRST: Final = 2
+LEASE_WORDS: Final = WORDS - _FIRST
 
 
 def slot_index(number: int) -> int:
     """Return the index of that lease's word; a later lease may take it over, which supersedes the earlier one."""
-    return _FIRST + number % (WORDS - _FIRST)
+    return _FIRST + number % LEASE_WORDS

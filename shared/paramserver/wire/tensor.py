@@ -174,8 +174,8 @@ def from_json(value: Any, where: str) -> tuple[F32, str]:
 
 
 def to_msgpack(a: AnyArray, dtype: str) -> dict[str, Any]:
-    """Return the msgpack tensor of an array of a wire dtype."""
-    return {"dtype": dtype, "shape": list(a.shape), "data": np.ascontiguousarray(a).tobytes()}
+    """Return the msgpack tensor of an array of a wire dtype; its data is a view of the array, if that is contiguous."""
+    return {"dtype": dtype, "shape": list(a.shape), "data": np.ascontiguousarray(a).reshape(-1).view(np.uint8).data}
 
 
 def to_json(a: AnyArray, dtype: str) -> Any:

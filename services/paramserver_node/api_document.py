@@ -1,0 +1,66 @@
+"""What FastAPI leaves out of a node's OpenAPI document or has wrong: query parameters, and how requests fail."""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from starlette.routing import BaseRoute
+
+REFUSED: Final[dict[str, Any]] = {
+    "description": "A problem document (RFC 9457) with a stable `code`",
+    "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+"""Any other answer than those that an operation names."""
+
+_TEXT: Final = {"type": "string"}
+_PROBLEM: Final[dict[str, Any]] = {
+    "title": "Problem",
+    "type": "object",
+    "properties": {
+        "type": _TEXT,
+        "title": _TEXT,
+        "status": {"type": "integer"},
+        "code": {**_TEXT, "description": "what programs tell errors apart by; docs/errors.md lists them"},
+        "detail": _TEXT,
+        "retryable": {"type": "boolean", "description": "the same request may succeed later, and cannot count twice"},
+        "hint": _TEXT,
+        "errors": {
+            "type": "array",
+            "items": {"type": "object"},
+            "description": "each part of the request that is wrong",
+        },
+        "retry_after_s": {"type": "number"},
+        "request_id": _TEXT,
+    },
+    "required": ["type", "title", "status", "code", "detail", "retryable"],
+}
+_KINDS: Final = {
+    "epoch": "integer", "limit": "integer", "since": "integer", "wait_s": "integer",
+    "from": "number", "to": "number", "step": "number",
+}  # fmt: skip
+"""Of the query parameters that are no text."""
+
+
+def complete(document: dict[str, Any], routes: Iterable[BaseRoute]) -> None:
+    """Put query parameters and problem documents into FastAPI's document of these routes, for its own errors' ones."""
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    schemas["Problem"] = _PROBLEM
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = REFUSED
+    for route in routes:
+        names: tuple[str, ...] = getattr(getattr(route, "endpoint", None), "paramserver_query", ())
+        operations = document["paths"].get(getattr(route, "path_format", ""), {})
+        for method in getattr(route, "methods", None) or ():
+            if names and method.lower() in operations:
+                _add_query(operations[method.lower()].setdefault("parameters", []), names)
+
+
+def _add_query(parameters: list[dict[str, Any]], names: Iterable[str]) -> None:
+    """Add those that FastAPI does not know, because the route reads them itself."""
+    for name in names:
+        if name not in [p["name"] for p in parameters]:
+            schema = {"type": _KINDS.get(name, "string")}
+            parameters.append({"name": name, "in": "query", "required": False, "schema": schema})

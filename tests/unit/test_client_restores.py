@@ -1,0 +1,55 @@
+"""A client that restores a checkpoint from its own disk, against shards and a scheduler in memory."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from tests.refusals import refused_with
+
+from paramserver import checkpoint
+from paramserver.client.checkpointing import restore
+from paramserver.client.cluster import Cluster
+from paramserver.errors import problem
+from paramserver.net.calls import Outcome, Request, Response
+
+from .session_node import deadline
+from .sharding import Shards, drive
+
+RESTORED = "/internal/models/m/restored"
+SET = "/internal/set/m"
+
+
+def restored(cluster: Cluster, shards: Shards, folder: Path, limit: int, changes: list[str]) -> None:
+    """Restore a checkpoint with large states of two workers in place; note the paths of what changes the model.
+
+    The request of that number which brings states is refused.
+    """
+    values = {"w": np.zeros((10, 5), np.float32), "b": np.zeros(14, np.float32)}
+    states = {"m/w0": [1], "m/w1": "x" * 300_000}
+    checkpoint.write(folder / "c", shards.spec, values, {}, {}, [1] * 4, states, {})
+
+    def answer(request: Request) -> Outcome:
+        if request.path not in (RESTORED, SET):
+            return shards(request)
+        changes.append(request.path)
+        if request.path == SET:
+            return Response(200, {}, b"")
+        full = changes.count(RESTORED) == limit
+        return problem("too_large", "full") if full else Response(200, {}, json.dumps(shards.document()).encode())
+
+    drive(restore(cluster, str(folder / "c"), None, None, deadline(), exist_ok=True), answer)
+
+
+def test_the_workers_states_are_brought_before_the_values(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:
+    """Whoever joins during a restore has the state of the values that come; the end is told once all are set."""
+    changes: list[str] = []
+    restored(cluster, shards, tmp_path, 0, changes)
+    assert changes == [RESTORED, RESTORED, SET, SET, SET, SET, RESTORED]
+
+
+def test_a_restore_whose_states_do_not_fit_sets_no_value(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:
+    """If the scheduler refuses the workers' states, the model keeps its values."""
+    changes: list[str] = []
+    with refused_with("too_large"):
+        restored(cluster, shards, tmp_path, 2, changes)
+    assert SET not in changes
