@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -198,6 +199,14 @@ def last_lines(log: BinaryIO, lines: int) -> list[str]:
     """Return the last lines of a log, which is then at its end."""
     log.seek(max(0, log.seek(0, os.SEEK_END) - 200 * lines))
     return log.read().decode(errors="replace").splitlines()[-lines:]
+
+
+def new_lines(log: BinaryIO) -> Iterator[str]:
+    """Yield the lines that an open log has got since it was last read, all of them if it has begun anew."""
+    if log.tell() > os.fstat(log.fileno()).st_size:
+        log.seek(0)
+    for line in log:
+        yield line.decode(errors="replace").rstrip("\n")
 
 
 def running() -> list[StateDir]:

@@ -1,13 +1,12 @@
 """psctl logs: shows the output of the processes of a cluster on this machine."""
 
-import os
 import time
 from contextlib import ExitStack
 from typing import Annotated
 
 import typer
 
-from paramserver_cli.cluster_file import last_lines
+from paramserver_cli.cluster_file import last_lines, new_lines
 from paramserver_cli.config import StateDirOption, state_dir
 from paramserver_cli.launch import Failed
 
@@ -44,10 +43,8 @@ def logs(
                 _print(name, line, width)
         while follow:
             for name, file in files.items():
-                if file.tell() > os.fstat(file.fileno()).st_size:  # it became too long, and began anew
-                    file.seek(0)
-                for written in file:
-                    _print(name, written.decode(errors="replace").rstrip("\n"), width)
+                for line in new_lines(file):
+                    _print(name, line, width)
             time.sleep(FOLLOW_S)  # poll: nothing notifies us that a file has grown
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from paramserver.errors import problem
 from paramserver_cli import keys, launch
-from paramserver_cli.cluster_file import Cluster, Plan, StateDir, running
+from paramserver_cli.cluster_file import Cluster, Plan, StateDir, new_lines, running
 from paramserver_cli.config import Json, StateDirOption, client_settings, redis_url, state_dir
 from paramserver_cli.display import console
 from paramserver_cli.launch import Failed
@@ -156,12 +156,12 @@ def _next(cluster: Cluster) -> str:
 
 def _watch(launched: launch.Launched) -> None:
     """Print the supervisor's warnings and errors until it ends.  Raises Failed if it failed."""
-    with launched.state.log("supervisor").open() as log:
+    with launched.state.log("supervisor").open("rb") as log:
         log.seek(0, 2)
         while launched.process.poll() is None:
-            for line in log:
+            for line in new_lines(log):
                 if " WARNING " in line or " ERROR " in line:
-                    typer.echo(line.rstrip(), err=True)
+                    typer.echo(line, err=True)
             time.sleep(WATCH_S)
     if launched.process.returncode != 0:
         raise Failed(f"the cluster ended:\n{launched.state.tail('supervisor')}")

@@ -194,7 +194,8 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
             self._stopping = True
             self.queue_frame(wire.goaway(self._newest, wire.NO_ERROR))
             self.flush()
-            self._close_if_idle()
+            if not self._streams:
+                self._hang_up(linger=False)  # nothing is under way: the stop need not wait for its client
 
     # Receiving
 
@@ -471,15 +472,15 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
         self.flush_soon()
         self._streams.pop(number, None)
         self._read_deadline.start()
-        self._close_if_idle(linger=answered)
+        self._close_if_idle()
 
     def abort(self) -> None:
         """Close the connection at once, discarding unsent data."""
         self.transport.abort()
 
-    def _close_if_idle(self, *, linger: bool = False) -> None:
+    def _close_if_idle(self) -> None:
         if self._stopping and not self._streams:
-            self._hang_up(linger=linger)
+            self._hang_up(linger=True)
 
     def _hang_up(self, *, linger: bool) -> None:
         """Close the connection when all is sent, or when the client has not read it in time.
@@ -494,6 +495,6 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
             self._over = True
             if self.transport.can_write_eof():
                 self.transport.write_eof()
-            self.loop.call_later(LINGER_S, self.transport.close)
+            self.loop.call_later(LINGER_S, partial(self._hang_up, linger=False))
             self._resume()
         self._read_deadline.start()

@@ -113,6 +113,12 @@ def stop_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
+async def leave_replica(redis: Redis, error: BaseException) -> None:
+    """After an error that says that the server has become a replica, close all idle connections; see `_CLOSING`."""
+    if isinstance(error, ReadOnlyError):
+        await redis.connection_pool.disconnect(inuse_connections=False)
+
+
 async def fsync_way(redis: Redis) -> FsyncWay:
     """Return how this Redis can confirm that a write is on its disk, which the level `fsynced` requires.
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from paramserver import limits
 from paramserver.core.reading import Reading
-from paramserver_scheduler.rings import Labels, Rings
+from paramserver_scheduler.rings import RESOLUTIONS, Labels, Rings
 from paramserver_scheduler.schema import EventStatus, ModelStatus, NodeStatus, RunStatus, Status
 
 RATE_SAMPLES: Final = 6
@@ -83,8 +83,11 @@ class History:
         self._models = {m["name"]: (m["generation"], m["revision"], m["timeline"]) for m in read.models()}
 
     def follow_clock(self, wall_offset_s: float) -> None:
-        """Use another Unix time from now on; time series that then reach into the future are forgotten."""
-        if wall_offset_s < self.wall_offset_s:
+        """Use another Unix time from now on; time series that then reach far into the future are forgotten.
+
+        Nothing could be added to them for as long.  Less than a slot of the coarsest is not worth a day of them.
+        """
+        if self.wall_offset_s - wall_offset_s > RESOLUTIONS[-1][0]:
             self.rings = Rings()
         self.wall_offset_s = wall_offset_s
 

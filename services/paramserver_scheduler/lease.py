@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from paramserver import limits
 from paramserver.errors import problem
-from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, stop_if_cancelled, trouble
+from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, leave_replica, stop_if_cancelled, trouble
 
 SCHEDULERS_KEY: Final = "ps:schedulers"
 WRITTEN_KEY: Final = "ps:written"
@@ -167,6 +167,7 @@ class Lease:
         self.schedulers: tuple[Scheduler, ...] = (Scheduler(name, url),)
         """All schedulers seen within the 10 s before the last answer from Redis, by name."""
         self._expect_state = expect_state
+        self._redis = redis
         self._acquire_script = redis.register_script(_ACQUIRE)
         self._renew_script = redis.register_script(_RENEW)
         self._release_script = redis.register_script(_RELEASE)
@@ -233,6 +234,7 @@ class Lease:
                 result = await script(keys=[LEADER_KEY, TERM_KEY, SCHEDULERS_KEY, WRITTEN_KEY], args=args)
         except (RedisError, OSError, TimeoutError) as e:
             stop_if_cancelled()
+            await leave_replica(self._redis, e)
             raise unavailable(e) from e
         stop_if_cancelled()
         return result

@@ -30,8 +30,8 @@ class RedisMemory:
                 self.used_bytes = int(found["used_memory"]) - int(found.get("mem_not_counted_for_evict", 0))
                 self.limit_bytes = int(found["maxmemory"]) or None
             except (RedisError, OSError, KeyError, TypeError, ValueError):  # away, or a service that does not tell
-                stop_if_cancelled()
                 self.used_bytes = self.limit_bytes = None
+            stop_if_cancelled()
             await asyncio.sleep(INTERVAL_S)
 
     @property

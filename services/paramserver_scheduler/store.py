@@ -17,7 +17,15 @@ from redis.exceptions import RedisError
 from paramserver import limits
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
-from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, stop_if_cancelled, token_text, transfer_timeout
+from paramserver_node.redis import (
+    FENCE_KEY,
+    LEADER_KEY,
+    TERM_KEY,
+    leave_replica,
+    stop_if_cancelled,
+    token_text,
+    transfer_timeout,
+)
 from paramserver_scheduler.lease import OTHER_HOLDER, WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
 
 STATE_KEY: Final = "ps:state"
@@ -156,6 +164,7 @@ class StateStore:
                 done = await self._run(head, new_fields, new_tokens, dict(fences))
         except (RedisError, OSError, TimeoutError) as e:
             stop_if_cancelled()
+            await leave_replica(self._redis, e)
             raise unavailable(e) from e
         stop_if_cancelled()
         if done == 0:

@@ -179,6 +179,7 @@ async def expect_state(url: str) -> None:
                 found = await redis.exists(node_redis.TERM_KEY)
                 break
             except (RedisError, OSError) as error:
+                node_redis.stop_if_cancelled()
                 if (why := node_redis.trouble(error)) != told:
                     log.warning("%s", why)
                 told = why

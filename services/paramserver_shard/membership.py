@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import ReadOnlyError, RedisError
 
 from paramserver import __version__
 from paramserver.core.shard_effects import AskWorker
@@ -23,7 +23,7 @@ from paramserver.errors import FencedError, NotFoundError, PsError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S
 from paramserver.types import ModelKey
 from paramserver_node.race import race
-from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, stop_if_cancelled
+from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, leave_replica, stop_if_cancelled
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
 from paramserver_shard.leader_terms import LeaderTerms
@@ -242,8 +242,12 @@ class Membership:
                     pipe.get(TERM_KEY)
                     pipe.hget(FENCE_KEY, self.name)
                     pipe.info("server")
-                    term, fence, server = await pipe.execute()
+                    pipe.info("replication")
+                    term, fence, server, replication = await pipe.execute()
+                if replication.get("role") == "slave":  # nothing is written here, which would tell
+                    raise ReadOnlyError("it has become a replica")
             except (RedisError, OSError) as error:
+                await leave_replica(self._redis, error)
                 self._runtime.storage.redis_failed(error)
             else:
                 self._runtime.storage.redis_answered(str(server["run_id"]))

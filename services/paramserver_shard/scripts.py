@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from redis.asyncio import Redis
-from redis.exceptions import ReadOnlyError, RedisError
+from redis.exceptions import RedisError
 
 from paramserver.errors import PsError
 from paramserver_node import redis as node_redis
@@ -57,8 +57,7 @@ class ScriptRunner:
             results: list[Any] = await pipe.execute(raise_on_error=False)
         for result in results:
             if isinstance(result, Exception):
-                if isinstance(result, ReadOnlyError):
-                    await self.redis.connection_pool.disconnect(inuse_connections=False)
+                await node_redis.leave_replica(self.redis, result)
                 raise result
         if wait and results.pop()[0] < 1:
             raise TimeoutError(f"the disk of Redis took longer than {FSYNC_WAIT_MS} ms")

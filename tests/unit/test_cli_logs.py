@@ -2,13 +2,16 @@
 
 import time
 from pathlib import Path
+from subprocess import Popen
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import typer
 
-from paramserver_cli import cluster_file, logs
+from paramserver_cli import cluster_file, logs, up
 from paramserver_cli.cluster_file import StateDir
-from paramserver_cli.launch import Failed
+from paramserver_cli.launch import Failed, Launched
 
 
 @pytest.mark.parametrize(("lines", "shown"), [(2, ["b", "c"]), (0, [])])
@@ -69,3 +72,30 @@ def test_a_log_that_becomes_too_long_begins_anew(tmp_path: Path, monkeypatch: py
     assert printed == ["first", "1234567890", "second"]
     assert log.read_text() == "second\n"
     assert log.with_suffix(".log.1").read_text() == "first\n1234567890\n"
+
+
+def test_the_warnings_of_a_supervisor_are_shown_after_its_log_began_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`psctl up` in the foreground goes on to print them, as `psctl logs --follow` does."""
+    monkeypatch.setattr(cluster_file, "LOG_BYTES_MAX", 8)
+    state = StateDir(tmp_path)
+    state.logs.mkdir()
+    rounds = iter(["at WARNING 1\n", "at ERROR 2\n"])
+    printed: list[str] = []
+    process = Mock(returncode=0, poll=lambda: None)
+
+    with state.log("supervisor").open("ab", buffering=0) as supervisor:
+
+        def sleep(_: float) -> None:
+            state.bound_logs()
+            try:
+                supervisor.write(next(rounds).encode())
+            except StopIteration:
+                process.poll = lambda: 0
+
+        monkeypatch.setattr(typer, "echo", lambda text, err: printed.append(text))
+        monkeypatch.setattr(time, "sleep", sleep)
+        up._watch(Launched(state, cast("Popen[bytes]", process), None))
+
+    assert printed == ["at WARNING 1", "at ERROR 2"]

@@ -121,6 +121,38 @@ async def test_what_a_client_says_late_costs_it_nothing_of_the_last_answer() -> 
             await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("earlier", [True, False], ids=["before the answer", "after it"])
+async def test_a_request_that_was_cancelled_does_not_cut_the_wait_for_the_client_short(earlier: bool) -> None:
+    """A server that stops leaves its client the last answer, whenever a request that the client cancelled ends."""
+    goes_on = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/slow":
+            await goes_on.wait()
+        await nothing(scope, receive, send)
+
+    slow = wire.encoded([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/slow")])
+    cancelled = wire.u32_frame(1, wire.RST_STREAM, wire.CANCEL)
+    async with connected(app) as (theirs, connection):
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 1, slow) + (cancelled if earlier else b""))
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 3, ASKED))
+        while connection._newest < 3:
+            await asyncio.sleep(0)
+        connection.shutdown()
+        await heard(theirs, wire.HEADERS, 3)
+        if not earlier:
+            await tell(theirs, cancelled)
+            while connection._streams:
+                await asyncio.sleep(0)
+        goes_on.set()
+        while connection._running:
+            await asyncio.sleep(0)
+        assert not connection.transport.is_closing(), "it waits for its client to close"
+        theirs.close()
+        while not connection.transport.is_closing():
+            await asyncio.sleep(0)
+
+
 async def test_a_client_that_returns_its_window_in_odd_pieces_may_read_for_long() -> None:
     """A client that reads each frame in two pieces, and widens both windows by each, as HAProxy does, is no abuser."""
     size = 20 << 20

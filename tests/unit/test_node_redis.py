@@ -3,6 +3,8 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from redis.asyncio import Redis
@@ -11,6 +13,9 @@ from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, 
 from paramserver.errors import Unavailable
 from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
+from paramserver_scheduler.lease import Lease
+from paramserver_scheduler.store import StateStore
+from paramserver_shard.membership import Membership
 from paramserver_shard.scripts import Script, ScriptRunner
 
 
@@ -90,6 +95,64 @@ async def test_a_redis_that_has_become_a_replica_is_left(write: Callable[[Redis]
         await client.aclose()
 
     assert connections == 2
+
+
+@pytest.mark.parametrize("what", ["lease", "state"])
+async def test_a_scheduler_leaves_a_redis_that_has_become_a_replica_with_all_connections(what: str) -> None:
+    """The first refusal is the last: an idle connection to the old server would refuse another write, at any time."""
+    demoted = False
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        new = demoted
+        while await reader.read(1 << 16):
+            await asyncio.sleep(0.01)  # so that others connect, too
+            writer.write(b":1\r\n" if new == demoted else b"-READONLY You can't write against a read only replica.\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+        lease = Lease(client, name="s", place="here", url="http://s")
+        store = StateStore(client, lease)
+
+        async def write_thrice() -> list[BaseException | None]:
+            writes = [lease.release() if what == "lease" else store.write({}) for _ in range(3)]
+            return await asyncio.gather(*writes, return_exceptions=True)
+
+        assert await write_thrice() == [None] * 3
+        demoted = True
+        with pytest.raises(Unavailable):
+            await (lease.release() if what == "lease" else store.write({}))
+        assert await write_thrice() == [None] * 3
+        await client.aclose()
+
+
+async def test_a_shard_does_not_ask_a_redis_that_has_become_a_replica_for_long() -> None:
+    """A shard leaves it although it only reads there: what its successor has lost must be noticed, and stored again."""
+    connections = 0
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        server, replication = f"run_id:{connections}", "role:" + ("slave" if connections == 1 else "master")
+        answer = "$-1\r\n$-1\r\n" + "".join(f"${len(text)}\r\n{text}\r\n" for text in (server, replication))
+        while await reader.read(1 << 16):
+            writer.write(answer.encode())
+        writer.close()
+
+    answered, failed = asyncio.Event(), Mock()
+    storage = Mock(redis_answered=Mock(side_effect=lambda run_id: answered.set()), redis_failed=failed)
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+        others: list[Any] = [Mock() for _ in range(3)]
+        membership = Membership("s", [], Mock(), client, Mock(), Mock(storage=storage), *others)
+        watching = asyncio.ensure_future(membership._watch_fence())
+        await answered.wait()
+        watching.cancel()
+        await asyncio.wait({watching})
+        await client.aclose()
+
+    storage.redis_answered.assert_called_once_with("2")
+    assert "replica" in node_redis.trouble(failed.call_args.args[0])
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,25 @@ def test_a_partition_that_waits_for_others_of_its_owner_has_its_own_time() -> No
         assert d.owners()[index] == "s0"
 
 
+def test_a_partition_that_is_not_stored_is_not_held_for_as_long_as_others_move() -> None:
+    """A move that comes to no end is withdrawn although its owner goes on to hand over others: its pushes wait for it.
+
+    At most `limits.MOVES_AT_ONCE` are ahead of it, so that many times what one may take is enough.
+    """
+    d = Driver.with_model(partitions=128, params={"w": {"shape": [128]}})
+    drain(d, "s1")
+    stuck, number = next(iter(release_numbers(d).items()))
+    began = d.now
+    while release_numbers(d).get(stuck) == number:
+        assert d.now - began < limits.MOVES_AT_ONCE * (limits.MOVE_S + 1)
+        d.now += 5
+        others = [row(d, i, n) for i, n in release_numbers(d).items() if i != stuck]
+        d.beat("s0", releases=False)
+        d.beat("s1", released=others[:1])
+        d.do(io.Tick())
+    assert d.owners()[stuck] == "s1"
+
+
 def test_a_shard_that_redis_does_not_answer_takes_no_part_in_moves() -> None:
     """Moves from and to a shard that cannot reach Redis are withdrawn, and it gets nothing, until it can again."""
     d = Driver.with_model(**EIGHT)

@@ -2,15 +2,17 @@
 
 import asyncio
 import shutil
+import ssl
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from paramserver_node import redis_server, server
+from paramserver.wire import http2 as wire
+from paramserver_node import http2, read_deadline, redis_server, server
 from paramserver_node.server import Tls, serve_tcp
 
 WITHIN_S = 20.0
@@ -62,3 +64,34 @@ def test_a_tls_handshake_that_stalls_is_given_up(tls: Tls, monkeypatch: pytest.M
                 writer.close()
 
     assert uvloop.run(stalled()) == b""
+
+
+def test_a_tls_client_that_does_not_close_in_return_is_disconnected(tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was refused ends after the time for stalls, not after that of TLS, which is half a minute."""
+    monkeypatch.setattr(http2, "LINGER_S", 0.1)
+    monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    came, gone = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = context.wrap_bio(came, gone)
+
+    async def refused() -> None:
+        async with serving(tls) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                done = False
+                while not done:
+                    with suppress(ssl.SSLWantReadError):
+                        client.do_handshake()
+                        done = True
+                    writer.write(gone.read())
+                    came.write(b"" if done else await reader.read(1 << 16))
+                client.write(wire.PREFACE + wire.frame(wire.PING, 0, 0, bytes(8)))
+                writer.write(gone.read())
+                with suppress(ConnectionError):
+                    while await reader.read(1 << 16):
+                        pass
+            finally:
+                writer.close()
+
+    uvloop.run(refused())

@@ -3,11 +3,13 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 from msgspec.structs import replace
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout
@@ -16,8 +18,10 @@ from paramserver.core.shard_events import CommitDecided, ModelView, PullReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import Unavailable, problem
 from paramserver.types import ModelKey, make_token
+from paramserver_node import redis as node_redis
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory
+from paramserver_shard.main import expect_state
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.serving import Serving
 from paramserver_shard.snapshot_store import Budget, SaveResult
@@ -269,3 +273,26 @@ def test_a_partition_that_is_assigned_to_a_stopping_shard_does_not_end_it(loadin
                 await runtime.submit(int)
 
     asyncio.run(stop())
+
+
+async def test_a_shard_that_waits_for_redis_stops_though_its_client_has_lost_the_cancellation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `--expect-state` it stops even if the Redis client swallows the cancellation with an error of its own."""
+    asked = asyncio.Event()
+
+    async def exists(_: str) -> int:
+        if not asked.is_set():
+            asked.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        raise RedisConnectionError("refused")
+
+    monkeypatch.setattr(node_redis, "connect", lambda _: Mock(exists=exists, aclose=AsyncMock()))
+    waiting = asyncio.ensure_future(expect_state("redis://nowhere"))
+    await asked.wait()
+    waiting.cancel()
+    await asyncio.wait([waiting], timeout=5.0)
+    ended = waiting.cancelled()
+    waiting.cancel()
+    assert ended

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from paramserver.errors import PsError, problem
 from paramserver_scheduler import overview, status_broadcast, watch
 from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
+from paramserver_scheduler.redis_memory import RedisMemory
 from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Ring, Rings
 from paramserver_scheduler.schema import ClusterStatus, ModelStatus, NodeStatus, RunStatus, Status
 from paramserver_scheduler.status_broadcast import StatusBroadcast
@@ -238,6 +240,7 @@ async def test_a_clock_that_is_set_is_followed(monkeypatch: pytest.MonkeyPatch) 
 
     assert await series_after(0.0) == 1
     assert await series_after(7200.0) == 2
+    assert await series_after(-5.0) == 2, "the newest slot is soon reached again"
     assert await series_after(-3600.0) == 1
 
 
@@ -271,6 +274,25 @@ async def test_a_redis_that_is_nearly_full_is_a_problem() -> None:
     assert told(found, "paramserver_redis_memory_bytes") == {"": 950}
     memory.limit_bytes = None
     assert (await overview.describe(service)).cluster.problems == []
+
+
+async def test_the_watch_of_redis_ends_though_its_client_has_lost_the_cancellation() -> None:
+    """It ends even if the Redis client swallows the cancellation; else a scheduler that is told to stop never would."""
+    asked = asyncio.Event()
+
+    class Swallowing:
+        async def info(self, _: str) -> dict[str, int]:
+            if not asked.is_set():
+                asked.set()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+            return {"used_memory": 1, "maxmemory": 0}
+
+    watching = asyncio.ensure_future(RedisMemory().watch(cast(Any, Swallowing())))
+    await asked.wait()
+    watching.cancel()
+    await asyncio.wait({watching}, timeout=4.0)
+    assert watching.cancelled()
 
 
 async def test_runs_that_end_are_counted_however_many_have_ended_before() -> None:

@@ -69,6 +69,8 @@ class Shard(Holder):
     """When it left or was declared dead."""
     listed: bool = True
     """False once it has been gone too long to appear in lists."""
+    released_s: float = 0.0
+    """When it last released a partition that moved."""
     storage_away: bool = False
     """Whether it says that Redis does not answer it, so that it can neither store nor load a partition."""
 

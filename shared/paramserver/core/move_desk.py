@@ -129,23 +129,27 @@ class MoveDesk:
     def expire(self, now: float) -> None:
         """Withdraw moves that take too long, and do not move those partitions for `limits.MOVE_S`.
 
-        An owner stores them one after the other, so it has the time for the largest since it released the last one.
-        Partitions that could not be moved before are planned for again.
+        An owner stores them one after the other, so it has the time for the largest since it released the last one, and
+        none is held for longer than all at once may take.  Partitions that could not be moved before are planned for
+        again.
         """
         self.c.unbalanced = self.c.unbalanced or self._blocked
         moves = [
-            (model, owner, model.held_bytes_of(i))
+            (model, owner, self.c.shards[owner.shard], model.held_bytes_of(i))
             for model in self.c.models.values()
             for i, owner in enumerate(model.owners)
-            if owner.release
+            if owner.release and owner.shard is not None
         ]
-        largest: dict[str | None, int] = {}
-        for _, owner, size in moves:
-            largest[owner.shard] = max(size, largest.get(owner.shard, 0))
-        pace = LINE_SHARE * limits.STORE_PACE_BYTES_PER_S
-        late = [(m, o) for m, o, _ in moves if now - o.asked_s >= limits.MOVE_S + largest[o.shard] / pace]
-        for _, owner in late:
-            owner.no_move_before_s = now + limits.MOVE_S
+        largest: dict[str, int] = {}
+        for _, _, shard, size in moves:
+            largest[shard.name] = max(size, largest.get(shard.name, 0))
+        late: list[tuple[Model, Owner]] = []
+        for model, owner, shard, _ in moves:
+            time_s = limits.MOVE_S + largest[shard.name] / (LINE_SHARE * limits.STORE_PACE_BYTES_PER_S)
+            waited_s = now - owner.asked_s
+            if min(waited_s, now - shard.released_s) >= time_s or waited_s >= limits.MOVES_AT_ONCE * time_s:
+                owner.no_move_before_s = now + limits.MOVE_S
+                late.append((model, owner))
         self._withdraw(late)
 
     def _partition_loads(self, now: float) -> list[PartitionLoad]:
@@ -212,9 +216,7 @@ class MoveDesk:
             owner.previous = previous
             model.cuts.moved = True
             self.c.place_changed(model)
-            for _, waiting in self._moves():
-                if waiting.shard == shard:
-                    waiting.asked_s = now
+            self.c.shards[shard].released_s = now
 
     def loads(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Update the load, in bytes per second, of that shard's partitions; those not listed have none."""

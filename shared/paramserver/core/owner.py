@@ -30,7 +30,7 @@ class Owner:
     release: int = 0
     """Number of the request to release it for that move; 0: none."""
     asked_s: float = 0.0
-    """When the move began, or when its owner last released another partition: it stores one after the other."""
+    """When the move began."""
     no_move_before_s: float = 0.0
     """Earliest time of its next move."""
     revision: int | None = None
