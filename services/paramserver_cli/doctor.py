@@ -147,6 +147,8 @@ def _redis(url: str | None, started: bool) -> Finding:
     host, port = parts.hostname or "127.0.0.1", parts.port or 6379
     import redis
 
+    from paramserver_node.redis import memory_of
+
     try:
         with redis.Redis.from_url(url, socket_timeout=3.0, socket_connect_timeout=3.0) as client:
             info: dict[str, Any] = client.info()
@@ -158,7 +160,7 @@ def _redis(url: str | None, started: bool) -> Finding:
     if policy not in ("noeviction", "?"):
         remedy = "CONFIG SET maxmemory-policy noeviction, and in its redis.conf: evicted state is lost state"
         return Finding("Redis", "failed", detail, remedy)
-    held, most = info["used_memory"] - info.get("mem_not_counted_for_evict", 0), info.get("maxmemory", 0)
+    held, most = memory_of(info)
     if 0 < most * REDIS_NEARLY_FULL <= held:
         full = f"{'full' if held >= most else 'nearly full'}: {held / (1 << 20):.1f} of {most / (1 << 20):.1f} MiB"
         remedy = (

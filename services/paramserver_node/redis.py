@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final, Literal, TypeAlias
 
@@ -117,6 +117,11 @@ async def leave_replica(redis: Redis, error: BaseException) -> None:
     """After an error that says that the server has become a replica, close all idle connections; see `_CLOSING`."""
     if isinstance(error, ReadOnlyError):
         await redis.connection_pool.disconnect(inuse_connections=False)
+
+
+def memory_of(info: Mapping[str, Any]) -> tuple[int, int]:
+    """Return what counts towards `maxmemory`, and that limit (0: none), in bytes, from the answer to `INFO memory`."""
+    return int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0)), int(info.get("maxmemory", 0))
 
 
 async def fsync_way(redis: Redis) -> FsyncWay:

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paramserver.limits import REDIS_NEARLY_FULL
-from paramserver_node.redis import stop_if_cancelled
+from paramserver_node.redis import memory_of, stop_if_cancelled
 
 INTERVAL_S: Final = 5.0
 
@@ -26,9 +26,8 @@ class RedisMemory:
         """Ask Redis again and again until cancelled."""
         while True:
             try:
-                found = await redis.info("memory")
-                self.used_bytes = int(found["used_memory"]) - int(found.get("mem_not_counted_for_evict", 0))
-                self.limit_bytes = int(found["maxmemory"]) or None
+                self.used_bytes, limit_bytes = memory_of(await redis.info("memory"))
+                self.limit_bytes = limit_bytes or None
             except (RedisError, OSError, KeyError, TypeError, ValueError):  # away, or a service that does not tell
                 self.used_bytes = self.limit_bytes = None
             stop_if_cancelled()

@@ -1,7 +1,6 @@
 """The public functions: they check arguments, turn optimizer specs into tables, and call the compiled loops."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
 from math import inf, sqrt
 from threading import Lock
@@ -70,11 +69,7 @@ def warm_up() -> None:
     with _compile_lock:
         if _compiled:
             return
-        for function, signature in loops.SIGNATURES:
-            with suppress(OSError):  # a full disk: it is compiled, but not cached
-                function.compile(signature)
-            function.compile(signature)  # does nothing if it is compiled
-            function.disable_compile()
+        prebuilt.compile_all(loops)
         _compiled = True
 
 

@@ -7,6 +7,7 @@ several processor levels in the folder, the best one that this machine supports 
 import ctypes
 import hashlib
 import platform
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +72,15 @@ def load(folder: Path = FOLDER) -> Any:
     made = digest()
     found = next((f for level in levels() if (f := folder / f"{level}-{made}.so").is_file()), None)
     return None if found is None else _functions(ctypes.CDLL(str(found)))
+
+
+def compile_all(loops: Any) -> None:
+    """Compile the entry points of `loops`, or load them from numba's cache; a prebuilt library has none to compile."""
+    for function, signature in loops.SIGNATURES:
+        with suppress(OSError):  # a full disk: it is compiled, but not cached
+            function.compile(signature)
+        function.compile(signature)  # does nothing if it is compiled
+        function.disable_compile()
 
 
 def _functions(library: ctypes.CDLL) -> SimpleNamespace:

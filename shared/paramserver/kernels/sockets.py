@@ -8,7 +8,6 @@ Sockets are nonblocking; the calls wait for them, but return when the peer pause
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
@@ -38,11 +37,7 @@ def warm_up() -> Any:
                 from paramserver.kernels import socket_loops
 
                 loops = socket_loops
-                for function, signature in loops.SIGNATURES:
-                    with suppress(OSError):  # a full disk: it is compiled, but not cached
-                        function.compile(signature)
-                    function.compile(signature)  # does nothing if it is compiled
-                    function.disable_compile()
+                prebuilt.compile_all(loops)
             _loops = loops
         return _loops
 
