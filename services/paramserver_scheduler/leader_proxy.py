@@ -25,7 +25,7 @@ LOCAL_PREFIXES: Final = ("/static/", "/docs/", "/internal/checkpoints/")
 """Paths (`LOCAL_PATHS`) and path prefixes that every scheduler serves itself, leading or not."""
 
 ENDLESS_BODY: Final = re.compile("/internal/shards/[^/]+/clocks")
-"""Paths of requests with an endless body, which cannot be forwarded."""
+"""Paths of requests whose body may have no end; without a `content-length` they cannot be forwarded."""
 
 
 class LeaderProxy:
@@ -42,7 +42,7 @@ class LeaderProxy:
             await self._app(scope, receive, send)
         elif await self._is_leader():
             await self._app(scope, receive, self._naming_all_schedulers(send))
-        elif ENDLESS_BODY.fullmatch(scope["path"]):
+        elif ENDLESS_BODY.fullmatch(scope["path"]) and b"content-length" not in dict(scope["headers"]):
             no_body_deadline(scope)  # also answers at once, without waiting for the rest of the body
             error = problem("no_leader", "this scheduler is not the leader; send this request to the leader directly")
             await problems.response(Request(scope), error)(scope, receive, self._naming_all_schedulers(send))

@@ -1,18 +1,21 @@
 """Reports to the scheduler which workers have ended their iteration, if their push said so (`ends`).
 
-Reports that may be lost are sent again, to the same scheduler or the next, which ignores those that it has had.  After
-`WAIT_S` they are dropped: the worker waits at the shard only that long, then reports to the scheduler itself.
+They go to the leader in one request without an end, or, while only a standby can be reached, through that in a request
+for each batch.  Reports that may be lost are sent again, and the leader ignores those that it has had.  After `WAIT_S`
+they are dropped: the worker waits at the shard only that long, then reports to the scheduler itself.
 """
 
 import asyncio
 import json
 import logging
 from collections import deque
-from typing import Final
+from typing import Final, NoReturn
 
+from paramserver.errors import PsError
 from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.net.calls import POLL_S
 from paramserver.types import ModelKey, PushId
+from paramserver_node.race import race
 from paramserver_shard.link import RETRY_S, SchedulerLink
 from paramserver_shard.streaming_request import StreamingRequest
 
@@ -57,10 +60,11 @@ class ClockReports:
                     await self._send(stream, link, url)
                 finally:
                     stream.close()
-                log.info(
-                    "clocks.unreported scheduler=%s status=%d: workers report clocks themselves", url, stream.status
-                )
-                link.apply_answer(url, stream)
+                link.learn_from(url, stream)
+                if stream.status == 503:  # a standby; perhaps the leader cannot be reached from here
+                    await race(self._send_through(link, path), link.turn_to_leader(url, path))
+                else:
+                    log.info("clocks.interrupted scheduler=%s status=%d", url, stream.status)
             self._wake.clear()
             await asyncio.sleep(RETRY_S)
             self._take()
@@ -79,6 +83,25 @@ class ClockReports:
             self._wake.clear()
             if self._lines:
                 stream.send(self._take())
+            await self._wake.wait()
+
+    async def _send_through(self, link: SchedulerLink, path: str) -> NoReturn:
+        """Send reports in requests that end, which a standby passes on to the leader, until cancelled."""
+        resend = True
+        while True:
+            self._wake.clear()
+            lines = self._take()
+            if resend:
+                lines = b"".join(sent for _, sent in self._recent)
+            if lines:
+                try:
+                    await link.post_lines(path, lines)
+                except PsError as error:
+                    log.debug("clocks are not passed on: %s", error)
+                    resend = True
+                    await asyncio.sleep(RETRY_S)
+                    continue
+            resend = False
             await self._wake.wait()
 
     def _take(self) -> bytes:

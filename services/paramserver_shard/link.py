@@ -12,7 +12,7 @@ from paramserver.net.addresses import SCHEDULERS, named
 from paramserver.net.calls import Outcome, Request, Response, error_of, json_of, json_request
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import AsyncDirectTransport
-from paramserver_shard.streaming_request import StreamingRequest
+from paramserver_shard.streaming_request import LINES, StreamingRequest
 
 FEED_SILENCE_S: Final = 3.0
 """The feed pings every second; after this much silence the connection counts as dead."""
@@ -54,12 +54,24 @@ class SchedulerLink:
             self._urls = [*self._urls[1:], url]
             self.on_switch()
 
+    def _use(self, url: str) -> None:
+        """Use that scheduler from now on."""
+        self._urls = [url, *(u for u in self._urls if u != url)]
+        self.on_switch()
+
     async def request(self, method: str, path: str, body: Any = None, params: Mapping[str, Any] | None = None) -> Any:
         """Return the JSON answer of the first scheduler that does not answer 503; each is tried once.
 
         Raises the PsError that it answered, or Unavailable (`no_leader`) if no scheduler answered.
         """
-        reason, asked = "", json_request(method, _target(path, params), body, timeout_s=REQUEST_S)
+        return await self._send(json_request(method, _target(path, params), body, timeout_s=REQUEST_S))
+
+    async def post_lines(self, path: str, lines: bytes) -> None:
+        """Send lines of JSON in one request that ends, which a standby passes on.  Raises like `request`."""
+        await self._send(Request("POST", path, lines, {"content-type": LINES}, timeout_s=REQUEST_S))
+
+    async def _send(self, asked: Request) -> Any:
+        reason = ""
         for url in self.urls:
             outcome = await self._transport.send(asked, url)
             if isinstance(outcome, Response):
@@ -75,11 +87,22 @@ class SchedulerLink:
         """Open a request to that scheduler whose body is sent later.  Raises OSError."""
         return await StreamingRequest.open(url + path, self._credentials, on_end)
 
-    def apply_answer(self, url: str, stream: StreamingRequest) -> None:
-        """Learn from the answer that ended a stream: the schedulers it names, and whether to switch to another."""
+    def learn_from(self, url: str, stream: StreamingRequest) -> None:
+        """Learn the schedulers that are named by the answer that ended a stream to `url`."""
         self._learn(url, stream.schedulers)
-        if stream.status == 503:
-            self.switch_from(url)
+
+    async def turn_to_leader(self, url: str, path: str) -> None:
+        """Switch from the standby `url` to the leader once that answers here; return then, or after any other switch.
+
+        `path` is one that a standby refuses with 503, whatever the method.
+        """
+        while url == self.url:
+            for other in self.urls:
+                outcome = await self._transport.send(Request("GET", path, timeout_s=REQUEST_S), other)
+                if isinstance(outcome, Response) and outcome.status != 503 and url == self.url:
+                    self._use(other)
+                    return
+            await asyncio.sleep(RETRY_S)
 
     def _learn(self, url: str, header: str) -> None:
         """Add the schedulers named in an answer from `url`, and drop others that were only named before."""

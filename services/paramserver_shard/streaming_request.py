@@ -17,6 +17,8 @@ from paramserver.net.credentials import Credentials
 
 log = logging.getLogger("paramserver.shard")
 
+LINES: Final = "application/x-ndjson"
+"""Media type of lines of JSON."""
 CONNECT_S: Final = 2.0
 BUFFER_BYTES_MAX: Final = 1 << 20
 """Most bytes in the send buffer; beyond that the scheduler is taken to be hanging, and the request is aborted."""
@@ -48,7 +50,7 @@ class StreamingRequest(asyncio.Protocol):
                 parts.port or (443 if secure else 80),
                 ssl=credentials.context() if secure else None,
             )
-        headers = {"host": parts.netloc, "transfer-encoding": "chunked", "content-type": "application/x-ndjson"}
+        headers = {"host": parts.netloc, "transfer-encoding": "chunked", "content-type": LINES}
         headers |= credentials.headers
         target = parts.path + (f"?{parts.query}" if parts.query else "")
         lines = [f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]

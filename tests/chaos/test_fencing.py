@@ -58,3 +58,17 @@ def test_a_leader_cut_off_from_redis(start: Start) -> None:
     assert c.leader() != leader
     run.finish()
     run.assert_kept(shards_died=True, acknowledged=10)
+
+
+def test_a_shard_cut_off_from_the_leader_alone(start: Start) -> None:
+    """A shard that reaches only a standby scheduler takes part in everything through it, in synchronous commits too."""
+    run = start(Plan(shards=2, schedulers=2, proxied=True), JOURNALED)
+    c = run.cluster
+    ways: tuple[Way, ...] = ("there", "back", "both")
+    for way in ways:
+        c.cut(f"shard-0>{c.leader()}", way)
+        c.until_progress(more=20, within_s=15.0)
+        c.heal()
+        c.until_healthy()
+    run.finish()
+    run.assert_kept(shards_died=False, acknowledged=60)

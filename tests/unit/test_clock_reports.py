@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver.types import ModelKey, PushId
 from paramserver_node.forward import Forwarder
 from paramserver_node.redis import connect
+from paramserver_node.redis_server import free_port
+from paramserver_node.server import serve_tcp
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.lease import Lease
 from paramserver_shard.clocks import ClockReports
@@ -103,6 +105,59 @@ async def test_a_report_that_a_connection_has_lost_is_sent_again() -> None:
         await link.aclose()
 
     assert all(b'["m",1,"m/w0",1,1,1,0,1]' in data for data in came)
+
+
+async def test_reports_go_through_a_standby_while_the_leader_cannot_be_reached() -> None:
+    """A standby that refuses the endless request is sent requests that end; it is left once the leader answers."""
+    came: dict[str, bytes] = {"standby": b"", "leader": b""}
+    healed = asyncio.Event()
+
+    async def answer(send: Send, status: int) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def read(receive: Receive, who: str) -> None:
+        while (message := await receive())["type"] == "http.request":
+            came[who] += message["body"]
+            if not message["more_body"]:
+                return
+
+    async def standby(scope: Scope, receive: Receive, send: Send) -> None:
+        if b"content-length" not in dict(scope["headers"]):
+            await answer(send, 503)
+        else:
+            await read(receive, "standby")
+            await answer(send, 204)
+
+    async def leader(scope: Scope, receive: Receive, send: Send) -> None:
+        await healed.wait()
+        if scope["method"] == "POST":
+            await read(receive, "leader")
+        else:
+            await answer(send, 405)
+
+    async def report(seq: int, to: str) -> None:
+        reports.report(ModelKey("m", 1), PushId("m/w0", 1, seq), seq, 0, 1)
+        while b'"m/w0",1,%d,' % seq not in came[to]:
+            await asyncio.sleep(0.01)
+
+    reports, stop, ports = ClockReports(), asyncio.Event(), (free_port(), free_port())
+    link = SchedulerLink([f"http://127.0.0.1:{port}" for port in ports], NO_CREDENTIALS)
+    async with asyncio.timeout(WITHIN_S), asyncio.TaskGroup() as nodes:
+        for app, port in zip((standby, leader), ports, strict=True):
+            nodes.create_task(serve_tcp(app, "127.0.0.1", port, stop, grace_s=0.0))
+        telling = nodes.create_task(reports.run(link, "/clocks?epoch=1"))
+        await asyncio.sleep(0)  # it has begun: what was reported before is void
+        await report(1, "standby")
+        await report(2, "standby")
+        healed.set()
+        while not link.url.endswith(f":{ports[1]}"):
+            await asyncio.sleep(0.01)
+        await report(3, "leader")
+        telling.cancel()
+        await asyncio.wait({telling})
+        await link.aclose()
+        stop.set()
 
 
 async def test_a_standby_refuses_reports_without_waiting_for_their_end() -> None:

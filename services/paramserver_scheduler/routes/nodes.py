@@ -79,14 +79,17 @@ def _in_term(term: int) -> Iterator[None]:
         raise error.plus(term=term) from error
 
 
-@router.post("/shards/{name}/clocks", status_code=204, responses=response_doc(204, "This scheduler stops"))
+@router.post(
+    "/shards/{name}/clocks", status_code=204, responses=response_doc(204, "The body has ended, or this scheduler stops")
+)
 @role("node")
 async def clocks(request: Request, name: str) -> Response:
-    """Report iterations that workers have ended with a push, one line each, in a body that does not end.
+    """Report iterations that workers have ended with a push, one line each, in a body that need not end.
 
     A line is `[model, generation, worker, epoch, push number, clock, timeline, shards]`, where `shards` is the number
     of shards that the push went to.  Once all of them have sent it, it counts as the worker's own report of that clock.
-    The answer comes only when this scheduler stops or refuses a line.
+    The answer comes when the body ends, this scheduler stops, or it refuses a line.  A standby forwards the request to
+    the leader if it has a `Content-Length`; else it answers 503 at once.
     """
     no_body_deadline(request.scope)
     epoch = _needed_epoch(request)
