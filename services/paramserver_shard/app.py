@@ -24,7 +24,7 @@ from paramserver_shard import openapi, slots
 from paramserver_shard.arrays import NPY_MEDIA, SMALLER, ArrayService, read_npy
 from paramserver_shard.endpoints import ChunkedResponse, Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
-from paramserver_shard.inflight import InFlight, InFlightMiddleware, counted
+from paramserver_shard.inflight import InFlight, InFlightMiddleware, account, counted
 from paramserver_shard.internal import router as internal_router
 from paramserver_shard.lending import Lending
 from paramserver_shard.membership import Membership
@@ -120,7 +120,8 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         began_s = s.telemetry.clock()
         serving.check()
         head = request.method == "HEAD"
-        answer = await s.arrays.get(m, name, Conditions.of(request.headers), head=head)
+        grow = account(request.scope).grow
+        answer = await s.arrays.get(m, name, Conditions.of(request.headers), grow, head=head)
         serving.check()
         headers = {
             "etag": answer.etag,

@@ -7,7 +7,7 @@ shard returns the same tag, and it stays the same until one of these partitions 
 import ast
 import asyncio
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -64,8 +64,13 @@ class ArrayService:
         self._names = names
         self._link = link
 
-    async def get(self, model: str, name: str, given: Conditions, *, head: bool) -> NpyAnswer:
-        """Return the parameter, without its body for HEAD or if the client's copy is current.  Raises PsError."""
+    async def get(
+        self, model: str, name: str, given: Conditions, make_room: Callable[[int], None], *, head: bool
+    ) -> NpyAnswer:
+        """Return the parameter, without its body for HEAD or if the client's copy is current.  Raises PsError.
+
+        `make_room` is called with the bytes that the body takes before they are taken, and may refuse them.
+        """
         known = await self._models.find(model)
         selection = _one(known, name)
         param = selection.params[0]
@@ -82,7 +87,7 @@ class ArrayService:
         if size > BODY_BYTES_MAX:
             detail = f"'{name}' has {size} bytes; the limit per response is {BODY_BYTES_MAX}"
             raise problem("too_large", detail, hint="pull ranges of it with POST /pull")
-        pulled = await self._names.fetch(known, PullRequest(selection))
+        pulled = await self._names.fetch(known, PullRequest(selection), make_room)
         tag = etag(known, pulled.parts)
         small = pulled.packed.nbytes <= INLINE_BYTES_MAX
         values = from_f32(pulled.packed, dtype) if small else await asyncio.to_thread(from_f32, pulled.packed, dtype)

@@ -108,9 +108,9 @@ class _Endpoint:
 
         return accepted
 
-    def _pushed_names(self, done: PushDone, request: Request, body: Any, began_s: float) -> None:
+    def _pushed_names(self, done: PushDone, size_bytes: int, body: Any, began_s: float) -> None:
         lag = name_lag(done, body.get("base_version"))
-        self._telemetry.pushed(done, account(request.scope).size_bytes, began_s, body.get("worker"), lag)
+        self._telemetry.pushed(done, size_bytes, began_s, body.get("worker"), lag)
 
 
 class _Pushing(_Endpoint):
@@ -164,7 +164,7 @@ class Push(_Pushing):
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         done = await self._names.push(body, self._key(request, body))
-        self._pushed_names(done, request, body, began_s)
+        self._pushed_names(done, account(request.scope).size_bytes, body, began_s)
         return negotiate.respond(request, push_document(done), 200 if done.state == "applied" else 202)
 
 
@@ -182,7 +182,8 @@ class Pull(_Endpoint):
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         wait_s = body.get("wait_s") if isinstance(body, dict) else None
-        pulled = await _while_there(request.receive, wait_s, self._names.pull(body, check_of(request)))
+        pulling = self._names.pull(body, check_of(request), account(request.scope).grow)
+        pulled = await _while_there(request.receive, wait_s, pulling)
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         return await _respond(request, pulled)
 
@@ -198,8 +199,10 @@ class PushPull(_Pushing):
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
-        done, pulled = await self._names.pushpull(body, self._key(request, body), check_of(request))
-        self._pushed_names(done, request, body, began_s)
+        own = account(request.scope)
+        size_bytes = own.size_bytes  # of the body: from here on it has those of the answer, too
+        done, pulled = await self._names.pushpull(body, self._key(request, body), check_of(request), own.grow)
+        self._pushed_names(done, size_bytes, body, began_s)
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         try:
             return await _respond(request, pulled, done)

@@ -1,8 +1,8 @@
 """Bounds on the work in flight, in total and per client: no client takes the whole shard, nothing grows unbounded.
 
-A client is the address that a connection comes from.  A request over a bound is refused before its body is read (one
-without a length, while it is read): 429 if the client alone has too much in flight, 503 if the shard has.  Both say
-when to retry.
+Bytes are those of bodies, and of answers by name.  A client is the address that a connection comes from.  A request
+over a bound is refused before its body is read (one without a length, while it is read) or its answer is collected: 429
+if the client alone has too much in flight, 503 if the shard has.  Both say when to retry.
 """
 
 from typing import Final

@@ -35,6 +35,11 @@ class PullRequest(Struct, frozen=True):
     dtype: DType | None = None
     """None: each parameter's own dtype."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the requested elements in float32, as they are collected."""
+        return 4 * self.selection.size
+
 
 class Pulled(Struct, frozen=True):
     """The answer to a pull by name."""
@@ -69,33 +74,42 @@ class NameService:
         _finish(reader)
         return await self._exchange.push(known, command)
 
-    async def pull(self, body: Any, check: Callable[[PullRequest], None]) -> Pulled:
-        """Return the requested values; `check` may refuse the request. Raises PsError."""
+    async def pull(self, body: Any, check: Callable[[PullRequest], None], make_room: Callable[[int], None]) -> Pulled:
+        """Return the requested values; `check` and `make_room` (see `fetch`) may refuse the request. Raises PsError."""
         known, reader = await self._open(body)
         request = _read_pull(known, reader)
         _finish(reader)
         check(request)
-        return await self.fetch(known, request)
+        return await self.fetch(known, request, make_room)
 
     async def pushpull(
-        self, body: Any, key: str | None, check: Callable[[PullRequest], None]
+        self, body: Any, key: str | None, check: Callable[[PullRequest], None], make_room: Callable[[int], None]
     ) -> tuple[PushDone, Pulled]:
-        """Push, then pull. `ranges` apply to the push only; the pull returns whole parameters. Raises PsError."""
+        """Push, then pull. `ranges` apply to the push only; the pull returns whole parameters. Raises PsError.
+
+        `check` and `make_room` are as in `pull`; they refuse the push, too.
+        """
         known, reader = await self._open(body)
         command = self._read_push(known, reader, key)
         request = _read_pull(known, reader, ranged=False)
         _finish(reader)
         check(request)
+        make_room(request.size_bytes)
         done = await self._exchange.push(known, command)
         try:
-            return done, await self.fetch(known, request)
+            return done, await self.fetch(known, request, lambda _: None)
         except PsError as error:
             raise after_push(error, done) from error
 
-    async def fetch(self, known: KnownModel, request: PullRequest) -> Pulled:
-        """Collect the elements of a selection from all owners. Raises PsError."""
+    async def fetch(self, known: KnownModel, request: PullRequest, make_room: Callable[[int], None]) -> Pulled:
+        """Collect the elements of a selection from all owners. Raises PsError.
+
+        `make_room` is called with their size in bytes before they take memory, and may refuse them.
+        """
         selection = request.selection
         wanted = [WantedPart(p.partition, p.ranges) for p in selection.parts]
+        if not request.wait_s:
+            make_room(request.size_bytes)
         got = await self._exchange.pull(
             known,
             wanted,
@@ -103,7 +117,9 @@ class NameService:
             min_clock=request.min_clock,
             wait_s=request.wait_s,
         )
-        small = 4 * selection.size <= INLINE_BYTES_MAX
+        if request.wait_s:  # while it waited it had none
+            make_room(request.size_bytes)
+        small = request.size_bytes <= INLINE_BYTES_MAX
         values = end_to_end(selection, got) if small else await asyncio.to_thread(end_to_end, selection, got)
         parts = [got[p.partition] for p in selection.parts]
         version, incarnation = min(p.version for p in parts), max(p.incarnation for p in parts)

@@ -90,8 +90,8 @@ CONNECTIONS_MAX: Final = 16384
 CLIENT_REQUESTS_MAX: Final = 1024
 """Requests in flight in one shard per client address."""
 RECEIVING_BYTES_MAX: Final = 2 << 30
-"""Bytes of request bodies in flight in one shard, and of what they unpack to; less if its memory is small, and half of
-that per client address."""
+"""Bytes of request bodies in flight in one shard, of what they unpack to, and of answers by name; less if its memory is
+small, and half of that per client address."""
 JOURNAL_QUEUE_BYTES_MAX: Final = 256 * MIB
 """Bytes of journal entries in one shard that are not durable yet; above it, pushes that need the journal get 503."""
 JOURNAL_GROUP_BYTES: Final = 64 * MIB

@@ -245,3 +245,34 @@ def test_a_flood_of_bodies_of_unknown_length_leaves_room_for_others(cluster: Nod
 
         eventually(refused, within_s=30, what="the refusal of what is too much")
         served(cluster, name, 20)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("by_path", [True, False])
+def test_a_flood_of_pulls_by_name_leaves_room_for_others(cluster: Nodes, by_path: bool) -> None:
+    """Large answers that an address does not read take its share of memory only: it gets 429, and others are served."""
+    name, big = unique("m"), unique("big")
+    elements = 9 * MIB  # 36 MiB each; its share is 64 MiB
+    cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
+    cluster.post("/models", {"name": big, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}})
+    body, asked = b"", f"GET /pull/{big}/w"
+    if not by_path:
+        body, asked = json.dumps({"model": big}).encode(), "POST /pull"
+    kinds = "content-type: application/json\r\naccept: application/x-npy, application/msgpack"
+    head = f"{asked} HTTP/1.1\r\nhost: x\r\n{kinds}\r\ncontent-length: {len(body)}\r\n"
+
+    def begun(address: str, stack: ExitStack) -> bytes:
+        to = ("127.0.0.1", cluster.shard_ports["shard-0"])
+        s = stack.enter_context(closing(socket.create_connection(to, 30, (address, 0))))
+        s.sendall(f"{head}\r\n".encode() + body)
+        return s.recv(1024)
+
+    with ExitStack() as stack:
+        assert begun(FLOODER, stack).startswith(b"HTTP/1.1 200 ")
+        assert begun(FLOODER, stack).startswith(b"HTTP/1.1 429 ")
+        assert begun("127.0.0.3", stack).startswith(b"HTTP/1.1 200 "), "a large pull of another client has room"
+        served(cluster, name, 20)
+    with ExitStack() as stack:
+        eventually(lambda: begun(FLOODER, stack).startswith(b"HTTP/1.1 200 "), within_s=60, what="its own turn")
+    cluster.call("DELETE", f"/models/{big}")

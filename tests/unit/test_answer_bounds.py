@@ -23,6 +23,7 @@ from paramserver_shard import endpoints
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.endpoints import Pull, check_json, check_msgpack, packed
 from paramserver_shard.exchange import GotPart, WantedPart
+from paramserver_shard.inflight import InFlight
 from paramserver_shard.names import NameService, Pulled, PullRequest
 
 QUARTER = BODY_BYTES_MAX // 4
@@ -80,7 +81,7 @@ async def test_a_large_pull_by_name_keeps_nobody_waiting() -> None:
     values = Values(np.arange(MIB, dtype=np.float32))
     names = NameService(cast(Any, None), cast(Any, values))
 
-    pulling = asyncio.ensure_future(names.fetch(KNOWN, PullRequest(select(KNOWN.layout))))
+    pulling = asyncio.ensure_future(names.fetch(KNOWN, PullRequest(select(KNOWN.layout)), lambda _: None))
     await asyncio.sleep(0)
     values.went_on.set()
     assert np.array_equal((await pulling).packed, values.values)
@@ -102,7 +103,8 @@ async def test_a_large_answer_in_msgpack_keeps_nobody_waiting(monkeypatch: pytes
     nothing: Any = SimpleNamespace(check=None, clock=None, pulled=lambda *_: None)
     route = Pull(nothing, nothing, nothing, cast(Any, SimpleNamespace(pull=pull)), nothing)
     accepts = [(b"accept", b"application/msgpack")]
-    request = Request({"type": "http", "method": "POST", "path": "/pull", "headers": accepts})
+    state = {"account": InFlight().request("a")}
+    request = Request({"type": "http", "method": "POST", "path": "/pull", "headers": accepts, "state": state})
     answering = asyncio.ensure_future(route.by_name(request, {}, 0.0))
     while not converting.is_set():
         await asyncio.sleep(0)
