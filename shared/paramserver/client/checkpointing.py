@@ -35,9 +35,12 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
     while True:
         states = yield from _states(cluster, model_map, cut, deadline)
         clocks = {frame.clock for frame, _ in states}
-        if model_map.spec.consistency.mode != "sync" or len(clocks) == 1:
+        if model_map.spec.consistency.mode != "sync":
             break
-        model_map = yield from cluster.map_of(model, deadline, newer_than=model_map)
+        now = yield from cluster.fetch_map(model, deadline)
+        if len(clocks) == 1 and now.spec.consistency.mode == "sync" and now.timeline == model_map.timeline:
+            break
+        model_map = now
         cut = model_map.document.get("cut")
         if deadline.left_s() < 0.2:
             hint = "a longer timeout=, or model.save() on the server"
