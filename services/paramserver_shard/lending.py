@@ -66,7 +66,6 @@ class Lending:
 
         `current`: a pull would be answered with exactly these arrays now, until `clear_superseded` is called with them.
         """
-        self.expire()
         files = tuple(f for a in arrays if (f := self._versions.file_of(a)) is not None)
         size = sum([a.nbytes for a in arrays if id(a) not in self._covering])
         if len(files) < len(arrays) or self.leased_bytes + size > LEASED_BYTES_MAX or len(self._leases) >= LEASES_MAX:
@@ -103,7 +102,6 @@ class Lending:
 
     async def allocate_slot(self, size_bytes: int) -> str:
         """Lend a slot of at least that size and return its file.  Raises Unavailable (`queue_full`) beyond a bound."""
-        self.expire()
         size_bytes = max(size_bytes, SMALL_BYTES)
         if self.slot_bytes + size_bytes > SLOT_BYTES_MAX:
             raise problem("queue_full", f"{self.slot_bytes} bytes of slots are lent", hint="send a body instead")
