@@ -221,6 +221,48 @@ def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
     assert sorted(released(driver)) == [(1, 1, 1, 1), (2, 1, 1, 1)]
 
 
+def test_partitions_that_move_together_are_held_one_after_the_other() -> None:
+    """A partition is served until those before it are stored: over a slow line, that takes minutes."""
+    driver = serving(spec(3))
+    driver.eager = False
+    request_release(driver, 0, 1)
+    waits, served = driver.submit({0: ones()}, PushId("w", 1, 1)), driver.submit({1: ones(2.0)}, PushId("w", 1, 2))
+    complete(driver, Apply)
+    assert (waits in driver.replies, done(driver, served).version) == (False, 1)
+
+    complete(driver, StoreSnapshot)
+    late = driver.submit({1: ones(4.0)}, PushId("w", 1, 3))
+    assert released(driver) == [(0, 1, 0, 1)]
+    driver.settle()
+
+    assert released(driver) == [(0, 1, 0, 1), (1, 1, 1, 1)]
+    assert late not in driver.replies
+
+
+def test_a_partition_whose_turn_never_comes_is_served_all_the_time() -> None:
+    """A move that is called off before its partition is held leaves no trace."""
+    driver = serving(spec(3))
+    driver.eager = False
+    request_release(driver, 0, 1)
+    driver.send(replace(view(driver), release={0: 1}))
+    driver.settle()
+    driver.eager = True
+
+    assert released(driver) == [(0, 1, 0, 1)]
+    assert driver.push({1: ones()}, PushId("w", 1, 1)).version == 1
+
+
+def test_a_partition_that_is_lost_lets_the_next_one_move() -> None:
+    """If the partition that is held goes to another shard after all, the next one has its turn."""
+    driver = serving(spec(3))
+    driver.eager = False
+    request_release(driver, 0, 1)
+    driver.send(replace(view(driver), owned={1: 1, 2: 1}, release={1: 1}))
+    driver.settle()
+
+    assert released(driver) == [(1, 1, 0, 1)]
+
+
 def test_the_last_snapshot_written_is_the_whole_state() -> None:
     """The snapshot for a move waits for an older one of the same partition, so that the whole state is written last."""
     driver = serving(spec())

@@ -42,6 +42,7 @@ class Snapshots(RuleBasedStateMachine):
         self.void: list[StoreSnapshot] = []
         """Those being written whose partition Redis has lost meanwhile."""
         self.failed_at: dict[PartitionKey, float] = {}
+        self.held: set[PartitionKey] = set()
         self.unsynced: dict[PartitionKey, int] = {}
         """The lsn up to which each partition is to be on disk, until it is."""
         self.stored = {p.key: p.mark.stored for p in map(self.partition, MODELS)}
@@ -94,11 +95,6 @@ class Snapshots(RuleBasedStateMachine):
         """Ask for a partition, to move it; or call the move off."""
         self.seq += 1
         self.views[name] = replace(self.views[name], release={} if self.views[name].release else {0: self.seq})
-        p = self.partition(name)
-        self.failed_at.pop(p.key, None)
-        self.owed_cuts.pop(p.key, None)
-        if not p.mark.waiting:
-            self.unsynced.pop(p.key, None)
         self.driver.send(self.views[name])
         self.look()
 
@@ -160,6 +156,13 @@ class Snapshots(RuleBasedStateMachine):
 
     def look(self) -> None:
         """Complete all but snapshots, and note the snapshots that have begun."""
+        for p in map(self.partition, MODELS):
+            if p.held != (p.key in self.held):  # all that was due is forgotten
+                self.held ^= {p.key}
+                self.failed_at.pop(p.key, None)
+                self.owed_cuts.pop(p.key, None)
+                if not p.mark.waiting:
+                    self.unsynced.pop(p.key, None)
         while self.driver.pending:
             store = self.driver.pending[0]
             if not isinstance(store, StoreSnapshot):

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 
 class Handover:
-    """Holds partitions that are to be released, until their whole state is stored."""
+    """Holds partitions that are to be released, one after the other, until their whole state is stored."""
 
     def __init__(self, shard: "ShardCore", queues: OperationQueues) -> None:
         self._shard = shard
         self._queues = queues
+        self._asked: dict[Partition, int] = {}
+        """Release requests of partitions that are served until those before them are stored."""
+        self._storing: Partition | None = None
+        """The partition that the others wait for."""
         self._held: dict[Partition, None] = {}
 
     def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token, now: float) -> None:
@@ -42,18 +46,31 @@ class Handover:
         p.source, model.partitions[index] = source, p
         self._shard.perform(LoadPartition(key, token, source, model.spec, model.layout))
 
-    def follow(self, model: ServedModel, partition: Partition, number: int, now: float) -> list[RequestOperation]:
-        """Hold the partition if its release is requested under this number (0: it is not), or resume it.
-
-        Returns the requests that were queued for one that is held now.
-        """
+    def follow(self, model: ServedModel, partition: Partition, number: int, now: float) -> None:
+        """Have the partition held if its release is requested under this number, or resume it (0: it is not)."""
         if partition.held and number != partition.release_number:
             self._unhold(model, partition, now)
-        return self._hold(partition, number) if number and not partition.held else []
+        if not number:
+            self._asked.pop(partition, None)
+        elif not partition.held:
+            self._asked[partition] = number
+
+    def hold_next(self) -> list[RequestOperation]:
+        """Hold the next partition if it is its turn; return the requests that were queued for it."""
+        if not self._asked or self._storing is not None:
+            return []
+        partition = next(iter(self._asked))
+        return self._hold(partition, self._asked.pop(partition))
+
+    def give_way(self, partition: Partition) -> None:
+        """Hold the others up no longer: this one is stored or gone, or storing it has failed and is tried again."""
+        if self._storing is partition:
+            self._storing = None
 
     def _hold(self, partition: Partition, release_number: int) -> list[RequestOperation]:
         """Let the running operation finish and start no other."""
         partition.release_number = release_number
+        self._storing = partition
         self._held[partition] = None
         self._shard.plan.forget(partition)
         partition.committing = _computes_mean(partition)
@@ -61,8 +78,8 @@ class Handover:
 
     @property
     def waits(self) -> bool:
-        """Whether the state of a held partition is still to be written."""
-        return bool(self._held)
+        """Whether a partition is to be held, or the state of one that is held is still to be written."""
+        return bool(self._held or self._asked)
 
     def write(self) -> None:
         """Schedule a snapshot of each held partition that has no operation left, so that its state is final."""
@@ -77,6 +94,7 @@ class Handover:
             return False
         if lsn == partition.lsn and partition not in self._held:
             partition.released = True
+            self.give_way(partition)
         else:
             self._held[partition] = None
         return partition.released
@@ -95,7 +113,9 @@ class Handover:
 
     def forget(self, partition: Partition) -> None:
         """Stop tracking a partition: it is no longer owned, or no longer held."""
+        self._asked.pop(partition, None)
         self._held.pop(partition, None)
+        self.give_way(partition)
 
     def renew(self, partition: Partition, token: Token) -> None:
         """Keep a partition in memory under a new token after Redis was emptied, and have all of it stored again."""

@@ -224,7 +224,7 @@ class ShardCore:
                 self._handover.take_up(model, view, index, token, now)
         model.refused = {i: p for i, p in model.refused.items() if view.owned.get(i) == p.token}
         for p in model.partitions.values():
-            requests += self._handover.follow(model, p, view.release.get(p.index, 0), now)
+            self._handover.follow(model, p, view.release.get(p.index, 0), now)
         for operation in requests:
             self._requests.submit(operation)
         if requests or model.parked:
@@ -324,11 +324,13 @@ class ShardCore:
 
     def _run(self, now: float) -> None:
         """Start every operation that can start, then retry the pulls that wait for changed partitions."""
+        if self._handover.waits:
+            for operation in self._handover.hold_next():
+                self._requests.submit(operation)
+            self._handover.write()
         due = self._queues.start(self, now)
         if due is not None:
             self._effects.append(due)
-        if self._handover.waits:
-            self._handover.write()
         if not self._woken:
             return
         woken, self._woken = self._woken, []
@@ -348,6 +350,8 @@ class ShardCore:
     def _snapshot_done(self, event: SnapshotDone, now: float) -> None:
         _, p = self.find(event.key, event.token)
         store = self.plan.done(event.stored, event.urgent, p, now)
+        if p is not None and not event.stored:
+            self._handover.give_way(p)
         if store is not None and p is not None:
             self.durability.snapshot(p, store.capture, store.fsync)
             whole = not store.cut or p.level > 0  # at `applied` a cut lacks the staged parts, which a move needs
