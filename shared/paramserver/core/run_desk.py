@@ -10,7 +10,17 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.fields import is_name
 from paramserver.core.membership import Member, current, expired
 from paramserver.core.models import Model
-from paramserver.core.runs import DEATHS_MAX, RESTARTS_MAX, SOON_S, Place, Run, StopRule, check_run, how_to_start
+from paramserver.core.runs import (
+    DEATHS_MAX,
+    RESTARTS_MAX,
+    SOON_S,
+    Place,
+    Run,
+    StopRule,
+    check_run,
+    how_to_start,
+    is_allowed,
+)
 from paramserver.core.scheduler_io import CreateRun, JoinPool, LeavePool, PatchRun, PlaceDone, PoolHeartbeat
 from paramserver.core.series import check_metrics
 from paramserver.errors import problem, validating
@@ -314,7 +324,7 @@ class RunDesk:
             for i, place in enumerate(run.places):
                 if place.member is not None or place.done:
                     continue
-                member = next((m for m in idle if m.allows(run.entry)), None)
+                member = next((m for m in idle if is_allowed(run.entry, m.allow)), None)
                 if member is None:
                     break
                 idle.remove(member)
@@ -324,6 +334,6 @@ class RunDesk:
                 self._save(run)
         for run in active:
             before = run.state, run.reason
-            run.settle(now, how_to_start(run.entry, [m.allow for m in idle if not m.allows(run.entry)]))
+            run.settle(now, how_to_start(run.entry, [m.allow for m in idle if not is_allowed(run.entry, m.allow)]))
             if (run.state, run.reason) != before:
                 self._save(run)
