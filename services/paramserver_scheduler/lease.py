@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 
 from paramserver import limits
 from paramserver.errors import problem
-from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, leave_replica, stop_if_cancelled, trouble
+from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, leave_replica, no_state, stop_if_cancelled, trouble
 
 SCHEDULERS_KEY: Final = "ps:schedulers"
 WRITTEN_KEY: Final = "ps:written"
@@ -189,11 +189,7 @@ class Lease:
         if won:
             self.term, self.written = int(term), ""
         elif self._expect_state and not self.known_term:
-            raise problem(
-                "corrupt_state",
-                "Redis holds no state, but --expect-state requires one",
-                hint="is it the right Redis, with its data? Start without --expect-state for a new cluster",
-            )
+            raise no_state()
         return bool(won)
 
     async def renew(self) -> None:
