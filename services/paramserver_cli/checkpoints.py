@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from paramserver.errors import NotFoundError, problem
+from paramserver.limits import MIB
 from paramserver_cli.config import Json, Url, connect
 from paramserver_cli.display import console
 from paramserver_cli.exits import Group
@@ -117,7 +118,5 @@ def list_checkpoints(model: ModelName, as_json: Json = False, url: Url = None) -
         return
     table = Table("checkpoint", "clock", "MiB", "path", box=None)
     for c in items:
-        table.add_row(
-            c["name"], str(c.get("clock", "")), f"{c.get('bytes', 0) / (1 << 20):.1f}", str(c.get("path", ""))
-        )
+        table.add_row(c["name"], str(c.get("clock", "")), f"{c.get('bytes', 0) / MIB:.1f}", str(c.get("path", "")))
     console().print(table)

@@ -22,7 +22,7 @@ from rich.text import Text
 
 import paramserver as ps
 from paramserver.errors import AuthError, PsError
-from paramserver.limits import REDIS_NEARLY_FULL
+from paramserver.limits import MIB, REDIS_NEARLY_FULL
 from paramserver_cli import launch, ports
 from paramserver_cli.cluster_file import running
 from paramserver_cli.config import Json, Url, client_settings, connect, redis_url
@@ -162,7 +162,7 @@ def _redis(url: str | None, started: bool) -> Finding:
         return Finding("Redis", "failed", detail, remedy)
     held, most = memory_of(info)
     if 0 < most * REDIS_NEARLY_FULL <= held:
-        full = f"{'full' if held >= most else 'nearly full'}: {held / (1 << 20):.1f} of {most / (1 << 20):.1f} MiB"
+        full = f"{'full' if held >= most else 'nearly full'}: {held / MIB:.1f} of {most / MIB:.1f} MiB"
         remedy = (
             "CONFIG SET maxmemory to more, and in its redis.conf, or delete models: full, it refuses writes, and "
             "nothing is durable"
@@ -274,7 +274,7 @@ def _measure(client: ps.Client, shard: str, addresses: list[str], body: dict[str
                 latency_s = time.perf_counter() - began_s
                 began_s = time.perf_counter()
                 http.post("/pull", json=body).raise_for_status()
-                rate = size / (time.perf_counter() - began_s) / (1 << 20)
+                rate = size / (time.perf_counter() - began_s) / MIB
         except httpx.HTTPError as e:
             reached = str(e)
             continue

@@ -70,7 +70,3 @@ app.command(rich_help_panel=CLUSTER)(keys.token)
 app.command(rich_help_panel=CLUSTER)(keys.secret)
 app.add_typer(runs.app, name="run", rich_help_panel=CLUSTER)
 app.add_typer(checkpoints.app, name="checkpoint", rich_help_panel=CLUSTER)
-
-
-if __name__ == "__main__":
-    app()

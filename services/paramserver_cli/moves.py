@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import paramserver as ps
 from paramserver.errors import PsError
+from paramserver.limits import MIB
 from paramserver_cli import launch
 from paramserver_cli.cluster_file import Cluster, StateDir, running
 from paramserver_cli.config import StateDirOption, Url, client_settings, connect, listed, state_dir
@@ -29,7 +30,6 @@ QUIET_S: Final = 2.0
 SLOW_S: Final = 5.0
 """Time without a partition moved after which psctl says what it waits for."""
 MOVES_SHOWN: Final = 4
-MIB: Final = 1 << 20
 
 Line = Mapping[str, Any]
 Show = Callable[[int, int, str], None]

@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from paramserver.errors import Unavailable
+from paramserver.limits import MIB
 from paramserver_cli.config import Json, Url, connect
 from paramserver_cli.display import console, last_line
 
@@ -64,7 +65,7 @@ def table(found: dict[str, Any]) -> RenderableType:
         state = n["state"] if n["alive"] or n["state"] == "left" else "dead"
         if n["role"] == "scheduler" and state == "active":
             state = "leads"
-        size = f"{n['bytes'] / (1 << 20):.1f}"
+        size = f"{n['bytes'] / MIB:.1f}"
         address = ", ".join(a for a in n["addresses"] if a.startswith("http"))
         nodes.add_row(n["name"], state, f"{n['heartbeat_age_s']:.1f} s", str(n["partitions"]), size, address)
     parts += [Text(), nodes]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from paramserver.errors import PsError
+from paramserver.errors import PsError, first_cause
 from paramserver_cli import ports
 from paramserver_cli.children import ChildSpec, Guard, signal_group, start
 from paramserver_cli.cluster_file import Cluster, Phase, Plan, StateDir, SupervisorState
@@ -299,10 +299,7 @@ async def _main(state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guar
     try:
         await supervisor.run()
     except* (StartFailed, PsError, OSError) as failures:
-        cause: BaseException = failures
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
-        supervisor.phase, supervisor.error = "failed", str(cause)
+        supervisor.phase, supervisor.error = "failed", str(first_cause(failures))
         log.error("%s", supervisor.error)
         supervisor.publish()
     return 1 if supervisor.phase == "failed" else 0

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from paramserver.core.urls import DEFAULT_URL
 from paramserver.errors import problem
 from paramserver_cli import keys, launch
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, new_lines, running
@@ -20,7 +21,6 @@ from paramserver_cli.display import console
 from paramserver_cli.launch import Failed
 from paramserver_node.setting_checks import shown
 
-DEFAULT_URL = "http://127.0.0.1:8700"
 WATCH_S = 0.5
 REDIS_TIMEOUT_S = 3.0
 

@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.limits import MIB
 from paramserver.types import Token
 
@@ -117,6 +117,15 @@ async def leave_replica(redis: Redis, error: BaseException) -> None:
     """After an error that says that the server has become a replica, close all idle connections; see `_CLOSING`."""
     if isinstance(error, ReadOnlyError):
         await redis.connection_pool.disconnect(inuse_connections=False)
+
+
+def no_state() -> PsError:
+    """Return the error for an empty Redis where the setting `expect_state` requires one with a cluster's state."""
+    return problem(
+        "corrupt_state",
+        "Redis holds no state, but --expect-state requires one",
+        hint="is it the right Redis, with its data? Start without --expect-state for a new cluster",
+    )
 
 
 def memory_of(info: Mapping[str, Any]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from paramserver.errors import PsError, problem
+from paramserver.errors import PsError, first_cause, problem
 from paramserver.limits import CONNECTIONS_MAX, PATIENCE_S
 from paramserver_node import log
 from paramserver_node.protocol_detector import ProtocolDetector
@@ -79,13 +79,6 @@ def _listener(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=1024, family=family)
     except OSError as e:
         raise CannotListen(f"cannot serve on {host}:{port}: {e.strerror or e}") from None
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """Return the first error in an exception group, however nested; else the error itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def run(kind: type[SettingsT], flags: Mapping[str, Any], serve: Callable[[SettingsT], Coroutine[Any, Any, T]]) -> T:

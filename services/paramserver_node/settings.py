@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, Self, get_type_hints
 
 from paramserver import limits
 from paramserver.core.near import near
-from paramserver.core.urls import is_node_url
+from paramserver.core.urls import DEFAULT_URL, is_node_url
 from paramserver.errors import RequestError, problem
 from paramserver_node.setting_checks import check, shown
 
@@ -117,7 +117,7 @@ class ShardSettings(NodeSettings):
     name: str = ""
     """Stable identity; default: host name and port."""
     port: int = 8701
-    scheduler: str = "http://127.0.0.1:8700"
+    scheduler: str = DEFAULT_URL
     """URL of the scheduler; several separated by commas."""
     redis: str = "redis://127.0.0.1:6379/0"
     advertise: str = ""
@@ -138,7 +138,7 @@ class ShardSettings(NodeSettings):
 class CallerSettings(Settings):
     """Settings of programs that call a cluster."""
 
-    url: str = "http://127.0.0.1:8700"
+    url: str = DEFAULT_URL
     """URL of the cluster; several separated by commas, for failover."""
     token: str = ""
     """Sent as a bearer token.  Best in a file, or in the environment."""

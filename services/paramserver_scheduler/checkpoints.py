@@ -173,7 +173,7 @@ class CheckpointStore:
         path = self.find(model, name) if creation is None else self._called(model, name)
         held = checkpoint.read(path)
         if not _of(path, creation):
-            raise taken(name, path)
+            raise of_another(name, path)
         return held
 
     def read_parameters(self, layout: Layout, files: Mapping[str, str]) -> dict[str, F32]:
@@ -214,7 +214,7 @@ def _initial(held: TensorFile, file: str, name: str, want: tuple[int, ...]) -> F
     return values
 
 
-def taken(name: str, path: Path) -> PsError:
+def of_another(name: str, path: Path) -> PsError:
     """Return the error for a name that another creation of the model uses on this disk, in that folder."""
     return problem(
         "conflict",

@@ -55,6 +55,8 @@ REPORTED: Final = "reported."
 """Prefix of the metrics that workers report, as in `reported.loss`."""
 
 Level = Literal["good", "info", "bad"]
+RUN_LEVELS: Final[Mapping[str, Level]] = {"running": "good", "finished": "good", "failed": "bad"}
+"""The states of a run that are good or bad news."""
 
 
 class History:
@@ -220,9 +222,9 @@ class History:
         states = {r.id: r.state for r in runs}
         for run in reversed(runs):
             if self._runs is not None and self._runs.get(run.id) != run.state:
-                level: Level = {"running": "good", "finished": "good", "failed": "bad"}.get(run.state, "info")  # type: ignore[assignment]
                 why = (run.reason.strip().splitlines() or [""])[-1]
-                self.add(now, f"run_{run.state}", f"run {run.name or run.id} is {run.state}{why and ': ' + why}", level)
+                text = f"run {run.name or run.id} is {run.state}{why and ': ' + why}"
+                self.add(now, f"run_{run.state}", text, RUN_LEVELS.get(run.state, "info"))
         self._runs = states
 
     def _note_troubles(self, status: Status, now: float) -> None:

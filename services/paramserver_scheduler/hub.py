@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Final
 
 from paramserver.errors import problem
@@ -23,17 +24,14 @@ class Published:
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document = document
-        self._line = b""
 
-    @property
+    @cached_property
     def line(self) -> bytes:
         """The document as one line of JSON, encoded when first asked for."""
-        if not self._line:
-            document = self.document
-            if document["type"] == "gone":
-                document = {**document, "name": document["model"]}  # the key that `model` documents use
-            self._line = json.dumps(document, separators=(",", ":")).encode() + b"\n"
-        return self._line
+        document = self.document
+        if document["type"] == "gone":
+            document = {**document, "name": document["model"]}  # the key that `model` documents use
+        return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
 PING: Final = Published({"type": "ping"})

@@ -175,7 +175,24 @@ class Jobs:
         if name in ALIASES:
             raise problem("invalid_field", f"'{name}' stands for another checkpoint", hint="give that one's own name")
         async with self._alone(model, name):
-            await self._delete(model, name)
+            creation: str | None = None
+            try:
+                record = self._read.checkpoint(model, name)
+                creation = self._read.creation(model)
+            except NotFoundError:
+                if not await asyncio.to_thread(self._store.exists, model, name):
+                    raise
+            else:
+                if record["scheduler"] not in ("", self._name):
+                    self.others.url(record["scheduler"])
+            try:
+                if not await self.others.remove(model, name, creation):
+                    raise problem("unavailable", f"another scheduler has not deleted its files of checkpoint '{name}'")
+                await asyncio.to_thread(self._store.remove, model, name, creation)
+            except OSError as e:
+                raise problem_of(e) from e
+            if creation is not None:
+                await self._runtime.ask(lambda n: io.DeleteCheckpoint(n, model, name))
 
     async def prune(self) -> None:
         """Delete here what the rule of `keep` has deleted at the others while this scheduler did not run."""
@@ -190,26 +207,6 @@ class Jobs:
         """Return the lock of a checkpoint's files."""
         return self._files.setdefault((model, name), asyncio.Lock())
 
-    async def _delete(self, model: str, name: str) -> None:
-        creation: str | None = None
-        try:
-            record = self._read.checkpoint(model, name)
-            creation = self._read.creation(model)
-        except NotFoundError:
-            if not await asyncio.to_thread(self._store.exists, model, name):
-                raise
-        else:
-            if record["scheduler"] not in ("", self._name):
-                self.others.url(record["scheduler"])
-        try:
-            if not await self.others.remove(model, name, creation):
-                raise problem("unavailable", f"another scheduler has not deleted its files of checkpoint '{name}'")
-            await asyncio.to_thread(self._store.remove, model, name, creation)
-        except OSError as e:
-            raise problem_of(e) from e
-        if creation is not None:
-            await self._runtime.ask(lambda n: io.DeleteCheckpoint(n, model, name))
-
     async def _write(self, effect: io.WriteCheckpoint) -> None:
         async with self._alone(effect.model.name, effect.name):
             await self._write_files(effect)
@@ -220,9 +217,8 @@ class Jobs:
             if await asyncio.to_thread(self._store.taken, effect.model.name, effect.name, creation):
                 path = self._store.path(effect.model.name, effect.name)
                 log.info("checkpoint.name_taken model=%s name=%s", effect.model, effect.name)
-                self._runtime.send(
-                    io.CheckpointFailed(effect.model, effect.name, checkpoints.taken(effect.name, path), taken=True)
-                )
+                error = checkpoints.of_another(effect.name, path)
+                self._runtime.send(io.CheckpointFailed(effect.model, effect.name, error, taken=True))
                 return
             partitions = self._read.spec(effect.model).partitions
             held = await self._shards.states(effect.model, partitions, self._owner(effect.model), effect.cut)
@@ -246,14 +242,11 @@ class Jobs:
 
     async def _remove(self, model: str, name: str, creation: str) -> None:
         async with self._alone(model, name):
-            await self._remove_files(model, name, creation)
-
-    async def _remove_files(self, model: str, name: str, creation: str) -> None:
-        try:
-            await asyncio.to_thread(self._store.remove, model, name, creation)
-        except OSError as e:
-            log.warning("checkpoint.stays model=%s name=%s %s", model, name, e)
-        await self.others.remove(model, name, creation)
+            try:
+                await asyncio.to_thread(self._store.remove, model, name, creation)
+            except OSError as e:
+                log.warning("checkpoint.stays model=%s name=%s %s", model, name, e)
+            await self.others.remove(model, name, creation)
 
     async def _load_files(self, effect: io.LoadFiles) -> None:
         try:

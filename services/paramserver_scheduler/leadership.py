@@ -2,9 +2,9 @@
 
 A process that was suspended (stopped, swapped out) may have been replaced without noticing, so it answers nothing until
 it has tried to renew its lease.  (The clock stands still while a machine sleeps: such a pause is noticed at the next
-renewal, within a second.)  An outage of Redis deposes nobody: heartbeats of shards and
-workers are still answered.  But Redis may be unreachable for this leader alone, so once its lease has expired, it asks
-the other schedulers whether one of them leads.
+renewal, within a second.)  An outage of Redis deposes nobody: heartbeats of shards and workers are still answered.  But
+Redis may be unreachable for this leader alone, so once its lease has expired, it asks the other schedulers whether one
+of them leads.
 """
 
 import asyncio

@@ -14,7 +14,8 @@ that lies in the future, because the clock of Redis' machine was put back.
 import asyncio
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from redis.exceptions import RedisError
 
 from paramserver import limits
 from paramserver.errors import problem
-from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, leave_replica, stop_if_cancelled, trouble
+from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, leave_replica, no_state, stop_if_cancelled, trouble
 
 SCHEDULERS_KEY: Final = "ps:schedulers"
 WRITTEN_KEY: Final = "ps:written"
@@ -188,11 +189,7 @@ class Lease:
         if won:
             self.term, self.written = int(term), ""
         elif self._expect_state and not self.known_term:
-            raise problem(
-                "corrupt_state",
-                "Redis holds no state, but --expect-state requires one",
-                hint="is it the right Redis, with its data? Start without --expect-state for a new cluster",
-            )
+            raise no_state()
         return bool(won)
 
     async def renew(self) -> None:
@@ -203,6 +200,10 @@ class Lease:
         """
         done, _, leader, others = await self._run(self._renew_script, *self._identity, self.term, self.written)
         self._note(leader, others)
+        self.check(done)
+
+    def check(self, done: int) -> None:
+        """Raise what a script's answer says of this term: Deposed for 0, RedisDataLost for -1, nothing for 1."""
         if done == 0:
             raise Deposed(f"a newer scheduler than term {self.term} leads")
         if done < 0:
@@ -229,15 +230,8 @@ class Lease:
         return json.dumps({"id": self.id, "place": self.place, "url": self.url, "term": self.term})
 
     async def _run(self, script: Any, *args: str | int) -> Any:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                result = await script(keys=[LEADER_KEY, TERM_KEY, SCHEDULERS_KEY, WRITTEN_KEY], args=args)
-        except (RedisError, OSError, TimeoutError) as e:
-            stop_if_cancelled()
-            await leave_replica(self._redis, e)
-            raise unavailable(e) from e
-        stop_if_cancelled()
-        return result
+        async with answering(self._redis), asyncio.timeout(TIMEOUT_S):
+            return await script(keys=[LEADER_KEY, TERM_KEY, SCHEDULERS_KEY, WRITTEN_KEY], args=args)
 
     def _note(self, leader: bytes, others: Sequence[bytes]) -> None:
         if leader:
@@ -255,9 +249,19 @@ def _order(scheduler: Scheduler) -> tuple[str, str]:
     return scheduler.name, scheduler.url
 
 
-def unavailable(cause: BaseException) -> Exception:
-    """Return the error for a Redis that does not answer or refuses."""
-    check = "is it running and reachable from the scheduler?"
-    if not isinstance(cause, AWAY):
-        check = "is it full (maxmemory) or read-only?"
-    return problem("storage_unavailable", trouble(cause), hint=f"{check} The same request can be sent again")
+@asynccontextmanager
+async def answering(redis: Redis) -> AsyncIterator[None]:
+    """Surround a request to Redis: raises Unavailable (`storage_unavailable`) if it does not answer in time or refuses.
+
+    A cancellation that the client has lost is raised at the end.
+    """
+    try:
+        yield
+    except (RedisError, OSError, TimeoutError) as e:
+        stop_if_cancelled()
+        await leave_replica(redis, e)
+        away = isinstance(e, AWAY)
+        check = "is it running and reachable from the scheduler?" if away else "is it full (maxmemory) or read-only?"
+        hint = f"{check} The same request can be sent again"
+        raise problem("storage_unavailable", trouble(e), hint=hint) from e
+    stop_if_cancelled()

@@ -14,13 +14,13 @@ from redis.asyncio import Redis
 
 from paramserver.core.scheduler import SchedulerCore
 from paramserver.core.urls import listed_urls
-from paramserver.errors import CorruptState, PsError, Unavailable, problem
+from paramserver.errors import CorruptState, PsError, Unavailable, first_cause, problem
 from paramserver_node.access import Access, credentials
 from paramserver_node.crash import crash_point
 from paramserver_node.forward import Forwarder
 from paramserver_node.race import race
 from paramserver_node.redis import connect
-from paramserver_node.server import Tls, first_cause, freeze_gc, run, serve_tcp, stop_on_signals
+from paramserver_node.server import Tls, freeze_gc, run, serve_tcp, stop_on_signals
 from paramserver_node.settings import SchedulerSettings, url_of
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore

@@ -8,12 +8,11 @@ from typing import Final, TypeVar
 import httpx
 
 from paramserver.core.partition_state import PartitionState
-from paramserver.errors import ConflictError, PsError, StaleMapError, Unavailable, problem
+from paramserver.errors import ConflictError, PsError, StaleMapError, Unavailable, first_cause, problem
 from paramserver.net.credentials import Credentials
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.frame import MEDIA_TYPE, chunks, decode_header, encode_header
 from paramserver.wire.state import SetFrame, StateFrame, restore_frame
-from paramserver_node.server import first_cause
 from paramserver_scheduler.http_client import check, http_client
 
 PATIENCE_S: Final = 30.0

@@ -12,21 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from paramserver import limits
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
-from paramserver_node.redis import (
-    FENCE_KEY,
-    LEADER_KEY,
-    TERM_KEY,
-    leave_replica,
-    stop_if_cancelled,
-    token_text,
-    transfer_timeout,
-)
-from paramserver_scheduler.lease import OTHER_HOLDER, WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
+from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, token_text, transfer_timeout
+from paramserver_scheduler.lease import OTHER_HOLDER, WRITTEN_KEY, Deposed, Lease, answering
 
 STATE_KEY: Final = "ps:state"
 FORMAT: Final = 1
@@ -111,16 +102,13 @@ class StateStore:
         Raises Unavailable (`storage_unavailable`) if Redis does not answer, CorruptState if a document cannot be read
         or has another format, Deposed if another term has begun.
         """
-        try:
-            # Nearly all of a large state is what workers store.
-            async with transfer_timeout(limits.WORKER_STATES_MAX, timeout_s=self._timeout_s):
-                pipe = self._redis.pipeline(transaction=True)
-                pipe.get(TERM_KEY)
-                pipe.hgetall(STATE_KEY)
-                term, raw = await pipe.execute()
-        except (RedisError, OSError, TimeoutError) as e:
-            stop_if_cancelled()
-            raise unavailable(e) from e
+        # Nearly all of a large state is what workers store.
+        within = transfer_timeout(limits.WORKER_STATES_MAX, timeout_s=self._timeout_s)
+        async with answering(self._redis), within:
+            pipe = self._redis.pipeline(transaction=True)
+            pipe.get(TERM_KEY)
+            pipe.hgetall(STATE_KEY)
+            term, raw = await pipe.execute()
         if int(term or 0) != self.term:
             raise Deposed(f"term {int(term or 0)} has begun, this was {self.term}")
         return await asyncio.to_thread(_decoded, raw)
@@ -158,19 +146,10 @@ class StateStore:
         head: list[str | int] = [term, number, lease, self._lease.written, self._lease.id]
         new_fields = await _encoded(documents)
         size = sum([len(text) for text in new_fields.values() if text])
-        try:
-            # A Redis that has lost the script is sent it, with all that comes with it, another time.
-            async with transfer_timeout(2 * size, timeout_s=self._timeout_s):
-                done = await self._run(head, new_fields, new_tokens, dict(fences))
-        except (RedisError, OSError, TimeoutError) as e:
-            stop_if_cancelled()
-            await leave_replica(self._redis, e)
-            raise unavailable(e) from e
-        stop_if_cancelled()
-        if done == 0:
-            raise Deposed(f"a newer scheduler than term {self.term} leads")
-        if done < 0:
-            raise RedisDataLost(f"Redis has lost term {self.term}, or the end of what was written in it")
+        # A Redis that has lost the script is sent it, with all that comes with it, another time.
+        async with answering(self._redis), transfer_timeout(2 * size, timeout_s=self._timeout_s):
+            done = await self._run(head, new_fields, new_tokens, dict(fences))
+        self._lease.check(done)
         if term == self.term:
             self._lease.written = number
         if full_rewrite:  # otherwise leave it: `begin_new_term` may have been called during this write

@@ -30,7 +30,7 @@ from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart
 from paramserver_shard.link import SchedulerLink
 from paramserver_shard.models import Models
-from paramserver_shard.names import NameService, PullRequest, read_tensor
+from paramserver_shard.names import NameService, PullRequest, read_tensor, version_of
 
 NPY_MEDIA: Final = "application/x-npy"
 SMALLER: Final = "send it in ranges of its elements in C order, with ?start= and ?stop="
@@ -82,7 +82,7 @@ class ArrayService:
             tag = etag(known, parts)
             unchanged = given.unchanged(tag)
             if head or unchanged:
-                version, incarnation = _newest(parts)
+                version, incarnation = version_of(parts)
                 return NpyAnswer(tag, version, incarnation, header, memoryview(b""), size, unchanged)
         if size > BODY_BYTES_MAX:
             detail = f"'{name}' has {size} bytes; the limit per response is {BODY_BYTES_MAX}"
@@ -277,7 +277,3 @@ def _one(known: KnownModel, name: str) -> Selection:
 def _first(ranges: Sequence[tuple[int, int]] | None) -> tuple[int, int]:
     start = ranges[0][0] if ranges else 0
     return (start, start + 1)
-
-
-def _newest(parts: Sequence[GotPart]) -> tuple[int, int]:
-    return min(p.version for p in parts), max(p.incarnation for p in parts)

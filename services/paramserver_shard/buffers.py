@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from paramserver.limits import MIB, POOL_KEPT_BYTES_MAX
-from paramserver.types import F32, AnyArray
+from paramserver.types import F32, U8, AnyArray
 from paramserver_shard.shared_folder import SharedFolder
 
 PAGE_BYTES: Final = 4096
@@ -28,8 +27,6 @@ INLINE_BYTES_MAX: Final = MIB
 
 IDLE_TURNS: Final = 8
 """Memory still free after the pool has handed out this many times the bytes it may keep counts as unused."""
-
-U8 = npt.NDArray[np.uint8]
 
 
 class _Memory:

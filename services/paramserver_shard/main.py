@@ -187,11 +187,7 @@ async def expect_state(url: str) -> None:
     finally:
         await redis.aclose()
     if not found:
-        raise problem(
-            "corrupt_state",
-            "Redis holds no state, and --expect-state says that there must be one",
-            hint="is it the right Redis, with its data? Start without --expect-state for a new cluster",
-        )
+        raise node_redis.no_state()
 
 
 def _compile(with_transfers: bool) -> None:
@@ -240,7 +236,3 @@ async def serve(settings: ShardSettings) -> bool:
     if compiled is None:
         os._exit(0)  # Python would wait at its end for the thread that compiles
     return not stopping.lost
-
-
-if __name__ == "__main__":
-    app()

@@ -122,8 +122,7 @@ class NameService:
         small = request.size_bytes <= INLINE_BYTES_MAX
         values = end_to_end(selection, got) if small else await asyncio.to_thread(end_to_end, selection, got)
         parts = [got[p.partition] for p in selection.parts]
-        version, incarnation = min(p.version for p in parts), max(p.incarnation for p in parts)
-        return Pulled(known, selection, request.dtype, version, incarnation, values, parts)
+        return Pulled(known, selection, request.dtype, *version_of(parts), values, parts)
 
     async def _open(self, body: Any) -> tuple[KnownModel, Reader]:
         if not isinstance(body, Mapping):
@@ -176,6 +175,11 @@ class NameService:
             kernels.norm2(vector, dtype),  # even if the model does not clip: an owner may know that it does by now
             ack,
         )
+
+
+def version_of(parts: Sequence[GotPart]) -> tuple[int, int]:
+    """Return (lowest version, highest incarnation) of the partitions touched."""
+    return min(p.version for p in parts), max(p.incarnation for p in parts)
 
 
 def end_to_end(selection: Selection, got: Mapping[int, GotPart]) -> F32:

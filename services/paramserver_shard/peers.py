@@ -10,11 +10,11 @@ from paramserver.limits import JOURNAL_WAIT_S, LEASE_S, PACE_BYTES_PER_S
 from paramserver.net.calls import Outcome, Request, Response, error_of
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import AsyncDirectTransport
-from paramserver.types import AnyArray
+from paramserver.types import U8, AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
 from paramserver.wire.incoming_pull import IncomingPull
 from paramserver.wire.state import SetFrame
-from paramserver_shard.buffers import U8, BufferPool
+from paramserver_shard.buffers import BufferPool
 
 REQUEST_BASE_TIMEOUT_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
 """Base timeout of a request: at its owner a push waits for its turn, then for the journal; the rest is network."""

@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgpack
-import numpy as np
-import numpy.typing as npt
 from zlib_ng import zlib_ng
 
 from paramserver.core.partition_state import Capture, HeldPart, LoadedState, PartitionState
 from paramserver.errors import PsError, problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES
-from paramserver.types import AnyArray
+from paramserver.types import U8, AnyArray
 
 FORMAT: Final = "1.1"
 _READ: Final = (1, "1.1")  # 1.0 wrote its format as a number
@@ -129,7 +127,7 @@ def encode_head(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> bytes:
     return b"".join((struct.pack("<I", len(packed)), packed, bytes(-size % _ALIGN)))
 
 
-def decode_head(stream: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
+def decode_head(stream: U8) -> tuple[dict[str, Any], int]:
     """Return (head, offset of the arrays) of a stream with intact blocks; raises CorruptState for a newer format."""
     (size,) = struct.unpack("<I", stream[:4].tobytes())
     head = msgpack.unpackb(stream[4 : 4 + size].tobytes(), strict_map_key=False)

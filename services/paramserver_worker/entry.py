@@ -6,15 +6,10 @@ from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
 import paramserver as ps
+from paramserver.core.runs import is_allowed
 from paramserver.errors import problem
 
 Entry = Callable[..., Any]
-
-
-def is_allowed(entry: str, prefixes: Sequence[str]) -> bool:
-    """Return whether the entry's module equals a prefix or is below one: `a.b` allows `a.b` and `a.b.c`."""
-    module = entry.partition(":")[0]
-    return any(module == p or module.startswith(f"{p}.") for p in prefixes)
 
 
 def load(entry: str, prefixes: Sequence[str]) -> Entry:

@@ -121,7 +121,3 @@ def _leave(member: PoolMember) -> None:
         member.leave()
     except PsError as e:  # then the lease expires instead
         typer.echo(f"could not leave the pool: {e}", err=True)
-
-
-if __name__ == "__main__":
-    app()

@@ -64,7 +64,7 @@ class Checkpoint:
     worker_states: dict[str, Any]
     """Each worker's `w.state`, by worker id."""
     meta: dict[str, Any]
-    """Additional members of the manifest, such as `clock`, `timeline`, `created_at` (seconds since the epoch)."""
+    """Additional members of the manifest, such as `clock`, `timeline`, `created_s` (Unix time)."""
 
     @property
     def version(self) -> int:

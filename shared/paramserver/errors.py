@@ -240,6 +240,13 @@ def as_problem(error: Exception) -> PsError:
     return found
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """Return the first error in an exception group, however nested; else the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 @contextmanager
 def validating() -> Iterator[None]:
     """Turn unexpected exceptions into `internal` errors, in code that only validates a request and changes nothing."""

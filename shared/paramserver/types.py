@@ -8,6 +8,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 F32: TypeAlias = npt.NDArray[np.float32]
+U8: TypeAlias = npt.NDArray[np.uint8]
 AnyArray: TypeAlias = npt.NDArray[Any]
 Json: TypeAlias = Mapping[str, Any]
 """A JSON object."""

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "shared" / "paramserver"
 SERVICES = ROOT / "services"
 
-# Layers of the library that each layer may import: types, errors, limits <- kernels, core <- wire <- net <- client.
+# The layers of the library that each layer may import; ARCHITECTURE.md draws their order.
 BASE = {"types", "errors", "limits"}
 LAYERS: dict[str, set[str]] = {
     "types": set(),

@@ -34,7 +34,7 @@ consistency: {mode: ssp, staleness: 2}
 def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path: Path) -> None:
     """`create` reads YAML and refuses an existing model without --exist-ok, `set` changes settings, `pull` writes .npy.
 
-    The YAML number 1e-3 is read as a number, not as text.
+    The YAML number 1e-3 is read as a number, not as text.  A `pull` of a version that does not come in time is refused.
     """
     (tmp_path / "spec.yaml").write_text(SPEC)
     create = ["create", "psctl-model", "-f", str(tmp_path / "spec.yaml")]
@@ -45,6 +45,7 @@ def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path
     changed = shared_cluster.psctl("set", "psctl-model", "lr=0.5", "mode=async", "--json")
     env = os.environ | {"PARAMSERVER_URL": shared_cluster.url}
     pulled = subprocess.run([*PSCTL, "pull", "psctl-model", "w"], capture_output=True, env=env, timeout=60)
+    early = shared_cluster.psctl("pull", "psctl-model", "w", "--min-version", "7", "--wait-s", "0.1")
 
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout)["spec"]["optimizer"]["lr"] == 1e-3
@@ -53,6 +54,7 @@ def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path
     spec = json.loads(changed.stdout)["spec"]
     assert (spec["optimizer"]["lr"], spec["consistency"]["mode"]) == (0.5, "async")
     np.testing.assert_array_equal(np.load(io.BytesIO(pulled.stdout)), np.full((4, 2), 1.5, np.float32))
+    assert (early.returncode, early.stdout, "not yet at 7" in early.stderr) == (4, "", True), early.stderr
 
 
 def test_a_model_is_deleted_once_that_is_confirmed(shared_cluster: Cluster, tmp_path: Path) -> None:
@@ -209,14 +211,24 @@ def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluste
 
 
 def test_checkpoints_are_saved_restored_and_deleted(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """A checkpoint is restored from a folder under another name, and from the cluster under the model's own."""
-    model = ps.connect(shared_cluster.url).create_model("saved", {"w": np.arange(6.0)}, optimizer=ps.Sum())
+    """A checkpoint is restored from a folder under another name, and from the cluster under the model's own.
 
-    assert shared_cluster.psctl("checkpoint", "save", "saved", str(tmp_path / "ck")).returncode == 0
+    --overwrite replaces the folder of an earlier one, and --partitions sets how many the restored model has.
+    """
+    model = ps.connect(shared_cluster.url).create_model("saved", {"w": np.zeros(6)}, optimizer=ps.Sum())
+
+    save = ["checkpoint", "save", "saved", str(tmp_path / "ck")]
+    assert shared_cluster.psctl(*save).returncode == 0
+    model.push({"w": np.arange(6.0)})
+    kept = shared_cluster.psctl(*save)
+    assert (kept.returncode, "--overwrite replaces it" in kept.stderr) == (4, True), kept.stderr
+    assert shared_cluster.psctl(*save, "--overwrite").returncode == 0
     own = shared_cluster.psctl("checkpoint", "save", "saved")
     assert (own.returncode, "newest 3" in own.stderr) == (0, True), own.stderr
     model.push({"w": np.ones(6)})
-    restored = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"), "--as", "saved2")
+    restored = shared_cluster.psctl(
+        "checkpoint", "restore", str(tmp_path / "ck"), "--as", "saved2", "--partitions", "5"
+    )
     back = shared_cluster.psctl("checkpoint", "restore", "latest", "--as", "saved")
     deleted = shared_cluster.psctl("checkpoint", "delete", "saved", own.stdout.split()[-1])
     assert (deleted.returncode, model.checkpoints()) == (0, []), deleted.stderr
@@ -230,6 +242,7 @@ def test_checkpoints_are_saved_restored_and_deleted(shared_cluster: Cluster, tmp
     assert back.returncode == 0, back.stderr
     other = ps.connect(shared_cluster.url).model("saved2")
     np.testing.assert_array_equal(other.pull()["w"], np.arange(6.0))
+    assert model.info()["spec"]["partitions"] != other.info()["spec"]["partitions"] == 5
     np.testing.assert_array_equal(model.pull()["w"], np.arange(6.0))
 
 
@@ -268,19 +281,19 @@ def test_a_disk_of_the_cluster_that_refuses_a_checkpoint_is_asked_once(shared_cl
 
 
 def test_a_new_project_trains_at_once(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """`psctl train` on the files of `psctl new` ends with a finished run whose model has learned."""
+    """`psctl train` on the files of `psctl new` ends with a finished run whose model has learned, and was saved."""
     folder = tmp_path / "my-model"
     assert shared_cluster.psctl("new", str(folder)).returncode == 0
     assert sorted(p.name for p in folder.iterdir()) == ["model.yaml", "train.py"]
 
-    done = shared_cluster.psctl(
-        "train", str(folder / "train.py"), "--model", "my-model", "--workers", "2", timeout_s=100
-    )
+    train = ["train", str(folder / "train.py"), "--model", "my-model", "--workers", "2", "--checkpoint-every", "50"]
+    done = shared_cluster.psctl(*train, timeout_s=100)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished" in done.stdout
-    values = ps.connect(shared_cluster.url).model("my-model").pull()
-    assert abs(float(values["b"][0]) - 0.5) < 0.2
+    model = ps.connect(shared_cluster.url).model("my-model")
+    assert abs(float(model.pull()["b"][0]) - 0.5) < 0.2
+    assert model.checkpoints()
     assert shared_cluster.psctl("new", str(folder)).returncode == 1
 
 

@@ -19,11 +19,11 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import paramserver
+from paramserver.core.runs import is_allowed
 from paramserver_cli import runs, series
 from paramserver_cli.supervisor import SHARD_SPARE_S
 from paramserver_node.setting_checks import size_bytes
 from paramserver_node.settings import PREFIX, SERVICES
-from paramserver_worker.entry import is_allowed
 
 ROOT = Path(__file__).parents[2]
 PART, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.core.fields import MODEL_NAME
+from paramserver.core.runs import is_allowed
 from paramserver.errors import RequestError
 from paramserver.examples import digits
 from paramserver_worker import entry
@@ -25,7 +26,7 @@ from paramserver_worker.main import default_name
 )
 def test_prefixes_end_at_dots(name: str, prefixes: list[str], allowed: bool) -> None:
     """A prefix allows a module and its submodules, not one whose name merely starts with the prefix."""
-    assert entry.is_allowed(name, prefixes) is allowed
+    assert is_allowed(name, prefixes) is allowed
 
 
 def test_an_allowed_entry_is_loaded() -> None:

@@ -115,8 +115,8 @@ class AsyncWorker(WorkerBase):
         timeout: float | None = None,
     ) -> Pushed:
         """See `Worker.push`; the arrays must not be changed before it returns."""
-        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype, ranges), "ack": ack}
-        return await self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
+        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
+        return await self._run(self._session.push(grads, self._deadline(timeout), **terms))
 
     def stream(
         self,
@@ -129,8 +129,8 @@ class AsyncWorker(WorkerBase):
         timeout: float | None = None,
     ) -> AsyncPushStream:
         """See `Worker.stream`."""
-        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
-        return AsyncPushStream(self._run, lambda: self._deadline(timeout), self._session, **options)
+        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        return AsyncPushStream(self._run, lambda: self._deadline(timeout), self._session, **terms)
 
     async def pushpull(
         self,
@@ -145,8 +145,8 @@ class AsyncWorker(WorkerBase):
         timeout: float | None = None,
     ) -> Params:
         """See `Worker.pushpull`."""
-        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
-        return await self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
+        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        return await self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **terms))
 
     async def clock(self, *, timeout: float | None = None) -> int:
         """See `Worker.clock`."""
@@ -166,11 +166,9 @@ class AsyncWorker(WorkerBase):
         **metrics: SupportsFloat | None,
     ) -> Pushed:
         """See `Worker.step`."""
-        told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
-        terms: dict[str, Any] = {"base": base, "weight": weight, "ack": ack}
-        return await self._run(
-            self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, **terms)
-        )
+        told = {"loss": loss, **self._metrics(metrics)}
+        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        return await self._run(self._iterations.step(grads, told, *self._deadlines(timeout), **terms))
 
     async def exchange(
         self,
@@ -188,11 +186,10 @@ class AsyncWorker(WorkerBase):
         **metrics: SupportsFloat | None,
     ) -> Params:
         """See `Worker.exchange`."""
-        told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
-        terms: dict[str, Any] = {"base": base, "weight": weight, "ack": ack}
-        exchanging = self._iterations.exchange(
-            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, **terms
-        )
+        told = {"loss": loss, **self._metrics(metrics)}
+        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        deadlines = self._deadlines(timeout)
+        exchanging = self._iterations.exchange(grads, told, *deadlines, out=out, view=not copy, **terms)
         return await self._run(exchanging)
 
     async def report(self, *, timeout: float | None = None, **metrics: SupportsFloat | None) -> None:

@@ -17,7 +17,7 @@ from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
 from paramserver.errors import InDoubt, NotFoundError, PsError, combined, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, json_of, json_request
-from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result
+from paramserver.net.retry import Backoff, deliver, deliver_json, is_temporary, to_result
 from paramserver.types import AnyArray
 
 REMOVE_S: Final = 2.0
@@ -44,19 +44,13 @@ def create_model(
     exists with another spec, or with the same one and without `exist_ok`.
     """
     backoff = Backoff(deadline)
-    request = json_request("POST", "/models", body)
+    request = json_request("POST", "/models", body, timeout_s=deadline.attempt_s())
     # One token for all attempts: if an answer is lost, the next attempt is told that model and upload are ours (201).
     request = replace(request, headers={**request.headers, "x-upload-token": token_urlsafe(24)})
     while True:
-        (outcome,) = yield [deadline.bound(request)]
-        result = to_result(outcome)
-        if isinstance(result, PsError):
-            if not is_temporary(result):
-                raise result
-            yield backoff.pause(result)
-            continue
-        doc = json_of(result)
-        if result.status == 200 and not exist_ok:
+        answer = yield from deliver(request, deadline, backoff)
+        doc = json_of(answer)
+        if answer.status == 200 and not exist_ok:
             raise problem("model_exists", f"model '{body['name']}' exists already", hint="pass exist_ok=True to use it")
         token = doc.get("upload_token")
         if token is not None:
@@ -64,7 +58,7 @@ def create_model(
             try:
                 return (yield from _upload(cluster, model_map, uploads, deadline, str(token)))
             except PsError as e:
-                if result.status == 201 and e.code != "upload_in_progress":
+                if answer.status == 201 and e.code != "upload_in_progress":
                     yield from _remove_unfinished(model_map, str(token), deadline.clock)
                 raise
         if doc.get("state", "ready") == "ready":
@@ -141,16 +135,13 @@ def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]
 
 def delete(path: str, deadline: Deadline, headers: Mapping[str, str] = MappingProxyType({})) -> Call[None]:
     """Delete what is at a path; if an earlier attempt is in doubt, what no longer exists counts as deleted."""
-    backoff, request = Backoff(deadline), json_request("DELETE", path)
+    backoff, request = Backoff(deadline), json_request("DELETE", path, timeout_s=deadline.attempt_s())
     request = replace(request, headers={**request.headers, **headers})
-    while True:
-        (outcome,) = yield [deadline.bound(request)]
-        result = to_result(outcome)
-        if not isinstance(result, PsError) or (backoff.in_doubt and isinstance(result, NotFoundError)):
-            return
-        if not is_temporary(result):
-            raise result
-        yield backoff.pause(result)
+    try:
+        yield from deliver(request, deadline, backoff)
+    except NotFoundError:
+        if not backoff.in_doubt:
+            raise
 
 
 def fetch(path: str, deadline: Deadline) -> Call[Any]:

@@ -112,8 +112,8 @@ class Worker(WorkerBase):
         `base` defaults to what this worker pulled last.  The result's `state` is `dropped` if the model went back to an
         earlier clock meanwhile, or the worker lost its lease.
         """
-        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype, ranges), "ack": ack}
-        return self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
+        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
+        return self._run(self._session.push(grads, self._deadline(timeout), **terms))
 
     def gradients(self, *, timeout: float | None = None) -> GradientArrays:
         """Return arrays to compute gradients in, which `step`, `exchange` and `push` need not copy.
@@ -141,8 +141,8 @@ class Worker(WorkerBase):
 
         It counts as a single push.  The model's optimizer must not have `clip_norm`.  See `PushStream`.
         """
-        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
-        return PushStream(self._run, lambda: self._deadline(timeout), self._session, **options)
+        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        return PushStream(self._run, lambda: self._deadline(timeout), self._session, **terms)
 
     def pushpull(
         self,
@@ -157,8 +157,8 @@ class Worker(WorkerBase):
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient, then pull; the clock does not advance."""
-        options: dict[str, Any] = {"encoding": self._encoding(codec, dtype), "base": base, "weight": weight, "ack": ack}
-        return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
+        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **terms))
 
     def clock(self, *, timeout: float | None = None) -> int:
         """Report this iteration finished, wait until the next may begin, and return its number.
@@ -185,9 +185,9 @@ class Worker(WorkerBase):
 
         Metrics travel with the heartbeat; with many steps per second, only some of the points are kept.
         """
-        told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
-        terms: dict[str, Any] = {"base": base, "weight": weight, "ack": ack}
-        return self._run(self._iterations.step(grads, told, *self._deadlines(timeout), encoding=encoding, **terms))
+        told = {"loss": loss, **self._metrics(metrics)}
+        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        return self._run(self._iterations.step(grads, told, *self._deadlines(timeout), **terms))
 
     def exchange(
         self,
@@ -212,11 +212,10 @@ class Worker(WorkerBase):
 
         In sync these are the values after the commit of this clock.  `out` and `copy` are as in `Model.pull`.
         """
-        told, encoding = {"loss": loss, **self._metrics(metrics)}, self._encoding(codec, dtype)
-        terms: dict[str, Any] = {"base": base, "weight": weight, "ack": ack}
-        exchanging = self._iterations.exchange(
-            grads, told, *self._deadlines(timeout), out=out, view=not copy, encoding=encoding, **terms
-        )
+        told = {"loss": loss, **self._metrics(metrics)}
+        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        deadlines = self._deadlines(timeout)
+        exchanging = self._iterations.exchange(grads, told, *deadlines, out=out, view=not copy, **terms)
         return self._run(exchanging)
 
     def report(self, *, timeout: float | None = None, **metrics: SupportsFloat | None) -> None:

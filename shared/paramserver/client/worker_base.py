@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.client.client_base import ClientBase
-from paramserver.client.encoding import Encoding
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.client.task_requests import TaskRequests
@@ -111,8 +110,11 @@ class WorkerBase:
         """Whether an evaluation may be waiting for a worker."""
         return self._session.evaluation_waits
 
-    def _encoding(self, codec: str | None, dtype: DTypeLike | None, ranges: Ranges | None = None) -> Encoding:
-        return self._session.encoding.of_call(codec=codec, dtype=dtype, ranges=ranges)
+    def _terms(
+        self, codec: str | None, dtype: DTypeLike | None, ranges: Ranges | None = None, **terms: Any
+    ) -> dict[str, Any]:
+        """Return these terms of a push, with its encoding."""
+        return {"encoding": self._session.encoding.of_call(codec=codec, dtype=dtype, ranges=ranges), **terms}
 
     def _metrics(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the metrics that were given to `step` or `exchange` as keywords.

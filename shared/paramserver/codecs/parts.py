@@ -6,13 +6,11 @@
 from math import ceil, sqrt
 
 import numpy as np
-import numpy.typing as npt
 
 from paramserver.codecs.codec import Codec, int8_bytes, topk_count_max
 from paramserver.errors import problem
-from paramserver.types import F32, AnyArray
+from paramserver.types import F32, U8, AnyArray
 
-U8 = npt.NDArray[np.uint8]
 _ABS_BITS = np.uint32(0x7FFFFFFF)
 
 

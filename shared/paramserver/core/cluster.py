@@ -11,7 +11,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.commit import Commit
 from paramserver.core.heartbeat_rows import Row
-from paramserver.core.membership import Member, Shard, Worker
+from paramserver.core.membership import Member, Shard, Worker, current
 from paramserver.core.models import Model
 from paramserver.core.near import near
 from paramserver.core.owner import Owner
@@ -292,6 +292,17 @@ class Cluster:
         if model.key != key:
             raise problem("model_replaced", f"model '{key.name}' was deleted and created again")
         return model
+
+    def run(self, id_: Any) -> Run:
+        """Return the run of that id; raises NotFoundError (`unknown_run`)."""
+        found = self.runs.get(id_) if isinstance(id_, str) else None
+        if found is None:
+            raise problem("unknown_run", f"no run {id_!r:.80}", hint="the list of runs has their ids")
+        return found
+
+    def joined_shard(self, name: str, epoch: int) -> Shard:
+        """Return the shard if it is alive in that epoch; raises like `current` (`unknown_node`)."""
+        return current(self.shards.get(name), epoch, f"shard {name!r:.80}", "unknown_node")
 
     def of_key(self, name: str, generation: int) -> Model | None:
         """The model of that name and generation, if it still exists."""

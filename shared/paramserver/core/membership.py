@@ -126,11 +126,6 @@ class Member(Holder):
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Resource usage of its process."""
 
-    def allows(self, entry: str) -> bool:
-        """Whether the module of that entry point is one of the allowed prefixes or lies below one."""
-        module = entry.partition(":")[0]
-        return any(module == p or module.startswith(p + ".") for p in self.allow)
-
     def stored(self) -> dict[str, Any]:
         """Stored field `member:NAME`."""
         return {

@@ -12,7 +12,7 @@ from paramserver import limits
 from paramserver.core.balance import PartitionLoad, ShardLoad, missing_bytes, plan
 from paramserver.core.cluster import Cluster
 from paramserver.core.heartbeat_rows import ReleasedRow
-from paramserver.core.membership import Shard, current
+from paramserver.core.membership import Shard
 from paramserver.core.models import Model
 from paramserver.core.owner import Owner
 from paramserver.core.scheduler_io import SetShardState, StorageChanged
@@ -40,7 +40,7 @@ class MoveDesk:
         if e.state not in STATES:
             raise problem("invalid_field", f"state: must be 'active' or 'draining', not {e.state!r:.40}", where="state")
         if e.epoch is not None:
-            shard = current(shard, e.epoch, f"shard {e.name!r:.80}", "unknown_node")
+            shard = self.c.joined_shard(e.name, e.epoch)
         elif shard is None or not shard.alive:
             raise problem("unknown_node", f"no shard {e.name!r:.80} is alive", hint="the list of shards names them")
         if e.state == "draining" and not shard.draining and e.epoch is None:

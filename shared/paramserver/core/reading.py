@@ -167,10 +167,7 @@ class Reading:
 
     def run(self, run: str) -> dict[str, Any]:
         """One run; raises NotFoundError (`unknown_run`)."""
-        found = self._c.runs.get(run)
-        if found is None:
-            raise problem("unknown_run", f"no run {run!r:.80}", hint="the list of runs has their ids")
-        return found.document()
+        return self._c.run(run).document()
 
     def pool(self, now: float) -> list[dict[str, Any]]:
         """The live members of the worker pool."""

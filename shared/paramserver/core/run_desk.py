@@ -10,7 +10,17 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.fields import is_name
 from paramserver.core.membership import Member, current, expired
 from paramserver.core.models import Model
-from paramserver.core.runs import DEATHS_MAX, RESTARTS_MAX, SOON_S, Place, Run, StopRule, check_run, how_to_start
+from paramserver.core.runs import (
+    DEATHS_MAX,
+    RESTARTS_MAX,
+    SOON_S,
+    Place,
+    Run,
+    StopRule,
+    check_run,
+    how_to_start,
+    is_allowed,
+)
 from paramserver.core.scheduler_io import CreateRun, JoinPool, LeavePool, PatchRun, PlaceDone, PoolHeartbeat
 from paramserver.core.series import check_metrics
 from paramserver.errors import problem, validating
@@ -30,13 +40,6 @@ class RunDesk:
 
     # --- runs ---
 
-    def find(self, run: Any) -> Run:
-        """Return the run of that id; raises NotFoundError (`unknown_run`)."""
-        found = self.c.runs.get(run) if isinstance(run, str) else None
-        if found is None:
-            raise problem("unknown_run", f"no run {run!r:.80}", hint="the list of runs has their ids")
-        return found
-
     def create(self, e: CreateRun, now: float) -> None:
         with validating():
             check_run(e.entry, e.workers, e.args, e.evaluate_every, e.checkpoint_every)
@@ -44,9 +47,9 @@ class RunDesk:
         if e.name is not None and not is_name(e.name):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed", where="name")
         model = self.c.model(e.model)
-        busy = next((r.id for r in self.c.runs.values() if r.model == e.model and not r.ended), None)
-        if busy is not None:
-            raise problem("conflict", f"run '{busy}' is training model '{e.model}'", hint="stop it first", run=busy)
+        if (busy := self.of_model(model)) is not None:
+            what = f"run '{busy.id}' is training model '{e.model}'"
+            raise problem("conflict", what, hint="stop it first", run=busy.id)
         self.c.run_count += 1
         self.c.save_cluster()
         id_ = f"run-{self.c.run_count}"
@@ -83,7 +86,7 @@ class RunDesk:
             self.c.drop(f"run:{old.id}")
 
     def patch(self, e: PatchRun, now: float) -> None:
-        run = self.find(e.run)
+        run = self.c.run(e.run)
         if e.state is not None and e.state not in ("paused", "running", "stopped"):
             raise problem("invalid_field", "state: must be paused, running or stopped", where="state")
         with validating():
@@ -283,7 +286,7 @@ class RunDesk:
         self._save(run)
 
     def done(self, e: PlaceDone, now: float) -> None:
-        run = self.find(e.run)
+        run = self.c.run(e.run)
         member = current(self.c.members.get(e.member), e.epoch, f"pool member {e.member!r:.140}", "unknown_worker")
         member.heard_s = now
         if member.place == (e.run, e.place):
@@ -321,7 +324,7 @@ class RunDesk:
             for i, place in enumerate(run.places):
                 if place.member is not None or place.done:
                     continue
-                member = next((m for m in idle if m.allows(run.entry)), None)
+                member = next((m for m in idle if is_allowed(run.entry, m.allow)), None)
                 if member is None:
                     break
                 idle.remove(member)
@@ -331,6 +334,6 @@ class RunDesk:
                 self._save(run)
         for run in active:
             before = run.state, run.reason
-            run.settle(now, how_to_start(run.entry, [m.allow for m in idle if not m.allows(run.entry)]))
+            run.settle(now, how_to_start(run.entry, [m.allow for m in idle if not is_allowed(run.entry, m.allow)]))
             if (run.state, run.reason) != before:
                 self._save(run)

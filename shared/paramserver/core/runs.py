@@ -248,6 +248,12 @@ def how_to_start(entry: str, barred: Sequence[Sequence[str]]) -> str:
     )
 
 
+def is_allowed(entry: str, prefixes: Sequence[str]) -> bool:
+    """Whether the entry's module equals a prefix or is below one: `a.b` allows `a.b` and `a.b.c`."""
+    module = entry.partition(":")[0]
+    return any(module == p or module.startswith(f"{p}.") for p in prefixes)
+
+
 def check_run(entry: Any, workers: Any, args: Any, evaluate_every: Any, checkpoint_every: Any) -> None:
     """Raise RequestError naming each invalid field of a new run."""
     given = {"entry": entry, "workers": workers, "args": args}

@@ -7,7 +7,7 @@ from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.fields import finite, is_name
 from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
-from paramserver.core.membership import Shard, current, expired
+from paramserver.core.membership import Shard, expired
 from paramserver.core.models import RESTORED, Model
 from paramserver.core.move_desk import MoveDesk
 from paramserver.core.owner import Owner
@@ -62,7 +62,7 @@ class ShardDesk:
             )
 
     def leave(self, e: LeaveShard, now: float) -> None:
-        shard = current(self.c.shards.get(e.name), e.epoch, f"shard {e.name!r:.80}", "unknown_node")
+        shard = self.c.joined_shard(e.name, e.epoch)
         shard.left = True
         self.mark_dead([shard], now)
         self.c.answer(e.request, None, 204)
@@ -127,7 +127,7 @@ class ShardDesk:
 
     def feed(self, e: OpenFeed, now: float) -> None:
         if e.shard is not None:
-            current(self.c.shards.get(e.shard), e.epoch or 0, f"shard {e.shard!r:.80}", "unknown_node")
+            self.c.joined_shard(e.shard, e.epoch or 0)
         documents = [
             self.c.map_document(),
             *(self.c.model_document(m, all_commits=True) for m in self.c.models.values()),
@@ -210,7 +210,7 @@ class ShardDesk:
     # --- reports ---
 
     def heartbeat(self, e: ShardHeartbeat, now: float) -> None:
-        shard = current(self.c.shards.get(e.name), e.epoch, f"shard {e.name!r:.80}", "unknown_node")
+        shard = self.c.joined_shard(e.name, e.epoch)
         served = [ServedRow(*_checked(r, (6, 7, 8), "partitions")) for r in e.partitions]
         cuts = [CutRow(*_checked(r, (5,), "cuts")) for r in e.cuts]
         released = [ReleasedRow(*_checked(r, (6,), "released")) for r in e.released]

@@ -246,7 +246,7 @@ class ModelSpec(Struct, frozen=True):
         """Return this spec after a JSON merge patch; raises RequestError (422) for fields that cannot change.
 
         When the optimizer's name or the consistency mode changes, its other fields start from their defaults, except
-        those that `kept_fields` and `_kept_consistency` name.
+        those of the optimizer that `kept_fields` names, and `lag` and `lag_bound`.
         """
         if not isinstance(patch, Mapping):
             raise problem("malformed", "a merge patch is a JSON object")
@@ -258,10 +258,11 @@ class ModelSpec(Struct, frozen=True):
         stray = [str(n) for n in named if n not in base["params"]] if isinstance(named, Mapping) else []
         if stray:
             raise combined(self.unknown(stray))
-        for part, tag, kept in (("optimizer", "name", kept_fields), ("consistency", "mode", _kept_consistency)):
+        for part, tag in (("optimizer", "name"), ("consistency", "mode")):
             new = patch.get(part)
             if isinstance(new, Mapping) and new.get(tag, base[part][tag]) != base[part][tag]:
-                base[part] = {k: base[part][k] for k in kept(str(new[tag])) if k in base[part]}
+                kept = kept_fields(str(new[tag])) if part == "optimizer" else ("lag", "lag_bound")
+                base[part] = {k: base[part][k] for k in kept if k in base[part]}
         merged = merge_patch(base, patch)
         new_spec = type(self).parse(merged, () if "params" in patch else self.params)
         if new_spec.params is not self.params and [(p.name, p.shape, p.dtype, p.init) for p in new_spec.params] != [
@@ -269,7 +270,3 @@ class ModelSpec(Struct, frozen=True):
         ]:
             raise problem("invalid_field", "params: names, shapes, dtypes and init cannot be changed")
         return new_spec
-
-
-def _kept_consistency(mode: str) -> tuple[str, ...]:
-    return ("lag", "lag_bound")

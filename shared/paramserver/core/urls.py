@@ -5,6 +5,8 @@ from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
+DEFAULT_URL: Final = "http://127.0.0.1:8700"
+"""Where a scheduler is that was started without options."""
 HOST_CHARS_MAX: Final = 253
 _NAME: Final = re.compile(r"(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")
 _NUMBERS: Final = re.compile(r"[0-9.]+")

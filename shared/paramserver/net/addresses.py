@@ -10,12 +10,11 @@ from ipaddress import ip_address
 from typing import Final
 from urllib.parse import quote, urlsplit
 
-from paramserver.core.urls import listed_urls
+from paramserver.core.urls import DEFAULT_URL, listed_urls
 from paramserver.errors import InDoubt, Unavailable, problem
 from paramserver.net.calls import Outcome, Response, is_gateway_failure
 
 ENV_URL: Final = "PARAMSERVER_URL"
-DEFAULT_URL: Final = "http://127.0.0.1:8700"
 SCHEDULERS: Final = "x-paramserver-schedulers"
 """Response header with the URLs of all running schedulers, sent where there are several."""
 NAMED_MAX: Final = 16

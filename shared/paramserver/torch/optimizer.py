@@ -109,7 +109,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 self._buffers = GradientBuffers(model_map, self._codec, device)
             self._device, self._pull_coding = device, pull.coding if pull else None
             self._allocate_values(model_map)
-            self._pull_into_module()
+            self.pull()
             self._leave = weakref.finalize(self, stack.pop_all().close)
         self._warned_of_ignored = False
         self.pushed: Pushed | None = None
@@ -155,14 +155,16 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._sync_learning_rate()
         dropped = self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
         try:
-            self._pull_into_module()
+            self.pull()
         except Unavailable as e:
             raise e if dropped else hinting(e, DONE) from e
         return loss
 
     def pull(self) -> None:
         """Copy the model's current parameters into the module, without a step."""
-        self._pull_into_module()
+        self._checked_map()
+        self._values.params = self._worker.pull(out=self._values.params, dtype=self._values.dtype)
+        self._values.copy_to(self._params)
 
     def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> bool:
         """Push the gradients and finish the clock; return whether the push was dropped, so that nothing counts."""
@@ -196,11 +198,6 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 ", ..." if len(names) > 8 else "",
                 names[0],
             )
-
-    def _pull_into_module(self) -> None:
-        self._checked_map()
-        self._values.params = self._worker.pull(out=self._values.params, dtype=self._values.dtype)
-        self._values.copy_to(self._params)
 
     def _sync_learning_rate(self) -> None:
         """If the learning rate has been changed locally, set the model's; only rank 0 does so."""
