@@ -102,6 +102,17 @@ def test_the_mode_may_change_under_a_worker(client: ps.Client, name: str) -> Non
         eventually(lambda: w.step(ones()).state == "applied", what="an applied push")
 
 
+def test_a_step_may_have_a_gradient_for_some_elements(client: ps.Client, name: str) -> None:
+    """A step with `ranges` changes these elements only, and in sync it ends the iteration on all shards."""
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8, consistency=ps.Sync())
+    with model.worker() as w:
+        for i in range(3):
+            w.step({"w": [1.0, 2.0]}, ranges={"w": [(50 * (i % 2), 50 * (i % 2) + 2)]})
+        values = w.pull()
+        assert (w.clock(), values["w"].sum()) == (4, 9.0)
+    assert values["w"][[0, 1, 50, 51]].tolist() == [2.0, 4.0, 1.0, 2.0]
+
+
 def test_tasks_are_worked_through_once_by_living_workers(client: ps.Client, name: str) -> None:
     """A task whose worker left before finishing it goes to the next worker, and a finished dataset yields no tasks."""
     model = client.create_model(name, {"w": (4,)})

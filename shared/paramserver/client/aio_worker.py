@@ -159,6 +159,7 @@ class AsyncWorker(WorkerBase):
         loss: SupportsFloat | None = None,
         base: Params | None = None,
         weight: float = 1.0,
+        ranges: Ranges | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
@@ -167,7 +168,7 @@ class AsyncWorker(WorkerBase):
     ) -> Pushed:
         """See `Worker.step`."""
         told = {"loss": loss, **self._metrics(metrics)}
-        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
         return await self._run(self._iterations.step(grads, told, *self._deadlines(timeout), **terms))
 
     async def exchange(

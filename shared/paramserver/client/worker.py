@@ -175,6 +175,7 @@ class Worker(WorkerBase):
         loss: SupportsFloat | None = None,
         base: Params | None = None,
         weight: float = 1.0,
+        ranges: Ranges | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
@@ -186,7 +187,7 @@ class Worker(WorkerBase):
         Metrics travel with the heartbeat; with many steps per second, only some of the points are kept.
         """
         told = {"loss": loss, **self._metrics(metrics)}
-        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
         return self._run(self._iterations.step(grads, told, *self._deadlines(timeout), **terms))
 
     def exchange(
