@@ -342,6 +342,24 @@ def test_no_report_uses_up_the_clocks(mode: str) -> None:
     assert d.join("b")["clock"] == CLOCKS_AT_ONCE_MAX
 
 
+def test_the_status_tells_of_the_dead_for_a_minute() -> None:
+    """The overview, taken each second, leaves out workers that died long ago: a model remembers thousands of them."""
+    d = Driver.with_model()
+    for name in ("a", "b"):
+        w = d.join(name)
+        d.ask(lambda n, w=w: io.LeaveWorker(n, "m", w["worker"]))  # type: ignore[misc]
+        d.wait(40.0)
+    d.join("c")
+
+    def told() -> list[tuple[str, str]]:
+        status = d.core.read.model_status("m", d.now)
+        assert status is not None
+        return [(w["worker"], w["state"]) for w in status["workers"]]
+
+    assert told() == [("m/c", "active"), ("m/b", "left")]
+    assert [w["worker"] for w in d.core.read.workers("m", d.now)] == ["m/c", "m/a", "m/b"]
+
+
 def test_epochs_begin_at_one_unless_a_model_of_that_name_was_deleted() -> None:
     """Of so many deleted models that not every name is remembered, the oldest raise the epochs of all others."""
     d = Driver.with_model()
