@@ -96,7 +96,7 @@ class CheckpointStore:
             shutil.rmtree(gone, ignore_errors=True)
             with suppress(FileNotFoundError):  # another request is deleting it, too
                 path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            discard(gone)
 
     def exists(self, model: str, name: str) -> bool:
         """Whether a folder of that name exists, of any creation of the model."""
@@ -113,7 +113,7 @@ class CheckpointStore:
                 with suppress(OSError):  # a disk that refuses this must not keep the scheduler from leading
                     path.rename(name)
             elif path.suffix in (".part", ".old", ".gone"):
-                shutil.rmtree(path, ignore_errors=True)
+                discard(path)
 
     def prune(self, models: Iterable[tuple[str, str, Sequence[Mapping[str, Any]]]]) -> None:
         """Remove what the rule of `keep` has removed from the lists of these (model, its creation, its checkpoints).
@@ -199,6 +199,13 @@ class CheckpointStore:
                     hint="a safetensors file directly below the scheduler's state directory",
                 ) from e
         return values
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder of a model's, and the model's own if that is empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # it has other checkpoints
+        folder.parent.rmdir()
 
 
 def _initial(held: TensorFile, file: str, name: str, want: tuple[int, ...]) -> F32:

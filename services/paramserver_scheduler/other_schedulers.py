@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import secrets
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -15,7 +14,7 @@ from paramserver import checkpoint
 from paramserver.errors import CorruptState, PsError, problem
 from paramserver.net.credentials import Credentials
 from paramserver_node.forward import FORWARDED_TO_LEADER
-from paramserver_scheduler.checkpoints import CheckpointStore
+from paramserver_scheduler.checkpoints import CheckpointStore, discard
 from paramserver_scheduler.http_client import check, http_client
 from paramserver_scheduler.lease import Lease
 
@@ -129,7 +128,7 @@ class OtherSchedulers:
         except CorruptState as e:
             raise problem(e.code, e.detail.replace(str(part), f"{url}: {name}")) from e
         finally:
-            await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
+            await asyncio.to_thread(discard, part)
 
     async def _download(self, url: str, creation: str | None, path: Path) -> None:
         async with self._http.stream("GET", url, params=of_creation(creation)) as response:

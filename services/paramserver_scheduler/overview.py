@@ -23,8 +23,6 @@ POINTS: Final = 120
 """Most points of a series in a status; longer series are averaged down."""
 RUNS: Final = 20
 EVENTS: Final = 100
-FORGOTTEN_S: Final = 60.0
-"""How long a dead worker is shown after its last heartbeat."""
 SLICE_S: Final = 0.01
 """After so long with its models, a status lets requests be answered before it goes on."""
 
@@ -130,7 +128,7 @@ def _model(
     partitions = line["partition_lines"]
     reports = [_model_metrics(x["metrics"], name) for x in shards if x["alive"]]
     lags_seen = _lags(reports)
-    workers = [_worker(w, lags_seen) for w in line["workers"] if w["alive"] or w["heartbeat_age_s"] < FORGOTTEN_S]
+    workers = [_worker(w, lags_seen) for w in line["workers"]]
     lags = [w.lag for w in workers if w.lag is not None and w.alive]
     owners = sorted({p["shard"] for p in partitions} - {None})
     place = {shard: i for i, shard in enumerate(owners)}

@@ -85,6 +85,8 @@ STAGED_BYTES_MAX: Final = 4 << 30
 """Bytes of staged and buffered gradients in one shard."""
 CLOCKS_AHEAD_MAX: Final = 4096
 """sync: how many clocks beyond the open one a worker may push for or report."""
+CLOCKS_AT_ONCE_MAX: Final = 1 << 40
+"""Outside sync: how many clocks a worker may report at once; its number of iterations since the last report is less."""
 CONNECTIONS_MAX: Final = 16384
 """Connections to one node, including idle ones; further ones are closed at once."""
 CLIENT_REQUESTS_MAX: Final = 1024

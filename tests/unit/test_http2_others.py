@@ -153,6 +153,39 @@ async def test_a_request_that_was_cancelled_does_not_cut_the_wait_for_the_client
             await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["unread", "read in part"])
+async def test_a_request_that_was_cancelled_has_no_empty_body(again: bool) -> None:
+    """The app learns of the cancellation, even if all of a body has come that it has yet to read and that is dropped.
+
+    As after a pause of the process, when request, body and cancellation arrive at once.
+    """
+    told: list[Message] = []
+    goes_on, ended = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if again:
+            told.append(await receive())
+        await goes_on.wait()
+        told.append(await receive())
+        ended.set()
+
+    cancelled = wire.u32_frame(1, wire.RST_STREAM, wire.CANCEL)
+    async with connected(app) as (theirs, connection):
+        asked = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED)
+        if again:
+            await tell(theirs, asked + wire.frame(wire.DATA, 0, 1, b"a"))
+            while not told:
+                await asyncio.sleep(0)
+            asked = b""
+        await tell(theirs, asked + wire.frame(wire.DATA, wire.END_STREAM, 1, b"b") + cancelled)
+        while connection._streams or not connection._newest:
+            await asyncio.sleep(0)
+        goes_on.set()
+        await ended.wait()
+
+    assert [m["type"] for m in told] == [*(["http.request"] if again else []), "http.disconnect"]
+
+
 async def test_a_client_that_returns_its_window_in_odd_pieces_may_read_for_long() -> None:
     """A client that reads each frame in two pieces, and widens both windows by each, as HAProxy does, is no abuser."""
     size = 20 << 20

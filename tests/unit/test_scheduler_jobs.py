@@ -332,6 +332,26 @@ def test_a_checkpoint_whose_replacement_was_interrupted_is_there_again(tmp_path:
     assert sorted(path.name for path in store.path("m", "b").parent.iterdir()) == ["a.1", "b"]
 
 
+def test_the_last_checkpoint_of_a_model_leaves_no_folder(tmp_path: Path) -> None:
+    """With its last checkpoint a model's folder goes, which every new leader would look into; others stay."""
+    store = CheckpointStore(tmp_path)
+    own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
+    for name in ("a", "b"):
+        store.write("m", name, own, held(1))
+    folder = store.path("m", "a").parent
+
+    store.remove("m", "a", None)
+    assert [path.name for path in folder.iterdir()] == ["b"]
+    store.remove("m", "b", None)
+    assert not folder.exists()
+    store.remove("m", "b", None)
+    (folder / ".c.0123abcd.part").mkdir(parents=True)
+    store.sweep()
+    assert list(folder.parent.iterdir()) == []
+    store.write("m", "a", own, held(2))
+    assert store.read("m", "a").versions == [2]
+
+
 def test_an_older_checkpoint_is_not_restored_as_the_newest(tmp_path: Path) -> None:
     """While a manifest cannot be read, which checkpoint is `latest` or `best` is not guessed; names find the others."""
     store = CheckpointStore(tmp_path)

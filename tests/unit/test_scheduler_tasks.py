@@ -8,10 +8,14 @@ from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.core import task_desk
 from paramserver.core.task_desk import EVALUATIONS_MAX
 from paramserver.errors import ConflictError, NotFoundError, Unavailable
 
 from .scheduling import Driver
+
+KINDS = ("dataset", "tasks")
+"""Kinds of documents stored of a dataset."""
 
 
 def lease(d: Driver, worker: Any, holding: list[str] | None, dataset: str = "train") -> Any:
@@ -155,6 +159,51 @@ def test_the_ranges_of_all_datasets_together_are_bounded(monkeypatch: pytest.Mon
     assert register("m", "a", 10)["tasks"] == 10
     d.ask(lambda n: io.DeleteModel(n, "m"))
     assert register("n", "c", 10)["tasks"] == 10
+
+
+def test_a_finished_dataset_makes_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is trained for months gets more datasets than are kept: the finished one registered first goes.
+
+    Also under another leader, and only if that makes the room; it is gone from Redis, too.
+    """
+    monkeypatch.setattr(task_desk, "DATASETS_MAX", 3)
+    monkeypatch.setattr(limits, "TASKS_MAX", 8)
+    d = Driver.with_model()
+    a = d.join("a")
+
+    def register(name: str, ranges: int = 2) -> None:
+        d.ask(lambda n: io.RegisterDataset(n, "m", name, ranges, 1))
+
+    def finish(name: str) -> None:
+        while (task := lease(d, a, None, name)) is not None:
+            d.ask(lambda n, t=task["id"]: io.TaskDone(n, "m", a["worker"], a["epoch"], t))  # type: ignore[misc]
+
+    def there() -> list[str]:
+        stored = {kind: sorted(k.split(":")[2] for k in d.hash if k.startswith(f"{kind}:m:")) for kind in KINDS}
+        assert stored["dataset"] == stored["tasks"]
+        return stored["dataset"]
+
+    register("z")
+    register("y")
+    register("x")
+    finish("y")
+    finish("z")
+    d.restart()
+    a = d.join("a")
+    register("w")
+    assert there() == ["w", "x", "y"]
+    with refused_with("too_many_requests", Unavailable):
+        register("v", 5)
+    assert there() == ["w", "x", "y"]
+    register("v")
+    assert there() == ["v", "w", "x"]
+    with refused_with("too_many_requests", Unavailable):
+        register("u")
+    finish("w")
+    register("u", 4)
+    assert there() == ["u", "v", "x"]
+    with pytest.raises(NotFoundError):
+        lease(d, a, None, "w")
 
 
 @pytest.mark.parametrize(

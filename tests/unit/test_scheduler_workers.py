@@ -9,7 +9,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.cluster import FLOORS_MAX
 from paramserver.core.fields import INTEGER_MAX
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError
-from paramserver.limits import CLOCKS_AHEAD_MAX
+from paramserver.limits import CLOCKS_AHEAD_MAX, CLOCKS_AT_ONCE_MAX
 
 from .scheduling import Driver, code
 
@@ -312,14 +312,52 @@ def test_a_worker_of_a_deleted_model_is_not_one_of_its_successor() -> None:
     assert not d.commits()
 
 
-def test_an_enormous_epoch_dies_with_its_model() -> None:
-    """A worker that joined above nearly the highest epoch leaves epochs for the workers of all later models."""
+def test_no_join_uses_up_the_epochs() -> None:
+    """A worker asks for an epoch in the lower half of the range at most, so it can join again, as can later ones."""
     d = Driver.with_model()
-    d.join("a", above=INTEGER_MAX - 2)
+    with pytest.raises(RequestError, match="above: must be an integer from 0 to 4503599627370496"):
+        d.join("a", above=INTEGER_MAX // 2 + 1)
+    d.join("a", above=INTEGER_MAX // 2)
+    d.join("a")
     d.ask(lambda n: io.DeleteModel(n, "m"))
     d.model()
 
-    assert d.join("a")["epoch"] <= INTEGER_MAX // 2 + 1
+    assert d.join("a")["epoch"] == INTEGER_MAX // 2 + 3
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_no_report_uses_up_the_clocks(mode: str) -> None:
+    """A clock that is a number of something else, such as nanoseconds, is refused: the model's never goes back.
+
+    Where it stands at the highest number, no worker can report another clock; and in `sync`, versions continue from it.
+    """
+    d = Driver.with_model(consistency={"mode": mode})
+    a = d.join("a")
+    assert d.result(d.clock(a, CLOCKS_AT_ONCE_MAX, wait_s=0.0))["clock"] == CLOCKS_AT_ONCE_MAX
+    assert code(d, d.clock(a, 2 * CLOCKS_AT_ONCE_MAX + 1, wait_s=0.0)) == "invalid_field"
+    with pytest.raises(RequestError, match="clock: must be from 0 to 2199023255552"):
+        beat(d, a, clock=1_795_717_361_040_319)
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"]))
+
+    assert d.join("b")["clock"] == CLOCKS_AT_ONCE_MAX
+
+
+def test_the_status_tells_of_the_dead_for_a_minute() -> None:
+    """The overview, taken each second, leaves out workers that died long ago: a model remembers thousands of them."""
+    d = Driver.with_model()
+    for name in ("a", "b"):
+        w = d.join(name)
+        d.ask(lambda n, w=w: io.LeaveWorker(n, "m", w["worker"]))  # type: ignore[misc]
+        d.wait(40.0)
+    d.join("c")
+
+    def told() -> list[tuple[str, str]]:
+        status = d.core.read.model_status("m", d.now)
+        assert status is not None
+        return [(w["worker"], w["state"]) for w in status["workers"]]
+
+    assert told() == [("m/c", "active"), ("m/b", "left")]
+    assert [w["worker"] for w in d.core.read.workers("m", d.now)] == ["m/c", "m/a", "m/b"]
 
 
 def test_epochs_begin_at_one_unless_a_model_of_that_name_was_deleted() -> None:

@@ -1,8 +1,8 @@
 """What the blocking and the asyncio client share: the cluster's URLs and map, deadlines, and push numbers."""
 
 import threading
-from collections import defaultdict
 
+from paramserver import limits
 from paramserver.client.cluster import Cluster
 from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.shared_arrays import SharedArrays
@@ -24,7 +24,7 @@ class ClientBase:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._numbers = defaultdict[str, PushNumbers](private_numbers)
+        self._numbers: dict[str, PushNumbers] = {}
 
     @property
     def url(self) -> str:
@@ -41,4 +41,8 @@ class ClientBase:
     def numbers(self, model: str) -> PushNumbers:
         """Return what numbers this client's pushes to a model; a forked child gets its own."""
         with self._lock:
+            if model not in self._numbers:
+                if len(self._numbers) >= limits.MODELS_MAX:  # the oldest one's model was most likely deleted
+                    del self._numbers[next(iter(self._numbers))]
+                self._numbers[model] = private_numbers()
             return self._numbers[model]

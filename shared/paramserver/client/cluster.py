@@ -28,6 +28,8 @@ PROBE_S: Final = 1.0
 """Timeout of a probe; an address that does not answer within it counts as unreachable from here."""
 LEAVE_S: Final = 1.0
 """How long a closing client waits for each shard to take back its slots and leases."""
+MAPS_KEPT_MAX: Final = 64
+"""Maps of models that a client keeps; that of 500 parameters takes 700 KiB.  One more request fetches another again."""
 _TRY_AGAIN_S: Final = (5.0, 30.0)
 """Delays after which a silent address is probed again, twice in all: its shard may just be starting."""
 _LOOK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -112,6 +114,7 @@ class Cluster:
         self.same_host = SameHost()
         self.lease_cache = LeaseCache(self.same_host)
         self._maps: dict[str, ModelMap] = {}
+        """The newest last."""
         self._known: dict[str, _Address] = {}
         self._look_again: tuple[float, ...] = ()
         self._warned = False
@@ -144,7 +147,10 @@ class Cluster:
             fresh = self._encrypted(ModelMap.from_document(doc))
         except (KeyError, TypeError, ValueError) as e:
             raise problem("internal", f"the model's document cannot be read: {e!r:.100}") from e
+        self._maps.pop(fresh.name, None)
         self._maps[fresh.name] = fresh
+        for oldest in list(self._maps)[:-MAPS_KEPT_MAX]:
+            self.forget(oldest)
         if self._due(fresh, deadline.clock()):
             yield from self._probe(fresh, deadline)
         return fresh

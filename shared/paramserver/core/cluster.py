@@ -121,6 +121,11 @@ class Cluster:
     def save_dataset(self, model: Model, dataset: str) -> None:
         self.save(f"tasks:{model.name}:{dataset}", model.datasets[dataset].progress)
 
+    def drop_dataset(self, model: Model, dataset: str) -> None:
+        """Forget what is stored of a dataset."""
+        self.drop(f"dataset:{model.name}:{dataset}")
+        self.drop(f"tasks:{model.name}:{dataset}")
+
     def save_commit(self, model: Model, commit: Commit) -> None:
         self.save(f"commit:{model.name}:{commit.t}", lambda: commit.document(model.key))
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from paramserver import limits
 from paramserver.core.commit import Commit, Contribution
-from paramserver.core.fields import INTEGER_MAX
 from paramserver.core.membership import Roster, Worker
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import problem
@@ -89,7 +88,8 @@ class Gate:
 
     def check(self, worker: Worker, done: int, since: int | None) -> None:
         """Raise RequestError (`invalid_field`) if the worker cannot report these numbers; see `report`."""
-        top = max(worker.done, self.clock + limits.CLOCKS_AHEAD_MAX) if self.sync else INTEGER_MAX - 1
+        ahead = max(worker.done, self.clock + limits.CLOCKS_AHEAD_MAX)
+        top = ahead if self.sync else worker.done + limits.CLOCKS_AT_ONCE_MAX
         if not 0 <= done <= top:
             raise problem("invalid_field", f"clock: must be from 0 to {top}, not {done}", where="clock")
         if since is not None and not 0 <= since <= done:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from paramserver import limits
 from paramserver.core.documents import size_of
-from paramserver.core.fields import INTEGER_MAX
 from paramserver.errors import problem
 
 
@@ -246,11 +245,8 @@ class Roster:
         return worker
 
     def highest_epoch(self) -> int:
-        """Return the epoch above which later models begin, so that they refuse the processes of this one.
-
-        It stays in the lower half of the range, so that an enormous `above` leaves them epochs to use.
-        """
-        return min(max([self.floor, *(w.epoch for w in self)]), INTEGER_MAX // 2)
+        """Return the epoch above which later models begin, so that they refuse the processes of this one."""
+        return max([self.floor, *(w.epoch for w in self)])
 
     def barrier_members(self) -> list[Worker]:
         """The workers that barriers wait for, by rank."""

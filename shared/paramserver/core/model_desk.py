@@ -210,8 +210,7 @@ class ModelDesk:
         for worker in model.roster:
             self.c.drop(f"worker:{model.name}:{worker.name}")
         for dataset in model.datasets:
-            self.c.drop(f"dataset:{model.name}:{dataset}")
-            self.c.drop(f"tasks:{model.name}:{dataset}")
+            self.c.drop_dataset(model, dataset)
         for record in model.checkpoints.records:
             # The files stay: a checkpoint outlives its model.
             self.c.drop(f"checkpoint:{model.name}:{record}")

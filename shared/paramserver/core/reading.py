@@ -1,7 +1,8 @@
 """JSON documents of everything the scheduler knows, for GET routes. Changes nothing."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from math import inf
+from typing import Any, Final
 
 from paramserver.core.checkpoints import no_checkpoint
 from paramserver.core.cluster import Cluster
@@ -11,6 +12,9 @@ from paramserver.core.series import Point, in_json
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
 from paramserver.types import ModelKey
+
+DEAD_SHOWN_S: Final = 60.0
+"""How long the overview shows a dead worker after its last heartbeat."""
 
 
 class Reading:
@@ -77,13 +81,14 @@ class Reading:
             raise problem("unavailable", f"partition {index} of '{key.name}' has no owner now")
         return shard.addresses[0]
 
-    def workers(self, name: str, now: float, *, kept: bool = False) -> list[dict[str, Any]]:
+    def workers(self, name: str, now: float, *, kept: bool = False, dead_s: float = inf) -> list[dict[str, Any]]:
         """The workers of a model: the live ones by rank, then the dead; see `worker`.
 
-        With `kept`, also those that a restore has brought a state for and that have not joined yet.
+        With `kept`, also those that a restore has brought a state for and that have not joined yet; of the dead, those
+        heard from in the last `dead_s`.
         """
         model = self._c.model(name)
-        shown = (w for w in model.roster if w.epoch or kept)
+        shown = (w for w in model.roster if (w.epoch or kept) and (w.alive or now - w.heard_s < dead_s))
         ordered = sorted(shown, key=lambda w: (not w.alive, w.rank, w.name))
         return [_worker(model, w, now, kept) for w in ordered]
 
@@ -214,7 +219,7 @@ class Reading:
             "checkpoint_error": model.checkpoints.error,
             "partition_lines": model.partition_lines(),
             "waiting_for": self.waiting_for(name),
-            "workers": self.workers(name, now),
+            "workers": self.workers(name, now, dead_s=DEAD_SHOWN_S),
         }
 
 

@@ -73,7 +73,7 @@ class ShardDesk:
         for shard in self.c.shards.values():
             shown_s = limits.SHARD_LEFT_LISTED_S if shard.left else limits.SHARD_DEAD_LISTED_S
             if not shard.alive and shard.listed and now - shard.gone_s >= shown_s:
-                shard.listed = False
+                shard.listed, shard.metrics = False, {}
                 self.c.save_shard(shard)
                 self.c.map_changed()
 

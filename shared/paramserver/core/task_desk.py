@@ -38,21 +38,42 @@ class TaskDesk:
             others = " and ".join(f for f in DatasetSpec.__struct_fields__ if getattr(old.spec, f) != getattr(spec, f))
             detail = f"dataset '{spec.name}' is already registered with different {others}"
             raise problem("conflict", detail, hint="choose another name")
-        if old is None and len(model.datasets) >= DATASETS_MAX:
-            raise problem("too_many_requests", f"the model has {DATASETS_MAX} datasets, which is the limit")
         if old is None:
-            existing = sum(len(d.spec.ranges) for m in self.c.models.values() for d in m.datasets.values())
-            if existing + len(spec.ranges) > limits.TASKS_MAX:
-                raise problem(
-                    "too_many_requests",
-                    f"the datasets of all models have {existing} ranges; the limit is {limits.TASKS_MAX}",
-                    hint="choose a larger task_size, or delete models that are not needed",
-                )
-            model.datasets[spec.name] = Dataset(spec)
+            self._make_room(model, spec)
+            number = 1 + max([d.number for d in model.datasets.values()], default=0)
+            model.datasets[spec.name] = Dataset(spec, number)
             self.c.save(f"dataset:{model.name}:{spec.name}", spec.document)
             self.c.save_dataset(model, spec.name)
             self.c.mark_dirty(model)
         self.c.answer(e.request, model.datasets[spec.name].document(), 200 if old else 201)
+
+    def _make_room(self, model: Model, new: DatasetSpec) -> None:
+        """Forget as many of the model's finished datasets, those registered first, as a new one needs room.
+
+        Raises Unavailable (`too_many_requests`), and forgets none, if that would not be enough.
+        """
+        count = len(model.datasets) + 1
+        ranges = len(new.ranges) + sum(len(d.spec.ranges) for m in self.c.models.values() for d in m.datasets.values())
+        gone: list[str] = []
+        for old in sorted((d for d in model.datasets.values() if d.finished), key=lambda d: d.number):
+            if count <= DATASETS_MAX and ranges <= limits.TASKS_MAX:
+                break
+            gone.append(old.spec.name)
+            count -= 1
+            ranges -= len(old.spec.ranges)
+        if count > DATASETS_MAX:
+            raise problem(
+                "too_many_requests", f"the model has {DATASETS_MAX} datasets that are not finished, which is the limit"
+            )
+        if ranges > limits.TASKS_MAX:
+            raise problem(
+                "too_many_requests",
+                f"the datasets of all models would have {ranges} ranges; the limit is {limits.TASKS_MAX}",
+                hint="choose a larger task_size, or delete models that are not needed",
+            )
+        for name in gone:
+            del model.datasets[name]
+            self.c.drop_dataset(model, name)
 
     def lease(self, e: LeaseTask, now: float) -> None:
         model = self.c.model(e.model)

@@ -155,6 +155,8 @@ class Dataset:
     """A dataset and its progress."""
 
     spec: DatasetSpec
+    number: int = 0
+    """Its place in the order in which the model's datasets were registered."""
     complete: int = 0
     """Passes finished, which is also the number of the oldest open pass."""
     opened: int = 1
@@ -236,6 +238,7 @@ class Dataset:
     def progress(self) -> dict[str, Any]:
         """Return the progress document stored in Redis."""
         return {
+            "number": self.number,
             "complete": self.complete,
             "opened": self.opened,
             "done": {str(n): d.runs for n, d in self.done.items()},
@@ -249,6 +252,7 @@ class Dataset:
             return cls(DatasetSpec.of(spec))
         return cls(
             DatasetSpec.of(spec),
+            progress.get("number", 0),  # an earlier version stored none
             progress["complete"],
             progress["opened"],
             {int(n): RangeSet(runs) for n, runs in progress["done"].items()},

@@ -62,7 +62,7 @@ class WorkerDesk:
         if e.rank is not None:
             _count(e.rank, "rank", RANK_MAX)
         if e.above is not None:
-            _count(e.above, "above", INTEGER_MAX - 2)
+            _count(e.above, "above", INTEGER_MAX // 2)  # leaves epochs for all joins after it
         lease_s = _lease_s(e.lease_s)
         name, count = self._name(model, e.name, e.attempt)
         self._clear_rank(model, name, e.rank)
