@@ -335,6 +335,27 @@ def test_sparse_gradients_are_refused_by_name(client: ps.Client, name: str, code
         assert opt.pushed.state == "applied"
 
 
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "topk:0.1"])
+def test_the_default_device_of_torch_does_not_matter(client: ps.Client, name: str, codec: str) -> None:
+    """Training works on the module's device under another `torch.set_default_device()`."""
+    net = module()
+    loss_of(net, slice(None), 0).backward()
+    before = _values(net)
+    with torch.device("meta"), ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05), codec=codec) as opt:
+        opt.step()
+    assert not np.array_equal(_values(net)["0.weight"], before["0.weight"])
+
+
+def test_a_gradient_that_torch_holds_negated_is_pushed(client: ps.Client, name: str) -> None:
+    """The imaginary part of a conjugate, which torch negates only when it is read, is a gradient like any other."""
+    net: Any = nn.Linear(2, 1)
+    before = _values(net)["weight"]
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(1.0)) as opt:
+        net.weight.grad = torch.tensor([[1 + 2j, 3 + 4j]]).conj().imag
+        opt.step()
+    np.testing.assert_array_equal(_values(net)["weight"], before + np.array([[2, 4]], np.float32))
+
+
 def test_a_gradient_in_float64_beyond_float32_is_refused_as_that(client: ps.Client, name: str) -> None:
     """A float64 gradient that float32 cannot hold is refused as too large, one with infinity as not finite."""
     net = nn.Linear(2, 1, bias=False).double()

@@ -28,7 +28,7 @@ from paramserver.core.selection import select
 from paramserver.errors import ConflictError, NotFoundError, Unavailable, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
-from paramserver.torch.fitting import as_params, check_dense, check_fit, named_parameters, other_settings
+from paramserver.torch.fitting import as_array, as_params, check_dense, check_fit, named_parameters, other_settings
 from paramserver.wire.tensor import HANDED_OUT
 
 log = logging.getLogger("paramserver")
@@ -177,7 +177,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._worker.clock()
             return False
         if missing and not self._codec.per_partition:  # parameters without a gradient are left out and keep their state
-            arrays = {n: _array(g) for n, g in present.items()}
+            arrays = {n: as_array(g) for n, g in present.items()}
             self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
         else:
             self._buffers.arrange(model_map)
@@ -277,8 +277,12 @@ class _Values:
         self._selection = select(layout)
         numpy_dtype = HANDED_OUT[dtype]
         kind = torch.from_numpy(np.empty(0, numpy_dtype)).dtype
-        self._host = torch.empty(self._selection.size, dtype=kind, pin_memory=self._side.cuda)
+        self._host = torch.empty(self._selection.size, dtype=kind, device="cpu", pin_memory=self._side.cuda)
         self._flat = torch.empty_like(self._host, device=device) if self._side.cuda else self._host
+        at = self._selection.offsets
+        self._views = {
+            p.name: self._flat[at[i] : at[i + 1]].view(p.shape) for i, p in enumerate(self._selection.params)
+        }
         nothing = Origin(layout.spec.name, 0, 0, 0, 0, {})
         self.params = Params(self._selection, self._host.numpy(), nothing)
 
@@ -288,11 +292,8 @@ class _Values:
             with self._side.after_current():
                 self._flat.copy_(self._host, non_blocking=True)
             self._side.before_current()
-        at = self._selection.offsets
         with torch.no_grad():  # not through `p.data`: a graph that needs the old values must notice
-            for i, spec in enumerate(self._selection.params):
-                p = params[spec.name]
-                p.copy_(self._flat[at[i] : at[i + 1]].view(p.shape))
+            torch._foreach_copy_([params[n] for n in self._views], list(self._views.values()))
         self._side.wait()  # the next pull overwrites the host memory
 
 
@@ -309,8 +310,3 @@ def _resolve_model(model: Model | Worker | str, timeout: float | None, stack: Ex
     if not found or not name or "/" in name:
         raise problem("malformed", f"'{model}' is not a model's URL", hint="http://localhost:8700/models/demo")
     return stack.enter_context(connect(base or None, CLIENT_TIMEOUT_S if timeout is None else timeout)), name
-
-
-def _array(grad: Tensor) -> Any:
-    host = grad.detach().cpu()
-    return host.float().numpy() if host.dtype == torch.bfloat16 else host.numpy()
