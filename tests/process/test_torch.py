@@ -399,6 +399,34 @@ def test_a_learning_rate_that_was_refused_is_told_again(client: ps.Client, name:
                 opt.step()
 
 
+@pytest.mark.parametrize("field", ["weight_decay", "betas", "momentum"])
+def test_settings_in_the_parameter_group_are_refused(client: ps.Client, name: str, field: str) -> None:
+    """What is written into the parameter group besides the rate would be ignored: a step refuses it, and says why."""
+    with ParameterServerOptimizer(module(), client.model(name), ps.AdamW()) as opt:
+        opt.param_groups[0][field] = 0.5
+
+        with pytest.raises(ps.RequestError, match=field) as e:
+            opt.step()
+
+        assert "opt.model.set(" in e.value.hint
+        assert opt.worker.clock_number == 0
+        del opt.param_groups[0][field]
+        opt.step()
+
+
+def test_a_state_of_another_optimizer_is_refused(client: ps.Client, name: str) -> None:
+    """The moments of a torch.optim.Adam cannot be loaded, because nothing would use them; the rate stays."""
+    net = module()
+    adam = torch.optim.Adam(net.parameters(), 0.5)
+    loss_of(net, slice(None), 0).backward()
+    adam.step()
+    with ParameterServerOptimizer(net, client.model(name), ps.Adam(lr=0.25)) as opt:
+        for state in (adam.state_dict(), torch.optim.SGD(net.parameters(), 0.5).state_dict()):
+            with pytest.raises(ps.RequestError, match="another optimizer"):
+                opt.load_state_dict(state)
+        assert (opt.param_groups[0]["lr"], len(opt.state)) == (0.25, 0)
+
+
 def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:
     """zero_grad, closures, state_dict and bfloat16 modules work as in torch; a second parameter group is refused."""
     net = module().to(torch.bfloat16)

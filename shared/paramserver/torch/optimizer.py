@@ -33,6 +33,10 @@ from paramserver.wire.tensor import HANDED_OUT
 
 log = logging.getLogger("paramserver")
 PULL_CODINGS: Final = ("float32", "float16", "bfloat16")
+SETTINGS: Final = frozenset(
+    "alpha amsgrad betas centered dampening eps lr_decay maximize momentum nesterov weight_decay".split()
+)
+"""Fields of a parameter group in torch that are the model's here."""
 DONE: Final = "the step is done; get the parameters with opt.pull(). Another step would count its gradient twice"
 
 
@@ -143,8 +147,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         """Push the gradients, finish the clock and pull the parameters; return the closure's loss, if there is one.
 
         If the model was rolled back to an earlier clock, the push may be dropped (see `pushed.state`); the parameters
-        are then those of that clock.  Raises RequestError (`invalid_dtype`) for sparse gradients, before anything is
-        sent.
+        are then those of that clock.  Raises RequestError before anything is sent: `invalid_dtype` for sparse
+        gradients, `invalid_field` if the parameter group has a setting besides the rate, which would be ignored.
         """
         loss = None
         if closure is not None:
@@ -152,6 +156,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 loss = closure()
         grads = {n: p.grad for n, p in self._params.items()}
         check_dense(grads)
+        self._check_group()
         self._sync_learning_rate()
         dropped = self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
         try:
@@ -201,6 +206,14 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._checked_map()
         self._values.params = self._worker.pull(out=self._values.params, dtype=self._values.dtype)
         self._values.copy_to(self._params)
+
+    def _check_group(self) -> None:
+        if stray := sorted(SETTINGS & self.param_groups[0].keys()):
+            raise problem(
+                "invalid_field",
+                f"the parameter group has only the learning rate, not {', '.join(stray)}: others are the model's",
+                hint=f"opt.model.set({stray[0]}=...), and remove it from opt.param_groups[0]",
+            )
 
     def _sync_learning_rate(self) -> None:
         """If the learning rate has been changed locally, set the model's; only rank 0 does so."""
@@ -260,6 +273,16 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
     def _map(self) -> ModelMap:
         client = self._client
         return client.run(client.cluster.map_of(self._model.name, client.deadline(None)))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the learning rate of a `state_dict()`; refuse that of another optimizer with RequestError."""
+        if state_dict["state"] or any(SETTINGS & group.keys() for group in state_dict["param_groups"]):
+            raise problem(
+                "invalid_field",
+                "the state is that of another optimizer: moments and settings are in the cluster, and stay",
+                hint='opt.param_groups[0]["lr"] = ... takes over its rate',
+            )
+        super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group with RequestError: a model has one learning rate, and per parameter an `lr_scale`."""
