@@ -427,6 +427,49 @@ def test_a_state_of_another_optimizer_is_refused(client: ps.Client, name: str) -
         assert (opt.param_groups[0]["lr"], len(opt.state)) == (0.25, 0)
 
 
+def test_the_first_of_the_live_workers_sets_the_learning_rate(client: ps.Client, name: str) -> None:
+    """The worker of the lowest live rank passes the rate on; once it has left, the next one does, also what is due."""
+
+    def rate() -> Any:
+        return model.info()["spec"]["optimizer"]["lr"]
+
+    model = client.model(name)
+    with ParameterServerOptimizer(module(), model, ps.SGD(0.5), rank=3) as third:
+        third.param_groups[0]["lr"] = 0.4
+        third.step()
+        assert rate() == 0.4
+
+        with ParameterServerOptimizer(module(), model, ps.SGD(0.3), rank=1) as first:
+            first.step()
+            assert rate() == 0.3
+            eventually(lambda: not third.worker.first, what="the news of another worker")
+            third.param_groups[0]["lr"] = 0.2
+            third.step()
+            assert rate() == 0.3
+
+        eventually(lambda: third.worker.first, what="the news that it has left")
+        third.step()
+        assert rate() == 0.2
+
+
+def test_a_worker_that_may_not_set_the_rate_trains_on(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that takes over the rate with a token that does not allow it says so once, and trains at the present."""
+
+    def forbidden(**_: Any) -> Any:
+        raise problem("forbidden", "the token's role is worker")
+
+    with ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.5), rank=1) as opt:
+        monkeypatch.setattr(opt.model, "set", forbidden)
+        for rate in (0.4, 0.3):
+            opt.param_groups[0]["lr"] = rate
+            opt.step()
+        assert opt.worker.clock_number == 2
+    (said,) = [r.getMessage() for r in caplog.records if "model.rate_stays" in r.getMessage()]
+    assert "worker" in said
+
+
 def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:
     """zero_grad, closures, state_dict and bfloat16 modules work as in torch; a second parameter group is refused."""
     net = module().to(torch.bfloat16)

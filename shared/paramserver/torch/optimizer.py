@@ -25,7 +25,7 @@ from paramserver.client.transfer import wire_dtype
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
-from paramserver.errors import ConflictError, NotFoundError, Unavailable, problem
+from paramserver.errors import AuthError, ConflictError, NotFoundError, Unavailable, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
 from paramserver.torch.fitting import as_array, as_params, check_dense, check_fit, named_parameters, other_settings
@@ -44,8 +44,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose state and steps are in a cluster.
 
     `step()` pushes the gradients, finishes the worker's clock (which in sync and ssp waits for other workers) and pulls
-    the parameters.  torch's learning-rate schedulers work with it: the worker of rank 0 passes changes on to the
-    cluster.
+    the parameters.  torch's learning-rate schedulers work with it: the live worker of the lowest rank passes changes
+    on to the cluster.
 
     Args:
         net: a module, or its `named_parameters()`.
@@ -104,7 +104,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 self._worker = stack.enter_context(Worker(self._client, name, worker, rank, timeout))
             self._rate = model_map.spec.optimizer.lr
             started = getattr(optimizer, "lr", None)
-            super().__init__(list(self._params.values()), {"lr": self._rate if started is None else started})
+            started = self._rate if started is None else started
+            if not self._worker.first:  # of the others only what they change counts, and once they are the first
+                self._rate = started
+            super().__init__(list(self._params.values()), {"lr": started})
             device = next(iter(self._params.values())).device
             self._buffers: GradientBuffers | HostGradients
             if device.type == "cpu" and self._codec.text == "fp32":
@@ -115,7 +118,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._allocate_values(model_map)
             self._pull_into_module()
             self._leave = weakref.finalize(self, stack.pop_all().close)
-        self._warned_of_ignored = False
+        self._warned_of_ignored = self._may_not_set_rate = False
         self.pushed: Pushed | None = None
         """The result of the last push; None before the first."""
 
@@ -216,12 +219,20 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             )
 
     def _sync_learning_rate(self) -> None:
-        """If the learning rate has been changed locally, set the model's; only rank 0 does so."""
+        """If the learning rate has been changed here since it was last sent, and this is the first worker, send it."""
         rate = float(self.param_groups[0]["lr"])
-        if rate == self._rate:
+        if rate == self._rate or not self._worker.first or self._may_not_set_rate:
             return
-        if self._worker.rank == 0:
+        try:
             self._model.set(lr=rate)
+        except AuthError as e:
+            if self._worker.rank == 0:
+                raise
+            self._may_not_set_rate = True  # the worker that could is gone; without it training goes on
+            log.warning(
+                "model.rate_stays model=%s: this worker cannot change the learning rate: %s", self._model.name, e
+            )
+            return
         self._rate = rate
 
     def _create(self, optimizer: Optimizer | None, consistency: Any, partitions: int | None, ack: str | None) -> None:
