@@ -335,6 +335,27 @@ def test_sparse_gradients_are_refused_by_name(client: ps.Client, name: str, code
         assert opt.pushed.state == "applied"
 
 
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "topk:0.1"])
+def test_the_default_device_of_torch_does_not_matter(client: ps.Client, name: str, codec: str) -> None:
+    """Training works on the module's device under another `torch.set_default_device()`."""
+    net = module()
+    loss_of(net, slice(None), 0).backward()
+    before = _values(net)
+    with torch.device("meta"), ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05), codec=codec) as opt:
+        opt.step()
+    assert not np.array_equal(_values(net)["0.weight"], before["0.weight"])
+
+
+def test_a_gradient_that_torch_holds_negated_is_pushed(client: ps.Client, name: str) -> None:
+    """The imaginary part of a conjugate, which torch negates only when it is read, is a gradient like any other."""
+    net: Any = nn.Linear(2, 1)
+    before = _values(net)["weight"]
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(1.0)) as opt:
+        net.weight.grad = torch.tensor([[1 + 2j, 3 + 4j]]).conj().imag
+        opt.step()
+    np.testing.assert_array_equal(_values(net)["weight"], before + np.array([[2, 4]], np.float32))
+
+
 def test_a_gradient_in_float64_beyond_float32_is_refused_as_that(client: ps.Client, name: str) -> None:
     """A float64 gradient that float32 cannot hold is refused as too large, one with infinity as not finite."""
     net = nn.Linear(2, 1, bias=False).double()
@@ -376,6 +397,77 @@ def test_a_learning_rate_that_was_refused_is_told_again(client: ps.Client, name:
         for _ in range(2):
             with pytest.raises(ps.RequestError, match="lr"):
                 opt.step()
+
+
+@pytest.mark.parametrize("field", ["weight_decay", "betas", "momentum"])
+def test_settings_in_the_parameter_group_are_refused(client: ps.Client, name: str, field: str) -> None:
+    """What is written into the parameter group besides the rate would be ignored: a step refuses it, and says why."""
+    with ParameterServerOptimizer(module(), client.model(name), ps.AdamW()) as opt:
+        opt.param_groups[0][field] = 0.5
+
+        with pytest.raises(ps.RequestError, match=field) as e:
+            opt.step()
+
+        assert "opt.model.set(" in e.value.hint
+        assert opt.worker.clock_number == 0
+        del opt.param_groups[0][field]
+        opt.step()
+
+
+def test_a_state_of_another_optimizer_is_refused(client: ps.Client, name: str) -> None:
+    """The moments of a torch.optim.Adam cannot be loaded, because nothing would use them; the rate stays."""
+    net = module()
+    adam = torch.optim.Adam(net.parameters(), 0.5)
+    loss_of(net, slice(None), 0).backward()
+    adam.step()
+    with ParameterServerOptimizer(net, client.model(name), ps.Adam(lr=0.25)) as opt:
+        for state in (adam.state_dict(), torch.optim.SGD(net.parameters(), 0.5).state_dict()):
+            with pytest.raises(ps.RequestError, match="another optimizer"):
+                opt.load_state_dict(state)
+        assert (opt.param_groups[0]["lr"], len(opt.state)) == (0.25, 0)
+
+
+def test_the_first_of_the_live_workers_sets_the_learning_rate(client: ps.Client, name: str) -> None:
+    """The worker of the lowest live rank passes the rate on; once it has left, the next one does, also what is due."""
+
+    def rate() -> Any:
+        return model.info()["spec"]["optimizer"]["lr"]
+
+    model = client.model(name)
+    with ParameterServerOptimizer(module(), model, ps.SGD(0.5), rank=3) as third:
+        third.param_groups[0]["lr"] = 0.4
+        third.step()
+        assert rate() == 0.4
+
+        with ParameterServerOptimizer(module(), model, ps.SGD(0.3), rank=1) as first:
+            first.step()
+            assert rate() == 0.3
+            eventually(lambda: not third.worker.first, what="the news of another worker")
+            third.param_groups[0]["lr"] = 0.2
+            third.step()
+            assert rate() == 0.3
+
+        eventually(lambda: third.worker.first, what="the news that it has left")
+        third.step()
+        assert rate() == 0.2
+
+
+def test_a_worker_that_may_not_set_the_rate_trains_on(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that takes over the rate with a token that does not allow it says so once, and trains at the present."""
+
+    def forbidden(**_: Any) -> Any:
+        raise problem("forbidden", "the token's role is worker")
+
+    with ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.5), rank=1) as opt:
+        monkeypatch.setattr(opt.model, "set", forbidden)
+        for rate in (0.4, 0.3):
+            opt.param_groups[0]["lr"] = rate
+            opt.step()
+        assert opt.worker.clock_number == 2
+    (said,) = [r.getMessage() for r in caplog.records if "model.rate_stays" in r.getMessage()]
+    assert "worker" in said
 
 
 def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:

@@ -209,6 +209,23 @@ def test_a_lost_lease_is_taken_anew(code: str) -> None:
     assert (last.worker, last.epoch, last.seq) == ("m/w0", 2, 1)
 
 
+def test_the_first_worker_is_whom_the_scheduler_says() -> None:
+    """Answers to joins and heartbeats say whether the worker's rank is the lowest; where they do not, rank 0's is."""
+    node, session = joined()
+    assert (session.rank, session.first) == (3, False)
+
+    node.script[BEAT] = [ok({"state": "active", "first": True})]
+    drive(session.beat(deadline()), node)
+    assert session.first
+
+    drive(session.beat(deadline()), node)
+    assert session.first
+    node.script[BEAT] = [no("unknown_worker")]
+    node.script["/models/m/workers"] = [ok({**node.joined(), "rank": 0}, 201)]
+    drive(session.beat(deadline()), node)
+    assert (session.rank, session.first) == (0, True)
+
+
 def test_a_join_is_sent_again_as_it_was() -> None:
     """A retried join repeats its attempt id, and another worker's join has another.
 

@@ -35,6 +35,23 @@ def test_a_heartbeat_that_says_something_wrong_is_a_sign_of_life(wrong: dict[str
     assert d.core.read.worker("m", a["worker"], d.now)["alive"]
 
 
+def test_a_worker_is_told_whether_its_rank_is_the_lowest() -> None:
+    """The live worker of the lowest rank is the first one; if it leaves or dies, the next one learns it."""
+    d = Driver.with_model()
+    b = d.join("b", rank=2)
+    a = d.join("a")
+    c = d.join("c")
+    assert [w["first"] for w in (b, a, c)] == [True, True, False]
+    assert [beat(d, w)["first"] for w in (a, b, c)] == [True, False, False]
+
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"], a["epoch"]))
+    assert [beat(d, w)["first"] for w in (b, c)] == [False, True]
+    for _ in range(3):
+        d.wait(2.0)
+        last = beat(d, b)["first"]
+    assert last is True
+
+
 def test_a_report_that_another_has_overtaken_changes_nothing() -> None:
     """A clock is absolute, so a report that arrives after one of a later clock does not set the worker back."""
     d = Driver.with_model()

@@ -35,9 +35,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 SHAPES = {"w": (40, 30), "b": (7,), "deep.v": (300,)}
 
 
-def model_map(owners: tuple[str, ...] = ("a", "b", "a", "b")) -> ModelMap:
-    """Return the map of a model of four partitions with these owners."""
-    spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": s} for n, s in SHAPES.items()}, "partitions": 4})
+def model_map(owners: tuple[str, ...] = ("a", "b", "a", "b"), prefix: str = "") -> ModelMap:
+    """Return the map of a model of four partitions with these owners, and this prefix of its parameters' names."""
+    params = {prefix + n: {"shape": s} for n, s in SHAPES.items()}
+    spec = ModelSpec.parse({"name": "m", "params": params, "partitions": 4})
     return ModelMap("m", 1, 0, 1, spec, Layout(spec), owners, {}, {})
 
 

@@ -35,6 +35,7 @@ JOINED = {
     "timeline": 0,
     "generation": 1,
     "state": None,
+    "first": True,
 }
 WORKER = {
     "worker": "demo/w0",
@@ -48,7 +49,7 @@ WORKER = {
     "metrics": {"loss": 0.3},
     "kept": None,
 }
-BEAT = {"state": "active", "min_clock": 5, "timeline": 0, "evaluate": False}
+BEAT = {"state": "active", "min_clock": 5, "timeline": 0, "evaluate": False, "first": True}
 CLOCK = {
     "released": True,
     "late": False,
@@ -73,7 +74,8 @@ async def join(request: Request, m: str) -> Response:
     """Join a model as a worker; the answer has the worker's id, a new epoch, a rank and the duration of its lease.
 
     A join under a name in use fences its holder, whose requests then get 409 `fenced`. `clock` is the iteration to
-    start at, and `state` what the previous worker of that name last stored, or null.
+    start at, `state` what the previous worker of that name last stored, or null, and `first` whether its rank is the
+    lowest of the live workers'.
     """
     b = await read_optional(request, bodies.JoinWorker)
     return await reply(

@@ -65,6 +65,8 @@ class Membership:
         self.worker = ""
         """The id that the scheduler issued; empty before that."""
         self.rank = -1
+        self.first = False
+        """Whether its rank is the lowest of the live workers', as the scheduler said last."""
         self.lease_s = limits.LEASE_S
         self.timeline = 0
         self.clock = 0
@@ -127,6 +129,7 @@ class Membership:
         self.worker = self.numbers.worker = str(doc["worker"])
         self.numbers.renew(int(doc["epoch"]))
         self.rank = int(doc["rank"])
+        self.first = bool(doc.get("first", self.rank == 0))
         self.lease_s = float(doc.get("lease_s") or limits.LEASE_S)
         self.timeline = int(doc.get("timeline") or 0)
         self.clock = self.since = int(doc.get("clock") or 0)
@@ -281,6 +284,7 @@ class Membership:
         if status in ("active", "paused", "draining", "stop") and status != self.status:
             self.status = str(status)
             log.info("worker.asked worker=%s state=%s", self.worker, status)
+        self.first = bool(doc.get("first", self.first))
         if "evaluate" in doc:
             self._evaluation_waits = bool(doc["evaluate"])
 

@@ -85,6 +85,11 @@ class WorkerBase:
         return self._session.rank
 
     @property
+    def first(self) -> bool:
+        """Whether its rank is the lowest of the live workers'; once that one is gone, a heartbeat tells the next."""
+        return self._session.first
+
+    @property
     def clock_number(self) -> int:
         """Iterations finished, which is also the number of the current one."""
         return self._session.clock

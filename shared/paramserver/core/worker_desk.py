@@ -89,6 +89,7 @@ class WorkerDesk:
             "timeline": model.timeline,
             "generation": model.generation,
             "state": worker.state,
+            "first": model.roster.live()[0] is worker,
         }
         self.c.answer(e.request, body, 201)
 
@@ -199,6 +200,7 @@ class WorkerDesk:
             "min_clock": model.gate.min_clock(model.roster),
             "timeline": worker.timeline,
             "evaluate": model.awaits_evaluation,
+            "first": model.roster.live()[0] is worker,
         }
         self.c.answer_now(e.request, body)
 

@@ -11,9 +11,10 @@ from paramserver.types import Json
 class JoinWorker(Struct, frozen=True):
     """POST /models/{m}/workers.
 
-    Answer 201 {"worker","epoch","rank","lease_s","clock","timeline","generation","state"}.  The id is `{m}/{name}`; a
-    name with a '/' is used as it is (an id issued before, `run-7/w0`); without a name it is `{m}/wN`.  `state` is the
-    last `state` that the previous incarnation under that id sent, or null.
+    Answer 201 {"worker","epoch","rank","lease_s","clock","timeline","generation","state","first"}.  The id is
+    `{m}/{name}`; a name with a '/' is used as it is (an id issued before, `run-7/w0`); without a name it is `{m}/wN`.
+    `state` is the last `state` that the previous incarnation under that id sent, or null.  `first` says whether its
+    rank is the lowest of the live workers'.
     """
 
     request: int
@@ -30,8 +31,9 @@ class JoinWorker(Struct, frozen=True):
 class WorkerHeartbeat(Struct, frozen=True):
     """PUT /models/{m}/workers/{w}.
 
-    Answer {"state":"active"|"draining"|"paused"|"stop","min_clock","timeline","evaluate"}: `evaluate` says that an
-    evaluation task is waiting.  Errors: 409 `fenced`, or `rolled_back` (members timeline and clock).
+    Answer {"state":"active"|"draining"|"paused"|"stop","min_clock","timeline","evaluate","first"}: `evaluate` says that
+    an evaluation task is waiting, `first` is as in the answer to a join.  Errors: 409 `fenced`, or `rolled_back`
+    (members timeline and clock).
     """
 
     request: int

@@ -82,7 +82,7 @@ class ShardBuffer:
         self._accepted: set[int] = set()
         """Partitions whose new residual becomes the residual as soon as residuals are needed."""
         pinned = device.type == "cuda"
-        self._host = torch.empty(byte, dtype=torch.uint8, pin_memory=True) if pinned else None
+        self._host = torch.empty(byte, dtype=torch.uint8, device="cpu", pin_memory=True) if pinned else None
 
     def part(self, partition: int) -> Tensor:
         """Return one partition's gradient, float32 [size], to be written to."""
@@ -169,14 +169,14 @@ class HostGradients:
 
         Raises RequestError (`non_finite`) for numbers in float64 that float32 cannot hold.
         """
+        given = {name: grad.detach() for name, grad in grads.items() if grad is not None}
+        held = {name: into for name, into in self._tensors.items() if name in given}
+        torch._foreach_copy_(list(held.values()), [given[name] for name in held])
         for name, into in self._tensors.items():
-            grad = grads[name]
-            if grad is None:
+            if name not in held:
                 into.zero_()
-            else:
-                into.copy_(grad.detach())
-                if grad.dtype == torch.float64 and bool((into.isinf() & grad.isfinite()).any()):
-                    raise not_held(name, "float32")
+            elif given[name].dtype == torch.float64 and bool((into.isinf() & given[name].isfinite()).any()):
+                raise not_held(name, "float32")
         return self._arrays
 
 
@@ -213,20 +213,29 @@ class GradientBuffers:
             if old is not None and new is not None:
                 new.copy_(old)
         self._owners = model_map.owners
+        self._pieces = [
+            (piece.param, piece.source, piece.source + piece.length, target)
+            for part in self.selection.parts
+            for piece, target in zip(
+                part.pieces,
+                self._shard_of[part.partition].part(part.partition).split([piece.length for piece in part.pieces]),
+                strict=True,
+            )
+        ]
 
     def encode(self, grads: Mapping[str, Tensor | None]) -> Encoded:
         """Return the encoded gradient; None counts as zero.  Raises RequestError (`non_finite`)."""
         flat = [None if (g := grads[p.name]) is None else g.detach().reshape(-1) for p in self.selection.params]
         with self.side.after_current():
-            for part in self.selection.parts:
-                into, at = self._shard_of[part.partition].part(part.partition), 0
-                for piece in part.pieces:
-                    source = flat[piece.param]
-                    if source is None:
-                        into[at : at + piece.length].zero_()
-                    else:
-                        into[at : at + piece.length].copy_(source[piece.source : piece.source + piece.length])
-                    at += piece.length
+            into, source = list[Tensor](), list[Tensor]()
+            for param, start, stop, target in self._pieces:
+                grad = flat[param]
+                if grad is None:
+                    target.zero_()
+                else:
+                    into.append(target)
+                    source.append(grad[start:stop])
+            torch._foreach_copy_(into, source)
             made = [shard.encode() for shard in self._shards]
             total = float(torch.stack([squares for _, squares in made]).sum())  # waits for the device
         self.side.wait()

@@ -1,29 +1,32 @@
 """Matches a module's parameters with a model's: their names, their shapes, and the spec of a model that fits."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from paramserver.client.cluster import ModelMap
 from paramserver.client.spec_builder import Param, patch_document
 from paramserver.core.spec import ModelSpec, differences
 from paramserver.errors import PsError, combined, problem
 
-_DTYPES = {
+_DTYPES: Final = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
     torch.float64: "float64",
 }
+_WRAPPERS: Final = ("module.", "_orig_mod.")
+"""What DataParallel, DistributedDataParallel and torch.compile put before the names of what they wrap."""
 
 
 def named_parameters(net: Any) -> dict[str, Tensor]:
-    """Return the parameters by name of a module, a mapping, or what `named_parameters()` returned.
+    """Return the parameters by name of a module, a mapping, or what `named_parameters()` returned, but empty ones.
 
-    Raises RequestError (`invalid_field`) if there are none or they have no names, (`invalid_dtype`) for dtypes that a
-    model cannot have, such as integers.
+    Raises RequestError (`invalid_field`) if there are none, they have no names, or they hold no values yet,
+    (`invalid_dtype`) for dtypes that a model cannot have, such as integers.
     """
     if isinstance(net, torch.nn.Module):
         return _checked(dict(net.named_parameters()))
@@ -47,24 +50,41 @@ def named_parameters(net: Any) -> dict[str, Tensor]:
 
 
 def _checked(params: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not params:
-        raise problem("invalid_field", "the module has no parameters")
-    wrong = [
-        problem("invalid_dtype", f"'{n}' has dtype {p.dtype}, which cannot be trained here", where=n)
-        for n, p in params.items()
-        if p.dtype not in _DTYPES
-    ]
+    wrong = [e for n, p in params.items() if (e := _unfit(n, p)) is not None]
     if wrong:
         raise combined(wrong)
-    return params
+    held = {n: p for n, p in params.items() if p.numel()}
+    if not held:
+        raise problem("invalid_field", "the module has no parameters")
+    return held
+
+
+def _unfit(name: str, p: Tensor) -> PsError | None:
+    """Return the error for a parameter that cannot be trained, if it is one."""
+    if is_lazy(p):
+        hint = "run a batch through the module first"
+        return problem("invalid_field", f"'{name}' has no shape yet", hint=hint, where=name)
+    if p.is_meta:
+        hint = "net.to_empty(device=...), then initialize or load it"
+        return problem("invalid_field", f"'{name}' is on the meta device and has no values", hint=hint, where=name)
+    if p.dtype in _DTYPES:
+        return None
+    hint = "torch.view_as_real of it is two real parameters in one"
+    if not p.is_complex():
+        hint = "pass only those that are trained: [(n, p) for n, p in net.named_parameters() if p.requires_grad]"
+    detail = f"'{name}' has dtype {p.dtype}, which cannot be trained here"
+    return problem("invalid_dtype", detail, hint=hint, where=name)
 
 
 def as_params(params: Mapping[str, Tensor]) -> dict[str, Param]:
     """Return the parameters for `create_model`, with their current values; `trainable` follows `requires_grad`."""
-    return {
-        n: Param(p.detach().float().cpu().numpy(), dtype=_DTYPES[p.dtype], trainable=p.requires_grad)
-        for n, p in params.items()
-    }
+    return {n: Param(as_array(p), dtype=_DTYPES[p.dtype], trainable=p.requires_grad) for n, p in params.items()}
+
+
+def as_array(tensor: Tensor) -> Any:
+    """Return a tensor's values as a NumPy array, sharing its memory where possible; bfloat16 becomes float32."""
+    host = tensor.detach().cpu().resolve_neg()
+    return host.float().numpy() if host.dtype == torch.bfloat16 else host.numpy()
 
 
 def check_fit(params: Mapping[str, Tensor], model_map: ModelMap) -> None:
@@ -86,9 +106,18 @@ def check_fit(params: Mapping[str, Tensor], model_map: ModelMap) -> None:
         raise problem(
             "invalid_shape",
             f"model '{model_map.name}' does not fit the module: {found}",
-            hint="choose another model name, or delete the model",
+            hint=_remedy(params, have),
             errors=tuple({"code": e.code, "detail": e.detail, **e.members} for e in errors),
         )
+
+
+def _remedy(params: Collection[str], have: Collection[str]) -> str:
+    for prefix in _WRAPPERS:
+        ours, theirs = ({n.replace(prefix, "") for n in names} for names in (params, have))
+        if ours == theirs and set(params) != set(have):
+            pass_ = "pass the module that it wraps" if ours != set(params) else "pass it: the model was created from it"
+            return f"the names differ only by '{prefix}', which a wrapper adds: {pass_}"
+    return "choose another model name, or delete the model"
 
 
 def other_settings(spec: ModelSpec, optimizer: Any, consistency: Any) -> list[str]:

@@ -25,14 +25,18 @@ from paramserver.client.transfer import wire_dtype
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
-from paramserver.errors import ConflictError, NotFoundError, Unavailable, problem
+from paramserver.errors import AuthError, ConflictError, NotFoundError, Unavailable, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
-from paramserver.torch.fitting import as_params, check_dense, check_fit, named_parameters, other_settings
+from paramserver.torch.fitting import as_array, as_params, check_dense, check_fit, named_parameters, other_settings
 from paramserver.wire.tensor import HANDED_OUT
 
 log = logging.getLogger("paramserver")
 PULL_CODINGS: Final = ("float32", "float16", "bfloat16")
+SETTINGS: Final = frozenset(
+    "alpha amsgrad betas centered dampening eps lr_decay maximize momentum nesterov weight_decay".split()
+)
+"""Fields of a parameter group in torch that are the model's here."""
 DONE: Final = "the step is done; get the parameters with opt.pull(). Another step would count its gradient twice"
 
 
@@ -40,8 +44,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose state and steps are in a cluster.
 
     `step()` pushes the gradients, finishes the worker's clock (which in sync and ssp waits for other workers) and pulls
-    the parameters.  torch's learning-rate schedulers work with it: the worker of rank 0 passes changes on to the
-    cluster.
+    the parameters.  torch's learning-rate schedulers work with it: the live worker of the lowest rank passes changes
+    on to the cluster.
 
     Args:
         net: a module, or its `named_parameters()`.
@@ -100,7 +104,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 self._worker = stack.enter_context(Worker(self._client, name, worker, rank, timeout))
             self._rate = model_map.spec.optimizer.lr
             started = getattr(optimizer, "lr", None)
-            super().__init__(list(self._params.values()), {"lr": self._rate if started is None else started})
+            started = self._rate if started is None else started
+            if not self._worker.first:  # of the others only what they change counts, and once they are the first
+                self._rate = started
+            super().__init__(list(self._params.values()), {"lr": started})
             device = next(iter(self._params.values())).device
             self._buffers: GradientBuffers | HostGradients
             if device.type == "cpu" and self._codec.text == "fp32":
@@ -111,7 +118,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._allocate_values(model_map)
             self.pull()
             self._leave = weakref.finalize(self, stack.pop_all().close)
-        self._warned_of_ignored = False
+        self._warned_of_ignored = self._may_not_set_rate = False
         self.pushed: Pushed | None = None
         """The result of the last push; None before the first."""
 
@@ -143,8 +150,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         """Push the gradients, finish the clock and pull the parameters; return the closure's loss, if there is one.
 
         If the model was rolled back to an earlier clock, the push may be dropped (see `pushed.state`); the parameters
-        are then those of that clock.  Raises RequestError (`invalid_dtype`) for sparse gradients, before anything is
-        sent.
+        are then those of that clock.  Raises RequestError before anything is sent: `invalid_dtype` for sparse
+        gradients, `invalid_field` if the parameter group has a setting besides the rate, which would be ignored.
         """
         loss = None
         if closure is not None:
@@ -152,6 +159,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 loss = closure()
         grads = {n: p.grad for n, p in self._params.items()}
         check_dense(grads)
+        self._check_group()
         self._sync_learning_rate()
         dropped = self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
         try:
@@ -179,7 +187,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._worker.clock()
             return False
         if missing and not self._codec.per_partition:  # parameters without a gradient are left out and keep their state
-            arrays = {n: _array(g) for n, g in present.items()}
+            arrays = {n: as_array(g) for n, g in present.items()}
             self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
         else:
             self._buffers.arrange(model_map)
@@ -199,13 +207,29 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 names[0],
             )
 
+    def _check_group(self) -> None:
+        if stray := sorted(SETTINGS & self.param_groups[0].keys()):
+            raise problem(
+                "invalid_field",
+                f"the parameter group has only the learning rate, not {', '.join(stray)}: others are the model's",
+                hint=f"opt.model.set({stray[0]}=...), and remove it from opt.param_groups[0]",
+            )
+
     def _sync_learning_rate(self) -> None:
-        """If the learning rate has been changed locally, set the model's; only rank 0 does so."""
+        """If the learning rate has been changed here since it was last sent, and this is the first worker, send it."""
         rate = float(self.param_groups[0]["lr"])
-        if rate == self._rate:
+        if rate == self._rate or not self._worker.first or self._may_not_set_rate:
             return
-        if self._worker.rank == 0:
+        try:
             self._model.set(lr=rate)
+        except AuthError as e:
+            if self._worker.rank == 0:
+                raise
+            self._may_not_set_rate = True  # the worker that could is gone; without it training goes on
+            log.warning(
+                "model.rate_stays model=%s: this worker cannot change the learning rate: %s", self._model.name, e
+            )
+            return
         self._rate = rate
 
     def _create(self, optimizer: Optimizer | None, consistency: Any, partitions: int | None, ack: str | None) -> None:
@@ -258,6 +282,16 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         client = self._client
         return client.run(client.cluster.map_of(self._model.name, client.deadline(None)))
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the learning rate of a `state_dict()`; refuse that of another optimizer with RequestError."""
+        if state_dict["state"] or any(SETTINGS & group.keys() for group in state_dict["param_groups"]):
+            raise problem(
+                "invalid_field",
+                "the state is that of another optimizer: moments and settings are in the cluster, and stay",
+                hint='opt.param_groups[0]["lr"] = ... takes over its rate',
+            )
+        super().load_state_dict(state_dict)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group with RequestError: a model has one learning rate, and per parameter an `lr_scale`."""
         if self.param_groups:
@@ -274,8 +308,12 @@ class _Values:
         self._selection = select(layout)
         numpy_dtype = HANDED_OUT[dtype]
         kind = torch.from_numpy(np.empty(0, numpy_dtype)).dtype
-        self._host = torch.empty(self._selection.size, dtype=kind, pin_memory=self._side.cuda)
+        self._host = torch.empty(self._selection.size, dtype=kind, device="cpu", pin_memory=self._side.cuda)
         self._flat = torch.empty_like(self._host, device=device) if self._side.cuda else self._host
+        at = self._selection.offsets
+        self._views = {
+            p.name: self._flat[at[i] : at[i + 1]].view(p.shape) for i, p in enumerate(self._selection.params)
+        }
         nothing = Origin(layout.spec.name, 0, 0, 0, 0, {})
         self.params = Params(self._selection, self._host.numpy(), nothing)
 
@@ -285,11 +323,8 @@ class _Values:
             with self._side.after_current():
                 self._flat.copy_(self._host, non_blocking=True)
             self._side.before_current()
-        at = self._selection.offsets
         with torch.no_grad():  # not through `p.data`: a graph that needs the old values must notice
-            for i, spec in enumerate(self._selection.params):
-                p = params[spec.name]
-                p.copy_(self._flat[at[i] : at[i + 1]].view(p.shape))
+            torch._foreach_copy_([params[n] for n in self._views], list(self._views.values()))
         self._side.wait()  # the next pull overwrites the host memory
 
 
@@ -306,8 +341,3 @@ def _resolve_model(model: Model | Worker | str, timeout: float | None, stack: Ex
     if not found or not name or "/" in name:
         raise problem("malformed", f"'{model}' is not a model's URL", hint="http://localhost:8700/models/demo")
     return stack.enter_context(connect(base or None, CLIENT_TIMEOUT_S if timeout is None else timeout)), name
-
-
-def _array(grad: Tensor) -> Any:
-    host = grad.detach().cpu()
-    return host.float().numpy() if host.dtype == torch.bfloat16 else host.numpy()
