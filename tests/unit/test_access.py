@@ -168,6 +168,14 @@ async def test_cookies_of_others_do_not_hide_the_nodes_own(other: str) -> None:
         assert (await ask("/reader", cookie=cookies)).status_code == 200
 
 
+@pytest.mark.parametrize("value", ["\\" * 60_000, '\\"' * 30_000, ";" * 60_000, f"{COOKIE}=x;" * 4000])
+async def test_a_hostile_cookie_takes_no_time(value: str) -> None:
+    """A cookie as long as a head may be is read in linear time; the standard library took 20 s for some."""
+    began_s = time.process_time()
+    assert (await ask("/reader", cookie=f'{COOKIE}="{value}"')).status_code == 401
+    assert time.process_time() - began_s < 1.0
+
+
 async def test_a_cookie_reads_and_does_nothing_else() -> None:
     """A cookie grants only GET on a reader's routes, even with an admin's token; an invalid one grants nothing."""
     access = Access([KEY], secure=True)
