@@ -115,7 +115,7 @@ class Access:
             return known
         scheme, _, token = authorization.decode("latin-1").partition(" ")
         holder = self.holder(token.strip()) if scheme.lower() == "bearer" else None
-        if holder is not None:
+        if holder is not None and len(authorization) <= 2 * tokens.TOKEN_CHARS_MAX:  # spaces may be any number
             if len(self._known) >= TOKENS_KNOWN_MAX:
                 self._known.clear()
             self._known[authorization] = holder

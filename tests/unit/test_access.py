@@ -157,6 +157,9 @@ def test_tokens_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyP
         with pytest.raises(AuthError):
             role(f"nonsense-{i}")
     assert 0 < len(access._known) <= limits.TOKENS_KNOWN_MAX
+    kept = dict(access._known)
+    assert role(" " * 60_000 + tokens.make(KEY, "reader")) == "reader"
+    assert access._known == kept, "a thousand spellings of one token would take 64 MiB"
 
 
 @pytest.mark.parametrize("other", ['prefs={"a": 1}', "seen", "a b=c", "path=/", "a@b=1", 'q="x'])
