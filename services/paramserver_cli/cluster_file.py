@@ -108,6 +108,12 @@ class StateDir:
         self.logs = self.path / "logs"
         self.secret_file = self.path / "secret"
 
+    def make(self) -> None:
+        """Create it if it is missing, for this user only: a log has the link to the status page."""
+        if not self.path.exists():
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.logs.mkdir(mode=0o700, exist_ok=True)
+
     def secret(self) -> str:
         """Return the cluster's secret; empty if it has none of its own."""
         try:
@@ -155,7 +161,7 @@ class StateDir:
         """Take the lock that a supervisor holds while it runs; None if another process holds it, and on Windows."""
         if sys.platform == "win32":
             return None
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.make()
         lock = (self.path / "lock").open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

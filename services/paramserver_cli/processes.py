@@ -56,7 +56,7 @@ class Processes:
         if self.plan.redis is not None or self.plan.scheduler is not None:
             return []
         folder = self.state.path / "redis"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)  # its server's files, which hold all values, are readable by everybody
         argv = redis_server.command(redis_server.find_binary(), self.block.redis, folder)
         return [ChildSpec("redis", "redis", argv)]
 
