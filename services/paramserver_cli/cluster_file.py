@@ -5,7 +5,7 @@ supervisor.json   the supervisor's pid, phase, workers and restarts
 plan.json         what the supervisor is to run; SIGUSR1 tells it that the file has changed
 logs/NAME.log     output of each process; NAME.log.1 is that of the last start, or from before the log became too long
 secret            the secret that tokens are made from, if other machines can reach the cluster
-redis/            files of the Redis server
+redis/            files of the Redis server; redis.conf has its password, if the nodes require tokens
 checkpoints/      checkpoints, written by the scheduler
 
 lock              held (flock) by the supervisor; it tells whether a cluster runs, because the other files may be stale
@@ -107,6 +107,7 @@ class StateDir:
         self.path = path.absolute()
         self.logs = self.path / "logs"
         self.secret_file = self.path / "secret"
+        self._redis_config = self.path / "redis" / "redis.conf"
 
     def make(self) -> None:
         """Create it if it is missing, for this user only: a log has the link to the status page."""
@@ -121,6 +122,19 @@ class StateDir:
         except FileNotFoundError:
             return ""
 
+    def write_redis_password(self, password: str) -> Path:
+        """Write the password of the Redis server, for this user only, and return the file, which the server reads."""
+        with open(self._redis_config, "w", encoding="utf-8", opener=_private) as out:
+            out.write(f"requirepass {password}\n")
+        return self._redis_config
+
+    def redis_password(self) -> str:
+        """Return the password of the Redis server; empty if it has none."""
+        try:
+            return self._redis_config.read_text(encoding="utf-8").split()[1]
+        except FileNotFoundError:
+            return ""
+
     def log(self, name: str) -> Path:
         """Return the path of one process's log."""
         return self.logs / f"{name}.log"
@@ -131,7 +145,7 @@ class StateDir:
         text = json.dumps(asdict(document), indent=2)
         temporary = self.path / f".{name}.{os.getpid()}"
         # Readable by this user only: a plan may hold a Redis password.
-        with open(temporary, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
+        with open(temporary, "w", encoding="utf-8", opener=_private) as out:
             out.write(text + "\n")
         temporary.replace(self.path / f"{name}.json")
 
@@ -199,6 +213,10 @@ class StateDir:
                 return "\n".join(last_lines(log, lines))
         except FileNotFoundError:
             return ""
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def last_lines(log: BinaryIO, lines: int) -> list[str]:
