@@ -5,7 +5,7 @@ supervisor.json   the supervisor's pid, phase, workers and restarts
 plan.json         what the supervisor is to run; SIGUSR1 tells it that the file has changed
 logs/NAME.log     output of each process; NAME.log.1 is that of the last start, or from before the log became too long
 secret            the secret that tokens are made from, if other machines can reach the cluster
-redis/            files of the Redis server
+redis/            files of the Redis server; redis.conf has its password, if the nodes require tokens
 checkpoints/      checkpoints, written by the scheduler
 
 lock              held (flock) by the supervisor; it tells whether a cluster runs, because the other files may be stale
@@ -107,11 +107,31 @@ class StateDir:
         self.path = path.absolute()
         self.logs = self.path / "logs"
         self.secret_file = self.path / "secret"
+        self._redis_config = self.path / "redis" / "redis.conf"
+
+    def make(self) -> None:
+        """Create it if it is missing, for this user only: a log has the link to the status page."""
+        if not self.path.exists():
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.logs.mkdir(mode=0o700, exist_ok=True)
 
     def secret(self) -> str:
         """Return the cluster's secret; empty if it has none of its own."""
         try:
             return self.secret_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+
+    def write_redis_password(self, password: str) -> Path:
+        """Write the password of the Redis server, for this user only, and return the file, which the server reads."""
+        with open(self._redis_config, "w", encoding="utf-8", opener=_private) as out:
+            out.write(f"requirepass {password}\n")
+        return self._redis_config
+
+    def redis_password(self) -> str:
+        """Return the password of the Redis server; empty if it has none."""
+        try:
+            return self._redis_config.read_text(encoding="utf-8").split()[1]
         except FileNotFoundError:
             return ""
 
@@ -125,7 +145,7 @@ class StateDir:
         text = json.dumps(asdict(document), indent=2)
         temporary = self.path / f".{name}.{os.getpid()}"
         # Readable by this user only: a plan may hold a Redis password.
-        with open(temporary, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
+        with open(temporary, "w", encoding="utf-8", opener=_private) as out:
             out.write(text + "\n")
         temporary.replace(self.path / f"{name}.json")
 
@@ -155,7 +175,7 @@ class StateDir:
         """Take the lock that a supervisor holds while it runs; None if another process holds it, and on Windows."""
         if sys.platform == "win32":
             return None
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.make()
         lock = (self.path / "lock").open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,6 +213,10 @@ class StateDir:
                 return "\n".join(last_lines(log, lines))
         except FileNotFoundError:
             return ""
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def last_lines(log: BinaryIO, lines: int) -> list[str]:

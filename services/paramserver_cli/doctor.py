@@ -90,7 +90,7 @@ def running_redis(url: str | None) -> tuple[str | None, bool]:
     for state in running():
         found, plan = state.cluster(), state.plan()
         if found is not None and plan is not None and found.is_at(meant):
-            return plan.redis or found.redis, plan.redis is None
+            return plan.redis or found.redis.replace("***", state.redis_password()), plan.redis is None
     return None, False
 
 

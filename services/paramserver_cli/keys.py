@@ -94,6 +94,11 @@ def node_environment(state: StateDir, plan: Plan) -> Mapping[str, str]:
     return {"PARAMSERVER_SECRET_FILE": str(state.secret_file)}
 
 
+def needs_tokens(environment: Mapping[str, str]) -> bool:
+    """Return whether nodes with this `node_environment` require tokens."""
+    return "PARAMSERVER_SECRET_FILE" in environment or bool(SchedulerSettings.load({}).secret)
+
+
 def printable_cluster(cluster: Cluster) -> dict[str, object]:
     """Return a cluster as the object to print: with an admin token, if a secret is known here."""
     secret = secret_of(StateDir(Path(cluster.state_dir)))

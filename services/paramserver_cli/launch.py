@@ -53,7 +53,7 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
         )
     if plan.scheduler is None:
         plan = replace(plan, stop_s=ShardSettings.load({"host": plan.host}).stop_s)
-    state.logs.mkdir(parents=True, exist_ok=True)
+    state.make()
     for old in state.logs.glob("*.log"):
         old.replace(old.with_suffix(".log.1"))
     state.remove_run_files()

@@ -1,6 +1,7 @@
 """The processes of a plan: command lines, environment, ports and addresses."""
 
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,10 @@ class Processes:
         self._host = f"[{self.local_host}]" if ":" in self.local_host else self.local_host
         self.scheme = "https" if SchedulerSettings.load({"host": plan.host}).tls_certificate else "http"
         self._node_env = keys.node_environment(state, plan) if plan.scheduler is None else {}
-        self.redis_url = plan.redis or redis_server.url(block.redis)
+        # Where tokens are needed, other users of this machine are not let in past them.
+        closed = plan.redis is None and keys.needs_tokens(self._node_env)
+        self.redis_password = secrets.token_hex(24) if closed else ""
+        self.redis_url = plan.redis or redis_server.url(block.redis, self.redis_password)
 
     @property
     def scheduler_names(self) -> Sequence[str]:
@@ -56,8 +60,9 @@ class Processes:
         if self.plan.redis is not None or self.plan.scheduler is not None:
             return []
         folder = self.state.path / "redis"
-        folder.mkdir(exist_ok=True)
-        argv = redis_server.command(redis_server.find_binary(), self.block.redis, folder)
+        folder.mkdir(mode=0o700, exist_ok=True)  # its server's files, which hold all values, are readable by everybody
+        config = self.state.write_redis_password(self.redis_password) if self.redis_password else None
+        argv = redis_server.command(redis_server.find_binary(), self.block.redis, folder, config=config)
         return [ChildSpec("redis", "redis", argv)]
 
     def scheduler_specs(self) -> list[ChildSpec]:

@@ -159,8 +159,8 @@ class Supervisor:
 
     async def _until_redis_serves(self) -> None:
         while True:
-            child = self.alive.get("redis")
-            if child is not None and child.pid == redis_server.serving_pid(self.processes.block.redis):
+            child, p = self.alive.get("redis"), self.processes
+            if child is not None and child.pid == redis_server.serving_pid(p.block.redis, p.redis_password):
                 return
             await asyncio.sleep(PROBE_INTERVAL_S)
 

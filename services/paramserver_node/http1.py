@@ -95,6 +95,8 @@ class Http1(HttpToolsProtocol):
         self.app = self._run_app
         self._in_message = self._in_head = False
         """Whether a request, or its head, has begun to arrive and is not complete."""
+        self._running: Any = None
+        """uvicorn's object of the request that the app is answering, or has answered last."""
         self._progressed = False
         """Whether the last read made progress: completed a head or a message, or contained some of a body."""
         self._bytes_without_progress = 0
@@ -110,8 +112,9 @@ class Http1(HttpToolsProtocol):
         self._read_deadline = ReadDeadline(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers."""
+        """Cancel all timers, and tell the app; uvicorn tells only the newest request, which may wait its turn."""
         super().connection_lost(exc)
+        self._tell_gone()
         self.app = self._app  # the bound method `_run_app` would keep this connection alive
         self._read_deadline.close()
         if self._head_timer is not None:
@@ -243,10 +246,19 @@ class Http1(HttpToolsProtocol):
     # The app
 
     async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._running = send.__self__  # type: ignore[attr-defined]
+        if self.transport.is_closing():
+            self._tell_gone()
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(self._app_done)
         await self._app(scope, receive, send if scope["http_version"] == "1.1" else _without_chunks(send))
+
+    def _tell_gone(self) -> None:
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
+            self._running = None
 
     def _app_done(self, _: "asyncio.Task[None]") -> None:
         if self.transport.is_closing():

@@ -18,6 +18,7 @@ from paramserver.wire.sink import Destination
 from paramserver_node import problems
 from paramserver_node.access import ACCESS_ENDS_S, Guard, LocalOnly
 from paramserver_node.deadlines import Deadlines
+from paramserver_node.log import path_of
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.pieces import Pieces
 from paramserver_node.stream import BODY, BodyTransfer
@@ -213,7 +214,7 @@ class _Exchange:
             await self._deadlines.within(self._deadlines.now() + within_s, self._send(message))
         except TimeoutError:
             self.ended = True
-            log.info("request.unread path=%s request_id=%s", self._scope["path"], self.request_id)
+            log.info("request.unread path=%s request_id=%s", path_of(self._scope), self.request_id)
             raise problems.CutOff(f"a piece of the response was not read within {within_s:.0f} s") from None
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.ended = True

@@ -11,6 +11,7 @@ from starlette.routing import Match
 
 from paramserver.errors import PsError, as_problem, problem
 from paramserver_node import negotiate
+from paramserver_node.log import path_of
 
 log = logging.getLogger("paramserver.node")
 
@@ -49,7 +50,7 @@ def failed(request: Request, error: Exception) -> Response:
     """Return the response to a request that raised `error`; an internal error, which points to the log, is logged."""
     told = as_problem(error)
     if told.code == "internal":
-        log.error("request.failed path=%s request_id=%s", request.scope["path"], _id(request), exc_info=error)
+        log.error("request.failed path=%s request_id=%s", path_of(request.scope), _id(request), exc_info=error)
     return response(request, told)
 
 

@@ -42,10 +42,13 @@ def find_binary() -> Path:
     return Path(get_binary_path())
 
 
-def command(binary: Path, port: int, directory: Path, more: Sequence[str] = ()) -> list[str]:
+def command(
+    binary: Path, port: int, directory: Path, more: Sequence[str] = (), *, config: Path | None = None
+) -> list[str]:
     """Return the command line of a durable server on 127.0.0.1:`port` that keeps its files in `directory`.
 
-    `more` are arguments that come last, so they take precedence.
+    `more` are arguments that come last, so they take precedence.  `config` is a file with settings that must not be on
+    a command line, which every user of the machine can read.
     """
     options = {
         "bind": "127.0.0.1",
@@ -57,28 +60,29 @@ def command(binary: Path, port: int, directory: Path, more: Sequence[str] = ()) 
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    return [str(binary), *(word for name, value in options.items() for word in (f"--{name}", value)), *more]
+    first = [str(binary)] if config is None else [str(binary), str(config)]
+    return [*first, *(word for name, value in options.items() for word in (f"--{name}", value)), *more]
 
 
-def url(port: int) -> str:
+def url(port: int, password: str = "") -> str:
     """Return the URL of a server that was started with `command`."""
-    return f"redis://127.0.0.1:{port}/0"
+    return f"redis://{f':{password}@' if password else ''}127.0.0.1:{port}/0"
 
 
-def serving_pid(port: int) -> int | None:
+def serving_pid(port: int, password: str = "") -> int | None:
     """Return the process id of the server that answers on 127.0.0.1:`port`; None while none is ready there.
 
     The process id, unlike a PONG, tells the caller's own server from an unrelated one on the same port.
     """
     try:
         with socket.create_connection(("127.0.0.1", port), ANSWER_TIMEOUT_S) as s:
-            s.sendall(b"PING\r\nINFO server\r\nQUIT\r\n")
+            s.sendall((f"AUTH {password}\r\n" if password else "").encode() + b"PING\r\nINFO server\r\nQUIT\r\n")
             text = b""
             while chunk := s.recv(65536):
                 text += chunk
     except OSError:
         return None
-    if not text.startswith(b"+PONG"):  # -LOADING while it reads its file
+    if not text.removeprefix(b"+OK\r\n").startswith(b"+PONG"):  # -LOADING while it reads its file
         return None
     for line in text.split(b"\r\n"):
         if line.startswith(b"process_id:"):

@@ -14,6 +14,7 @@ from paramserver.errors import problem
 from paramserver.net.addresses import SCHEDULERS
 from paramserver_node import problems
 from paramserver_node.forward import FORWARDED_TO_LEADER, Forwarder, changes_something, in_doubt
+from paramserver_node.log import path_of
 from paramserver_node.middleware import no_body_deadline
 from paramserver_node.race import race
 from paramserver_scheduler.lease import Lease
@@ -88,7 +89,7 @@ class LeaderProxy:
                 await answer(scope, receive, tracked_send)
             except httpx.TransportError as e:
                 # Part of the response has been sent; leaving it incomplete makes the server close the connection.
-                log.info("door.leader_broke_off path=%s %s", scope["path"], e)
+                log.info("door.leader_broke_off path=%s %s", path_of(scope), e)
 
         forwarded = await race(forward(), self._lease.wait_for_successor(leader))
         if forwarded is None and not begun:  # the former leader hangs, with the request in flight

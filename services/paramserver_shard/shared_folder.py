@@ -137,7 +137,8 @@ class SharedFolder:
         return new
 
     def _new_name(self) -> str:
-        return f"b{next(self._numbers)}"
+        # Whoever knows the name of a slot can push it or return it, so it cannot be guessed.
+        return f"b{next(self._numbers)}x{secrets.token_hex(8)}"
 
     def remove(self, name: str) -> None:
         """Delete a file; processes that have it mapped keep its bytes."""

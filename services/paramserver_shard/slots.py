@@ -28,6 +28,8 @@ _BODY: Final[dict[str, Any]] = {
     }
 }
 
+_LENT: Final = {"slot": "b12x9f3c51e07a2d846b"}
+
 
 def router(serving: Serving, lending: Lending | None) -> APIRouter:
     """Return the router of `POST /slots` and `DELETE /slots/{slot}`; without `lending`, no slot is lent."""
@@ -37,7 +39,7 @@ def router(serving: Serving, lending: Lending | None) -> APIRouter:
         "/slots",
         summary="Lend a slot of shared memory, named in a later push in place of a body",
         openapi_extra=_BODY,
-        responses={200: {"description": "Lent", "content": {"application/json": {"example": {"slot": "b12"}}}}},
+        responses={200: {"description": "Lent", "content": {"application/json": {"example": _LENT}}}},
     )
     @role("worker")
     async def lend(request: Request) -> Response:

@@ -1,5 +1,6 @@
 """Nodes that other machines can reach: they have a secret, or do not start and say what is missing."""
 
+import json
 import os
 import socket
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from redis import Redis
+from redis.exceptions import AuthenticationError
 from tests.waiting import eventually
 
 import paramserver as ps
@@ -104,7 +107,8 @@ def test_of_two_shards_of_one_name_one_ends_in_one_line(own_cluster: Cluster, tm
 def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path: Path) -> None:
     """`psctl up --host 0.0.0.0` makes a secret and prints a token, which clients need.
 
-    psctl in the same folder and the cluster's own workers need no token from the user.
+    psctl in the same folder and the cluster's own workers need no token from the user.  Its Redis asks for a password,
+    as every user of the machine reaches it.
     """
     state = tmp_path / ".paramserver"
     with cluster(state, shards=1, args=("--host", "0.0.0.0", "--workers", "1")) as closed:
@@ -116,6 +120,11 @@ def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path
         for words in (["status"], ["models"]):
             done = subprocess.run([*PSCTL, *words], **run)  # type: ignore[call-overload]
             assert done.returncode == 0, done.stderr
+        found = subprocess.run([*PSCTL, "doctor", "--json"], **run)  # type: ignore[call-overload]
+        (redis,) = [f for f in json.loads(found.stdout)["items"] if f["check"] == "Redis"]
+        assert redis["result"] == "ok", redis
+        with Redis.from_url(closed.info["redis"].replace(":***@", "")) as other, pytest.raises(AuthenticationError):
+            other.keys()
         printed = subprocess.run([*PSCTL, "token", "reader"], **run)  # type: ignore[call-overload]
         for url in (closed.url, *closed.shards):
             assert httpx.get(f"{url}/status").status_code == 401

@@ -9,9 +9,10 @@ from unittest.mock import Mock
 import pytest
 import typer
 
-from paramserver_cli import cluster_file, logs, up
-from paramserver_cli.cluster_file import StateDir
+from paramserver_cli import cluster_file, logs, ports, up
+from paramserver_cli.cluster_file import Plan, StateDir
 from paramserver_cli.launch import Failed, Launched
+from paramserver_cli.processes import Processes
 
 
 @pytest.mark.parametrize(("lines", "shown"), [(2, ["b", "c"]), (0, [])])
@@ -99,3 +100,19 @@ def test_the_warnings_of_a_supervisor_are_shown_after_its_log_began_anew(
         up._watch(Launched(state, cast("Popen[bytes]", process), None))
 
     assert printed == ["at WARNING 1", "at ERROR 2"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_other_users_read_no_logs(tmp_path: Path, there: bool) -> None:
+    """The folders of logs and of Redis are this user's, also in a folder that was there; so is a new folder."""
+    state, block = StateDir(tmp_path / "here" / "state"), ports.reserve(1)
+    if there:
+        state.path.mkdir(parents=True)
+    lock = state.lock()
+    assert lock is not None
+    Processes(state, Plan(shards=1), block).redis_specs()
+    lock.close()
+    block.lock.close()
+
+    folders = [state.logs, state.path / "redis", *([] if there else [state.path])]
+    assert [f.stat().st_mode & 0o077 for f in folders] == [0] * len(folders)

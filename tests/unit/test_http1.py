@@ -513,6 +513,26 @@ async def test_who_asks_before_sending_a_body_is_refused_before_sending_it() -> 
         await client.until(b"HTTP/1.1 200 OK")
 
 
+async def test_who_has_sent_the_next_request_and_gone_is_missed(caplog: pytest.LogCaptureFixture) -> None:
+    """A disconnect ends the request that is being answered, also if others wait behind it; what it sends is dropped."""
+
+    async def until_gone(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/short":
+            await echo(scope, receive, send)
+            return
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await large(scope, receive, send)
+
+    begun = asyncio.Event()
+    async with serving(until_gone) as (client, _):
+        await client.send(GET.replace(b"/", b"/short", 1) + GET + GET)
+        await begun.wait()
+        client.socket.close()
+    assert not caplog.records
+
+
 async def test_an_http_1_0_client_gets_no_chunks() -> None:
     """A response of unknown length to HTTP/1.0 is its plain bytes, up to the end of the connection (RFC 9112, 6.1).
 

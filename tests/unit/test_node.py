@@ -125,10 +125,11 @@ async def test_what_the_core_tells_of_a_bug_is_in_the_log(caplog: pytest.LogCapt
 
     transport = httpx.ASGITransport(NodeMiddleware(endpoint))
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
-        answer = await client.post("/push")
+        answer = await client.post("/push/%0A%1B[31mp%C3%A4")
 
     assert (answer.status_code, code_of(answer)) == (500, "internal")
     (record,) = [r for r in caplog.records if r.getMessage().startswith("request.failed")]
+    assert " path=/push/%0A%1B%5B31mp%C3%A4 " in record.getMessage(), "a client could write lines and colors of its own"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], InternalError)
     assert isinstance(record.exc_info[1].__cause__, ZeroDivisionError)

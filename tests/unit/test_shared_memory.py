@@ -327,6 +327,14 @@ def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Le
     assert folder.bytes == taken
 
 
+def test_a_slot_is_used_only_by_who_knows_its_name(lending: Lending) -> None:
+    """Nobody pushes or returns another's slot by trying names: its memory would be reused while the other writes it."""
+    file = slot(lending, 4 * COUNT)
+    for number in range(1000):
+        lending.free_slot(f"b{number}")
+    lending.begin_push(file, 4 * COUNT)
+
+
 def test_a_slot_that_is_returned_twice_is_not_taken_from_its_next_client(lending: Lending) -> None:
     """The second of two requests that return a slot changes nothing, although its memory is lent again."""
     file = slot(lending, 4 * COUNT)
