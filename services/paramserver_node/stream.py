@@ -156,6 +156,8 @@ class Stream:
     def cut(self) -> None:
         """End the request: the client has disconnected or cancelled it, or it was reset."""
         self._cut = True
+        if self._pieces:  # without them it is no whole body, least of all an empty one
+            self.body_ended = False
         self._drop()
         self._may_continue.set()
 
