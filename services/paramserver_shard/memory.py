@@ -1,5 +1,6 @@
 """Memory limit and memory use of this process."""
 
+import logging
 from pathlib import Path
 from typing import Final
 
@@ -8,15 +9,21 @@ import psutil
 from paramserver_node.setting_checks import size_bytes
 from paramserver_node.usage import ResidentMemory
 
+log = logging.getLogger("paramserver.shard")
+
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")
 
 
 def limit_of(setting: str, cgroups: Path = _CGROUPS, own_cgroup: Path = _OWN_CGROUP) -> int:
-    """Return the memory limit in bytes: the setting, else the lowest of cgroup limits and physical memory."""
-    if setting:
-        return size_bytes(setting)
-    return min([int(psutil.virtual_memory().total), *_allowed(cgroups, own_cgroup)])
+    """Return the memory limit in bytes: the lowest of the setting, if there is one, cgroups and physical memory.
+
+    Models are admitted by it, so a setting that is too high is not believed: the system would kill the process.
+    """
+    there = min([int(psutil.virtual_memory().total), *_allowed(cgroups, own_cgroup)])
+    if setting and size_bytes(setting) > there:
+        log.warning("memory_limit is %s, but the container or machine has %d MiB, which counts", setting, there >> 20)
+    return min(there, size_bytes(setting)) if setting else there
 
 
 def _allowed(cgroups: Path, own_cgroup: Path) -> list[int]:
