@@ -1,6 +1,8 @@
 """Memory limit and memory use of this process."""
 
 import logging
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -8,6 +10,7 @@ import psutil
 
 from paramserver_node.setting_checks import size_bytes
 from paramserver_node.usage import ResidentMemory
+from paramserver_shard.buffers import BufferPool
 
 log = logging.getLogger("paramserver.shard")
 
@@ -50,10 +53,13 @@ def _allowed(cgroups: Path, own_cgroup: Path) -> list[int]:
 class Memory:
     """Memory limit and use, as reported in heartbeats."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, pools: Sequence[BufferPool] = ()) -> None:
         self.limit_bytes = limit_bytes
+        self._pools = pools
         self._resident = ResidentMemory()
 
     def document(self) -> dict[str, int]:
-        """Return the limit and the resident memory for a heartbeat."""
+        """Return the limit and the resident memory for a heartbeat, without what idle pools have kept."""
+        for pool in self._pools:
+            pool.let_go_if_idle(time.monotonic())
         return {"limit_bytes": self.limit_bytes, "used_bytes": self._resident.bytes()}
