@@ -249,7 +249,7 @@ async def test_a_shard_of_another_version_is_a_problem() -> None:
     """Shards that joined with another version than the leader's are named, because nodes are upgraded together."""
     d, service = of_models(1)
     for name, version in (("s1", "0.0.9"), ("s2", paramserver.__version__), ("s3", "0.0.9"), ("s4", "")):
-        d.ask(lambda n, name=name, version=version: io.JoinShard(n, name, [f"http://{name}:1"], version))
+        d.ask(partial(io.JoinShard, name=name, addresses=[f"http://{name}:1"], version=version))
 
     (problem,) = (await overview.describe(service)).cluster.problems
 
