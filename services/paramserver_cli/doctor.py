@@ -28,6 +28,7 @@ from paramserver_cli.cluster_file import running
 from paramserver_cli.config import Json, Url, client_settings, connect, redis_url
 from paramserver_cli.display import console
 from paramserver_node import redis_server
+from paramserver_node.settings import unknown_variables
 
 PACKAGES = ("numpy", "numba", "fastapi", "hpack", "uvicorn", "redis", "safetensors")
 FILES_MIN = 4096
@@ -100,6 +101,8 @@ def machine(redis: str | None, *, started: bool = False) -> Iterator[Finding]:
     new_enough = sys.version_info >= (3, 11)
     yield Finding("Python", "ok" if new_enough else "failed", version, "" if new_enough else "install 3.11 or newer")
     yield _packages()
+    if names := unknown_variables(os.environ):
+        yield Finding("variables", "warning", f"without effect: {names}", "docs/settings.md lists all")
     if sys.platform == "win32":
         yield Finding("system", "warning", "Windows runs clients only", "run the cluster under Docker or WSL2")
         return

@@ -18,6 +18,7 @@ from paramserver import limits
 from paramserver.core.near import near
 from paramserver.core.urls import DEFAULT_URL, is_node_url
 from paramserver.errors import RequestError, problem
+from paramserver_node import crash
 from paramserver_node.setting_checks import check, shown
 
 PREFIX: Final = "PARAMSERVER_"
@@ -177,6 +178,21 @@ SERVICES: Final[tuple[type[Settings], ...]] = (
     WorkerSettings,
     ClientSettings,
 )
+
+
+def unknown_variables(env: Mapping[str, str]) -> str:
+    """Return the names of the `PARAMSERVER_` variables that no program reads, with the ones that were meant, or ''.
+
+    They are told, not refused as in the file: on Kubernetes a Service may bring variables of that prefix by itself.
+    """
+    settings = [f.name.upper() for service in SERVICES for f in fields(service)]
+    known = {*settings, *(f"{name}_FILE" for name in settings)}
+    told = []
+    for name in sorted(n.removeprefix(PREFIX) for n in env if n.startswith(PREFIX) and n != crash.VARIABLE):
+        if name not in known:
+            meant = near(name, known)
+            told.append(f"{PREFIX}{name:.60}" + (f" (did you mean {PREFIX}{meant}?)" if meant else ""))
+    return ", ".join(told)
 
 
 SECRETS: Final = frozenset({"secret", "token"})

@@ -156,6 +156,8 @@ class Stream:
     def cut(self) -> None:
         """End the request: the client has disconnected or cancelled it, or it was reset."""
         self._cut = True
+        if self._pieces:  # without them it is no whole body, least of all an empty one
+            self.body_ended = False
         self._drop()
         self._may_continue.set()
 
@@ -244,7 +246,7 @@ class Stream:
         while not self._pieces and not self._cut and (self._end_delivered or not self.body_ended):
             self._client.flush_soon()
             await _clear_and_wait(self._may_continue)
-        if self._cut:  # what had come of the body is dropped: its end must not pass for that of an empty one
+        if self._cut and (self._end_delivered or not self.body_ended):
             return {"type": "http.disconnect"}
         self._end_delivered = self.body_ended
         return {"type": "http.request", "body": self._take_pieces(), "more_body": not self._end_delivered}

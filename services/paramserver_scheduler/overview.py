@@ -261,6 +261,9 @@ def _problems(
             out.append(f"Shard {x['name']} is dead, its last heartbeat was {age} ago{others}")
         if x["alive"] and isinstance(why := x["metrics"].get("degraded"), str):
             degraded.setdefault(why[:300], []).append(x["name"])
+        if x["alive"] and x["version"] not in ("", paramserver.__version__):
+            why = f"version {x['version']}, the leading scheduler {paramserver.__version__}: upgrade all nodes together"
+            degraded.setdefault(why, []).append(x["name"])
     for why, names in degraded.items():
         which = f"Shard {names[0]}" if len(names) == 1 else f"Shards {', '.join(names)}"
         out.append(f"{which}: {why}")

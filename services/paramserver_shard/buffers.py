@@ -28,6 +28,9 @@ INLINE_BYTES_MAX: Final = MIB
 IDLE_TURNS: Final = 8
 """Memory still free after the pool has handed out this many times the bytes it may keep counts as unused."""
 
+IDLE_S: Final = 60.0
+"""A pool that hands out nothing for so long keeps nothing; the next buffers cost the time to fault their pages in."""
+
 
 class _Memory:
     """The memory of one buffer, and its file name if it is shared."""
@@ -70,6 +73,8 @@ class BufferPool:
         """Bytes handed out since the start; the clock by which free memory ages."""
         self._last_sweep_at = 0
         """`_handed_bytes` at the last search for unused memory."""
+        self._idle = (-1, 0.0)
+        """`_handed_bytes` when `let_go_if_idle` last saw it change, and the time of that."""
 
     def take_bytes(self, size_bytes: int, *, shared: bool = False, after: AnyArray | None = None) -> U8:
         """Return an uninitialized uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room.
@@ -230,13 +235,26 @@ class BufferPool:
         if self._handed_bytes - self._last_sweep_at < self._kept_bytes_max:
             return False  # a search is not free: at most one per `_kept_bytes_max` handed out
         self._last_sweep_at = self._handed_bytes
-        old = self._handed_bytes - IDLE_TURNS * self._kept_bytes_max
+        self._give_up(self._handed_bytes - IDLE_TURNS * self._kept_bytes_max)
+        return self.kept_bytes + size <= self._kept_bytes_max
+
+    def let_go_if_idle(self, now_s: float) -> None:
+        """Give up all free memory once none has been asked for in `IDLE_S`; `now_s` is monotonic.
+
+        It counts as used, so that a new model would be refused because of what a deleted one has left.
+        """
+        if self._handed_bytes != self._idle[0]:
+            self._idle = (self._handed_bytes, now_s)
+        elif now_s - self._idle[1] >= IDLE_S:
+            self._give_up(self._handed_bytes)
+
+    def _give_up(self, old: int) -> None:
+        """Discard the memory that was returned when `_handed_bytes` was `old` or less."""
         for free in tuple(self._free.values()):
             for memory in tuple(free.values()):
                 if memory.idle_since <= old and free.pop(memory.address, None) is not None:
                     self.kept_bytes -= memory.size
                     self._discard(memory)
-        return self.kept_bytes + size <= self._kept_bytes_max
 
     def _discard(self, memory: _Memory) -> None:
         """Remove memory from the pool; the operating system reclaims it when its last user is gone."""

@@ -105,8 +105,8 @@ class _Lane:
         self.queues: dict[Ownership, deque[JournalEntry]] = {}  # longest waiting first
         self._journal = journal
         self._fsync = fsync
-        level = "fsynced" if fsync else "journaled"
-        self._seconds, self._bytes = JOURNAL_S.labels(level), JOURNALED.labels(level)
+        self._level = "fsynced" if fsync else "journaled"
+        self._seconds, self._bytes = JOURNAL_S.labels(self._level), JOURNALED.labels(self._level)
         self._writer = writer
         self._owns = owns
         self._retry_at: dict[Ownership, float] = {}  # loop time of the next attempt
@@ -230,7 +230,7 @@ class _Lane:
     def _set_reason(self, reason: str, *, logged: bool = False) -> None:
         if reason != self.reason:
             if reason and not (self.reason or logged):
-                log.warning("journals cannot be written: %s", reason)
+                log.warning("pushes cannot be %s: %s", self._level, reason)
             self.reason = reason
             self._writer.lane_changed()
 

@@ -152,7 +152,7 @@ def assemble(
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
     runtime = Runtime(ShardCore(check_part), directory, pool, store, Journal(bulk_redis, scripts), group)
     show(runtime, (pool, slots))
-    memory, clocks = Memory(limit_of(settings.memory_limit)), ClockReports()
+    memory, clocks = Memory(limit_of(settings.memory_limit), (pool, slots)), ClockReports()
     membership = Membership(name, addresses, link, redis, directory, runtime, telemetry, memory, clocks)
     runtime.scheduler, runtime.on_values_kept = membership, telemetry.values_kept
     if folder is not None and lending is not None:

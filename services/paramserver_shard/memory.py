@@ -1,5 +1,8 @@
 """Memory limit and memory use of this process."""
 
+import logging
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -7,16 +10,23 @@ import psutil
 
 from paramserver_node.setting_checks import size_bytes
 from paramserver_node.usage import ResidentMemory
+from paramserver_shard.buffers import BufferPool
+
+log = logging.getLogger("paramserver.shard")
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")
 
 
 def limit_of(setting: str, cgroups: Path = _CGROUPS, own_cgroup: Path = _OWN_CGROUP) -> int:
-    """Return the memory limit in bytes: the setting, else the lowest of cgroup limits and physical memory."""
-    if setting:
-        return size_bytes(setting)
-    return min([int(psutil.virtual_memory().total), *_allowed(cgroups, own_cgroup)])
+    """Return the memory limit in bytes: the lowest of the setting, if there is one, cgroups and physical memory.
+
+    Models are admitted by it, so a setting that is too high is not believed: the system would kill the process.
+    """
+    there = min([int(psutil.virtual_memory().total), *_allowed(cgroups, own_cgroup)])
+    if setting and size_bytes(setting) > there:
+        log.warning("memory_limit is %s, but the container or machine has %d MiB, which counts", setting, there >> 20)
+    return min(there, size_bytes(setting)) if setting else there
 
 
 def _allowed(cgroups: Path, own_cgroup: Path) -> list[int]:
@@ -43,10 +53,13 @@ def _allowed(cgroups: Path, own_cgroup: Path) -> list[int]:
 class Memory:
     """Memory limit and use, as reported in heartbeats."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, pools: Sequence[BufferPool] = ()) -> None:
         self.limit_bytes = limit_bytes
+        self._pools = pools
         self._resident = ResidentMemory()
 
     def document(self) -> dict[str, int]:
-        """Return the limit and the resident memory for a heartbeat."""
+        """Return the limit and the resident memory for a heartbeat, without what idle pools have kept."""
+        for pool in self._pools:
+            pool.let_go_if_idle(time.monotonic())
         return {"limit_bytes": self.limit_bytes, "used_bytes": self._resident.bytes()}

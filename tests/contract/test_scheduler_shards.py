@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tests.waiting import eventually
 
+import paramserver
 from paramserver.core.shard_effects import AskWorker
 from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver.types import ModelKey
@@ -97,3 +98,16 @@ def test_what_a_shard_is_told_names_the_term(cluster: Nodes) -> None:
     joined = cluster.post("/internal/shards", other, status=201)
     assert cluster.call("PUT", "/internal/shards/passing", {"epoch": joined["epoch"]})["term"] == term
     cluster.call("DELETE", f"/internal/shards/passing?epoch={joined['epoch']}", status=204)
+
+
+def test_a_shard_of_another_version_does_not_join(cluster: Nodes) -> None:
+    """A join that names another version than the leader's is refused with both versions, and changes nothing."""
+    before = cluster.get("/map")["map_epoch"]
+    body = {"name": "older", "addresses": ["http://127.0.0.1:1"], "version": "0.0.9"}
+
+    refused = cluster.post("/internal/shards", body, status=409)
+
+    assert refused["code"] == "conflict"
+    assert f"version 0.0.9, the leading scheduler {paramserver.__version__}" in refused["detail"]
+    assert cluster.get("/map")["map_epoch"] == before
+    assert "older" not in {s["name"] for s in cluster.get("/shards")["items"]}

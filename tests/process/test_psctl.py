@@ -185,6 +185,15 @@ def test_doctor_looks_at_the_redis_that_up_would_use(tmp_path: Path) -> None:
     assert found["detail"].startswith(url.removeprefix("redis://").split("/")[0])
 
 
+def test_doctor_lists_misspelled_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`doctor` warns of a PARAMSERVER_ variable that no program reads, and says nothing of them where there is none."""
+    for name, result in (("PARAMSERVER_HOST", []), ("PARAMSERVER_HOTS", ["warning"])):
+        monkeypatch.setenv(name, "::1")
+        found = [f for f in doctor.machine(None) if f.check == "variables"]
+        assert [f.result for f in found] == result
+    assert "PARAMSERVER_HOTS (did you mean PARAMSERVER_HOST?)" in found[0].detail
+
+
 def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluster) -> None:
     """With a full or unresponsive Redis, the failed bandwidth check is one finding, and the other checks still run.
 

@@ -147,6 +147,17 @@ def test_a_node_without_free_files_says_so_once() -> None:
     assert "of the 64 files" in line
 
 
+def test_a_misspelled_variable_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node warns of a PARAMSERVER_ variable that is no setting, as the default is in effect instead."""
+    monkeypatch.setenv("PARAMSERVER_STOPS", "300")
+    with node() as running:
+        status, out = running.stop()
+
+    assert status == 0
+    assert "WARNING paramserver.settings" in out
+    assert "PARAMSERVER_STOPS (did you mean PARAMSERVER_STOP_S?)" in out
+
+
 def test_invalid_requests_are_not_logged() -> None:
     """A client that sends invalid HTTP/1.1 is told so; nothing is logged, as anyone could fill the disk with it."""
     with node() as running:

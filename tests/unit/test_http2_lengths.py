@@ -182,6 +182,27 @@ async def test_what_still_comes_of_a_refused_body_is_dropped(read: Read) -> None
         assert connection._receive_window + connection._used == CONNECTION_WINDOW_BYTES
 
 
+@READS
+async def test_a_body_that_was_cut_before_it_was_read_is_never_whole(read: Read) -> None:
+    """A whole body whose client cancels the request before the app reads it is a disconnect, not an empty body."""
+    applied: list[str] = []
+    cancelled = asyncio.Event()
+    reading = applying(read, applied)
+
+    async def busy(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/left":
+            await cancelled.wait()
+        await reading(scope, receive, send)
+
+    async with connected(busy) as (theirs, _):
+        begun = head(1, 5, b"/left") + frames_of(1, b"hello", 5)
+        reset = wire.u32_frame(1, wire.RST_STREAM, wire.CANCEL)
+        await tell(theirs, begun + reset + head(3, 3, b"/true") + frames_of(3, b"abc", 3))
+        assert await ends_of(theirs, 3) == [(3, 0)]
+        cancelled.set()
+    assert applied == ["/true"]
+
+
 @pytest.mark.parametrize(
     ("frames", "name"),
     [

@@ -107,7 +107,7 @@ def test_a_write_that_fails_is_repeated_until_it_succeeds(caplog: pytest.LogCapt
         (0.6, StorageChanged("")),
         (0.6, Journaled(KEY, TOKEN, 3)),
     ]
-    assert told(caplog) == ["journals cannot be written: Redis does not answer: gone"]
+    assert told(caplog) == ["pushes cannot be journaled: Redis does not answer: gone"]
     assert not shard.writer.waiting
 
 
@@ -130,13 +130,17 @@ def test_redis_is_probed_while_it_is_away_and_nothing_waits(caplog: pytest.LogCa
     assert told(caplog) == []
 
 
-def test_a_level_that_redis_cannot_offer_is_known_before_it_is_needed() -> None:
-    """Whether Redis can confirm that an entry is on its disk is asked at the start, and again until it can."""
+def test_a_level_that_redis_cannot_offer_is_known_before_it_is_needed(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether Redis can confirm that an entry is on its disk is asked at the start, and again until it can.
+
+    The log says that it is this level which is not to be had: pushes at `journaled` are fine.
+    """
     shard = Shard(probes=[problem("not_built", "no file")] * 2)
     shard.run()
 
     assert shard.probes == [(0.0, True), (0.5, True), (1.0, True)]
     assert shard.events == [(0.0, StorageChanged("", "no file")), (1.0, StorageChanged(""))]
+    assert told(caplog) == ["pushes cannot be fsynced: no file"]
 
 
 def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,15 @@ import pytest
 
 from paramserver.errors import RequestError
 from paramserver_node.setting_checks import shown
-from paramserver_node.settings import ClientSettings, SchedulerSettings, Settings, ShardSettings, WorkerSettings, url_of
+from paramserver_node.settings import (
+    ClientSettings,
+    SchedulerSettings,
+    Settings,
+    ShardSettings,
+    WorkerSettings,
+    unknown_variables,
+    url_of,
+)
 
 FILE_TEXT = """
 redis = "redis://file"
@@ -231,3 +239,22 @@ def test_nobody_is_sent_to_a_url_that_cannot_be_reached() -> None:
     """A node on a port chosen by the system is refused unless `advertise` says under which URL it is reached."""
     with pytest.raises(RequestError, match="advertise"):
         url_of("127.0.0.1", 0)
+
+
+def test_misspelled_variables_are_told() -> None:
+    """A PARAMSERVER_ variable that no program reads is named, with the one that was meant; values are not shown."""
+    env = {
+        "PARAMSERVER_MEMROY_LIMIT": "8GiB",
+        "PARAMSERVER_SECERT_FILE": "/run/key",
+        "PARAMSERVER_ZZZ": "cret",
+        "PARAMSERVER_REDIS_FILE": "/run/url",
+        "PARAMSERVER_ALLOW": "jobs",  # of another program: one environment may serve several
+        "PARAMSERVER_CRASH_AT": "",
+        "HOME": "/",
+    }
+
+    assert unknown_variables(env) == (
+        "PARAMSERVER_MEMROY_LIMIT (did you mean PARAMSERVER_MEMORY_LIMIT?), "
+        "PARAMSERVER_SECERT_FILE (did you mean PARAMSERVER_SECRET_FILE?), PARAMSERVER_ZZZ"
+    )
+    assert unknown_variables({"PARAMSERVER_PORT": "1", "PARAMSERVER": "1"}) == ""

@@ -39,8 +39,11 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         size_bytes(text)
 
 
-def test_the_container_limits_what_the_machine_has(tmp_path: Path) -> None:
-    """The limit is the setting, else the lowest of the control groups (v1 or v2) around the process and the machine."""
+def test_the_container_limits_what_the_machine_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The limit is the lowest of the setting, the control groups (v1 or v2) around the process, and the machine.
+
+    A setting above the others would admit models for which the system kills the process; the log says so.
+    """
     total = int(psutil.virtual_memory().total)
     own = tmp_path / "own"
     groups = tmp_path / "cgroup"
@@ -61,7 +64,12 @@ def test_the_container_limits_what_the_machine_has(tmp_path: Path) -> None:
     old.mkdir(parents=True)
     (old / "memory.limit_in_bytes").write_text("400000000\n")
     assert limit_of("", groups, own) == 400_000_000
-    assert limit_of("2GiB", groups, own) == 2 << 30
+    assert limit_of("100MiB", groups, own) == 100 << 20
+    assert not caplog.records
+    assert limit_of("2GiB", groups, own) == 400_000_000
+    assert [r.getMessage() for r in caplog.records] == [
+        "memory_limit is 2GiB, but the container or machine has 381 MiB, which counts"
+    ]
 
 
 def test_memory_in_use_is_told() -> None:

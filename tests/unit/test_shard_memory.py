@@ -15,7 +15,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
 from paramserver.types import ModelKey, PartitionKey
 from paramserver_shard.arrays import npy_header, read_npy
-from paramserver_shard.buffers import PAGE_BYTES, SMALL_BYTES, BufferPool
+from paramserver_shard.buffers import IDLE_S, PAGE_BYTES, SMALL_BYTES, BufferPool
 from paramserver_shard.loading import first_state
 from paramserver_shard.snapshot_format import from_stored, to_stored
 
@@ -45,6 +45,24 @@ def test_the_pool_keeps_a_bounded_amount() -> None:
     buffers.clear()
     assert pool.lent_bytes == 0
     assert 0 < pool.kept_bytes <= 8 * COUNT
+
+
+def test_a_pool_that_is_idle_keeps_nothing() -> None:
+    """Once no buffer has been asked for in IDLE_S, free memory is given up; what is lent stays."""
+    pool = BufferPool()
+    pool.let_go_if_idle(0.0)
+    lent, free = pool.take(COUNT), pool.take(COUNT)
+    lent[:] = 7.0
+    del free
+    for now_s, kept in ((10.0, 4 * COUNT), (9.9 + IDLE_S, 4 * COUNT), (10.0 + IDLE_S, 0)):
+        pool.let_go_if_idle(now_s)
+        assert pool.kept_bytes == kept
+    assert pool.lent_bytes == 4 * COUNT
+    assert (lent == 7.0).all()
+    del lent
+    assert pool.kept_bytes == 4 * COUNT
+    pool.let_go_if_idle(11.0 + IDLE_S)
+    assert pool.kept_bytes == 0
 
 
 def test_a_buffer_holds_hardly_more_than_was_asked_for() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import paramserver
 from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.runs import RESTARTS_MAX
@@ -242,6 +243,18 @@ async def test_a_clock_that_is_set_is_followed(monkeypatch: pytest.MonkeyPatch) 
     assert await series_after(7200.0) == 2
     assert await series_after(-5.0) == 2, "the newest slot is soon reached again"
     assert await series_after(-3600.0) == 1
+
+
+async def test_a_shard_of_another_version_is_a_problem() -> None:
+    """Shards that joined with another version than the leader's are named, because nodes are upgraded together."""
+    d, service = of_models(1)
+    for name, version in (("s1", "0.0.9"), ("s2", paramserver.__version__), ("s3", "0.0.9"), ("s4", "")):
+        d.ask(partial(io.JoinShard, name=name, addresses=[f"http://{name}:1"], version=version))
+
+    (problem,) = (await overview.describe(service)).cluster.problems
+
+    assert "s1, s3" in problem
+    assert f"version 0.0.9, the leading scheduler {paramserver.__version__}" in problem
 
 
 async def test_prometheus_reads_how_many_problems_there_are() -> None:

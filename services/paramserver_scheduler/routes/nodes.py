@@ -9,6 +9,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
 
+from paramserver import __version__
 from paramserver.core import scheduler_io as io
 from paramserver.errors import PsError, problem
 from paramserver_node.middleware import no_body_deadline
@@ -42,9 +43,13 @@ async def join_shard(request: Request) -> Response:
 
     `?redis_term=` is the leader term that the shard found in its Redis (0: none), `?redis_leader=` the leader's id.  If
     the term is lower than the scheduler's, or the leader another one, the shard uses another Redis than the
-    schedulers, and the answer is 409 `conflict`.
+    schedulers, and the answer is 409 `conflict`.  It is, too, for a shard of another version than the scheduler's,
+    which might take what it is told in another sense; the shard asks again until both have been upgraded.
     """
     b, term = await read(request, bodies.JoinShard), number_of(request, "redis_term", None)
+    if b.version not in ("", __version__):
+        detail = f"shard '{b.name}' has version {b.version:.60}, the leading scheduler {__version__}"
+        raise problem("conflict", detail, hint="upgrade all nodes together: docs/operations.md, Upgrade")
     own = service(request).lease.id
     other = request.query_params.get("redis_leader", own) != own
     return await reply(request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version, term, other))

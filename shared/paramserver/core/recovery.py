@@ -18,6 +18,7 @@ from paramserver.types import ModelKey
 KINDS: Final = tuple(
     "cluster shard model filled place clock commit worker dataset tasks checkpoint series run member gone".split()
 )
+HINT: Final = "start the version that wrote it, which still can; docs/operations.md, Upgrade"
 
 
 def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float, new_id: str) -> Cluster:
@@ -30,13 +31,13 @@ def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, u
     for name, doc in documents.items():
         kind, _, rest = name.partition(":")
         if kind not in groups:
-            raise problem("corrupt_state", f"field {name!r:.80} of the stored state has an unknown kind")
+            raise problem("corrupt_state", f"field {name!r:.80} of the stored state has an unknown kind", hint=HINT)
         groups[kind][rest] = doc
     c = Cluster(term, unix_s - now)
     try:
         _fill(c, groups, now, new_id)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
-        raise problem("corrupt_state", f"the stored state cannot be read: {type(e).__name__}: {e}") from e
+        raise problem("corrupt_state", f"the stored state cannot be read: {type(e).__name__}: {e}", hint=HINT) from e
     return c
 
 
