@@ -3,6 +3,7 @@
 from __future__ import annotations  # client classes are named, but not imported until used
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -101,8 +102,14 @@ def _entry(target: str) -> tuple[str, Path]:
     if not path.is_file():
         raise typer.BadParameter(f"there is no file {target}")
     if not path.stem.isidentifier():
-        raise typer.BadParameter(f"'{path.name}' cannot be imported: rename it to {path.stem.replace('-', '_')}.py")
+        raise typer.BadParameter(f"'{path.name}' cannot be imported: rename it to {_importable(path.stem)}.py")
     return f"{path.stem}:train", path.parent.absolute()
+
+
+def _importable(name: str) -> str:
+    """Return a module's name that is like this one."""
+    word = re.sub(r"\W", "_", name)
+    return word if word.isidentifier() else f"_{word}"
 
 
 def _beside(target: str) -> Path | None:

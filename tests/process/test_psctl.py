@@ -80,6 +80,8 @@ def test_a_model_is_deleted_once_that_is_confirmed(shared_cluster: Cluster, tmp_
         (["logs", "shard-9"], 1, "no log"),
         (["pull", "wrong", "*"], 2, "stands for 2 parameters, name one of: w, v"),
         (["pull", "absent", "w"], 4, "psctl create makes one"),
+        (["set", "wrong?x", "lr=0.1"], 4, "no model 'wrong?x'"),
+        (["run", "stop", "run-1?x"], 4, "no run 'run-1?x'"),
         (["checkpoint", "save", "wrong", "/dev/null/x"], 1, "/dev/null"),
         (["checkpoint", "restore", "./nope", "--as", "wrong"], 2, "there is no folder './nope'"),
         (["checkpoint", "restore", "nope", "--as", "wrong"], 4, "psctl checkpoint list wrong"),
@@ -129,6 +131,19 @@ def test_everything_that_lists_lists_json(shared_cluster: Cluster) -> None:
     assert {"cluster", "nodes", "models"} <= set(status)
     assert len(shards) == 2
     assert all("MiB/s" in i["detail"] for i in shards)
+
+
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_a_status_that_is_watched_goes_into_a_pipe_each_second(shared_cluster: Cluster, form: list[str]) -> None:
+    """Where there is no terminal, `status --watch` prints one status after another, until it is interrupted."""
+    argv = [*PSCTL, "status", "--watch", "--url", shared_cluster.url, *form]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        heads = (line for line in watch.stdout if line.startswith(("cluster ", "{")))
+        assert [next(heads), next(heads)]
+        watch.send_signal(signal.SIGINT)
+        watch.communicate(timeout=20)
+    assert watch.returncode == 130
 
 
 @pytest.mark.parametrize(("full", "result"), [(0.5, "ok"), (0.95, "warning"), (1.5, "failed")])
