@@ -43,7 +43,7 @@ export class Chart {
     this.legend = el("span.legend");
     this.value = el("span.num");
     this.canvas = el("div.plot");
-    this.host = el("figure.chart", {title: note || null},
+    this.host = el("figure.chart", {title: note || null, "aria-label": title},
       el("figcaption", {}, el("b", {}, title), this.value), this.canvas, this.legend);
     this.#watch = new ResizeObserver(() => this.#resize());
     this.#watch.observe(this.canvas);
@@ -133,10 +133,12 @@ function newest(values, places) {
   return null;
 }
 
-function spread(low, high, zero) {
+/** The scale for values from `low` to `high`.  Equal ones differ in their last digits, as they are means. */
+export function spread(low, high, zero) {
   if (low === null || high === null || !Number.isFinite(low)) return [0, 1];
   if (zero) return [Math.min(0, low), high > 0 ? high * 1.1 : 1];
-  const pad = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  const pad = high - low > 1e-9 * size ? (high - low) * 0.08 : size * 0.1 || 1;
   return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad];
 }
 
