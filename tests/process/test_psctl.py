@@ -5,9 +5,11 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -297,6 +299,21 @@ def test_a_new_project_trains_at_once(shared_cluster: Cluster, tmp_path: Path) -
     values = ps.connect(shared_cluster.url).model("my-model").pull()
     assert abs(float(values["b"][0]) - 0.5) < 0.2
     assert shared_cluster.psctl("new", str(folder)).returncode == 1
+
+
+def test_a_script_is_run_by_its_own_workers(own_cluster: Cluster, tmp_path: Path) -> None:
+    """A pool worker that may run another project's `train.py` takes no place in the run of this one."""
+    argv = [sys.executable, "-P", "-m", "paramserver_worker", "--name", "other", "--allow", "train"]
+    with subprocess.Popen([*argv, "--url", own_cluster.url], cwd=tmp_path) as other:
+        try:
+            pool = f"{own_cluster.url}/pool"
+            eventually(lambda: httpx.get(pool).json()["items"] != [], within_s=60.0, what="the other worker")
+            assert own_cluster.psctl("new", str(tmp_path / "mine")).returncode == 0
+            script = str(tmp_path / "mine" / "train.py")
+            done = own_cluster.psctl("train", script, "--model", "mine", "--workers", "1", timeout_s=100)
+        finally:
+            other.terminate()
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path: Path) -> None:
