@@ -228,6 +228,7 @@ def test_a_change_from_the_page_needs_a_token_that_permits_it(tmp_path: Path, mo
         page.click("#settings button")
         page.click("#token button[value=cancel]")
         page.wait_for_selector("#settings .bad:has-text('requires a token')")
+        page.locator("#settings button:focus").wait_for()  # the keyboard goes on where it was
 
         page.click("#settings button")
         page.fill("#token input", made["reader"])
