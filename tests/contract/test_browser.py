@@ -184,8 +184,8 @@ def test_long_names_and_a_young_model_are_seen(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_charts_have_names_and_a_scale_for_equal_values(tmp_path: Path) -> None:
-    """A chart is named by its title; the scale of values that are equal but for their last digit is not that digit."""
+def test_charts_have_names_scales_and_present_values(tmp_path: Path) -> None:
+    """A chart has its title's name and, if values differ in their last digit, no scale of that; old values go."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
         cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
         seen.page.goto(cluster.url)
@@ -193,6 +193,13 @@ def test_charts_have_names_and_a_scale_for_equal_values(tmp_path: Path) -> None:
         scale = 'import(new URL("static/charts.js", location)).then(m => m.spread(0.93, 0.93 + 2e-16, false))'
         low, high = seen.page.evaluate(scale)
         assert (low, high) == pytest.approx((0.837, 1.023))
+        legend = """step => import(new URL("static/charts.js", location)).then(m => {
+            const chart = new m.Chart({title: "t"});
+            const line = {label: "dead", color: "rgb(0, 0, 0)", values: [1, 1, null]};
+            chart.draw([0, step, 2 * step], [line], 0, 3 * step);
+            return chart.legend.textContent;
+        })"""
+        assert [seen.page.evaluate(legend, step) for step in (3, 288)] == ["dead 1", "dead \u2013"]
         assert seen.errors == []
 
 

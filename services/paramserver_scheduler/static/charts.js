@@ -31,6 +31,7 @@ export class Chart {
   #drawn = "";
   #lines = [];
   #span = [0, 1];
+  #fresh = 1;
   #warning = "";
   #more = "";
   #format;
@@ -55,6 +56,7 @@ export class Chart {
     this.#more = more;
     this.#span = [from, Math.max(to, from + 5)];
     this.#lines = lines;
+    this.#fresh = times.at(-1) - times.at(-2) > GAP_S ? 1 : 3;  // among how many of the newest values one is of now
     const kind = JSON.stringify(lines.map(l => [l.label, l.color, l.dash])) + style("--line");
     if (this.#plot === null || kind !== this.#drawn) this.#build(times, kind);
     else this.#plot.setData([times, ...lines.map(l => l.values)]);
@@ -101,7 +103,7 @@ export class Chart {
   /** The value under the cursor, or the newest: of a single line beside the title, of several in the legend. */
   #tell() {
     const at = this.#plot?.cursor.idx ?? null;
-    const said = l => this.#format(at === null ? newest(l.values, this.#options.gaps ? 3 : l.values.length) : l.values[at]);
+    const said = l => this.#format(at === null ? newest(l.values, this.#options.gaps ? this.#fresh : l.values.length) : l.values[at]);
     const one = this.#lines.length === 1 && !this.#lines[0].label;
     const warns = this.#warning && at === null;
     show(this.value, warns ? el("span.bad", {}, this.#warning) : one && said(this.#lines[0]));
