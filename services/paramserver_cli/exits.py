@@ -1,6 +1,7 @@
 """Exit codes of psctl, and the errors that lead to them."""
 
 import errno
+import io
 import re
 import sys
 from collections.abc import Mapping
@@ -70,6 +71,12 @@ class Group(TyperGroup):
 
 class Psctl(Group):
     """The outermost command: turns errors into a line on standard error and an exit code instead of a traceback."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run psctl; what standard output has no characters for is printed as `?`."""
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        return super().main(*args, **options)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and report its errors."""

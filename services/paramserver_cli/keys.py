@@ -3,6 +3,7 @@
 from __future__ import annotations  # client classes are named, but not imported until used
 
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -64,7 +65,8 @@ def secret(
     if file is None:
         typer.echo(tokens.new_key())
     elif write_secret(file):
-        typer.echo(f"made {file}; for each node and for psctl token: export PARAMSERVER_SECRET_FILE={file.absolute()}")
+        setting = f"PARAMSERVER_SECRET_FILE={shlex.quote(str(file.absolute()))}"
+        typer.echo(f"made {file}; for each node and for psctl token: export {setting}")
     else:
         raise problem("conflict", f"{file} already exists", hint="docs/operations.md describes how to change a secret")
 

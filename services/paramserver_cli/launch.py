@@ -43,7 +43,7 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
     """
     if sys.platform == "win32":
         raise Failed("a cluster does not run on Windows itself: use Docker or WSL2; clients and psctl work from here")
-    if state.is_running():
+    if (lock := state.lock()) is None:
         cluster = state.cluster()
         at = cluster.scheduler if cluster else "starting"
         raise problem(
@@ -51,24 +51,24 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
             f"a cluster is already running under {state.path} ({at})",
             hint="psctl down stops it; --state-dir names another folder",
         )
-    if plan.scheduler is None:
-        plan = replace(plan, stop_s=ShardSettings.load({"host": plan.host}).stop_s)
-    state.make()
-    for old in state.logs.glob("*.log"):
-        old.replace(old.with_suffix(".log.1"))
-    state.remove_run_files()
-    state.write(plan)
-    argv = [sys.executable, "-P", "-m", MODULE, str(state.path)]
-    read_end, write_end = (None, None) if detach else os.pipe()
-    with state.log("supervisor").open("ab") as out:
-        process = subprocess.Popen(
-            argv if read_end is None else [*argv, str(read_end)],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which then stops the cluster
-            pass_fds=() if read_end is None else (read_end,),
-        )
+    with lock:  # from here on the supervisor's, which inherits it: of two commands at once the second is refused
+        if plan.scheduler is None:
+            plan = replace(plan, stop_s=ShardSettings.load({"host": plan.host}).stop_s)
+        for old in state.logs.glob("*.log"):
+            old.replace(old.with_suffix(".log.1"))
+        state.remove_run_files()
+        state.write(plan)
+        argv = [sys.executable, "-P", "-m", MODULE, str(state.path), str(lock.fileno())]
+        read_end, write_end = (None, None) if detach else os.pipe()
+        with state.log("supervisor").open("ab") as out:
+            process = subprocess.Popen(
+                argv if read_end is None else [*argv, str(read_end)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which stops the cluster
+                pass_fds=(lock.fileno(),) if read_end is None else (lock.fileno(), read_end),
+            )
     if read_end is not None:
         os.close(read_end)
     return Launched(state, process, write_end)
@@ -146,7 +146,8 @@ def end(launched: Launched) -> None:
     if launched.lifeline is not None:
         os.close(launched.lifeline)
         launched.lifeline = None
-    stop(launched.state)
+    if launched.process.poll() is None:  # else the folder may be another's by now
+        stop(launched.state)
     launched.process.wait()
 
 

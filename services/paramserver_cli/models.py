@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 import yaml
@@ -103,7 +104,7 @@ def set_(
     psctl set demo optimizer=adam 'betas=[0.9,0.95]'
     """
     patch = merge_patch(settings)
-    changed = connect(url).request("PATCH", f"/models/{model}", patch)
+    changed = connect(url).request("PATCH", f"/models/{quote(model, safe='')}", patch)
     if as_json:
         typer.echo(json.dumps(changed))
     else:

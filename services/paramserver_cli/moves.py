@@ -3,6 +3,7 @@
 from __future__ import annotations  # client classes are named, but not imported until used
 
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,9 +140,8 @@ class _LocalCluster:
                 if supervisor is not None and supervisor.error:
                     raise Failed(supervisor.error)
             if time.monotonic() > deadline or not self.state.is_running():
-                raise Failed(
-                    f"the supervisor did not adopt the plan; see psctl logs supervisor --state-dir {self.state.path}"
-                )
+                folder = shlex.quote(str(self.state.path))
+                raise Failed(f"the supervisor did not adopt the plan; see psctl logs supervisor --state-dir {folder}")
             time.sleep(POLL_S)  # the supervisor adopts the plan in its own process
 
 

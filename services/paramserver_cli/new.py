@@ -1,5 +1,6 @@
 """psctl new: creates a project of two files that `psctl train` can run as they are."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import typer
 from paramserver.core.fields import check_model_name
 from paramserver_cli.launch import Failed
 
-TRAIN = '''"""What each worker of {name} runs: `psctl train {folder}/train.py --model {name} --workers 2`."""
+TRAIN = '''"""What each worker of {name} runs: `psctl train {script} --model {name} --workers 2`."""
 
 import numpy as np
 
@@ -56,8 +57,9 @@ def new(
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise Failed(f"{folder} already exists and is not empty")
     folder.mkdir(parents=True, exist_ok=True)
+    script = shlex.quote(f"{folder}/train.py")
     for file, text in (("train.py", TRAIN), ("model.yaml", MODEL)):
-        (folder / file).write_text(text.format(name=model, folder=folder))
+        (folder / file).write_text(text.format(name=model, script=script), encoding="utf-8")
     typer.echo(f"wrote {folder}/train.py and {folder}/model.yaml")
     typer.echo("next: psctl up --detach")
-    typer.echo(f"      psctl train {folder}/train.py --model {model} --workers 2")
+    typer.echo(f"      psctl train {script} --model {model} --workers 2")

@@ -89,7 +89,8 @@ class Processes:
         if self.plan.paths:
             env["PYTHONPATH"] = os.pathsep.join([*self.plan.paths, *filter(None, [os.environ.get("PYTHONPATH")])])
         allow = [word for prefix in self.plan.allow for word in ("--allow", prefix)]
-        tag = "" if self.plan.scheduler is None else f"-{os.getpid()}"
+        # A process id is unique on one machine alone: in containers it is often the same.
+        tag = "" if self.plan.scheduler is None else f"-{secrets.token_hex(4)}"
         return [
             ChildSpec(f"worker-{i}", "worker", [*_python("worker"), "--name", f"worker{tag}-{i}", *allow], env)
             for i in range(self.plan.workers)

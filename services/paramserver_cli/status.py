@@ -1,8 +1,11 @@
 """psctl status: shows nodes, models and runs of a cluster, once or repeatedly."""
 
+from __future__ import annotations  # client classes are named, but not imported until used
+
 import json
+import sys
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Group, RenderableType
@@ -10,10 +13,11 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+import paramserver as ps
 from paramserver.errors import Unavailable
 from paramserver.limits import MIB
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import console, last_line
+from paramserver_cli.display import at_terminal, console, last_line
 
 WATCH_S = 1.0
 WAITED_FOR_SHOWN = 8
@@ -39,19 +43,31 @@ def status(
         else:
             console().print(table(found))
         return
+    if as_json or not at_terminal():
+        _print_each_second(client, as_json)
     with Live(console=console(), auto_refresh=False, screen=False) as live:
         while True:
             try:
-                found = client.status(timeout=2 * WATCH_S)
+                live.update(table(client.status(timeout=2 * WATCH_S)), refresh=True)
             except Unavailable as e:
                 live.update(Text(str(e), style="red"), refresh=True)
-            else:
-                if as_json:
-                    live.stop()
-                    typer.echo(json.dumps(found))
-                else:
-                    live.update(table(found), refresh=True)
             time.sleep(WATCH_S)
+
+
+def _print_each_second(client: ps.Client, as_json: bool) -> NoReturn:
+    """Print one status after another, for what reads a pipe or a file; why there is none goes to standard error."""
+    while True:
+        try:
+            found = client.status(timeout=2 * WATCH_S)
+        except Unavailable as e:
+            typer.echo(f"psctl: {e}", err=True)
+        else:
+            if as_json:
+                typer.echo(json.dumps(found))
+            else:
+                console().print(table(found), "")
+                sys.stdout.flush()
+        time.sleep(WATCH_S)
 
 
 def table(found: dict[str, Any]) -> RenderableType:

@@ -1,8 +1,9 @@
 """The process that owns a cluster on this machine: it starts the others, restarts those that die, and stops them all.
 
-`python -m paramserver_cli.supervisor STATE_DIR [LIFELINE]` runs the `plan.json` in STATE_DIR.  The process has its own
-session and holds none of its caller's streams.  LIFELINE is the read end of a pipe: when the other end closes, because
-the caller exited or was killed, the cluster is stopped.  Without LIFELINE it runs until SIGTERM.
+`python -m paramserver_cli.supervisor STATE_DIR LOCK [LIFELINE]` runs the `plan.json` in STATE_DIR.  The process has its
+own session and holds none of its caller's streams.  LOCK is the open file of the lock, which the caller has taken.
+LIFELINE is the read end of a pipe: when the other end closes, because the caller exited or was killed, the cluster is
+stopped.  Without LIFELINE it runs until SIGTERM.
 """
 
 import asyncio
@@ -309,14 +310,12 @@ def main(argv: list[str]) -> int:
     """Run the plan of a state directory until told to stop, and return the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     state = StateDir(Path(argv[0]))
-    lifeline = int(argv[1]) if len(argv) > 1 else None
-    guard = Guard()  # forked before the lock is taken, or the guard would hold it, too
-    lock = state.lock()
+    lock, lifeline = int(argv[1]), int(argv[2]) if len(argv) > 2 else None
+    guard = Guard()
     plan = state.plan()
-    if lock is None or plan is None:
-        log.error("%s is %s", state.path, "in use by another cluster" if lock is None else "without a plan")
+    if plan is None:
+        log.error("%s is without a plan", state.path)
         return 1
-    state.remove_run_files()
     state.write(SupervisorState(os.getpid(), "starting"))
     try:
         block = ports.reserve(0 if plan.scheduler else plan.shards, plan.host, plan.port, plan.schedulers)
@@ -329,7 +328,7 @@ def main(argv: list[str]) -> int:
         guard.close()
         (state.path / "cluster.json").unlink(missing_ok=True)
         block.lock.close()
-        lock.close()
+        os.close(lock)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations  # client classes are named, but not imported until used
 
 import os
+import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -71,10 +73,12 @@ def train(
     if (token := worker_token(url)) is not None:
         os.environ["PARAMSERVER_TOKEN"] = token  # inherited by the workers: no file or command line shows it
     state = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-")))
-    plan = Plan(
-        shards=0, workers=workers, scheduler=",".join(client.urls), allow=[entry.partition(":")[0]], paths=[str(folder)]
-    )
     try:
+        paths = [str(folder)]
+        if target.endswith(".py"):
+            entry, paths = _named_anew(entry, state.path), [*paths, str(state.path)]
+        allow = [entry.partition(":")[0]]
+        plan = Plan(shards=0, workers=workers, scheduler=",".join(client.urls), allow=allow, paths=paths)
         with launch.cluster(state, plan):
             run = client.create_run(model, entry, args=args, workers=workers, stop=stop, **options)
             typer.echo(
@@ -101,8 +105,27 @@ def _entry(target: str) -> tuple[str, Path]:
     if not path.is_file():
         raise typer.BadParameter(f"there is no file {target}")
     if not path.stem.isidentifier():
-        raise typer.BadParameter(f"'{path.name}' cannot be imported: rename it to {path.stem.replace('-', '_')}.py")
+        raise typer.BadParameter(f"'{path.name}' cannot be imported: rename it to {_importable(path.stem)}.py")
     return f"{path.stem}:train", path.parent.absolute()
+
+
+def _named_anew(entry: str, folder: Path) -> str:
+    """Return an entry that stands for a script's: its module, written into `folder`, has a name of its own.
+
+    The pool tells entries apart by their names alone, and many projects have a `train.py`: by that name a worker of
+    another one could take a place in this run.
+    """
+    module, _, function = entry.partition(":")
+    own = f"{module}_{secrets.token_hex(4)}"
+    text = f"import importlib\n{function} = getattr(importlib.import_module({module!r}), {function!r}, None)\n"
+    (folder / f"{own}.py").write_text(text, encoding="utf-8")
+    return f"{own}:{function}"
+
+
+def _importable(name: str) -> str:
+    """Return a module's name that is like this one."""
+    word = re.sub(r"\W", "_", name)
+    return word if word.isidentifier() else f"_{word}"
 
 
 def _beside(target: str) -> Path | None:

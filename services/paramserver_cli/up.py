@@ -140,9 +140,8 @@ def _print_summary(folder: StateDir, as_json: bool, detach: bool) -> None:
     if cluster.schedulers != [DEFAULT_URL]:
         typer.echo(f"  for clients                export PARAMSERVER_URL={','.join(cluster.schedulers)}")
     if keys.printable_cluster(cluster)["token"] is not None:
-        typer.echo(
-            f"                             export PARAMSERVER_TOKEN=$(psctl token --state-dir {cluster.state_dir})"
-        )
+        state = shlex.quote(cluster.state_dir)
+        typer.echo(f"                             export PARAMSERVER_TOKEN=$(psctl token --state-dir {state})")
     typer.echo(_next(cluster) if detach else "Ctrl-C stops it")
 
 
@@ -182,7 +181,7 @@ def down(state: StateDirOption = None) -> None:
         return
     typer.echo(f"no cluster runs under {folder.path}")
     for other in _clusters():
-        typer.echo(f"one runs elsewhere: psctl down --state-dir {other.state_dir}")
+        typer.echo(f"one runs elsewhere: psctl down --state-dir {shlex.quote(other.state_dir)}")
 
 
 def _clusters() -> list[Cluster]:

@@ -157,7 +157,7 @@ def test_one_of_a_hundred_models_is_chosen_from_a_list(tmp_path: Path) -> None:
 
 def test_long_names_and_a_young_model_are_seen(tmp_path: Path) -> None:
     """On a phone a metric's long name fits, and in the longest range the only value that was reported is drawn."""
-    names = {"m" * 64: 1.0, "loss": 1e8, "neg": -3.0}
+    names = {"m" * 64: 123456789.0, "loss": 1e8, "neg": -3.0, "huge": 1e30}
     with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
         cluster.post("/models", {"name": "n" * 64, "params": {"w": {"shape": [8]}}}, status=201)
         cluster.post(f"/models/{'n' * 64}/workers", {"name": "a", "lease_s": 60}, status=201)
@@ -172,6 +172,34 @@ def test_long_names_and_a_young_model_are_seen(tmp_path: Path) -> None:
             return false; }"""
         eventually(lambda: seen.page.evaluate(colored), what="the value in the chart")
         fits(seen)
+        value = seen.page.locator("figcaption:has-text('mmm') .num")
+        lines = "e => { const r = new Range(); r.selectNodeContents(e); return r.getClientRects().length; }"
+        assert value.evaluate(lines) == 1
+        assert "1.00e+30" in seen.text("#model-head")
+        cluster.post(f"/models/{'n' * 64}/workers", {"name": "w" * 60, "lease_s": 60}, status=201)
+        seen.page.set_viewport_size({"width": 1024, "height": 768})
+        seen.page.wait_for_selector("#workers tr:has-text('www')")
+        inside = "table => table.clientWidth <= table.parentElement.clientWidth"
+        assert seen.page.locator("#workers table").evaluate(inside)
+        assert seen.errors == []
+
+
+def test_charts_have_names_scales_and_present_values(tmp_path: Path) -> None:
+    """A chart has its title's name and, if values differ in their last digit, no scale of that; old values go."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.goto(cluster.url)
+        seen.page.get_by_role("figure", name="Push time").wait_for()
+        scale = 'import(new URL("static/charts.js", location)).then(m => m.spread(0.93, 0.93 + 2e-16, false))'
+        low, high = seen.page.evaluate(scale)
+        assert (low, high) == pytest.approx((0.837, 1.023))
+        legend = """step => import(new URL("static/charts.js", location)).then(m => {
+            const chart = new m.Chart({title: "t"});
+            const line = {label: "dead", color: "rgb(0, 0, 0)", values: [1, 1, null]};
+            chart.draw([0, step, 2 * step], [line], 0, 3 * step);
+            return chart.legend.textContent;
+        })"""
+        assert [seen.page.evaluate(legend, step) for step in (3, 288)] == ["dead 1", "dead \u2013"]
         assert seen.errors == []
 
 

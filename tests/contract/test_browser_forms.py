@@ -64,6 +64,10 @@ def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
         page.goto(cluster.url)
 
         page.click("#settings summary")
+        page.fill("#settings [name='optimizer.lr']", "")
+        page.click("#settings button")
+        page.wait_for_selector("#settings .good:has-text('nothing was changed')")
+        assert page.locator("#settings [name='optimizer.lr']").input_value() == "0.1"
         page.fill("#settings [name='optimizer.lr']", "0.05")
         page.select_option("#settings [name='consistency.mode']", "sync")
         page.fill("#settings [name='consistency.quorum']", "7")
@@ -80,9 +84,10 @@ def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
 
         page.click("#new-run summary")
         page.fill("#new-run [name=fresh]", "digits-2")
-        page.fill("#new-run [name=args]", "{oops")
-        page.click("#new-run button")
-        page.wait_for_selector("#new-run .bad:has-text('JSON')")
+        for wrong in ("{oops", "[16]"):
+            page.fill("#new-run [name=args]", wrong)
+            page.click("#new-run button")
+            page.wait_for_selector("#new-run .bad:has-text('must be a JSON object')")
         assert [m["name"] for m in cluster.get("/models")["items"]] == ["digits"]
         page.fill("#new-run [name=args]", '{"batch_size": 16}')
         page.fill("#new-run [name=workers]", "2")
@@ -223,6 +228,7 @@ def test_a_change_from_the_page_needs_a_token_that_permits_it(tmp_path: Path, mo
         page.click("#settings button")
         page.click("#token button[value=cancel]")
         page.wait_for_selector("#settings .bad:has-text('requires a token')")
+        page.locator("#settings button:focus").wait_for()  # the keyboard goes on where it was
 
         page.click("#settings button")
         page.fill("#token input", made["reader"])

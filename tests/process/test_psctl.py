@@ -5,9 +5,11 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -82,6 +84,8 @@ def test_a_model_is_deleted_once_that_is_confirmed(shared_cluster: Cluster, tmp_
         (["logs", "shard-9"], 1, "no log"),
         (["pull", "wrong", "*"], 2, "stands for 2 parameters, name one of: w, v"),
         (["pull", "absent", "w"], 4, "psctl create makes one"),
+        (["set", "wrong?x", "lr=0.1"], 4, "no model 'wrong?x'"),
+        (["run", "stop", "run-1?x"], 4, "no run 'run-1?x'"),
         (["checkpoint", "save", "wrong", "/dev/null/x"], 1, "/dev/null"),
         (["checkpoint", "restore", "./nope", "--as", "wrong"], 2, "there is no folder './nope'"),
         (["checkpoint", "restore", "nope", "--as", "wrong"], 4, "psctl checkpoint list wrong"),
@@ -131,6 +135,19 @@ def test_everything_that_lists_lists_json(shared_cluster: Cluster) -> None:
     assert {"cluster", "nodes", "models"} <= set(status)
     assert len(shards) == 2
     assert all("MiB/s" in i["detail"] for i in shards)
+
+
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_a_status_that_is_watched_goes_into_a_pipe_each_second(shared_cluster: Cluster, form: list[str]) -> None:
+    """Where there is no terminal, `status --watch` prints one status after another, until it is interrupted."""
+    argv = [*PSCTL, "status", "--watch", "--url", shared_cluster.url, *form]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        heads = (line for line in watch.stdout if line.startswith(("cluster ", "{")))
+        assert [next(heads), next(heads)]
+        watch.send_signal(signal.SIGINT)
+        watch.communicate(timeout=20)
+    assert watch.returncode == 130
 
 
 @pytest.mark.parametrize(("full", "result"), [(0.5, "ok"), (0.95, "warning"), (1.5, "failed")])
@@ -304,6 +321,21 @@ def test_a_new_project_trains_at_once(shared_cluster: Cluster, tmp_path: Path) -
     assert abs(float(model.pull()["b"][0]) - 0.5) < 0.2
     assert model.checkpoints()
     assert shared_cluster.psctl("new", str(folder)).returncode == 1
+
+
+def test_a_script_is_run_by_its_own_workers(own_cluster: Cluster, tmp_path: Path) -> None:
+    """A pool worker that may run another project's `train.py` takes no place in the run of this one."""
+    argv = [sys.executable, "-P", "-m", "paramserver_worker", "--name", "other", "--allow", "train"]
+    with subprocess.Popen([*argv, "--url", own_cluster.url], cwd=tmp_path) as other:
+        try:
+            pool = f"{own_cluster.url}/pool"
+            eventually(lambda: httpx.get(pool).json()["items"] != [], within_s=60.0, what="the other worker")
+            assert own_cluster.psctl("new", str(tmp_path / "mine")).returncode == 0
+            script = str(tmp_path / "mine" / "train.py")
+            done = own_cluster.psctl("train", script, "--model", "mine", "--workers", "1", timeout_s=100)
+        finally:
+            other.terminate()
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path: Path) -> None:

@@ -192,6 +192,20 @@ def test_up_again_is_refused_and_down_again_is_fine(shared_cluster: Cluster, tmp
     assert httpx.get(f"{shared_cluster.url}/livez").status_code == 200
 
 
+def test_of_two_ups_at_once_in_a_folder_one_is_refused(tmp_path: Path) -> None:
+    """Of two `up` at the same moment in one state directory one exits with 4, and the cluster of the other runs."""
+    state = tmp_path / "c"
+    argv = [*PSCTL, "up", "--detach", "--shards", "1", "--state-dir", str(state)]
+    ups = [subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [up.communicate(timeout=150) for up in ups]
+    try:
+        assert sorted(up.returncode for up in ups) == [0, 4], said
+        assert StateDir(state).is_running()
+        assert any("a cluster is already running" in err for _, err in said)
+    finally:
+        subprocess.run([*PSCTL, "down", "--state-dir", str(state)], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_cluster_in_the_foreground_ends_with_its_command(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C or a SIGKILL of a foreground `psctl up` ends the whole cluster; the exit code for Ctrl-C is 130."""

@@ -198,7 +198,11 @@ def test_a_start_without_the_authority_says_so(
     state.write(Plan(shards=1))
     code = "import sys; from paramserver_cli import supervisor as s; s.START_TIMEOUT_S = 15.0; s.main(sys.argv[1:])"
 
-    subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path)], check=True, timeout=90, capture_output=True)
+    lock = state.lock()
+    assert lock is not None
+    argv = [sys.executable, "-P", "-c", code, str(tmp_path), str(lock.fileno())]
+    with lock:
+        subprocess.run(argv, check=True, timeout=90, capture_output=True, pass_fds=[lock.fileno()])
 
     found = state.supervisor()
     assert found is not None

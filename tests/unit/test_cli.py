@@ -481,13 +481,14 @@ def test_an_error_of_a_file_or_a_full_disk_is_told_in_a_line(error: OSError, tex
 
 def test_what_to_train_is_a_script_or_a_function(tmp_path: Path) -> None:
     """A script's entry is its function `train`; a missing script, or no valid module name, is a usage error."""
-    (tmp_path / "job.py").touch()
-    (tmp_path / "my-job.py").touch()
+    for name in ("job.py", "my-job.py", "my job.2.py", "2nd.py"):
+        (tmp_path / name).touch()
     assert train._entry(str(tmp_path / "job.py")) == ("job:train", tmp_path)
     assert train._entry("package.module:function") == ("package.module:function", Path.cwd())
-    for wrong, says in ((tmp_path / "my-job.py", "my_job.py"), (tmp_path / "no.py", "no file"), ("word", "neither")):
+    renamed = [("my-job.py", "to my_job.py"), ("my job.2.py", "to my_job_2.py"), ("2nd.py", "to _2nd.py")]
+    for wrong, says in [*renamed, ("no.py", "no file"), ("word", "neither")]:
         with pytest.raises(typer.BadParameter, match=says):
-            train._entry(str(wrong))
+            train._entry(str(tmp_path / wrong) if wrong.endswith(".py") else wrong)
 
 
 def test_the_demo_says_how_psctl_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,21 @@ def test_whatever_ends_a_command_is_told_in_a_line(
     assert (done.exit_code, done.stderr) == (code, told)
 
 
+def test_characters_that_the_output_does_not_have_are_replaced() -> None:
+    """Where standard output is ASCII, the ellipsis in a help text is a question mark, not a traceback."""
+    done = CliRunner(charset="ascii").invoke(app, ["run", "series", "--help"])
+    assert (done.exit_code, done.exception) == (0, None)
+    assert "NAME-2, ?" in done.stdout
+
+
+def test_a_command_to_copy_has_its_paths_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path with spaces is one word of the command that psctl prints."""
+    monkeypatch.chdir(tmp_path)
+    assert "psctl train 'my work/first/train.py' " in CliRunner().invoke(app, ["new", "my work/first"]).stdout
+    told = CliRunner().invoke(app, ["secret", "my work/secret"]).stdout
+    assert told.endswith(f"export PARAMSERVER_SECRET_FILE='{tmp_path}/my work/secret'\n")
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the system that no user can do anything about is not made a line."""
     bug = OSError(errno.EBADF, "Bad file descriptor")

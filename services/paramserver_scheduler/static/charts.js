@@ -31,6 +31,7 @@ export class Chart {
   #drawn = "";
   #lines = [];
   #span = [0, 1];
+  #fresh = 1;
   #warning = "";
   #more = "";
   #format;
@@ -43,7 +44,7 @@ export class Chart {
     this.legend = el("span.legend");
     this.value = el("span.num");
     this.canvas = el("div.plot");
-    this.host = el("figure.chart", {title: note || null},
+    this.host = el("figure.chart", {title: note || null, "aria-label": title},
       el("figcaption", {}, el("b", {}, title), this.value), this.canvas, this.legend);
     this.#watch = new ResizeObserver(() => this.#resize());
     this.#watch.observe(this.canvas);
@@ -55,6 +56,7 @@ export class Chart {
     this.#more = more;
     this.#span = [from, Math.max(to, from + 5)];
     this.#lines = lines;
+    this.#fresh = times.at(-1) - times.at(-2) > GAP_S ? 1 : 3;  // among how many of the newest values one is of now
     const kind = JSON.stringify(lines.map(l => [l.label, l.color, l.dash])) + style("--line");
     if (this.#plot === null || kind !== this.#drawn) this.#build(times, kind);
     else this.#plot.setData([times, ...lines.map(l => l.values)]);
@@ -101,7 +103,7 @@ export class Chart {
   /** The value under the cursor, or the newest: of a single line beside the title, of several in the legend. */
   #tell() {
     const at = this.#plot?.cursor.idx ?? null;
-    const said = l => this.#format(at === null ? newest(l.values, this.#options.gaps ? 3 : l.values.length) : l.values[at]);
+    const said = l => this.#format(at === null ? newest(l.values, this.#options.gaps ? this.#fresh : l.values.length) : l.values[at]);
     const one = this.#lines.length === 1 && !this.#lines[0].label;
     const warns = this.#warning && at === null;
     show(this.value, warns ? el("span.bad", {}, this.#warning) : one && said(this.#lines[0]));
@@ -133,10 +135,12 @@ function newest(values, places) {
   return null;
 }
 
-function spread(low, high, zero) {
+/** The scale for values from `low` to `high`.  Equal ones differ in their last digits, as they are means. */
+export function spread(low, high, zero) {
   if (low === null || high === null || !Number.isFinite(low)) return [0, 1];
   if (zero) return [Math.min(0, low), high > 0 ? high * 1.1 : 1];
-  const pad = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  const pad = high - low > 1e-9 * size ? (high - low) * 0.08 : size * 0.1 || 1;
   return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad];
 }
 

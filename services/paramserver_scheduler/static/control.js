@@ -29,7 +29,10 @@ function askForToken(reason) {
   input.value = "";
   dialog.returnValue = "";
   dialog.showModal();
-  return new Promise(resolve => dialog.addEventListener("close", () => resolve(dialog.returnValue), {once: true}));
+  return new Promise(resolve => dialog.addEventListener("close", () => {
+    document.activeElement.blur();  // what is in the dialog keeps the focus until the next frame, and then it is nowhere
+    resolve(dialog.returnValue);
+  }, {once: true}));
 }
 
 $("token").querySelector("form").addEventListener("submit", e => {

@@ -9,10 +9,11 @@ export function fixed(v, decimals = 0) {
   return v.toLocaleString("en", {minimumFractionDigits: decimals, maximumFractionDigits: decimals});
 }
 
-/** About three digits: 0.0123, 1.23, 123, 12.3 k, 1.23 M. */
+/** About three digits: 0.0123, 1.23, 123, 12.3 k, 1.23 M, 1.23e+20. */
 export function short(v) {
   if (!known(v)) return NONE;
   const size = Math.abs(v);
+  if (size >= 1e12) return v.toExponential(2);
   if (size >= 1e4) {
     const [unit, name] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : [1e3, "k"];
     return `${Number((v / unit).toPrecision(3))} ${name}`;

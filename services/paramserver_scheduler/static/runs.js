@@ -126,8 +126,10 @@ function notCopied(model, uploaded) {
 
 function parsed(text) {
   try {
-    return JSON.parse(text);
+    const found = JSON.parse(text);
+    if (found !== null && typeof found === "object" && !Array.isArray(found)) return found;
   } catch {
-    throw new Error('the arguments must be a JSON object, such as {"batch_size": 32}');
+    // Told below.
   }
+  throw new Error('the arguments must be a JSON object, such as {"batch_size": 32}');
 }

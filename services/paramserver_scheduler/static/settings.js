@@ -93,7 +93,10 @@ export class SettingsForm {
 
   async #save(model) {
     const patch = this.#fields.changes();
-    if (Object.keys(patch).length === 0) return "nothing was changed";
+    if (Object.keys(patch).length === 0) {
+      await this.#load(model);  // a field that was emptied has its value again
+      return "nothing was changed";
+    }
     const {revision, spec} = await send("PATCH", pathOf(model), patch);
     this.#show(model, spec);
     return `in force within a second, as revision ${revision}`;

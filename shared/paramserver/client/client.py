@@ -165,11 +165,11 @@ class Client(ClientBase):
 
     def get_run(self, run: str, *, timeout: float | None = None) -> dict[str, Any]:
         """Return one run: its state, its places, and the reason if it failed."""
-        return dict(self.run(control.fetch(f"/runs/{run}", self.deadline(timeout))))
+        return dict(self.run(control.fetch(control.run_path(run), self.deadline(timeout))))
 
     def set_run(self, run: str, *, timeout: float | None = None, **changes: Any) -> dict[str, Any]:
         """Change a run: `state="paused"|"running"|"stopped"`, `workers=`, `stop=`."""
-        return dict(self.run(control.send("PATCH", f"/runs/{run}", changes, self.deadline(timeout))))
+        return dict(self.run(control.send("PATCH", control.run_path(run), changes, self.deadline(timeout))))
 
     def request(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
         """Return the JSON answer of any control route, with this client's retries and errors."""

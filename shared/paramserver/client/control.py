@@ -144,6 +144,11 @@ def delete(path: str, deadline: Deadline, headers: Mapping[str, str] = MappingPr
             raise
 
 
+def run_path(run: str) -> str:
+    """Return the path of a run's route."""
+    return f"/runs/{quote(run, safe='')}"
+
+
 def fetch(path: str, deadline: Deadline) -> Call[Any]:
     """Return the JSON value of a GET."""
     return (yield from deliver_json(json_request("GET", path, timeout_s=ATTEMPT_S), deadline))

@@ -61,7 +61,7 @@ class StopRule(Struct, frozen=True):
         """Return the rule that a JSON object describes; raises RequestError naming each invalid field."""
         r = Reader(data, "stop", [])
         clocks = r.optional_integer("clocks")
-        minutes = r.take("minutes", None, _is_minutes, "a positive number")
+        minutes = r.take("minutes", None, _is_minutes, "a positive number below 1e+9")
         metric = r.take("metric", None, _is_metric, 'an object {"name": ..., "at_least" or "at_most": number}') or {}
         r.done()
         r.tell()
