@@ -178,6 +178,8 @@ class DirectTransport(_RequestEncoder):
                 answer = connection.ask(self._headers(request, address, body), body, request.sink, timeout_s)
         except BaseException as e:
             connection.close()
+            if isinstance(e, TimeoutError):
+                self._idle.drop(address)  # if the network has lost them, later requests would time out one by one
             if isinstance(e, (PsError, OSError, ValueError)) and not isinstance(e, _BROKEN):
                 return _failure(e, request, address)
             raise
