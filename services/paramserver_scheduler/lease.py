@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from paramserver import limits
 from paramserver.errors import problem
-from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, leave_replica, stop_if_cancelled, trouble
+from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, leave_after, stop_if_cancelled, trouble
 
 SCHEDULERS_KEY: Final = "ps:schedulers"
 WRITTEN_KEY: Final = "ps:written"
@@ -234,7 +234,7 @@ class Lease:
                 result = await script(keys=[LEADER_KEY, TERM_KEY, SCHEDULERS_KEY, WRITTEN_KEY], args=args)
         except (RedisError, OSError, TimeoutError) as e:
             stop_if_cancelled()
-            await leave_replica(self._redis, e)
+            await leave_after(e, self._redis)
             raise unavailable(e) from e
         stop_if_cancelled()
         return result

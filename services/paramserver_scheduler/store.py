@@ -21,7 +21,7 @@ from paramserver_node.redis import (
     FENCE_KEY,
     LEADER_KEY,
     TERM_KEY,
-    leave_replica,
+    leave_after,
     stop_if_cancelled,
     token_text,
     transfer_timeout,
@@ -164,7 +164,7 @@ class StateStore:
                 done = await self._run(head, new_fields, new_tokens, dict(fences))
         except (RedisError, OSError, TimeoutError) as e:
             stop_if_cancelled()
-            await leave_replica(self._redis, e)
+            await leave_after(e, self._redis)
             raise unavailable(e) from e
         stop_if_cancelled()
         if done == 0:

@@ -23,7 +23,7 @@ from paramserver.errors import FencedError, NotFoundError, PsError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S
 from paramserver.types import ModelKey
 from paramserver_node.race import race
-from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, leave_replica, stop_if_cancelled
+from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, leave_after, stop_if_cancelled
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
 from paramserver_shard.leader_terms import LeaderTerms
@@ -247,7 +247,7 @@ class Membership:
                 if replication.get("role") == "slave":  # nothing is written here, which would tell
                     raise ReadOnlyError("it has become a replica")
             except (RedisError, OSError) as error:
-                await leave_replica(self._redis, error)
+                await leave_after(error, self._redis)
                 self._runtime.storage.redis_failed(error)
             else:
                 self._runtime.storage.redis_answered(str(server["run_id"]))
