@@ -124,6 +124,10 @@ class Storage:
         if not any(reason.startswith("Redis ") for reason in reasons):
             log.warning("writes are not durable for now: %s", trouble(error))
         self._writer.note_failure(trouble(error))
+        self.leave_idle(error)
+
+    def leave_idle(self, error: Exception) -> None:
+        """After an error that may be that of every connection to Redis, close the idle ones."""
         self._spawn(leave_after(error, *self._store.clients))
 
     def redis_answered(self, run_id: str) -> None:

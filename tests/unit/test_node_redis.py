@@ -219,6 +219,37 @@ async def test_a_shard_does_not_ask_a_redis_that_has_become_a_replica_for_long()
     assert "replica" in node_redis.trouble(failed.call_args.args[0])
 
 
+async def test_a_shard_whose_connections_to_redis_are_lost_asks_again_on_another() -> None:
+    """It does so before the last answer is too old to serve by, without taking Redis to be away; others are left."""
+    answer = b"$1\r\n1\r\n$-1\r\n$8\r\nrun_id:1\r\n$11\r\nrole:master\r\n"
+    lost = False
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        new = lost
+        while await reader.read(1 << 16):
+            if new == lost:
+                writer.write(answer)
+        writer.close()
+
+    answers: asyncio.Queue[str] = asyncio.Queue()
+    storage = Mock(redis_answered=Mock(side_effect=answers.put_nowait))
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+        others: list[Any] = [Mock() for _ in range(3)]
+        membership = Membership("s", [], Mock(), client, Mock(), Mock(storage=storage), *others)
+        membership._terms.found_in_redis(1)
+        watching = asyncio.ensure_future(membership._watch_fence())
+        await answers.get()
+        lost = True
+        await answers.get()
+        watching.cancel()
+        await asyncio.wait({watching})
+        await client.aclose()
+
+    storage.redis_failed.assert_not_called()  # once is not yet silence
+    storage.leave_idle.assert_called_once()
+
+
 @pytest.mark.parametrize(
     "error", [OutOfMemoryError("maxmemory"), ReadOnlyError("replica"), BusyLoadingError("loading")]
 )
