@@ -372,9 +372,12 @@ def test_nobody_there_is_unreachable(kind: Kind) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with closing(kind()) as transport:
-        outcome = transport.send(Request("GET", "/"), url)
-    assert isinstance(outcome, PsError)
-    assert outcome.code == "unreachable"
+        outcomes = [transport.send(Request("GET", "/", to=to), url) for to in (None, url)]
+    assert [str(o) for o in outcomes] == [
+        f"cannot reach {url} (connection refused): is a cluster up? 'psctl up' starts one",
+        f"cannot reach the shard at {url} (connection refused)",
+    ]
+    assert [o.code for o in outcomes if isinstance(o, PsError)] == ["unreachable"] * 2
 
 
 @both_clients
