@@ -113,10 +113,15 @@ def stop_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
-async def leave_replica(redis: Redis, error: BaseException) -> None:
-    """After an error that says that the server has become a replica, close all idle connections; see `_CLOSING`."""
-    if isinstance(error, ReadOnlyError):
-        await redis.connection_pool.disconnect(inuse_connections=False)
+async def leave_after(error: BaseException, *clients: Redis) -> None:
+    """After an error that may be that of every connection, close the idle ones of these clients.
+
+    So it is if the server has become a replica (see `_CLOSING`), or is silent: perhaps a network has lost the
+    connections, and each would make one more request wait for its timeout.
+    """
+    if isinstance(error, (ReadOnlyError, RedisTimeoutError, TimeoutError)):
+        for idle in [c for redis in clients for c in redis.connection_pool._available_connections]:
+            await idle.disconnect(nowait=True)  # that of the pool waits for the other end, under TLS, and may fail
 
 
 def no_state() -> PsError:

@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 
 from paramserver import limits
 from paramserver.errors import problem
-from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, leave_replica, no_state, stop_if_cancelled, trouble
+from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, leave_after, no_state, stop_if_cancelled, trouble
 
 SCHEDULERS_KEY: Final = "ps:schedulers"
 WRITTEN_KEY: Final = "ps:written"
@@ -259,7 +259,7 @@ async def answering(redis: Redis) -> AsyncIterator[None]:
         yield
     except (RedisError, OSError, TimeoutError) as e:
         stop_if_cancelled()
-        await leave_replica(redis, e)
+        await leave_after(e, redis)
         away = isinstance(e, AWAY)
         check = "is it running and reachable from the scheduler?" if away else "is it full (maxmemory) or read-only?"
         hint = f"{check} The same request can be sent again"

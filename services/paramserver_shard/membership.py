@@ -23,7 +23,7 @@ from paramserver.errors import FencedError, NotFoundError, PsError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S
 from paramserver.types import ModelKey
 from paramserver_node.race import race
-from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, leave_replica, stop_if_cancelled
+from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, leave_after, stop_if_cancelled
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
 from paramserver_shard.leader_terms import LeaderTerms
@@ -36,6 +36,9 @@ from paramserver_shard.telemetry import Telemetry
 log = logging.getLogger("paramserver.shard")
 
 JOIN_LOG_INTERVAL_S: Final = 60.0
+FENCE_S: Final = 1.5
+"""Timeout of the fence key, unless it was just exceeded: if the network has lost the connection, the next one answers
+before the shard may no longer serve (`SERVE_WITHOUT_CONTACT_S`)."""
 
 
 class Membership:
@@ -234,11 +237,12 @@ class Membership:
 
     async def _watch_fence(self) -> None:
         """Check the fence key in Redis each second; raises FencedError if this epoch is fenced."""
+        timeout_s: float | None = FENCE_S
         while True:
             stop_if_cancelled()
             asked_at = monotonic()
             try:
-                async with self._redis.pipeline(transaction=False) as pipe:
+                async with asyncio.timeout(timeout_s) as limit, self._redis.pipeline(transaction=False) as pipe:
                     pipe.get(TERM_KEY)
                     pipe.hget(FENCE_KEY, self.name)
                     pipe.info("server")
@@ -247,9 +251,15 @@ class Membership:
                 if replication.get("role") == "slave":  # nothing is written here, which would tell
                     raise ReadOnlyError("it has become a replica")
             except (RedisError, OSError) as error:
-                await leave_replica(self._redis, error)
+                await leave_after(error, self._redis)
+                if limit.expired():  # it may only be slow: ask again with the client's own timeout
+                    timeout_s = None
+                    self._runtime.storage.leave_idle(error)
+                    continue
+                timeout_s = FENCE_S
                 self._runtime.storage.redis_failed(error)
             else:
+                timeout_s = FENCE_S
                 self._runtime.storage.redis_answered(str(server["run_id"]))
                 if fence is not None and int(fence) >= self.epoch:
                     raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")

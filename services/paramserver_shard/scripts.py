@@ -57,7 +57,7 @@ class ScriptRunner:
             results: list[Any] = await pipe.execute(raise_on_error=False)
         for result in results:
             if isinstance(result, Exception):
-                await node_redis.leave_replica(self.redis, result)
+                await node_redis.leave_after(result, self.redis)
                 raise result
         if wait and results.pop()[0] < 1:
             raise TimeoutError(f"the disk of Redis took longer than {FSYNC_WAIT_MS} ms")

@@ -128,6 +128,11 @@ class SnapshotStore:
         self._damaged: set[tuple[PartitionKey, str]] = set()
         self._saves = 0
 
+    @property
+    def clients(self) -> tuple[Redis, Redis]:
+        """The clients of Redis in use."""
+        return self._redis, self._scripts.redis
+
     def hurry(self) -> None:
         """Write as fast as Redis takes it from now on, because the process is about to stop."""
         self._budget.lift()

@@ -12,7 +12,7 @@ from paramserver.core.shard_events import Event, JournalLost, SnapshotDone
 from paramserver.errors import PsError
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_node.redis import AWAY, trouble
+from paramserver_node.redis import AWAY, leave_after, trouble
 from paramserver_shard.directory import Directory
 from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.snapshot_format import to_stored
@@ -124,6 +124,11 @@ class Storage:
         if not any(reason.startswith("Redis ") for reason in reasons):
             log.warning("writes are not durable for now: %s", trouble(error))
         self._writer.note_failure(trouble(error))
+        self.leave_idle(error)
+
+    def leave_idle(self, error: Exception) -> None:
+        """After an error that may be that of every connection to Redis, close the idle ones."""
+        self._spawn(leave_after(error, *self._store.clients))
 
     def redis_answered(self, run_id: str) -> None:
         """Note that Redis has answered; a `run_id` other than before means that it was restarted."""

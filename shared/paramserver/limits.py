@@ -129,6 +129,8 @@ JSON_ELEMENTS_MAX: Final = 1 << 18
 HEARTBEAT_S: Final = 1.0
 LEASE_S: Final = 5.0
 """A node or worker that has not been heard of for this long is dead."""
+ALL_SILENT_S: Final = 15.0
+"""The same for shards while the scheduler hears of none at all: it may be cut off itself."""
 WORKER_LEASE_S_MAX: Final = 3600.0
 """Longest lease that a worker may ask for (say, a person with curl); barriers wait for it that long."""
 LEADER_LEASE_S: Final = 3.0

@@ -127,6 +127,58 @@ def test_a_shard_that_was_starting_is_found_later(shards: Shards, now: Now, clus
     assert {to for to, path in shards.log if path == "/pull"} == {A, B}
 
 
+@pytest.mark.parametrize(("code", "takes_s"), [("unreachable", 3.0), ("in_doubt", 10.0)])
+def test_a_shard_that_is_cut_off_from_this_client_alone_is_reached_by_the_url(
+    shards: Shards, now: Now, cluster: Cluster, code: str, takes_s: float
+) -> None:
+    """A live shard that no longer answers this client gets its parts through the cluster, until it answers again."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.answering = {B}
+
+    def cut(request: Request) -> Outcome:
+        if request.to == A and A not in shards.answering:
+            shards.log.append((A, request.path))
+            now.s += request.timeout_s if request.path == "/livez" else takes_s
+            return problem(code, "silent")
+        return shards(request)
+
+    def pushed_by(seq: int) -> set[str | None]:
+        shards.log.clear()
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(seq)), cut, now)
+        return {to for to, path in shards.log if path == "/push"}
+
+    assert pushed_by(1) == {A, B, None}
+    for seq in range(2, 12):
+        assert pushed_by(seq) == {B, None}
+        now.s += 31.0
+    shards.answering.add(A)
+    assert pushed_by(12) == {A, B}
+    assert shards.versions == [12] * 4
+
+
+def test_a_shard_that_once_did_not_answer_is_still_reached_directly(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A failure now and then, or a shard that restarts at its address, does not send values through the cluster."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    for seq in range(1, 5):
+        shards.lost_once("/push")
+        shards.log.clear()
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(seq)), shards, now)
+        assert {to for to, path in shards.log if path == "/push"} == {A, B}
+        now.s += 20.0
+
+
+@pytest.mark.parametrize(("answering", "ends"), [({A, B}, {(2, 1.0)}), ({A}, {None}), (set[str](), {(1, 1.0)})])
+def test_shards_wait_for_no_report_of_one_that_gets_its_part_from_another(
+    shards: Shards, now: Now, cluster: Cluster, answering: set[str], ends: set[Any]
+) -> None:
+    """A part that is forwarded ends no iteration, so the shards that got theirs directly must not wait for a commit."""
+    shards.answering = answering
+
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(commit_wait_s=1.0)), shards, now)
+
+    assert {f.ends for f in shards.pushes} == ends
+
+
 def test_a_busy_shard_is_waited_for_as_long_as_it_says(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A push refused with 503 is sent again, but not before the retry time in the answer."""
     started = now.s

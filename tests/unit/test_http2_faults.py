@@ -1,5 +1,6 @@
 """The client's HTTP/2 connections, blocking and on asyncio, when they end, break or fall silent."""
 
+import asyncio
 import gc
 import os
 import socket
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.scripted_server import OK, Blocking, Kept, Kind, Peer, Pings, Server, both_clients
+from tests.unit.scripted_server import OK, Blocking, Kept, Kind, OnLoop, Peer, Pings, Server, both_clients
 
 from paramserver.errors import PsError
 from paramserver.net import connection, http2
-from paramserver.net.calls import Request, Response
+from paramserver.net.calls import Outcome, Request, Response
 from paramserver.net.connection import Connection
+from paramserver.net.direct import AsyncDirectTransport
 from paramserver.wire import http2 as wire
 
 
@@ -370,9 +372,12 @@ def test_nobody_there_is_unreachable(kind: Kind) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with closing(kind()) as transport:
-        outcome = transport.send(Request("GET", "/"), url)
-    assert isinstance(outcome, PsError)
-    assert outcome.code == "unreachable"
+        outcomes = [transport.send(Request("GET", "/", to=to), url) for to in (None, url)]
+    assert [str(o) for o in outcomes] == [
+        f"cannot reach {url} (connection refused): is a cluster up? 'psctl up' starts one",
+        f"cannot reach the shard at {url} (connection refused)",
+    ]
+    assert [o.code for o in outcomes if isinstance(o, PsError)] == ["unreachable"] * 2
 
 
 @both_clients
@@ -423,3 +428,72 @@ def test_when_nobody_is_there_any_more_all_kept_connections_are_let_go() -> None
         outcomes = [server.transport.send(request, server.url) for _ in range(2)]
 
     assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "unreachable"]
+
+
+@both_clients
+def test_a_connection_that_a_request_timed_out_on_takes_no_other(kind: Kind) -> None:
+    """A request that hears nothing until its timeout leaves its connection: a network may have lost that one alone."""
+
+    def lost(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
+        peer.until(wire.HEADERS)
+        connected.append(peer.socket.dup())  # stays open, and silent
+
+    def fresh(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"2"))
+
+    connected: list[socket.socket] = []
+    with Server(kind, lost, fresh) as server:
+        outcomes = [server.ask(timeout_s=t) for t in (20.0, 0.3, 20.0)]
+        assert [o.body if isinstance(o, Response) else o.code for o in outcomes] == [b"1", "in_doubt", b"2"]
+    connected[0].close()
+
+
+def test_a_request_that_times_out_on_a_connection_that_lives_leaves_it() -> None:
+    """A long request goes on where it is, and others follow it there, if one beside it is answered too late."""
+
+    def slow(peer: Peer) -> None:
+        first = peer.until(wire.HEADERS)
+        late = peer.until(wire.HEADERS)
+        peer.send(wire.settings({}))  # it lives
+        peer.until(wire.RST_STREAM)
+        peer.send(peer.answer(late, b"late") + peer.answer(peer.until(wire.HEADERS), b"3") + peer.answer(first, b"1"))
+
+    async def asked(transport: AsyncDirectTransport, url: str) -> list[Outcome]:
+        long = asyncio.ensure_future(transport.send(Request("GET", "/p", timeout_s=20.0), url))
+        await asyncio.sleep(0)
+        short = await transport.send(Request("GET", "/p", timeout_s=0.3), url)
+        third = await transport.send(Request("GET", "/p", timeout_s=20.0), url)
+        return [await long, short, third]
+
+    with Server(OnLoop, slow) as server:
+        assert isinstance(server.transport, OnLoop)
+        outcomes = server.transport.runner.run(asked(server.transport.transport, server.url))
+        assert [o.body if isinstance(o, Response) else o.code for o in outcomes] == [b"1", "in_doubt", b"3"]
+
+
+def test_after_a_timeout_all_kept_connections_are_let_go() -> None:
+    """Once a request to a shard hears nothing, the idle connections to it are dropped: they may be lost as well."""
+
+    def two(peer: Peer) -> None:
+        stream, other = peer.until(wire.HEADERS), server.listener.accept()[0]
+        second = Peer(other)
+        second.send(second.answer(second.until(wire.HEADERS), b"2"))
+        assert idle.wait(20.0)
+        peer.send(peer.answer(stream, b"1"))
+        connected.extend([peer.socket.dup(), other])  # stay open, and silent
+
+    def fresh(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"3"))
+
+    idle, connected = threading.Event(), list[socket.socket]()
+    with Server(Blocking, two, fresh) as server:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(server.ask) for _ in range(2)]
+            wait(asked, return_when=FIRST_COMPLETED)
+            idle.set()
+            assert all(isinstance(a.result(), Response) for a in asked)
+        outcomes = [server.ask(timeout_s=t) for t in (0.3, 5.0)]
+        assert [o.body if isinstance(o, Response) else o.code for o in outcomes] == ["in_doubt", b"3"]
+    for c in connected:
+        c.close()

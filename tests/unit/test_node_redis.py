@@ -2,21 +2,25 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paramserver.errors import Unavailable
 from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
 from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.store import StateStore
+from paramserver_shard.buffers import BufferPool
 from paramserver_shard.membership import Membership
 from paramserver_shard.scripts import Script, ScriptRunner
+from paramserver_shard.snapshot_store import SnapshotStore
+from paramserver_shard.storage import Storage
 
 
 @pytest.mark.parametrize("listening", [False, True])
@@ -126,6 +130,66 @@ async def test_a_scheduler_leaves_a_redis_that_has_become_a_replica_with_all_con
         await client.aclose()
 
 
+class LossyServer:
+    """A Redis that answers 1; after `lose`, connections made before stay open and silent, as if a network lost them."""
+
+    def __init__(self) -> None:
+        self.lost = False
+
+    def lose(self) -> None:
+        """Answer only on new connections from now on."""
+        self.lost = True
+
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection."""
+        new = self.lost
+        while await reader.read(1 << 16):
+            await asyncio.sleep(0.01)  # so that others connect, too
+            if new == self.lost:
+                writer.write(b":1\r\n")
+        writer.close()
+
+
+async def test_a_scheduler_that_a_redis_was_silent_to_once_leaves_all_idle_connections() -> None:
+    """One timeout is enough: if the network has lost the connections, the lease would be renewed by none in time."""
+    redis = LossyServer()
+    async with await asyncio.start_server(redis.take, "127.0.0.1", 0) as server:
+        client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+        lease = Lease(client, name="s", place="here", url="http://s")
+        await asyncio.gather(*(lease.release() for _ in range(3)))
+        redis.lose()
+        with pytest.raises(Unavailable):
+            await lease.release()
+        await asyncio.gather(*(lease.release() for _ in range(3)))
+        await client.aclose()
+
+
+async def test_a_shard_that_a_redis_was_silent_to_once_leaves_all_idle_connections() -> None:
+    """One timeout of any request is enough: otherwise each load of a partition would wait for one of its own."""
+    redis, told = LossyServer(), asyncio.Event()
+    async with await asyncio.start_server(redis.take, "127.0.0.1", 0) as server:
+        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+        client, bulk = node_redis.connect(url, timeout_s=0.2), node_redis.connect(url, timeout_s=None)
+        store = SnapshotStore(client, ScriptRunner(bulk), BufferPool(), asyncio.get_running_loop().time, 1e12)
+        tasks = set[asyncio.Task[None]]()
+
+        def spawn(work: Coroutine[Any, Any, None]) -> None:
+            tasks.add(task := asyncio.ensure_future(work))
+            task.add_done_callback(lambda _: told.set())
+
+        storage = Storage(Mock(), Mock(), store, Mock(reason=""), Mock(), spawn)
+        await asyncio.gather(*(c.incr("key") for c in (client, bulk) for _ in range(3)))
+        redis.lose()
+        with pytest.raises(RedisTimeoutError) as caught:
+            await client.incr("key")
+        storage.redis_failed(caught.value)
+        await told.wait()
+        async with asyncio.timeout(5.0):
+            await asyncio.gather(*(c.incr("key") for c in (client, bulk) for _ in range(3)))
+        await client.aclose()
+        await bulk.aclose()
+
+
 async def test_a_shard_does_not_ask_a_redis_that_has_become_a_replica_for_long() -> None:
     """A shard leaves it although it only reads there: what its successor has lost must be noticed, and stored again."""
     connections = 0
@@ -153,6 +217,37 @@ async def test_a_shard_does_not_ask_a_redis_that_has_become_a_replica_for_long()
 
     storage.redis_answered.assert_called_once_with("2")
     assert "replica" in node_redis.trouble(failed.call_args.args[0])
+
+
+async def test_a_shard_whose_connections_to_redis_are_lost_asks_again_on_another() -> None:
+    """It does so before the last answer is too old to serve by, without taking Redis to be away; others are left."""
+    answer = b"$1\r\n1\r\n$-1\r\n$8\r\nrun_id:1\r\n$11\r\nrole:master\r\n"
+    lost = False
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        new = lost
+        while await reader.read(1 << 16):
+            if new == lost:
+                writer.write(answer)
+        writer.close()
+
+    answers: asyncio.Queue[str] = asyncio.Queue()
+    storage = Mock(redis_answered=Mock(side_effect=answers.put_nowait))
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+        others: list[Any] = [Mock() for _ in range(3)]
+        membership = Membership("s", [], Mock(), client, Mock(), Mock(storage=storage), *others)
+        membership._terms.found_in_redis(1)
+        watching = asyncio.ensure_future(membership._watch_fence())
+        await answers.get()
+        lost = True
+        await answers.get()
+        watching.cancel()
+        await asyncio.wait({watching})
+        await client.aclose()
+
+    storage.redis_failed.assert_not_called()  # once is not yet silence
+    storage.leave_idle.assert_called_once()
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_partitions_without_a_living_shard_wait_for_the_next_one() -> None:
     """After all shards have died, partitions have no owner until the next shard joins and gets them all."""
     d = Driver.with_model()
     d.shards.clear()
-    d.wait(6)
+    d.wait(limits.ALL_SILENT_S + 1)
     assert {p["shard"] for p in d.core.read.model("m")["partitions"]} == {None}
     d.shard("s9")
     assert {p["shard"] for p in d.core.read.model("m")["partitions"]} == {"s9"}
@@ -448,7 +448,7 @@ def test_uploads_of_values_that_are_gone_are_forgotten(then: str) -> None:
         d.ask(lambda n: io.DeleteModel(n, "m"))
     else:
         d.shards.clear()
-        d.wait(6.0)
+        d.wait(limits.ALL_SILENT_S + 1)
     assert not [k for k in d.hash if k.startswith("filled:")]
     d.restart()
     if then == "lost":

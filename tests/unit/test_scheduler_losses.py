@@ -20,7 +20,7 @@ JOURNALED = {"ack": "journaled", "consistency": {"mode": "sync"}}
 def test_the_dead_are_fenced_in_the_write_that_gives_their_partitions_away() -> None:
     """A shard that dies, leaves or rejoins is fenced in the same write that reassigns its partitions."""
     d = Driver.with_model()
-    d.wait(6, shards=False)
+    d.wait(limits.ALL_SILENT_S + 1, shards=False)
     assert d.fences == {"s0": 1, "s1": 1}
     assert set(d.owners()) == {None}
     d = Driver.with_model()
@@ -33,6 +33,19 @@ def test_the_dead_are_fenced_in_the_write_that_gives_their_partitions_away() -> 
     d.shard("s1")
     assert d.fences["s1"] == epoch + 1
     assert d.shards["s1"] == epoch + 2
+
+
+def test_a_scheduler_that_hears_of_no_shard_waits_longer() -> None:
+    """It may be cut off itself; once it hears of a shard again, those that it does not hear of are dead at once."""
+    d = Driver.with_model()
+    d.wait(limits.ALL_SILENT_S - 1, shards=False)
+    assert (d.fences, set(d.owners())) == ({}, {"s0", "s1"})
+    assert d.core.deadline() > d.now
+    d.beats()
+    d.wait(limits.ALL_SILENT_S - 1, shards=False)
+    del d.shards["s1"]
+    d.wait(0.5)
+    assert (d.fences, set(d.owners())) == ({"s1": 1}, {"s0"})
 
 
 def test_a_shard_that_was_scaled_away_leaves_the_lists_after_a_minute() -> None:

@@ -2,7 +2,8 @@
 
 The map of a model is fetched when it is first needed, and again when a shard says it is stale.  Each address that a
 shard advertises is probed with a short timeout; if one answers, requests go to that shard directly.  Requests for other
-shards go to the URL the client was given, whose node forwards them.
+shards go to the URL the client was given, whose node forwards them.  So do those for a shard that falls silent to this
+client alone, until it answers again.
 """
 
 import logging
@@ -18,6 +19,7 @@ from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
+from paramserver.limits import LEASE_S
 from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
 from paramserver.net.retry import deliver_json
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, encode_header
@@ -32,6 +34,10 @@ MAPS_KEPT_MAX: Final = 64
 """Maps of models that a client keeps; that of 500 parameters takes 700 KiB.  One more request fetches another again."""
 _TRY_AGAIN_S: Final = (5.0, 30.0)
 """Delays after which a silent address is probed again, twice in all: its shard may just be starting."""
+_ANSWERED_AGAIN_S: Final = (5.0, 10.0)
+"""The same for an address that has answered before; the last delay is repeated for as long as the map names it."""
+_EPISODE_S: Final = 60.0
+"""A failure that comes so long after another one has nothing to do with it."""
 _LOOK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Delays, from the loss of a shard, after which maps are fetched again: it may be back, at a better address.  On a busy
 machine its start takes many seconds."""
@@ -94,11 +100,15 @@ class _Address:
     answers: bool
     tries: int
     again_at: float | None
-    """When to probe it again, if it is silent; None: no more."""
+    """When to probe it again; None: not any more."""
+    has_answered: bool
+    """Whether it has ever answered."""
+    failing_since: float | None = None
+    """When a request to it first failed, of those that failed one after the other."""
 
     def is_due(self, now: float) -> bool:
-        """Whether it is silent, and time to probe it again."""
-        return not self.answers and self.again_at is not None and self.again_at <= now
+        """Whether it is time to probe it again."""
+        return self.again_at is not None and self.again_at <= now
 
 
 def model_path(name: str, *rest: str) -> str:
@@ -215,29 +225,42 @@ class Cluster:
         return found
 
     def lost(self, address: str, now: float) -> None:
-        """Stop using a shared-memory address that did not answer; its shard is reached at its other addresses.
+        """Note that an address did not answer a request.
 
-        If the shard has restarted, those may work again and nothing would tell of its new shared-memory address, so
-        maps are fetched again a few times.  Other addresses are left as they are.
+        One with shared memory is not used any more; its shard is reached at its other addresses.  If the shard has
+        restarted, those may work again and nothing would tell of its new shared-memory address, so maps are fetched
+        again a few times.
+
+        Another is probed once it has failed for longer than the cluster takes to notice that a shard is dead: if the
+        map still names it then, it may be out of reach from here alone.
         """
         if is_same_host(address):
-            self._known[address] = _Address(answers=False, tries=len(_TRY_AGAIN_S), again_at=None)
-            self._look_again = tuple(now + s for s in _LOOK_AGAIN_S)
+            self._known[address] = _Address(False, tries=len(_TRY_AGAIN_S), again_at=None, has_answered=True)
+        else:
+            known = self._known.get(address)
+            if known is None or not known.answers:
+                return
+            since = known.failing_since
+            if since is None or now - since > _EPISODE_S:
+                known.failing_since = since = now
+            if now - since <= LEASE_S:
+                return
+            known.again_at = now
+        self._look_again = tuple(now + s for s in _LOOK_AGAIN_S)
 
     def _due(self, model_map: ModelMap, now: float) -> bool:
         """Whether some address is due for a probe.
 
         New ones are; silent ones are when their delay is over, if none of their shard answers or they are on this
-        machine.
+        machine; and so are those that `lost` doubts.
         """
         for owner in model_map.in_use:
             for address in model_map.addresses.get(owner, ()):
                 known = self._known.get(address)
                 if known is None:
                     return True
-                if known.answers:
-                    continue
-                if known.is_due(now) and (is_same_host(address) or not self._direct(model_map, owner)):
+                wanted = known.answers or is_same_host(address) or not self._direct(model_map, owner)
+                if wanted and known.is_due(now):
                     return True
         return False
 
@@ -254,9 +277,12 @@ class Cluster:
         for address, outcome in zip(found, outcomes, strict=True):
             answers = isinstance(outcome, Response) and outcome.status == 200 and _is_of(model_map, outcome)
             before = self._known.get(address)
-            tries = before.tries if before else 0
-            again_at = None if answers or tries >= len(_TRY_AGAIN_S) else deadline.clock() + _TRY_AGAIN_S[tries]
-            self._known[address] = _Address(answers, tries + 1, again_at)
+            has_answered = answers or (before is not None and before.has_answered)
+            tries = before.tries if before is not None and not before.answers else 0
+            delays = _ANSWERED_AGAIN_S if has_answered else _TRY_AGAIN_S
+            last = answers or (tries >= len(delays) and not has_answered)
+            again_at = None if last else deadline.clock() + delays[min(tries, len(delays) - 1)]
+            self._known[address] = _Address(answers, tries + 1, again_at, has_answered)
         silent = [s for s in model_map.in_use if not self._direct(model_map, s)]
         if silent and not self._warned:
             self._warned = True

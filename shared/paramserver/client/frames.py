@@ -110,7 +110,9 @@ class Outgoing:
         drafts: list[tuple[str | None, PushFrame, bytes, AnyArray | None, Sequence[memoryview]]] = []
         # Only one complete attempt may end the iteration: parts of two attempts cannot be added up to one push.
         commit_wait_s, self._commit_wait_s = self._commit_wait_s, None
-        ends = None if commit_wait_s is None else (len(groups), commit_wait_s)
+        # Nor does a part that one shard forwards to another, while the others would wait for its report.
+        forwarded = len(groups) > 1 and any([to is None for to, _ in groups])
+        ends = None if commit_wait_s is None or forwarded else (len(groups), commit_wait_s)
         for to, parts in groups:
             slot = slots.get(to)
             header = self._frame(model_map, to, parts, pull, wait_s, ends, slot)

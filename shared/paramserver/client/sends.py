@@ -14,7 +14,7 @@ from paramserver.client.arrays import Origin
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
 from paramserver.client.frames import Incoming, Outgoing, PullTerms, lacks_norm
-from paramserver.client.same_host import Leased, Slot
+from paramserver.client.same_host import Leased, Slot, is_same_host
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.net.calls import Call, Deadline, Outcome, Response, error_of, json_of, json_request
@@ -60,7 +60,7 @@ class Transfer:
         failures = [e for e in errors if is_temporary(e) or self._is_outdated(e)]
         silent = [(to, e) for to, _, e in failed if to is not None and isinstance(e, Unreachable | InDoubt)]
         for to, error in silent:
-            if isinstance(error, Unreachable):
+            if isinstance(error, Unreachable) or not is_same_host(to):
                 self.cluster.lost(to, self.deadline.clock())
         self._backoff.in_doubt |= any(map(may_be_done, failures))
         if refusals := [e for e in errors if e not in failures]:

@@ -68,7 +68,15 @@ class ShardDesk:
         self.c.answer(e.request, None, 204)
 
     def expire(self, now: float) -> None:
-        """Declare shards dead whose lease has expired, and stop listing those that have been gone for too long."""
+        """Declare shards dead whose lease has expired, and stop listing those that have been gone for too long.
+
+        If none is heard of any more, this scheduler may be cut off itself, while Redis lets them serve on: fenced, they
+        would stop, and go back to what they have stored.  So it waits longer; nobody could take over anyway.
+        """
+        live = [s for s in self.c.shards.values() if s.alive]
+        cut_off = len(live) > 1 and now - max(s.heard_s for s in live) > 2 * limits.HEARTBEAT_S
+        for shard in live:
+            shard.lease_s = limits.ALL_SILENT_S if cut_off else limits.LEASE_S
         self.mark_dead(expired(self.c.shards.values(), now), now)
         for shard in self.c.shards.values():
             shown_s = limits.SHARD_LEFT_LISTED_S if shard.left else limits.SHARD_DEAD_LISTED_S

@@ -101,8 +101,9 @@ class AsyncConnection(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing():
             raise Refused("it was closed before the request was sent")
         client, answer, left = self._client, _Awaited(sink, self), sum(map(len, body))
+        begun_s = self.loop.time()
         if self._liveness_timer is None:
-            self._last_read_s, self._pinged = self.loop.time(), False
+            self._last_read_s, self._pinged = begun_s, False
             self._liveness_timer = self.loop.call_later(http2.SILENCE_S, self._check_liveness)
         stream = client.start_stream(headers, answer, bodyless=not left)
         ends = self.loop.call_later(timeout_s, answer.fail, TimeoutError())
@@ -125,6 +126,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
         finally:
             ends.cancel()
             client.close(stream)
+            if isinstance(answer.failed, TimeoutError) and self._last_read_s <= begun_s:
+                client.usable = False  # the network may have lost this connection alone: others go on a new one
             if not client.usable and not client.open:
                 self.hang_up()
             self._flush_soon()

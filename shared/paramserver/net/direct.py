@@ -58,11 +58,16 @@ def _check_owner(connected: Any) -> None:
         raise OSError("the socket belongs to another user")
 
 
-def unreachable(url: str, reason: str) -> PsError:
-    """Return the error for a URL where no node answers, or one whose certificate is not trusted."""
+def unreachable(url: str, reason: str, *, shard: bool = False) -> PsError:
+    """Return the error for a URL where no node answers, or one whose certificate is not trusted.
+
+    `shard`: it is the address of one of a cluster that is up.
+    """
     if "certificate" in reason:
         hint = "set ca= or PARAMSERVER_CA to a PEM file of the trusted authorities"
         return problem("unreachable", f"{url} is not trusted ({reason})", hint=hint)
+    if shard:
+        return problem("unreachable", f"cannot reach the shard at {url} ({reason})")
     return problem("unreachable", f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one")
 
 
@@ -123,15 +128,15 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
     return problem("in_doubt", f"{address} did not answer in HTTP ({error})")
 
 
-def unreachable_by(error: Exception, address: str) -> PsError:
-    """Return the error for an address that could not be connected to."""
+def unreachable_by(error: Exception, address: str, *, shard: bool = False) -> PsError:
+    """Return the error for an address that could not be connected to; `shard` as in `unreachable`."""
     if isinstance(error, TimeoutError):
         reason = "timed out"
     elif isinstance(error, ConnectionRefusedError):
         reason = "connection refused"  # asyncio's strerror tells of its own connect call instead
     else:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return unreachable(address, reason.lower())
+    return unreachable(address, reason.lower(), shard=shard)
 
 
 class DirectTransport(_RequestEncoder):
@@ -162,7 +167,7 @@ class DirectTransport(_RequestEncoder):
             connection = Connection(self._connected(address, min(CONNECT_S, deadline.attempt_s())))
         except OSError as e:
             self._idle.drop(address)
-            return unreachable_by(e, address)
+            return unreachable_by(e, address, shard=request.to is not None)
         try:
             return self._attempt(connection, request, address, deadline.attempt_s(), within)
         except _BROKEN as e:
@@ -178,6 +183,8 @@ class DirectTransport(_RequestEncoder):
                 answer = connection.ask(self._headers(request, address, body), body, request.sink, timeout_s)
         except BaseException as e:
             connection.close()
+            if isinstance(e, TimeoutError):
+                self._idle.drop(address)  # if the network has lost them, later requests would time out one by one
             if isinstance(e, (PsError, OSError, ValueError)) and not isinstance(e, _BROKEN):
                 return _failure(e, request, address)
             raise
@@ -256,7 +263,7 @@ class AsyncDirectTransport(_RequestEncoder):
         try:
             another = await self._another(address, kept, min(CONNECT_S, deadline.attempt_s()))
         except OSError as e:
-            return unreachable_by(e, address)
+            return unreachable_by(e, address, shard=request.to is not None)
         try:
             return _response(await another.ask(headers, body, request.sink, deadline.attempt_s()), address)
         except (PsError, OSError, ValueError) as e:

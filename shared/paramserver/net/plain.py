@@ -75,6 +75,7 @@ class PlainTransport:
         except http.client.RemoteDisconnected:
             return None
         except TimeoutError:
+            self._idle.drop(url)  # if the network has lost them, later requests would time out one by one
             return problem("in_doubt", f"{url} did not answer within {request.timeout_s:.3g} s")
         except PsError as e:
             return e
