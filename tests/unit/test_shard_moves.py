@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.commit import Commit, Contribution
-from paramserver.core.shard_effects import Apply, LoadPartition, StoreSnapshot
+from paramserver.core.shard_effects import Apply, LoadPartition, PullDone, StoreSnapshot
 from paramserver.core.shard_events import CaptureReceived, JournalLost, RosterChanged, SnapshotDone
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
@@ -48,13 +48,13 @@ def test_a_move_is_lossless_at_every_level(ack: str) -> None:
     (snapshot,) = (e for e in driver.pending if isinstance(e, StoreSnapshot) and e.urgent)
     assert snapshot.capture.version == 2
     assert released(driver) == []
+    assert driver.values() == [3.0] * 4
     reports = driver.reports
     driver.settle()
     assert released(driver) == [(0, 1, 2, 1)]
     assert driver.reports == reports + 1
     assert done(driver, running).version == 2
     assert not {queued, late} & driver.replies.keys()
-    assert driver.values() == [3.0] * 4
 
     after = successor(driver)
     assert {refused(driver, r).code for r in (queued, late)} == {"wrong_owner"}
@@ -71,7 +71,7 @@ def test_what_is_buffered_moves_along_with_its_deadline() -> None:
 
     request_release(driver, 0)
     driver.advance(1.0)
-    assert driver.values() == [0.0] * 4
+    assert released(driver) == [(0, 1, 0, 1)]
     after = successor(driver)
     after.push({0: ones(5.0)}, PushId("w", 1, 2))
 
@@ -93,7 +93,6 @@ def test_what_is_staged_moves_along_and_commits_catch_up(ack: str) -> None:
 
     request_release(driver, 0)
     driver.commit(0, *decided)
-    assert driver.pull(0).version == 0
     assert released(driver) == [(0, 1, 0, 1)]
     commits = tuple(driver.core.models["m"].commits.values())
     after = successor(driver, clock=1, commits=commits)
@@ -140,8 +139,9 @@ def test_a_move_that_is_called_off_goes_on_as_if_nothing_had_been(ack: str) -> N
     driver.advance(0.5)
     assert driver.values()[0] in (4.0, 8.0)
     assert [row.revision for row in driver.core.partitions()] == [2]
+    version = driver.pull(0).version
     request_release(driver, 0, number=2)
-    assert released(driver) == [(0, 1, driver.pull(0).version, 2)]
+    assert released(driver) == [(0, 1, version, 2)]
 
 
 def test_a_release_request_under_another_number_is_another_request() -> None:
@@ -237,6 +237,37 @@ def test_partitions_that_move_together_are_held_one_after_the_other() -> None:
 
     assert released(driver) == [(0, 1, 0, 1), (1, 1, 1, 1)]
     assert late not in driver.replies
+
+
+def test_a_partition_that_another_shard_may_have_answers_no_pull() -> None:
+    """Once a partition is released, pulls wait for news of its owner: by then, the values here may be old."""
+    driver = serving(spec())
+    driver.push({0: ones()}, PushId("w", 1, 0))
+    driver.eager = False
+    request_release(driver, 0)
+    assert driver.pull(0).version == 1
+    driver.settle()
+    called_off = driver.ask((0,))
+    assert called_off not in driver.replies
+
+    request_release(driver)
+    assert isinstance(driver.outcome(called_off), PullDone)
+    request_release(driver, 0, number=2)
+    driver.settle()
+    moved, late = driver.ask((0,)), driver.ask((0,))
+    driver.send(replace(view(driver), owned={}, release={}))
+    assert refused(driver, moved).code == refused(driver, late).code == "wrong_owner"
+
+
+def test_a_pull_waits_no_longer_than_a_lease_for_a_move() -> None:
+    """A pull that has waited LEASE_S for news of a released partition's owner gets 503 `loading`."""
+    driver = serving(spec())
+    request_release(driver, 0)
+    pull = driver.ask((0,))
+
+    driver.advance(limits.LEASE_S)
+
+    assert refused(driver, pull).code == "loading"
 
 
 def test_a_partition_whose_turn_never_comes_is_served_all_the_time() -> None:

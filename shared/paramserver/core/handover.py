@@ -94,6 +94,7 @@ class Handover:
             return False
         if lsn == partition.lsn and partition not in self._held:
             partition.released = True
+            self._shard.supersede(partition)
             self.give_way(partition)
         else:
             self._held[partition] = None

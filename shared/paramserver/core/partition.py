@@ -97,6 +97,11 @@ class Partition:
         return self.release_number > 0
 
     @property
+    def answers(self) -> bool:
+        """Whether pulls are answered: once it is released, another shard may have it, with newer values."""
+        return self.state is not None and not self.released
+
+    @property
     def ready(self) -> bool:
         """Whether operations may start."""
         return self.state is not None and not self.held

@@ -1,4 +1,4 @@
-"""Pulls, which may have to wait for a version, a clock, a partition being loaded, or complete initial values."""
+"""Pulls, which may wait for a version, a clock, a partition being loaded or moved, or complete initial values."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ class WaitingPull:
     version_until: float
     """Deadline for `min_version` and `min_clock`."""
     load_until: float
-    """Deadline for any values at all: partitions loaded, initial values complete."""
+    """Deadline for any values at all: partitions loaded and not released, initial values complete."""
     at: Partition | None = None
     """The partition it waits for."""
     timer: Timer | None = None
@@ -41,15 +41,15 @@ class WaitingPull:
         found = _outcome_or_blocker(self.model, self.event, map_epoch)
         if isinstance(found, PullDone):
             return found
-        until = self.version_until if self.model.ready and found.state is not None else self.load_until
+        until = self.version_until if self.model.ready and found.answers else self.load_until
         if now >= until:
             raise self._late(found)
         self.at = found
         return until
 
     def _late(self, p: Partition) -> PsError:
-        if p.state is None:
-            return problem("loading", f"partition {p.index} is being recovered")
+        if not p.answers:
+            return problem("loading", f"partition {p.index} is being {'recovered' if p.state is None else 'moved'}")
         if not self.model.ready:
             return problem("initializing", "the model's initial values are not complete")
         have, want = f"version {p.version}", str(self.event.min_version)
@@ -68,12 +68,7 @@ def _outcome_or_blocker(model: ServedModel, event: PullReceived, map_epoch: int)
     partitions = [model.owned(i, map_epoch) for i in event.parts]
     ready, min_version, min_clock = model.ready, event.min_version, event.min_clock
     for p in reversed(partitions):
-        if (
-            not ready
-            or p.state is None
-            or p.version < min_version
-            or (p.clock < min_clock and _takes_commits(model, p))
-        ):
+        if not ready or not p.answers or p.version < min_version or (p.clock < min_clock and _takes_commits(model, p)):
             return p
     parts = [PulledPart(p.index, p.state, p.version, p.token) for p in partitions if p.state is not None]
     return PullDone(model.key, model.timeline, tuple(parts))

@@ -181,7 +181,7 @@ class ShardCore:
         model.adopt(view)
         if not model.ready:
             for p in model.partitions.values():
-                self._supersede(p)
+                self.supersede(p)
         self._own(model, view, now)
         for commit in view.commits:  # after `_own`: only commits that a partition here needs are kept
             if commit.timeline == model.timeline:
@@ -239,7 +239,7 @@ class ShardCore:
         if token is not None and token <= p.token:
             return []
         if token is not None and p.state is not None and view.kept_from.get(p.index, token) <= p.token:
-            self._supersede(p)
+            self.supersede(p)
             self._handover.renew(p, token)
             return []
         return self._lose(model, p)
@@ -252,7 +252,7 @@ class ShardCore:
         self._handover.forget(p)
         self.held_bytes -= p.held_bytes
         self._woken.append(p)
-        self._supersede(p)
+        self.supersede(p)
         return self._queues.withdraw(p)
 
     def _lost(self, model: ServedModel, p: Partition) -> PsError:
@@ -265,7 +265,7 @@ class ShardCore:
         model.restart(view)
         for p in model.partitions.values():
             self.plan.forget(p)
-            self._supersede(p)  # from now on, pulls of the old timeline are refused
+            self.supersede(p)  # from now on, pulls of the old timeline are refused
 
     def _settle(self, model: ServedModel, p: Partition) -> None:
         """Apply changed settings: at once before loading, else as an operation, or by commits within sync."""
@@ -401,13 +401,14 @@ class ShardCore:
         assert self._check_content is not None, "parts come with their checksums"
         return self._check_content(part)
 
-    def _supersede(self, partition: Partition) -> None:
+    def supersede(self, partition: Partition) -> None:
+        """Note that pulls return the partition's current state no more."""
         if partition.state is not None:
             self.superseded.append(partition.state)
 
     def publish_version(self, partition: Partition, state: PartitionState, now: float) -> None:
         """Make `state` the partition's current version, one higher than the last."""
-        self._supersede(partition)
+        self.supersede(partition)
         partition.state = state
         partition.version += 1
         partition.lsn += 1
