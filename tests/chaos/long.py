@@ -128,7 +128,8 @@ RUNS: dict[str, Callable[[Path], str]] = {f.__name__: f for f in (kills, cuts, g
 def main() -> None:
     """Run the runs named on the command line."""
     for name, into_docs in arguments(list(RUNS)):
-        shown(name, RUNS, f"python -m tests.chaos.long {name}", into_docs=into_docs)
+        scaled = "" if SCALE == 1 else f"PARAMSERVER_CHAOS_SCALE={SCALE:g} "
+        shown(name, RUNS, f"{scaled}python -m tests.chaos.long {name}", into_docs=into_docs)
 
 
 if __name__ == "__main__":
