@@ -8,7 +8,6 @@ import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 import yaml
@@ -103,8 +102,9 @@ def set_(
 
     psctl set demo optimizer=adam 'betas=[0.9,0.95]'
     """
-    patch = merge_patch(settings)
-    changed = connect(url).request("PATCH", f"/models/{quote(model, safe='')}", patch)
+    from paramserver.client.cluster import model_path
+
+    changed = connect(url).request("PATCH", model_path(model), merge_patch(settings))
     if as_json:
         typer.echo(json.dumps(changed))
     else:

@@ -146,11 +146,13 @@ def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None,
             raise problem("unknown_model", f"there is no model '{model}'", hint=hint) from None
         document = create_from(client, model, read_spec(spec), exist_ok=True).info()
         typer.echo(f"created model {model} from {spec}")
+    from paramserver.client.cluster import model_path
+
     words = [] if mode is None else [f"mode={mode}"]
     if (mode or document["spec"]["consistency"]["mode"]) in ("sync", "ssp"):
         words.append(f"min_workers={workers}")
     if words:
-        client.request("PATCH", f"/models/{model}", merge_patch(words))
+        client.request("PATCH", model_path(model), merge_patch(words))
 
 
 def _follow(client: ps.Client, run: str, training: Training, state: StateDir) -> dict[str, Any]:

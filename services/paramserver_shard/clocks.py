@@ -60,7 +60,7 @@ class ClockReports:
                     await self._send(stream, link, url)
                 finally:
                     stream.close()
-                link.learn_from(url, stream)
+                link.learn(url, stream.schedulers)
                 if stream.status == 503:  # a standby; perhaps the leader cannot be reached from here
                     await race(self._send_through(link, path), link.turn_to_leader(url, path))
                 else:

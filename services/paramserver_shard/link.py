@@ -75,7 +75,7 @@ class SchedulerLink:
         for url in self.urls:
             outcome = await self._transport.send(asked, url)
             if isinstance(outcome, Response):
-                self._learn(url, outcome.headers.get(SCHEDULERS, ""))
+                self.learn(url, outcome.headers.get(SCHEDULERS, ""))
                 if outcome.status != 503:
                     return _with_source(url, outcome)
                 outcome = error_of(outcome)
@@ -86,10 +86,6 @@ class SchedulerLink:
     async def open_stream(self, url: str, path: str, on_end: Callable[[], None]) -> StreamingRequest:
         """Open a request to that scheduler whose body is sent later.  Raises OSError."""
         return await StreamingRequest.open(url + path, self._credentials, on_end)
-
-    def learn_from(self, url: str, stream: StreamingRequest) -> None:
-        """Learn the schedulers that are named by the answer that ended a stream to `url`."""
-        self._learn(url, stream.schedulers)
 
     async def turn_to_leader(self, url: str, path: str) -> None:
         """Switch from the standby `url` to the leader once that answers here; return then, or after any other switch.
@@ -104,7 +100,7 @@ class SchedulerLink:
                     return
             await asyncio.sleep(RETRY_S)
 
-    def _learn(self, url: str, header: str) -> None:
+    def learn(self, url: str, header: str) -> None:
         """Add the schedulers named in an answer from `url`, and drop others that were only named before."""
         found = named(url, header) if header else ()
         if found:
