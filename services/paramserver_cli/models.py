@@ -104,7 +104,8 @@ def set_(
     """
     from paramserver.client.cluster import model_path
 
-    changed = connect(url).request("PATCH", model_path(model), merge_patch(settings))
+    patch = merge_patch(settings)  # what is wrong with it is told without a cluster
+    changed = connect(url).request("PATCH", model_path(model), patch)
     if as_json:
         typer.echo(json.dumps(changed))
     else:
