@@ -20,11 +20,11 @@ from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import NotFoundError, PsError, problem
 from paramserver_cli import launch
 from paramserver_cli.assignments import merge_patch, pairs
-from paramserver_cli.cluster_file import Plan, StateDir
 from paramserver_cli.config import Url, connect, worker_token
 from paramserver_cli.display import display
 from paramserver_cli.launch import Failed
 from paramserver_cli.models import create_from, read_spec
+from paramserver_cli.state_directory import Plan, StateDir
 from paramserver_cli.training import Training
 from paramserver_node import unwind
 

@@ -25,12 +25,12 @@ from paramserver.errors import PsError, problem
 from paramserver_cli import config, demo, exits, moves, ports, runs, supervisor, train, up
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.children import Guard
-from paramserver_cli.cluster_file import MODULE, Cluster, Plan, StateDir, SupervisorState, running
 from paramserver_cli.display import CHART_WIDTH, picture, plain_line, sparkline
 from paramserver_cli.launch import Failed
 from paramserver_cli.main import app
 from paramserver_cli.models import read_spec
 from paramserver_cli.processes import Processes
+from paramserver_cli.state_directory import MODULE, Cluster, Plan, StateDir, SupervisorState, running
 from paramserver_cli.training import Sample, Training, WorkerLine
 from paramserver_node.settings import ClientSettings
 

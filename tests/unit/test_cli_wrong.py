@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 import paramserver as ps
 from paramserver.errors import PsError, problem
 from paramserver_cli import exits, runs
-from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.launch import Failed
 from paramserver_cli.main import app
+from paramserver_cli.state_directory import StateDir
 
 NOBODY = "http://127.0.0.1:1"
 UNANSWERED = ("drain shard-0", "status", "models", "run list --json")
