@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
 from paramserver_cli import config, demo, exits, moves, ports, runs, supervisor, train, up
-from paramserver_cli.assignments import merge_patch, pairs
+from paramserver_cli.assignments import merge_patch
 from paramserver_cli.children import Guard
 from paramserver_cli.display import CHART_WIDTH, picture, plain_line, sparkline
 from paramserver_cli.launch import Failed
@@ -84,11 +84,6 @@ def test_a_spec_that_is_no_text_or_no_yaml_is_told_in_one_line(tmp_path: Path, c
         read_spec(tmp_path / "spec")
     (line,) = str(e.value).splitlines()
     assert why in line
-
-
-def test_arguments_keep_their_json_types() -> None:
-    """The text after the first '=' is parsed as JSON, or kept as it is if it is not JSON."""
-    assert pairs(["a=1", "b=true", "c=x=y", "d=[1, 2]", "e="]) == {"a": 1, "b": True, "c": "x=y", "d": [1, 2], "e": ""}
 
 
 @pytest.mark.parametrize(
