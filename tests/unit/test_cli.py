@@ -545,6 +545,8 @@ def test_a_plain_line_has_the_numbers() -> None:
     training.samples.append(_sample(1.0, 3, 0.931))
     line = plain_line(training)
     assert all(part in line for part in ("sync", "loss 0.500", "accuracy 93.1 %", "40 pushes/s", "clocks 3"))
+    training.samples.append(_sample(2.0, 4, 93.0))  # some report it in percent
+    assert "accuracy 93.0 %" in plain_line(training)
     training.error = "no scheduler answers"
     assert "no scheduler answers" in plain_line(training)
 
