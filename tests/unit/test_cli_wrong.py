@@ -1,6 +1,8 @@
 """What psctl says before it has asked a cluster."""
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -118,3 +120,21 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "connect", Mock(side_effect=bug))
 
     assert CliRunner().invoke(app, ["run", "list"]).exception is bug
+
+
+def test_ctrl_c_is_told_in_one_line_from_the_start() -> None:
+    """Interrupted while its modules are still being imported, psctl ends as it does later: in one line, with 130."""
+    code = """
+import runpy, signal, sys
+
+class CtrlC:
+    def find_spec(self, name, path, target=None):
+        if name == "paramserver_cli.main":
+            signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell of a background job ignores it
+sys.meta_path.insert(0, CtrlC())
+runpy.run_module("paramserver_cli", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
