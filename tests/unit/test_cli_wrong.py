@@ -114,6 +114,20 @@ def test_a_command_to_copy_has_its_paths_quoted(tmp_path: Path, monkeypatch: pyt
     assert told.endswith(f"export PARAMSERVER_SECRET_FILE='{tmp_path}/my work/secret'\n")
 
 
+def test_a_project_that_does_not_fit_the_disk_can_be_made_again(tmp_path: Path) -> None:
+    """`psctl new` leaves no half-written file, which the next one would not overwrite."""
+    code = """
+import resource
+from paramserver_cli.main import app
+resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+app(["new", "project"])
+"""
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert list(tmp_path.glob("project/*")) == []
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the system that no user can do anything about is not made a line."""
     bug = OSError(errno.EBADF, "Bad file descriptor")
