@@ -1,6 +1,5 @@
 """Settings on a command line, such as `lr=0.05 mode=ssp staleness=2`, as a JSON merge patch."""
 
-import json
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -10,6 +9,7 @@ from msgspec.structs import fields
 from paramserver.core.near import near
 from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.spec import CheckpointSpec, ConsistencySpec
+from paramserver_node.words import pairs
 
 _SECTIONS: Final = {
     "optimizer": {f.name for f in fields(OptimizerSpec)} - {"name"},
@@ -19,25 +19,6 @@ _SECTIONS: Final = {
 _NAMED: Final = {"optimizer": "name", "consistency": "mode"}
 """Sections that are meant by their first field if they are set to a word: `optimizer=adam`."""
 _TOP: Final = {"evaluate_every"}
-
-
-def value(text: str) -> Any:
-    """Return the text parsed as JSON (`3`, `0.5`, `true`, `[0.9, 0.95]`), or the text itself if it is none (`fold`)."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def pairs(texts: Iterable[str]) -> dict[str, Any]:
-    """Return NAME=VALUE words as a mapping.  Raises BadParameter (exit code 2) for any other word."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, equals, right = text.partition("=")
-        if not equals or not name:
-            raise typer.BadParameter(f"'{text}' must look like name=value")
-        found[name] = value(right)
-    return found
 
 
 def merge_patch(texts: Iterable[str]) -> dict[str, Any]:

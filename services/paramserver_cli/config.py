@@ -12,8 +12,8 @@ import typer
 from rich.table import Table
 
 import paramserver as ps
-from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.display import console
+from paramserver_cli.state_directory import StateDir
 from paramserver_node import tokens
 from paramserver_node.setting_checks import check_ca, shown
 from paramserver_node.settings import (

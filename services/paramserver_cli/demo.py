@@ -17,10 +17,10 @@ import typer
 
 import paramserver as ps
 from paramserver_cli import curves, launch
-from paramserver_cli.cluster_file import Plan, StateDir
 from paramserver_cli.config import connect
 from paramserver_cli.display import Display, at_terminal, display
 from paramserver_cli.launch import Failed
+from paramserver_cli.state_directory import Plan, StateDir
 from paramserver_cli.training import Training
 from paramserver_node import unwind
 

@@ -85,11 +85,16 @@ def numbers(s: Sample) -> str:
     """Return loss, accuracy, push rate and lag as one line; unknown ones are left out."""
     parts = [] if s.loss is None else [f"loss {s.loss:.3f}"]
     if s.accuracy is not None:
-        parts.append(f"accuracy {100 * s.accuracy:4.1f} %")
+        parts.append(f"accuracy {percent(s.accuracy)}")
     parts.append(f"{s.pushes_per_s:4.0f} pushes/s")
     if s.lag is not None:
         parts.append(f"lag {s.lag:.1f}")
     return "  ".join(parts)
+
+
+def percent(value: float) -> str:
+    """Return a fraction in percent; a number above 1 is in percent already."""
+    return f"{value if value > 1 else 100 * value:.1f} %"
 
 
 def sparkline(values: Sequence[float | None], low: float, high: float) -> str:

@@ -24,9 +24,9 @@ import paramserver as ps
 from paramserver.errors import AuthError, PsError
 from paramserver.limits import MIB, REDIS_NEARLY_FULL
 from paramserver_cli import launch, ports
-from paramserver_cli.cluster_file import running
 from paramserver_cli.config import Json, Url, client_settings, connect, redis_url
 from paramserver_cli.display import console
+from paramserver_cli.state_directory import running
 from paramserver_node import redis_server
 from paramserver_node.settings import unknown_variables
 

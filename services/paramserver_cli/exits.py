@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperGroup
 
 from paramserver.errors import AuthError, PsError, RequestError, Unavailable, Unreachable
-from paramserver_cli.cluster_file import running
 from paramserver_cli.launch import Failed
+from paramserver_cli.state_directory import running
 
 FAILED: Final = 1
 UNREACHABLE: Final = 3

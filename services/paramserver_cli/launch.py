@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from paramserver.errors import problem
-from paramserver_cli.cluster_file import MODULE, Plan, StateDir
+from paramserver_cli.state_directory import MODULE, Plan, StateDir
 from paramserver_node.settings import ShardSettings
 
 READY_TIMEOUT_S = 200.0

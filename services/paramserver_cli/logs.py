@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from paramserver_cli.cluster_file import last_lines, new_lines
 from paramserver_cli.config import StateDirOption, state_dir
 from paramserver_cli.launch import Failed
+from paramserver_cli.state_directory import last_lines, new_lines
 
 FOLLOW_S = 0.25
 

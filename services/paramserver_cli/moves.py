@@ -21,9 +21,9 @@ import paramserver as ps
 from paramserver.errors import PsError
 from paramserver.limits import MIB
 from paramserver_cli import launch
-from paramserver_cli.cluster_file import Cluster, StateDir, running
 from paramserver_cli.config import StateDirOption, Url, client_settings, connect, listed, state_dir
 from paramserver_cli.launch import Failed
+from paramserver_cli.state_directory import Cluster, StateDir, running
 
 POLL_S: Final = 0.25
 QUIET_S: Final = 2.0

@@ -1,6 +1,7 @@
 """psctl new: creates a project of two files that `psctl train` can run as they are."""
 
 import shlex
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -58,8 +59,11 @@ def new(
         raise Failed(f"{folder} already exists and is not empty")
     folder.mkdir(parents=True, exist_ok=True)
     script = shlex.quote(f"{folder}/train.py")
-    for file, text in (("train.py", TRAIN), ("model.yaml", MODEL)):
-        (folder / file).write_text(text.format(name=model, script=script), encoding="utf-8")
+    with ExitStack() as undo:
+        for file, text in (("train.py", TRAIN), ("model.yaml", MODEL)):
+            undo.callback((folder / file).unlink, missing_ok=True)
+            (folder / file).write_text(text.format(name=model, script=script), encoding="utf-8")
+        undo.pop_all()
     typer.echo(f"wrote {folder}/train.py and {folder}/model.yaml")
     typer.echo("next: psctl up --detach")
     typer.echo(f"      psctl train {script} --model {model} --workers 2")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.errors import problem
+from paramserver_node.own_folder import make_own
 
 BASE = 8700
 STRIDE = 100
@@ -55,7 +56,7 @@ def is_free(host: str, port: int) -> bool:
 def _try_lock(ports: range) -> ExitStack | None:
     """Lock every stride that has one of these ports; None if another cluster holds one."""
     folder = Path(tempfile.gettempdir()) / f"paramserver-ports-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    make_own(folder)
     with ExitStack() as locks:
         for base in range(ports.start - ports.start % STRIDE, ports.stop, STRIDE):
             lock = locks.enter_context((folder / str(base)).open("a"))
@@ -70,7 +71,7 @@ def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None, sched
     """Reserve a free block for schedulers, shards (with room for more) and a Redis server; exactly at `base` if given.
 
     Raises ConflictError (`conflict`) if the block at `base`, or every block, is in use; RequestError (`invalid_field`)
-    if `host` is not an address of this machine.
+    if `host` is not an address of this machine; OSError if another user has made the folder of the locks.
     """
     is_free(host, 0)  # check the address before taking a lock: its validity does not depend on the port
     stride = STRIDE * -(-(shards + schedulers + 1) // STRIDE)

@@ -9,8 +9,8 @@ from typing import Final, Literal
 
 from paramserver_cli import keys
 from paramserver_cli.children import ChildSpec
-from paramserver_cli.cluster_file import Plan, StateDir
 from paramserver_cli.ports import PortBlock
+from paramserver_cli.state_directory import Plan, StateDir
 from paramserver_node import redis_server
 from paramserver_node.settings import SchedulerSettings
 

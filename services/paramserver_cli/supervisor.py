@@ -22,8 +22,8 @@ from pathlib import Path
 from paramserver.errors import PsError, first_cause
 from paramserver_cli import ports
 from paramserver_cli.children import ChildSpec, Guard, signal_group, start
-from paramserver_cli.cluster_file import Cluster, Phase, Plan, StateDir, SupervisorState
 from paramserver_cli.processes import Processes
+from paramserver_cli.state_directory import Cluster, Phase, Plan, StateDir, SupervisorState
 from paramserver_node import redis_server
 from paramserver_node.race import race
 from paramserver_node.setting_checks import shown

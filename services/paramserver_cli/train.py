@@ -19,14 +19,15 @@ from paramserver.core.runs import ENDED
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import NotFoundError, PsError, problem
 from paramserver_cli import launch
-from paramserver_cli.assignments import merge_patch, pairs
-from paramserver_cli.cluster_file import Plan, StateDir
+from paramserver_cli.assignments import merge_patch
 from paramserver_cli.config import Url, connect, worker_token
-from paramserver_cli.display import display
+from paramserver_cli.display import display, percent
 from paramserver_cli.launch import Failed
 from paramserver_cli.models import create_from, read_spec
+from paramserver_cli.state_directory import Plan, StateDir
 from paramserver_cli.training import Training
 from paramserver_node import unwind
+from paramserver_node.words import arguments
 
 SPEC_FILE = "model.yaml"
 POLL_S = 0.4
@@ -61,10 +62,7 @@ def train(
     if mode is not None and mode not in ConsistencySpec.MODES:
         known = ", ".join(ConsistencySpec.MODES)
         raise typer.BadParameter(f"'{mode}' is not a mode; known: {known}", param_hint="--mode")
-    args = pairs(arg or [])
-    for name in args:
-        if not name.isidentifier():
-            raise typer.BadParameter(f"'{name}' cannot be the name of a function's argument", param_hint="--arg")
+    args = arguments(arg or [])
     client = connect(url)
     _prepare(client, model, spec or _beside(target), mode, workers)
     stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}
@@ -180,5 +178,5 @@ def _report(run: dict[str, Any], training: Training) -> None:
     loss = next((s.loss for s in reversed(training.samples) if s.loss is not None), None)
     accuracy = training.last.accuracy if training.last else None
     ends = [] if loss is None else [f"loss {loss:.3f}"]
-    ends += [] if accuracy is None else [f"accuracy {100 * accuracy:.1f} %"]
+    ends += [] if accuracy is None else [f"accuracy {percent(accuracy)}"]
     typer.echo("; ".join([f"{run['id']} {run['state']}: {run['reason']}", *ends]))

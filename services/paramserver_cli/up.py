@@ -15,10 +15,10 @@ from rich.table import Table
 from paramserver.core.urls import DEFAULT_URL
 from paramserver.errors import problem
 from paramserver_cli import keys, launch
-from paramserver_cli.cluster_file import Cluster, Plan, StateDir, new_lines, running
 from paramserver_cli.config import Json, StateDirOption, client_settings, redis_url, state_dir
 from paramserver_cli.display import console
 from paramserver_cli.launch import Failed
+from paramserver_cli.state_directory import Cluster, Plan, StateDir, new_lines, running
 from paramserver_node.setting_checks import shown
 
 WATCH_S = 0.5

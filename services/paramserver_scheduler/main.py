@@ -24,7 +24,6 @@ from paramserver_node.server import Tls, freeze_gc, run, serve_tcp, stop_on_sign
 from paramserver_node.settings import SchedulerSettings, url_of
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
-from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.jobs import Jobs
@@ -33,6 +32,7 @@ from paramserver_scheduler.lease import Deposed, Lease
 from paramserver_scheduler.login import LINK_S
 from paramserver_scheduler.other_schedulers import OtherSchedulers
 from paramserver_scheduler.runtime import Runtime
+from paramserver_scheduler.service import Service
 from paramserver_scheduler.shards import ShardClient
 from paramserver_scheduler.store import StateStore
 from paramserver_scheduler.watch import watch

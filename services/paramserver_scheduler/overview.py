@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import paramserver
 from paramserver.core.series import Point
-from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.schema import (
     ClusterStatus,
     ModelStatus,
@@ -18,6 +17,7 @@ from paramserver_scheduler.schema import (
     Status,
     WorkerStatus,
 )
+from paramserver_scheduler.service import Service
 
 POINTS: Final = 120
 """Most points of a series in a status; longer series are averaged down."""

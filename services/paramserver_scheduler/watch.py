@@ -8,8 +8,8 @@ from typing import Final
 from paramserver.core import scheduler_io as io
 from paramserver_node import negotiate
 from paramserver_node.usage import Usage
-from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.overview import describe
+from paramserver_scheduler.service import Service
 from paramserver_scheduler.telemetry import METRICS
 
 log = logging.getLogger("paramserver.scheduler")

@@ -293,7 +293,7 @@ async def _respond(request: Request, pulled: Pulled, push: PushDone | None = Non
     return await asyncio.to_thread(pull_response, request, pulled, push)
 
 
-def pull_response(request: Request, pulled: Pulled, push: PushDone | None = None) -> Response:
+def pull_response(request: Request, pulled: Pulled, push: PushDone | None) -> Response:
     """Build the answer to a pull by name, or a pushpull, in the media type that the client accepts."""
     as_msgpack = negotiate.accepted(request) == negotiate.MSGPACK
     encode = to_msgpack if as_msgpack else to_json

@@ -15,7 +15,6 @@ import re
 import resource
 import secrets
 import shutil
-import stat
 import sys
 import time
 from contextlib import suppress
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from paramserver.wire.board import LOCK
+from paramserver_node.own_folder import make_own
 from paramserver_shard.board import Board
 
 log = logging.getLogger("paramserver.shard")
@@ -65,10 +65,7 @@ class SharedFolder:
 
     @classmethod
     def _open(cls, parent: Path, name: str, bytes_max: int) -> "SharedFolder":
-        parent.mkdir(mode=0o700, exist_ok=True)
-        found = parent.lstat()  # not `stat`: with a link, another user could have any folder of this user's swept
-        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-            raise OSError(f"{parent} is not this user's own folder")
+        make_own(parent)
         sweep(parent)
         path = parent / f"{re.sub(r'[^A-Za-z0-9_-]', '_', name[:40])}-{secrets.token_hex(6)}"
         if len(os.fsencode(path / _SOCKET)) > _SOCKET_PATH_MAX:

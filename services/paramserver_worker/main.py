@@ -1,6 +1,5 @@
 """The command `paramserver-worker`."""
 
-import json
 import os
 import re
 import socket
@@ -17,6 +16,7 @@ from paramserver.errors import PsError, Unavailable
 from paramserver_node import log as node_log
 from paramserver_node import unwind
 from paramserver_node.settings import WorkerSettings, exit_status
+from paramserver_node.words import arguments
 from paramserver_worker import ending
 from paramserver_worker import entry as entries
 from paramserver_worker.pool import PoolMember
@@ -46,19 +46,6 @@ def connect(settings: WorkerSettings) -> ps.Client:
                 typer.echo(f"{e}; waiting for it", err=True)
             told = True
             time.sleep(RETRY_S)
-
-
-def _parsed(args: list[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for text in args:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise typer.BadParameter(f"'{text}' must look like name=value", param_hint="--arg")
-        try:
-            values[name] = json.loads(value)
-        except json.JSONDecodeError:
-            values[name] = value
-    return values
 
 
 def default_name() -> str:
@@ -100,8 +87,8 @@ def _run(entry: str | None, model: str | None, args: list[str], given: Mapping[s
             if model is None:
                 raise typer.BadParameter("is required with an entry", param_hint="--model")
             module = entry.partition(":")[0]
-            function = entries.load(entry, [module])
-            entries.run(connect(settings), function, _parsed(args), model=model, place={})
+            function, values = entries.load(entry, [module]), arguments(args)
+            entries.run(connect(settings), function, values, model=model, place={})
             return
         allowed = [prefix.strip() for prefix in settings.allow.split(",")]
         member = PoolMember(connect(settings), settings.name or default_name(), allowed)

@@ -37,6 +37,10 @@ PER_PARTITION: Final = ("int8", "topk")
 INT8_BLOCK: Final = 256
 """Elements that share one scale in int8."""
 
+ABS_BITS: Final = np.uint32(0x7FFFFFFF)
+"""The bits of a float32 but its sign: they have the same order as the magnitudes, and NaNs are the largest."""
+INF_BITS: Final = np.uint32(0x7F800000)
+
 ITEMSIZE: Final[dict[str, int]] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 LEVELS: Final[dict[str, int]] = {"applied": 0, "journaled": 1, "fsynced": 2}

@@ -193,6 +193,8 @@ def test_charts_have_names_scales_and_present_values(tmp_path: Path) -> None:
         scale = 'import(new URL("static/charts.js", location)).then(m => m.spread(0.93, 0.93 + 2e-16, false))'
         low, high = seen.page.evaluate(scale)
         assert (low, high) == pytest.approx((0.837, 1.023))
+        percent = 'import(new URL("static/format.js", location)).then(m => [0.93, 93].map(m.percent))'
+        assert seen.page.evaluate(percent) == ["93.0 %", "93.0 %"]  # some report an accuracy in percent
         legend = """step => import(new URL("static/charts.js", location)).then(m => {
             const chart = new m.Chart({title: "t"});
             const line = {label: "dead", color: "rgb(0, 0, 0)", values: [1, 1, null]};

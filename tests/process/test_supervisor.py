@@ -20,8 +20,8 @@ from redis import Redis
 from tests.waiting import eventually
 
 import paramserver as ps
-from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.launch import plan_changed
+from paramserver_cli.state_directory import StateDir
 from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, cluster

@@ -28,7 +28,7 @@ from paramserver.net.direct import DirectTransport
 from paramserver.net.plain import PlainTransport
 from paramserver.net.transport import BlockingTransport
 from paramserver.wire import http2 as wire
-from paramserver_cli.cluster_file import Plan, StateDir
+from paramserver_cli.state_directory import Plan, StateDir
 from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, cluster

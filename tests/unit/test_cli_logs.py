@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 import typer
 
-from paramserver_cli import cluster_file, logs, ports, up
-from paramserver_cli.cluster_file import Plan, StateDir
+from paramserver_cli import logs, ports, state_directory, up
 from paramserver_cli.launch import Failed, Launched
 from paramserver_cli.processes import Processes
+from paramserver_cli.state_directory import Plan, StateDir
 
 
 @pytest.mark.parametrize(("lines", "shown"), [(2, ["b", "c"]), (0, [])])
@@ -49,7 +49,7 @@ def test_where_there_are_no_logs_it_says_where_they_are_in_containers(tmp_path: 
 
 def test_a_log_that_becomes_too_long_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each process a log and the one before it are kept, however long it runs, and `--follow` goes on with both."""
-    monkeypatch.setattr(cluster_file, "LOG_BYTES_MAX", 8)
+    monkeypatch.setattr(state_directory, "LOG_BYTES_MAX", 8)
     state = StateDir(tmp_path)
     log = state.log("shard-0")
     log.parent.mkdir()
@@ -79,7 +79,7 @@ def test_the_warnings_of_a_supervisor_are_shown_after_its_log_began_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`psctl up` in the foreground goes on to print them, as `psctl logs --follow` does."""
-    monkeypatch.setattr(cluster_file, "LOG_BYTES_MAX", 8)
+    monkeypatch.setattr(state_directory, "LOG_BYTES_MAX", 8)
     state = StateDir(tmp_path)
     state.logs.mkdir()
     rounds = iter(["at WARNING 1\n", "at ERROR 2\n"])

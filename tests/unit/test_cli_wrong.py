@@ -1,6 +1,8 @@
 """What psctl says before it has asked a cluster."""
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,9 +12,9 @@ from typer.testing import CliRunner
 import paramserver as ps
 from paramserver.errors import PsError, problem
 from paramserver_cli import exits, runs
-from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.launch import Failed
 from paramserver_cli.main import app
+from paramserver_cli.state_directory import StateDir
 
 NOBODY = "http://127.0.0.1:1"
 UNANSWERED = ("drain shard-0", "status", "models", "run list --json")
@@ -112,9 +114,41 @@ def test_a_command_to_copy_has_its_paths_quoted(tmp_path: Path, monkeypatch: pyt
     assert told.endswith(f"export PARAMSERVER_SECRET_FILE='{tmp_path}/my work/secret'\n")
 
 
+def test_a_project_that_does_not_fit_the_disk_can_be_made_again(tmp_path: Path) -> None:
+    """`psctl new` leaves no half-written file, which the next one would not overwrite."""
+    code = """
+import resource
+from paramserver_cli.main import app
+resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+app(["new", "project"])
+"""
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert list(tmp_path.glob("project/*")) == []
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the system that no user can do anything about is not made a line."""
     bug = OSError(errno.EBADF, "Bad file descriptor")
     monkeypatch.setattr(runs, "connect", Mock(side_effect=bug))
 
     assert CliRunner().invoke(app, ["run", "list"]).exception is bug
+
+
+def test_ctrl_c_is_told_in_one_line_from_the_start() -> None:
+    """Interrupted while its modules are still being imported, psctl ends as it does later: in one line, with 130."""
+    code = """
+import runpy, signal, sys
+
+class CtrlC:
+    def find_spec(self, name, path, target=None):
+        if name == "paramserver_cli.main":
+            signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell of a background job ignores it
+sys.meta_path.insert(0, CtrlC())
+runpy.run_module("paramserver_cli", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

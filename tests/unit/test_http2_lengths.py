@@ -17,8 +17,8 @@ from paramserver_node.http2 import CONNECTION_WINDOW_BYTES
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.stream import BODY
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import read_optional
 from paramserver_scheduler.large_bodies import LargeBodies
+from paramserver_scheduler.requests import read_optional
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.inflight import InFlight
 from paramserver_shard.receiving import Body, FrameReader

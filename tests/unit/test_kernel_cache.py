@@ -35,7 +35,7 @@ print(compiled.finite(np.ones(64, np.float32).view(np.uint8), codes.F32_CODE))
 
     called = tmp_path / "paramserver" / "kernels" / "loads.py"
     text = called.read_text()
-    called.write_text(text.replace(".view(np.uint32) & _ABS_BITS)", ".view(np.uint32) | _ABS_BITS)"))
+    called.write_text(text.replace(".view(np.uint32) & ABS_BITS)", ".view(np.uint32) | ABS_BITS)"))
     assert called.read_text() != text
     assert ran(program, tmp_path, tmp_path / "cache") == "False"
 

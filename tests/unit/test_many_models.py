@@ -16,9 +16,9 @@ from paramserver.core.models import Model
 from paramserver.core.owner import Owner
 from paramserver.core.spec import ModelSpec
 from paramserver_scheduler import overview
-from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
 from paramserver_scheduler.redis_memory import RedisMemory
+from paramserver_scheduler.service import Service
 
 from .scheduling import SPEC, Driver
 

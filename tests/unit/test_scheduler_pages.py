@@ -7,7 +7,7 @@ import pytest
 from starlette.requests import Request
 
 from paramserver_node import negotiate
-from paramserver_scheduler.exchange import page
+from paramserver_scheduler.requests import page
 
 ITEMS = [{"name": f"m{i}", "loss": float("nan"), "text": "é"} for i in range(5)]
 SENT = [{**item, "loss": None} for item in ITEMS[1:3]]

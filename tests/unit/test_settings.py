@@ -1,6 +1,8 @@
 """Settings: precedence of flags, environment and file, the origin of each value, and the refusal of bad ones."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,15 @@ def test_a_value_that_its_user_would_stumble_over_is_refused_by_name(
 def test_a_value_in_another_form_is_taken(service: type[Settings], name: str, value: str) -> None:
     """Unusual but valid forms of a value are accepted unchanged."""
     assert of_environment(service, name, value) == value
+
+
+@pytest.mark.parametrize("program", ["scheduler", "shard", "worker"])
+def test_the_flag_of_the_log_level_is_read(program: str) -> None:
+    """Each program takes --log-level, and refuses a level that there is not."""
+    command = [sys.executable, "-P", "-m", f"paramserver_{program}", "--log-level", "LOUD"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode != 0
+    assert "not 'LOUD'" in done.stderr
 
 
 def test_a_number_too_large_for_any_is_refused(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.runs import RESTARTS_MAX
 from paramserver.errors import PsError, problem
 from paramserver_scheduler import overview, status_broadcast, watch
-from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
 from paramserver_scheduler.redis_memory import RedisMemory
 from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Ring, Rings
 from paramserver_scheduler.schema import ClusterStatus, ModelStatus, NodeStatus, RunStatus, Status
+from paramserver_scheduler.service import Service
 from paramserver_scheduler.status_broadcast import StatusBroadcast
 from paramserver_scheduler.telemetry import ClusterMetrics
 

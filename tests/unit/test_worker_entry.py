@@ -1,6 +1,8 @@
 """Which functions a pool worker runs, how it loads them, and its default name."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,15 @@ def test_a_function_whose_call_runs_nothing_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RequestError, match="plain function"):
         entry.load(f"{module}:train", [module])
+
+
+def test_a_wrong_argument_is_refused_before_the_cluster_is_asked() -> None:
+    """A value for a name that no argument can have is a usage error, whether or not a cluster answers."""
+    words = "paramserver.examples.digits:train --model m --arg batch-size=1 --url http://127.0.0.1:1".split()
+    command = [sys.executable, "-P", "-m", "paramserver_worker", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert "batch-size" in done.stderr
 
 
 LONG = "ip-10-0-12-34.a-rather-long-department.an-example-company.internal"

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from paramserver.errors import problem
 from paramserver_node import value_docs as docs
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import service
+from paramserver_scheduler.requests import service
 
 router = APIRouter(tags=["data"])
 

@@ -14,8 +14,8 @@ from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.race import while_there
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import number_of, respond, response_doc, service
 from paramserver_scheduler.hub import Feed
+from paramserver_scheduler.requests import number_of, respond, response_doc, service
 from paramserver_scheduler.runtime import Answer, Runtime
 
 router = APIRouter(tags=["feed"])

@@ -17,9 +17,9 @@ from paramserver.errors import NotFoundError, problem
 from paramserver_node.conditions import Conditions
 from paramserver_node.roles import role
 from paramserver_scheduler.checkpoints import CheckpointStore, check_name
-from paramserver_scheduler.exchange import response_doc, service
 from paramserver_scheduler.jobs import problem_of
 from paramserver_scheduler.other_schedulers import FILES, file_path, of_creation
+from paramserver_scheduler.requests import response_doc, service
 
 router = APIRouter(tags=["checkpoints"])
 

@@ -11,7 +11,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.errors import problem
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import PAGED, page, read_json, reply, request_body, respond, response_doc, service
+from paramserver_scheduler.requests import PAGED, page, read_json, reply, request_body, respond, response_doc, service
 
 router = APIRouter(tags=["models"])
 

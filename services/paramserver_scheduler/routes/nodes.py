@@ -15,7 +15,7 @@ from paramserver.errors import PsError, problem
 from paramserver_node.middleware import no_body_deadline
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import ask, number_of, read, reply, request_body, respond, response_doc, service
+from paramserver_scheduler.requests import ask, number_of, read, reply, request_body, respond, response_doc, service
 from paramserver_scheduler.routes.feed import open_feed
 from paramserver_scheduler.routes.models import MODEL
 

@@ -10,11 +10,12 @@ from paramserver import limits
 from paramserver.errors import problem
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import Service, number_of, respond, service
 from paramserver_scheduler.history import REPORTED, UNITS
 from paramserver_scheduler.overview import describe
+from paramserver_scheduler.requests import number_of, respond, service
 from paramserver_scheduler.rings import Grid
 from paramserver_scheduler.schema import Events, SeriesAnswer, SeriesValues, Status
+from paramserver_scheduler.service import Service
 
 router = APIRouter(prefix="/status", tags=["status"])
 

@@ -11,7 +11,7 @@ from paramserver.core import scheduler_io as io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import (
+from paramserver_scheduler.requests import (
     PAGED,
     number_of,
     page,

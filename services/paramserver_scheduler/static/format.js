@@ -70,8 +70,8 @@ export function clock(unix, withSeconds = true) {
   return `${two(d.getHours())}:${two(d.getMinutes())}${withSeconds ? ":" + two(d.getSeconds()) : ""}`;
 }
 
-/** A fraction in percent. */
-export const percent = v => known(v) ? `${(100 * v).toFixed(v > 0.9995 && v < 1 ? 2 : 1)} %` : NONE;
+/** A fraction in percent; a number above 1 is in percent already. */
+export const percent = v => known(v) ? `${(v > 1 ? v : 100 * v).toFixed(v > 0.9995 && v < 1 ? 2 : 1)} %` : NONE;
 
 const BY_UNIT = {
   "1/s": v => known(v) ? `${short(v)}/s` : NONE,

@@ -23,7 +23,7 @@ const MEANINGS = {
   "not durable": "newest updates that are in memory only; a snapshot follows within seconds",
 };
 
-/** How a reported metric is written: an accuracy is a fraction. */
+/** How a reported metric is written: an accuracy in percent. */
 const unitOf = name => /acc|precision|recall/i.test(name) ? "fraction" : "";
 const title = name => name.charAt(0).toUpperCase() + name.slice(1).replaceAll("_", " ");
 

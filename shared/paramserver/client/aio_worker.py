@@ -41,7 +41,7 @@ class AsyncWorker(WorkerBase):
         name: str | None,
         rank: int | None,
         timeout: float | None,
-        codec: Codec | None = None,
+        codec: Codec | None,
     ) -> None:
         super().__init__(client, model, name, rank, timeout, codec)
         self._heartbeat: asyncio.Task[None] | None = None

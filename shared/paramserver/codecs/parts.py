@@ -9,9 +9,7 @@ import numpy as np
 
 from paramserver.codecs.codec import Codec, int8_bytes, topk_count_max
 from paramserver.errors import problem
-from paramserver.types import F32, U8, AnyArray
-
-_ABS_BITS = np.uint32(0x7FFFFFFF)
+from paramserver.types import ABS_BITS, F32, U8, AnyArray
 
 
 def topk_count(elements: int, fraction: float) -> int:
@@ -48,7 +46,7 @@ def _encode_int8(values: F32, residual: F32 | None, new_residual: F32 | None) ->
 
 def _encode_topk(values: F32, residual: F32 | None, new_residual: F32 | None, fraction: float) -> tuple[U8, float]:
     v = values if residual is None else values + residual
-    size = v.view(np.uint32) & _ABS_BITS  # has the same order as the magnitudes
+    size = v.view(np.uint32) & ABS_BITS  # has the same order as the magnitudes
     count = topk_count(v.size, fraction)
     least = np.partition(size, v.size - count)[v.size - count]
     above = np.flatnonzero(size > least)

@@ -22,6 +22,7 @@ from paramserver.kernels.intrinsics import (
 )
 from paramserver.kernels.jit import jit_entry_point, jit_internal
 from paramserver.kernels.loads import add_to, int8_views, load, load_mean, magnitude_bits, topk_views
+from paramserver.types import INF_BITS
 
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 OUT = _out32 = types.Array(types.float32, 1, "C", aligned=False)
@@ -29,8 +30,6 @@ _spans = types.Array(types.int64, 2, "C")
 _table = types.Array(types.float64, 2, "C")
 _numbers = types.Array(types.float64, 1, "C")
 _addresses = types.Array(types.int64, 1, "C")
-
-_INF_BITS = np.uint32(0x7F800000)
 
 
 @jit_internal
@@ -311,7 +310,7 @@ def step(
     _copy(w, s0, s1, s2, out, o0, o1, o2, at, out.size)
     if nontemporal:
         fence()
-    return worst < _INF_BITS
+    return worst < INF_BITS
 
 
 @jit_entry_point
@@ -357,9 +356,9 @@ def finite(raw: Any, code: int) -> Any:
             most = max(most, np.uint16(half[i] & np.uint16(0x7FFF)))
         return most < top
     if code == codes.INT8_CODE:
-        return _largest(int8_views(raw)[0], np.float32(128.0)) < _INF_BITS
+        return _largest(int8_views(raw)[0], np.float32(128.0)) < INF_BITS
     values = topk_views(raw)[1] if code == codes.TOPK_CODE else float32_at(raw.ctypes.data, 0, raw.size // 4)
-    return _largest(values, np.float32(1.0)) < _INF_BITS
+    return _largest(values, np.float32(1.0)) < INF_BITS
 
 
 @jit_entry_point

@@ -10,6 +10,7 @@ import numpy as np
 from numba import types
 
 from paramserver.kernels.jit import jit_entry_point, jit_internal
+from paramserver.types import ABS_BITS, INF_BITS
 
 _BLOCK: Final = 2048
 """Elements that are written and then squared while they are still in the first-level cache."""
@@ -20,8 +21,6 @@ _ROWS: Final = 8
 
 # numba types the sum of two uint32 as uint64, and loops over those are not vectorized: so every result is narrowed.
 _ONE = np.uint32(1)
-_ABS_BITS = np.uint32(0x7FFFFFFF)
-_INF = np.uint32(0x7F800000)
 
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 _out16 = types.Array(types.uint16, 1, "C", aligned=False)
@@ -62,7 +61,7 @@ def _copy(bits: Any, out: Any, top: Any) -> Any:
     for i in range(bits.size):
         u = bits[i]
         out[i] = u
-        top = max(top, np.uint32(u & _ABS_BITS))
+        top = max(top, np.uint32(u & ABS_BITS))
     return top
 
 
@@ -70,10 +69,10 @@ def _copy(bits: Any, out: Any, top: Any) -> Any:
 def _round_bfloat16(bits: Any, out: Any, top: Any) -> Any:
     for i in range(bits.size):
         u = bits[i]
-        size = np.uint32(u & _ABS_BITS)
+        size = np.uint32(u & ABS_BITS)
         odd = np.uint32(np.uint32(u >> np.uint32(16)) & _ONE)
         r = np.uint32(np.uint32(u + np.uint32(np.uint32(0x7FFF) + odd)) >> np.uint32(16))
-        r = np.uint32(0x7FC0) if size > _INF else r
+        r = np.uint32(0x7FC0) if size > INF_BITS else r
         out[i] = np.uint16(r)
         top = max(top, size)
     return top
@@ -83,7 +82,7 @@ def _round_bfloat16(bits: Any, out: Any, top: Any) -> Any:
 def _round_float16(bits: Any, out: Any, top: Any) -> Any:
     for i in range(bits.size):
         u = bits[i]
-        size = np.uint32(u & _ABS_BITS)
+        size = np.uint32(u & ABS_BITS)
         sign = np.uint32(np.uint32(u >> np.uint32(16)) & np.uint32(0x8000))
         odd = np.uint32(np.uint32(size >> np.uint32(13)) & _ONE)
         # Change the exponent's bias from 127 to 15, and round off 13 bits.
@@ -92,7 +91,7 @@ def _round_float16(bits: Any, out: Any, top: Any) -> Any:
         small = np.float32(np.float32(size.view(np.float32)) + np.float32(0.5)).view(np.uint32)
         r = np.uint32(np.uint32(small) - np.uint32(0x3F000000)) if size < np.uint32(0x38800000) else r
         r = np.uint32(0x7C00) if size >= np.uint32(0x47800000) else r
-        r = np.uint32(0x7E00) if size > _INF else r
+        r = np.uint32(0x7E00) if size > INF_BITS else r
         out[i] = np.uint16(np.uint32(r | sign))
         top = max(top, r)
     return top
@@ -112,7 +111,7 @@ def _float32(values: Any, out: Any) -> Any:
         end = min(start + _BLOCK, values.size)
         top = _copy(bits[start:end], out[start:end], top)
         _add_squares(values[start:end], lanes)
-    return _total(lanes, top < _INF)
+    return _total(lanes, top < INF_BITS)
 
 
 def _float16(values: Any, out: Any) -> Any:

@@ -7,14 +7,12 @@ import numpy as np
 from numba import types
 
 from paramserver.kernels.jit import jit_entry_point
-from paramserver.types import INT8_BLOCK
+from paramserver.types import ABS_BITS, INF_BITS, INT8_BLOCK
 
 SCALE: Final = np.float32(1.0 / 127.0)
 SMALLEST: Final = np.float32(2.0**-126)
 """The smallest normal float32; smaller scales count as zero, because their reciprocal might not be finite."""
 
-_ABS_BITS = np.uint32(0x7FFFFFFF)
-_INF_BITS = np.uint32(0x7F800000)
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 _out32 = types.Array(types.float32, 1, "C", aligned=False)
 _out8 = types.Array(types.int8, 1, "C", aligned=False)
@@ -39,11 +37,11 @@ def int8(values: Any, residual: Any, scales: Any, q: Any, new_residual: Any) -> 
         if residual.size:
             for i in range(n):
                 v[i] = values[start + i] + residual[start + i]
-                top = max(top, np.uint32(np.float32(v[i]).view(np.uint32) & _ABS_BITS))
+                top = max(top, np.uint32(np.float32(v[i]).view(np.uint32) & ABS_BITS))
         else:
             for i in range(n):
                 v[i] = values[start + i]
-                top = max(top, np.uint32(np.float32(v[i]).view(np.uint32) & _ABS_BITS))
+                top = max(top, np.uint32(np.float32(v[i]).view(np.uint32) & ABS_BITS))
         worst = max(worst, top)
         bits[0] = top  # the bits of magnitudes have the same order, and integer maxima are vectorized
         scale = np.float32(largest[0] * SCALE)
@@ -62,4 +60,4 @@ def int8(values: Any, residual: Any, scales: Any, q: Any, new_residual: Any) -> 
             for i in range(n):
                 new_residual[start + i] = v[i] - scale * np.float32(q[start + i])
         total += np.float64(scale) * np.float64(scale) * squares
-    return total if worst < _INF_BITS else np.inf
+    return total if worst < INF_BITS else np.inf

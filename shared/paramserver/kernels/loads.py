@@ -10,15 +10,13 @@ import numpy as np
 from paramserver.kernels import codes
 from paramserver.kernels.intrinsics import float32_at, float64_at, int8_at, uint16_at, uint32_at
 from paramserver.kernels.jit import jit_internal
-from paramserver.types import INT8_BLOCK
-
-_ABS_BITS = np.uint32(0x7FFFFFFF)
+from paramserver.types import ABS_BITS, INT8_BLOCK
 
 
 @jit_internal
 def magnitude_bits(x: Any) -> Any:
     """Return the magnitude of a float32 as its bits, which have the same order; infinity and NaN are the largest."""
-    return np.uint32(np.float32(x).view(np.uint32) & _ABS_BITS)
+    return np.uint32(np.float32(x).view(np.uint32) & ABS_BITS)
 
 
 @jit_internal

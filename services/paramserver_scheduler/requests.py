@@ -1,8 +1,6 @@
-"""Connects HTTP to the core: reads a control request's body, waits for the core's reply, and builds the response."""
+"""Control requests: reads their bodies, waits for the core's replies, and builds the responses."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from time import monotonic
 from typing import Any, TypeVar, cast
 
 from fastapi import Request, Response
@@ -10,58 +8,17 @@ from fastapi import Request, Response
 from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.fields import INTEGER_MAX
-from paramserver.core.reading import Reading
 from paramserver.errors import problem
 from paramserver_node import negotiate, value_docs
-from paramserver_node.forward import Forwarder
 from paramserver_scheduler import bodies
-from paramserver_scheduler.history import History
-from paramserver_scheduler.jobs import Jobs
-from paramserver_scheduler.large_bodies import LargeBodies
-from paramserver_scheduler.leadership import Leadership
-from paramserver_scheduler.lease import Lease
-from paramserver_scheduler.redis_memory import RedisMemory
-from paramserver_scheduler.runtime import Answer, Runtime
-from paramserver_scheduler.status_broadcast import StatusBroadcast
+from paramserver_scheduler.runtime import Answer
+from paramserver_scheduler.service import Service
 
 B = TypeVar("B", bound=bodies.Body)
 D = TypeVar("D")
 PAGE_MAX = 1000
 PAGED = ("limit", "after")
 """Query parameters of every paged list."""
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """What the routes of a leader use; stored in `app.state.service`."""
-
-    runtime: Runtime
-    leadership: Leadership
-    jobs: Jobs
-    forwarder: Forwarder
-    history: History
-    lease: Lease
-    started_s: float
-    """When this scheduler began to lead; monotonic."""
-    broadcast: StatusBroadcast = field(default_factory=StatusBroadcast)
-    """The source of the status streams."""
-    large_bodies: LargeBodies = field(default_factory=LargeBodies)
-    redis_memory: RedisMemory = field(default_factory=RedisMemory)
-
-    @property
-    def url(self) -> str:
-        """URL under which others reach this scheduler."""
-        return self.lease.url
-
-    @property
-    def read(self) -> Reading:
-        """The core's current state as JSON documents."""
-        return self.runtime.core.read
-
-    @property
-    def now(self) -> float:
-        """The core's time, in monotonic seconds."""
-        return monotonic()
 
 
 def service(request: Request) -> Service:
