@@ -10,6 +10,7 @@ from tests.refusals import refused_with
 from paramserver import limits
 from paramserver.core.fields import merge_patch
 from paramserver.core.layout import Layout
+from paramserver.core.optimizer_spec import ScheduleSpec
 from paramserver.core.spec import ModelSpec, differences
 from paramserver.errors import CODES, NotFoundError, PsError, RequestError, from_document, problem
 
@@ -126,6 +127,16 @@ def test_patch_changes_settings_and_keeps_the_rest() -> None:
     assert (ssp.consistency.staleness, ssp.consistency.min_workers, ssp.consistency.lag) == (2, 3, "scale")
     sync = ssp.patched({"consistency": {"mode": "sync"}})
     assert (sync.consistency.min_workers, sync.consistency.lag) == (1, "scale")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_another_kind_of_schedule_starts_from_its_own_defaults_except_the_warm_up(name: str) -> None:
+    """A patch to another kind of schedule drops the fields of the present one, which the new one does not have."""
+    s = spec(optimizer={"name": "sgd", "schedule": {"kind": "step", "step_size": 3, "gamma": 0.5, "warmup": 4}})
+
+    changed = s.patched({"optimizer": {"name": name, "schedule": {"kind": "cosine", "t_max": 9}}}).optimizer.schedule
+    assert changed == ScheduleSpec("cosine", t_max=9, warmup=4)
+    assert s.patched({"optimizer": {"schedule": {"gamma": 0.1}}}).optimizer.schedule.step_size == 3
 
 
 @pytest.mark.parametrize(
