@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.refusals import refused_with
 
+import paramserver as ps
 from paramserver import limits
 from paramserver.core.fields import merge_patch
 from paramserver.core.layout import Layout
@@ -58,6 +59,13 @@ def test_a_model_is_cut_by_its_size(mib: float, partitions: int) -> None:
     assert s.partitions == partitions
 
 
+def test_a_step_schedule_takes_torch_s_gamma() -> None:
+    """A step schedule without a gamma decays as torch's and the Python client's do."""
+    made = spec(optimizer={"schedule": {"kind": "step", "step_size": 3}})
+
+    assert made.optimizer.schedule.gamma == ps.StepDecay(step_size=3).gamma == 0.1
+
+
 def test_document_and_parse_are_inverse() -> None:
     """The document of a spec parses to the same spec."""
     s = spec(optimizer={"name": "adamw", "schedule": {"kind": "cosine", "t_max": 9}}, consistency={"mode": "sync"})
@@ -76,6 +84,7 @@ def test_document_and_parse_are_inverse() -> None:
         ({"optimizer": {"name": "sgd", "lr": True}}, "optimizer.lr", ""),
         ({"optimizer": {"name": "sgd", "betas": [0.9, 0.99]}}, "optimizer.betas", "known fields"),
         ({"optimizer": {"name": "adam", "betas": [0.9]}}, "optimizer.betas", ""),
+        ({"optimizer": {"schedule": {"kind": "exponential"}}}, "optimizer.schedule.gamma", ""),
         ({"consistency": {"mode": "sync", "quorum": 0}}, "consistency.quorum", ""),
         ({"consistency": {"mode": "async", "staleness": 3}}, "consistency.staleness", "known fields"),
         ({"params": {"w": {"shape": [0]}}}, "params.w.shape", ""),
