@@ -105,6 +105,10 @@ def _update(task: UpdateTask, pool: BufferPool, values: F32, nontemporal: bool) 
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
     # The checksum also brings the gradient into the cache for the update.
     crc = slice_crc(dtype, ((0, size),), gradient) if task.needs_check else None
+    # The step does not read the gradient where values stay as they are.
+    unread = task.needs_check and any([not s.active or s.lr == 0.0 for s in task.steps])
+    if unread and not kernels.all_finite(gradient, dtype):
+        return TaskResult(None, bad_gradient=True)
     if not kernels.apply(*step, gradient, dtype, values, slots, nontemporal=nontemporal):
         return TaskResult(None, bad_gradient=task.needs_check and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, slots, task.counts), crc)

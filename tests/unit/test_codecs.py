@@ -162,6 +162,14 @@ def test_any_finite_gradient_can_be_encoded(numbers: list[float]) -> None:
         assert float(np.abs(decoded).max()) <= float(np.abs(values).max()) * 1.000001
 
 
+@pytest.mark.parametrize("text", PER_PARTITION)
+def test_a_sum_with_the_residual_that_overflows_is_found_by_the_norm(text: str) -> None:
+    """If a gradient and its residual are finite, but not their sum, the norm is infinite, and nothing warns."""
+    values = np.full(4, 3e38, np.float32)
+
+    assert encode_partition(Codec.parse(text), values, values, np.empty(4, np.float32))[1] == np.inf
+
+
 # ------------------------------------------------------------------------------------------------ in the kernels
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +74,20 @@ def test_what_nobody_has_looked_at_is_looked_at_when_it_is_applied() -> None:
         (True, False),
         (False, False),
     ]
+
+
+@pytest.mark.parametrize(("name", "unread"), [("sgd", {"active": False}), ("ftrl", {"lr": 0.0})])
+def test_what_makes_no_step_is_looked_at_too(name: str, unread: dict[str, Any]) -> None:
+    """A gradient that nobody has looked at is refused for NaN in what makes no step: it is frozen, or has rate 0."""
+    pool, optimizer = BufferPool(), replace(SPEC.optimizer, name=name)
+    task = tasks(pool, reuse_direct=False)[0]
+    values, still = task.state.values, tuple([replace(step, **unread) for step in task.steps])
+    state = replace(task.state, slots=(values,) * slot_count(optimizer))
+    task = replace(task, state=state, optimizer=optimizer, steps=still, needs_check=True)
+    assert compute([task], pool)[0].state is not None
+    assert task.direct is not None
+    task.direct[0][-1] = np.nan
+    assert compute([task], pool)[0].bad_gradient
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw", "ftrl", "sum"])

@@ -1,5 +1,7 @@
 """The shard's core, event by event: pushes in every mode but sync."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.refusals import refused_with
@@ -223,6 +225,17 @@ def test_clipping_by_norm_needs_the_whole_gradients_norm() -> None:
     assert driver.values() == [0.5] * 4
     with refused_with("invalid_field"):
         driver.push({0: ones()})
+
+
+@pytest.mark.parametrize(("consistency", "values"), [({"mode": "async"}, 0.0), ({"mode": "buffered", "count": 2}, 0.5)])
+def test_clipping_by_value_clamps_what_a_step_is_made_of(consistency: dict[str, Any], values: float) -> None:
+    """With `clip_value`, each element of a weighted gradient is clamped, in buffered mode of the mean."""
+    driver = serving(spec(optimizer={"name": "sum", "clip_value": 1.0}, consistency=consistency))
+
+    driver.push({0: ones(value=2.0)}, weight=2.0)
+    driver.push({0: ones(value=-3.0)})
+
+    assert driver.values() == [values] * 4
 
 
 def test_ids_of_the_scheduler_are_asked_for_once() -> None:

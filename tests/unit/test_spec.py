@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.refusals import refused_with
 
+import paramserver as ps
 from paramserver import limits
 from paramserver.core.fields import merge_patch
 from paramserver.core.layout import Layout
+from paramserver.core.optimizer_spec import ScheduleSpec
 from paramserver.core.spec import ModelSpec, differences
 from paramserver.errors import CODES, NotFoundError, PsError, RequestError, from_document, problem
 
@@ -57,6 +59,13 @@ def test_a_model_is_cut_by_its_size(mib: float, partitions: int) -> None:
     assert s.partitions == partitions
 
 
+def test_a_step_schedule_takes_torch_s_gamma() -> None:
+    """A step schedule without a gamma decays as torch's and the Python client's do."""
+    made = spec(optimizer={"schedule": {"kind": "step", "step_size": 3}})
+
+    assert made.optimizer.schedule.gamma == ps.StepDecay(step_size=3).gamma == 0.1
+
+
 def test_document_and_parse_are_inverse() -> None:
     """The document of a spec parses to the same spec."""
     s = spec(optimizer={"name": "adamw", "schedule": {"kind": "cosine", "t_max": 9}}, consistency={"mode": "sync"})
@@ -75,6 +84,7 @@ def test_document_and_parse_are_inverse() -> None:
         ({"optimizer": {"name": "sgd", "lr": True}}, "optimizer.lr", ""),
         ({"optimizer": {"name": "sgd", "betas": [0.9, 0.99]}}, "optimizer.betas", "known fields"),
         ({"optimizer": {"name": "adam", "betas": [0.9]}}, "optimizer.betas", ""),
+        ({"optimizer": {"schedule": {"kind": "exponential"}}}, "optimizer.schedule.gamma", ""),
         ({"consistency": {"mode": "sync", "quorum": 0}}, "consistency.quorum", ""),
         ({"consistency": {"mode": "async", "staleness": 3}}, "consistency.staleness", "known fields"),
         ({"params": {"w": {"shape": [0]}}}, "params.w.shape", ""),
@@ -126,6 +136,16 @@ def test_patch_changes_settings_and_keeps_the_rest() -> None:
     assert (ssp.consistency.staleness, ssp.consistency.min_workers, ssp.consistency.lag) == (2, 3, "scale")
     sync = ssp.patched({"consistency": {"mode": "sync"}})
     assert (sync.consistency.min_workers, sync.consistency.lag) == (1, "scale")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_another_kind_of_schedule_starts_from_its_own_defaults_except_the_warm_up(name: str) -> None:
+    """A patch to another kind of schedule drops the fields of the present one, which the new one does not have."""
+    s = spec(optimizer={"name": "sgd", "schedule": {"kind": "step", "step_size": 3, "gamma": 0.5, "warmup": 4}})
+
+    changed = s.patched({"optimizer": {"name": name, "schedule": {"kind": "cosine", "t_max": 9}}}).optimizer.schedule
+    assert changed == ScheduleSpec("cosine", t_max=9, warmup=4)
+    assert s.patched({"optimizer": {"schedule": {"gamma": 0.1}}}).optimizer.schedule.step_size == 3
 
 
 @pytest.mark.parametrize(

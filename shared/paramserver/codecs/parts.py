@@ -45,7 +45,8 @@ def _encode_int8(values: F32, residual: F32 | None, new_residual: F32 | None) ->
 
 
 def _encode_topk(values: F32, residual: F32 | None, new_residual: F32 | None, fraction: float) -> tuple[U8, float]:
-    v = values if residual is None else values + residual
+    with np.errstate(over="ignore"):
+        v = values if residual is None else values + residual
     size = v.view(np.uint32) & ABS_BITS  # has the same order as the magnitudes
     count = topk_count(v.size, fraction)
     least = np.partition(size, v.size - count)[v.size - count]

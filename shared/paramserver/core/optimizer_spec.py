@@ -32,10 +32,10 @@ class ScheduleSpec(Struct, frozen=True):
         for name in cls.KINDS[kind]:
             if name in ("step_size", "t_max"):
                 values[name] = r.integer(name, 1, 1)
-                if name not in r.data:
-                    r.fail(name, "is required")
             else:
-                values[name] = r.number(name, 1.0 if name == "gamma" else 0.0, 0.0)
+                values[name] = r.number(name, 0.1 if name == "gamma" else 0.0, 0.0)
+            if name not in r.data and (name in ("step_size", "t_max") or kind == "exponential"):
+                r.fail(name, "is required")
         r.done()
         return cls(kind, **values)
 

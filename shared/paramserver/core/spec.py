@@ -245,8 +245,8 @@ class ModelSpec(Struct, frozen=True):
     def patched(self, patch: Any) -> Self:
         """Return this spec after a JSON merge patch; raises RequestError (422) for fields that cannot change.
 
-        When the optimizer's name or the consistency mode changes, its other fields start from their defaults, except
-        those of the optimizer that `kept_fields` names, and `lag` and `lag_bound`.
+        When the optimizer's name, its schedule's kind or the consistency mode changes, the other fields of that start
+        from their defaults, except those of the optimizer that `kept_fields` names, `warmup`, `lag` and `lag_bound`.
         """
         if not isinstance(patch, Mapping):
             raise problem("malformed", "a merge patch is a JSON object")
@@ -258,11 +258,9 @@ class ModelSpec(Struct, frozen=True):
         stray = [str(n) for n in named if n not in base["params"]] if isinstance(named, Mapping) else []
         if stray:
             raise combined(self.unknown(stray))
-        for part, tag in (("optimizer", "name"), ("consistency", "mode")):
-            new = patch.get(part)
-            if isinstance(new, Mapping) and new.get(tag, base[part][tag]) != base[part][tag]:
-                kept = kept_fields(str(new[tag])) if part == "optimizer" else ("lag", "lag_bound")
-                base[part] = {k: base[part][k] for k in kept if k in base[part]}
+        _start_anew(base, patch, "optimizer", "name")
+        _start_anew(base, patch, "consistency", "mode")
+        _start_anew(base["optimizer"], patch.get("optimizer"), "schedule", "kind")
         merged = merge_patch(base, patch)
         new_spec = type(self).parse(merged, () if "params" in patch else self.params)
         if new_spec.params is not self.params and [(p.name, p.shape, p.dtype, p.init) for p in new_spec.params] != [
@@ -270,3 +268,11 @@ class ModelSpec(Struct, frozen=True):
         ]:
             raise problem("invalid_field", "params: names, shapes, dtypes and init cannot be changed")
         return new_spec
+
+
+def _start_anew(base: dict[str, Any], patch: Any, part: str, tag: str) -> None:
+    """Remove from a part of a document, if the patch changes its kind, what is not kept then."""
+    new = patch.get(part) if isinstance(patch, Mapping) else None
+    if isinstance(new, Mapping) and new.get(tag, base[part][tag]) != base[part][tag]:
+        own = {"optimizer": kept_fields(str(new[tag])), "consistency": ("lag", "lag_bound"), "schedule": ("warmup",)}
+        base[part] = {k: base[part][k] for k in own[part] if k in base[part]}
