@@ -361,6 +361,10 @@ def test_an_older_checkpoint_is_not_restored_as_the_newest(tmp_path: Path) -> No
         store.write("m", name, own | {"created_s": float(version), "metric": metric}, held(version))
     (store.path("m", "empty")).mkdir()
     assert [store.read("m", which).versions for which in ("latest", "best")] == [[1], [1]]
+    same = {"name": "accuracy", "value": 1}
+    store.write("m", "same", own | {"created_s": 2.0, "metric": same}, held(2))
+    assert [store.read("m", which).versions for which in ("latest", "best")] == [[2], [1]]
+    store.remove("m", "same", None)
 
     manifest = store.path("m", "newer") / checkpoint.MANIFEST
     manifest.write_bytes(manifest.read_bytes()[:100])
