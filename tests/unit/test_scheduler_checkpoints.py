@@ -223,7 +223,7 @@ def test_the_last_and_the_best_checkpoints_stay() -> None:
 
 
 def test_the_best_stays_the_best_until_a_better_value_is_reported() -> None:
-    """Later checkpoints without a newer value of the metric, or with one that is not finite, leave the best as it is."""
+    """Later checkpoints without a newer value of the metric, or with one that is not finite, never become the best."""
     d = Driver.with_model(checkpoint={"every_clocks": 10, "keep": 1})
     a = d.join("a")
     best = []
