@@ -136,7 +136,8 @@ def _beside(target: str) -> Path | None:
 def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None, workers: int) -> None:
     """Create the model if it does not exist; set its mode if given, and `min_workers` in sync and ssp.
 
-    Raises NotFoundError (`unknown_model`) if the model does not exist and there is no spec.
+    Raises NotFoundError (`unknown_model`) if the model does not exist and there is no spec, ConflictError (`conflict`)
+    if another run trains it.
     """
     try:
         document = client.model(model).info()
@@ -148,6 +149,9 @@ def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None,
         typer.echo(f"created model {model} from {spec}")
     from paramserver.client.cluster import model_path
 
+    busy = next((r["id"] for r in client.runs() if r["model"] == model and r["state"] not in ENDED), None)
+    if busy is not None:  # before the settings are changed, which are those of its training
+        raise problem("conflict", f"run '{busy}' is training model '{model}'", hint="stop it first")
     words = [] if mode is None else [f"mode={mode}"]
     if (mode or document["spec"]["consistency"]["mode"]) in ("sync", "ssp"):
         words.append(f"min_workers={workers}")
