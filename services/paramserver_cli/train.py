@@ -68,7 +68,7 @@ def train(
     client = connect(url)
     _prepare(client, model, spec or _beside(target), mode, workers)
     stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}
-    unwind.on_signals()  # SIGTERM becomes an exception, so that the run is stopped
+    unwind.on_signals()  # SIGTERM and SIGHUP become exceptions, so that the run is stopped
     options: dict[str, Any] = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     if (token := worker_token(url)) is not None:
         os.environ["PARAMSERVER_TOKEN"] = token  # inherited by the workers: no file or command line shows it
@@ -86,11 +86,12 @@ def train(
             )
             try:
                 training = Training(client, model, model)
-                _report(_follow(client, run["id"], training, state), training)
-            except (KeyboardInterrupt, unwind.Terminated):
+                ended = _follow(client, run["id"], training, state)
+            except BaseException:  # also if the terminal is gone: the run's workers go with this process
                 with suppress(PsError):
                     client.set_run(run["id"], state="stopped", timeout=5.0)
                 raise
+            _report(ended, training)
     finally:
         shutil.rmtree(state.path, ignore_errors=True)
 

@@ -369,11 +369,13 @@ def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path:
     assert run["state"] == "failed"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["int", "term", "hup"]
+)
 def test_an_interrupted_training_stops_its_run(
     shared_cluster: Cluster, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """Ctrl-C and SIGTERM end `psctl train` with exit codes 130 and 143, stop its run and leave no worker process."""
+    """Ctrl-C, SIGTERM and a terminal that is closed end `psctl train`, stop its run and leave no worker process."""
     model = f"endless-{code}"
     (tmp_path / "endless.py").write_text(
         "def train(worker):\n    while not worker.draining:\n        worker.step({'w': [1.0, 1.0]})\n"
