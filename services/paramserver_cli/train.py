@@ -17,7 +17,7 @@ import typer
 import paramserver as ps
 from paramserver.core.runs import ENDED
 from paramserver.core.spec import ConsistencySpec
-from paramserver.errors import NotFoundError, PsError, problem
+from paramserver.errors import NotFoundError, PsError, Unavailable, problem
 from paramserver_cli import launch
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.cluster_file import Plan, StateDir
@@ -25,7 +25,7 @@ from paramserver_cli.config import Url, connect, worker_token
 from paramserver_cli.display import display
 from paramserver_cli.launch import Failed
 from paramserver_cli.models import create_from, read_spec
-from paramserver_cli.training import Training
+from paramserver_cli.training import POLL_TIMEOUT_S, Training
 from paramserver_node import unwind
 
 SPEC_FILE = "model.yaml"
@@ -161,13 +161,17 @@ def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None,
 
 
 def _follow(client: ps.Client, run: str, training: Training, state: StateDir) -> dict[str, Any]:
-    """Show the run until it has ended, and return its document."""
+    """Show the run until it has ended, through outages of the cluster, and return its document."""
     restarts: dict[str, int] = {}
     with display(client.url) as shown:
         while True:
             training.poll()
             shown.show(training)
-            document = client.get_run(run)
+            try:
+                document = client.get_run(run, timeout=POLL_TIMEOUT_S)
+            except Unavailable:  # the display says so; the workers wait for the cluster, or train on meanwhile
+                time.sleep(POLL_S)
+                continue
             if document["state"] in ENDED:
                 training.poll()  # pick up the last reports
                 return document
