@@ -207,6 +207,18 @@ def test_a_model_that_has_lost_updates_has_changed() -> None:
     assert [points.due(rule, 0, 0, lambda v=v: v, 60.0) for v in (6, 7, 8)] == [True, False, True]  # type: ignore[misc]
 
 
+def test_a_model_that_rests_gets_no_checkpoint_from_each_new_leader() -> None:
+    """A new leader knows of which version the newest checkpoint is: copies of it would take the place of older ones."""
+    d = Driver.with_model(**SYNC, checkpoint={"every_minutes": 1.0})
+    d.clock(d.join("a"), 3)
+    d.wait(61.0)
+    (asked,) = [w for w in d.work if isinstance(w, io.WriteCheckpoint)]
+    d.do(io.CheckpointWritten(asked.model, asked.name, 10, [3, 3, 3, 3], "/x"))
+    d.restart()
+    d.wait(61.0)
+    assert d.work == [asked]
+
+
 def test_the_last_and_the_best_checkpoints_stay() -> None:
     """The newest `keep` checkpoints, the best by metric and all named by users are kept."""
     d = Driver.with_model(checkpoint={"every_clocks": 10, "keep": 2})
