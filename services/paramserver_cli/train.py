@@ -17,7 +17,7 @@ import typer
 import paramserver as ps
 from paramserver.core.runs import ENDED
 from paramserver.core.spec import ConsistencySpec
-from paramserver.errors import NotFoundError, PsError, problem
+from paramserver.errors import NotFoundError, PsError, Unavailable, problem
 from paramserver_cli import launch
 from paramserver_cli.assignments import merge_patch
 from paramserver_cli.config import Url, connect, worker_token
@@ -25,7 +25,7 @@ from paramserver_cli.display import display, percent
 from paramserver_cli.launch import Failed
 from paramserver_cli.models import create_from, read_spec
 from paramserver_cli.state_directory import Plan, StateDir
-from paramserver_cli.training import Training
+from paramserver_cli.training import POLL_TIMEOUT_S, Training
 from paramserver_node import unwind
 from paramserver_node.words import arguments
 
@@ -66,7 +66,7 @@ def train(
     client = connect(url)
     _prepare(client, model, spec or _beside(target), mode, workers)
     stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}
-    unwind.on_signals()  # SIGTERM becomes an exception, so that the run is stopped
+    unwind.on_signals()  # SIGTERM and SIGHUP become exceptions, so that the run is stopped
     options: dict[str, Any] = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     if (token := worker_token(url)) is not None:
         os.environ["PARAMSERVER_TOKEN"] = token  # inherited by the workers: no file or command line shows it
@@ -84,11 +84,12 @@ def train(
             )
             try:
                 training = Training(client, model, model)
-                _report(_follow(client, run["id"], training, state), training)
-            except (KeyboardInterrupt, unwind.Terminated):
+                ended = _follow(client, run["id"], training, state)
+            except BaseException:  # also if the terminal is gone: the run's workers go with this process
                 with suppress(PsError):
                     client.set_run(run["id"], state="stopped", timeout=5.0)
                 raise
+            _report(ended, training)
     finally:
         shutil.rmtree(state.path, ignore_errors=True)
 
@@ -134,7 +135,8 @@ def _beside(target: str) -> Path | None:
 def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None, workers: int) -> None:
     """Create the model if it does not exist; set its mode if given, and `min_workers` in sync and ssp.
 
-    Raises NotFoundError (`unknown_model`) if the model does not exist and there is no spec.
+    Raises NotFoundError (`unknown_model`) if the model does not exist and there is no spec, ConflictError (`conflict`)
+    if another run trains it.
     """
     try:
         document = client.model(model).info()
@@ -146,6 +148,9 @@ def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None,
         typer.echo(f"created model {model} from {spec}")
     from paramserver.client.cluster import model_path
 
+    busy = next((r["id"] for r in client.runs() if r["model"] == model and r["state"] not in ENDED), None)
+    if busy is not None:  # before the settings are changed, which are those of its training
+        raise problem("conflict", f"run '{busy}' is training model '{model}'", hint="stop it first")
     words = [] if mode is None else [f"mode={mode}"]
     if (mode or document["spec"]["consistency"]["mode"]) in ("sync", "ssp"):
         words.append(f"min_workers={workers}")
@@ -154,13 +159,17 @@ def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None,
 
 
 def _follow(client: ps.Client, run: str, training: Training, state: StateDir) -> dict[str, Any]:
-    """Show the run until it has ended, and return its document."""
+    """Show the run until it has ended, through outages of the cluster, and return its document."""
     restarts: dict[str, int] = {}
     with display(client.url) as shown:
         while True:
             training.poll()
             shown.show(training)
-            document = client.get_run(run)
+            try:
+                document = client.get_run(run, timeout=POLL_TIMEOUT_S)
+            except Unavailable:  # the display says so; the workers wait for the cluster, or train on meanwhile
+                time.sleep(POLL_S)
+                continue
             if document["state"] in ENDED:
                 training.poll()  # pick up the last reports
                 return document

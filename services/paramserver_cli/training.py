@@ -11,6 +11,8 @@ import paramserver as ps
 from paramserver.errors import NotFoundError, Unavailable
 
 POLL_TIMEOUT_S = 2.0
+SAMPLES_MAX = 4096
+"""Samples kept; a training of that many goes on with every other one of them, and half as many new ones."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class Training:
     """Accuracies of the evaluations, oldest first; equal ones in a row are stored once."""
     error: str = ""
     """Why the last `poll` failed; empty if it succeeded."""
+    _polls: int = 0
+    _every: int = 1
+    """How many polls share a sample, which is that of the last one."""
 
     @property
     def elapsed_s(self) -> float:
@@ -79,7 +84,14 @@ class Training:
         if found is None:
             return
         sample = self._sample(found)
-        self.samples.append(sample)
+        if len(self.samples) == SAMPLES_MAX and self._polls % self._every == 0:
+            del self.samples[1::2]
+            self._every *= 2
+        if self._polls % self._every:
+            self.samples[-1] = sample
+        else:
+            self.samples.append(sample)
+        self._polls += 1
         if sample.accuracy is not None and self.evaluations[-1:] != [sample.accuracy]:
             self.evaluations.append(sample.accuracy)
 

@@ -20,7 +20,10 @@ class Terminated(SystemExit):
 
 
 def on_signals() -> None:
-    """Make SIGTERM raise Terminated in the main thread; from now on, neither that nor Ctrl-C is lost."""
+    """Make SIGTERM raise Terminated in the main thread; from now on, neither that nor Ctrl-C is lost.
+
+    So does SIGHUP, which a terminal sends that is closed, unless it is ignored (`nohup`).
+    """
     pending: BaseException = Terminated(128 + signal.SIGTERM)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -39,4 +42,6 @@ def on_signals() -> None:
 
     before, sys.unraisablehook = sys.unraisablehook, ignored
     signal.signal(signal.SIGTERM, end)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, end)
     signal.signal(signal.SIGALRM, raise_again)

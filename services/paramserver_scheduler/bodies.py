@@ -77,7 +77,9 @@ class Dataset(Body):
     task_size: Count | None = None
     ranges: Many[Many[Count]] | None = Field(None, description="[start, stop) pairs, in place of `size`")
     uri: Text | None = Field(None, description="what the worker's own code opens")
-    assignment: str = Field("dynamic", examples=["dynamic", "static"])
+    assignment: str = Field(
+        "dynamic", description="static: range i to live worker i modulo their number", examples=["dynamic", "static"]
+    )
     passes: Count | None = Field(1, description="passes over the data; null: endless")
 
 

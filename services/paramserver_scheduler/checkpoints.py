@@ -290,4 +290,4 @@ def _created(entry: tuple[Path, Mapping[str, Any]]) -> float:
 def _score(entry: tuple[Path, Mapping[str, Any]]) -> tuple[float, float]:
     manifest = entry[1]
     sign = 1.0 if manifest["spec"]["checkpoint"]["best"] == "max" else -1.0
-    return sign * float(manifest["metric"]["value"]), _created(entry)
+    return sign * float(manifest["metric"]["value"]), -_created(entry)

@@ -7,6 +7,7 @@ from time import monotonic
 from typing import Any, Final
 
 import paramserver
+from paramserver.core.runs import ENDED
 from paramserver.core.series import Point
 from paramserver_scheduler.schema import (
     ClusterStatus,
@@ -22,6 +23,7 @@ from paramserver_scheduler.service import Service
 POINTS: Final = 120
 """Most points of a series in a status; longer series are averaged down."""
 RUNS: Final = 20
+"""Newest runs in a status, which also has those before them that have not ended."""
 EVENTS: Final = 100
 SLICE_S: Final = 0.01
 """After so long with its models, a status lets requests be answered before it goes on."""
@@ -55,7 +57,8 @@ async def describe(s: Service, *, series: bool = True) -> Status:
         if why := line["checkpoint_error"]:
             complaints.append(f"Model {name}: its last checkpoint was not written: {why}")
     clocks = {m.name: m.clock for m in models}
-    runs = [_run(r, clocks.get(r["model"])) for r in found["runs"][-RUNS:][::-1]]
+    newest = enumerate(reversed(found["runs"]))
+    runs = [_run(r, clocks.get(r["model"])) for i, r in newest if i < RUNS or r["state"] not in ENDED]
     problems = _problems(s, shards, models, runs) + complaints
     cluster = ClusterStatus(
         state="degraded" if problems else "ok",
@@ -223,7 +226,8 @@ def _series(name: str, points: Collection[Point]) -> Series:
 
 def _run(r: Document, clock: int | None) -> RunStatus:
     places, stop = r["places"], r["stop"]
-    clocks = None if clock is None else max(0, clock - r["from_clock"])
+    # Of a model whose run has ended, the clocks are a later one's.
+    clocks = None if clock is None or r["state"] in ENDED else max(0, clock - r["from_clock"])
     parts = []
     if stop.get("minutes"):
         parts.append(r["ran_s"] / (60 * stop["minutes"]))

@@ -139,7 +139,7 @@ class RunStatus(BaseModel):
     placed: int = Field(description="places taken")
     created_s: float = Field(description="seconds since 1970")
     ran_s: float = Field(description="seconds in state running")
-    clocks: int | None = Field(description="clocks since it began; null when its model is gone")
+    clocks: int | None = Field(description="clocks since it began; null when it has ended")
     stop: dict[str, Any] = Field(description="when it ends", examples=[{"minutes": 10}])
     progress: float | None = Field(description="from 0 to 1; null when nothing says how long it is to run")
 

@@ -49,7 +49,7 @@ class ClusterMetrics(Collector):
         pool = sum(n.role == "pool" for n in status.nodes)
         yield _one("paramserver_pool_members", "Worker processes in the pool", pool)
         runs = [(s, sum(r.state == s for r in status.runs)) for s in RUN_STATES]
-        yield _by("paramserver_runs", "The newest 20 runs by state", "state", runs)
+        yield _by("paramserver_runs", "The newest 20 runs, and all that have not ended, by state", "state", runs)
         ended = CounterMetricFamily(
             "paramserver_runs_ended", "Runs that have ended since this scheduler began to lead", labels=["state"]
         )

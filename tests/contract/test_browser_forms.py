@@ -54,6 +54,23 @@ def test_an_empty_page_leads_to_a_training_and_a_failed_run_shows_its_traceback(
         assert seen.errors == []
 
 
+def test_a_run_that_is_refused_leaves_the_settings_of_the_one_that_trains(tmp_path: Path) -> None:
+    """The form for a run on a model that another run trains is refused before it has changed the model's settings."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        page = seen.page
+        with ps.connect(cluster.url) as client:
+            client.create_model("busy", {"w": (2,)})
+            client.create_run("busy", "elsewhere:train")
+        page.goto(cluster.url)
+
+        page.click("#new-run summary")
+        page.select_option("#new-run [name='consistency.mode']", "sync")
+        page.click("#new-run button")
+
+        page.wait_for_selector("#new-run .bad:has-text(\"run 'run-1' is training model 'busy'; stop it first\")")
+        assert cluster.get("/models/busy")["revision"] == 0
+
+
 def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
     """The page changes a model's settings, starts a run on a new model like it, and pauses, resumes and stops it."""
     with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:

@@ -338,6 +338,21 @@ def test_a_script_is_run_by_its_own_workers(own_cluster: Cluster, tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_training_of_a_model_that_trains_already_changes_nothing(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """`psctl train` on a model that another run trains is refused before it has changed the model's mode."""
+    (tmp_path / "train.py").write_text("def train(worker):\n    pass\n")
+    client = ps.connect(shared_cluster.url)
+    model = client.create_model("busy", {"w": (2,)})
+    run = client.create_run("busy", "elsewhere:train")
+    before = model.info()["spec"]
+
+    refused = shared_cluster.psctl("train", str(tmp_path / "train.py"), "--model", "busy", "--mode", "sync")
+
+    assert refused.returncode == 4
+    assert f"run '{run['id']}' is training model 'busy' (psctl run stop ends it" in refused.stderr
+    assert model.info()["spec"] == before
+
+
 def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path: Path) -> None:
     """A training function that always raises fails the run; psctl prints the traceback and exits with 1."""
     (tmp_path / "broken.py").write_text("def train(worker, size):\n    raise RuntimeError(f'no data of size {size}')\n")
@@ -354,11 +369,13 @@ def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path:
     assert run["state"] == "failed"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["int", "term", "hup"]
+)
 def test_an_interrupted_training_stops_its_run(
     shared_cluster: Cluster, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """Ctrl-C and SIGTERM end `psctl train` with exit codes 130 and 143, stop its run and leave no worker process."""
+    """Ctrl-C, SIGTERM and a terminal that is closed end `psctl train`, stop its run and leave no worker process."""
     model = f"endless-{code}"
     (tmp_path / "endless.py").write_text(
         "def train(worker):\n    while not worker.draining:\n        worker.step({'w': [1.0, 1.0]})\n"

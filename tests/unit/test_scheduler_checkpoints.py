@@ -1,5 +1,6 @@
 """Checkpoints in the scheduler's core: when they are written, which are kept, and what a restore does."""
 
+import math
 from typing import Any
 
 import pytest
@@ -206,6 +207,18 @@ def test_a_model_that_has_lost_updates_has_changed() -> None:
     assert [points.due(rule, 0, 0, lambda v=v: v, 60.0) for v in (6, 7, 8)] == [True, False, True]  # type: ignore[misc]
 
 
+def test_a_model_that_rests_gets_no_checkpoint_from_each_new_leader() -> None:
+    """A new leader knows of which version the newest checkpoint is: copies of it would take the place of older ones."""
+    d = Driver.with_model(**SYNC, checkpoint={"every_minutes": 1.0})
+    d.clock(d.join("a"), 3)
+    d.wait(61.0)
+    (asked,) = [w for w in d.work if isinstance(w, io.WriteCheckpoint)]
+    d.do(io.CheckpointWritten(asked.model, asked.name, 10, [3, 3, 3, 3], "/x"))
+    d.restart()
+    d.wait(61.0)
+    assert d.work == [asked]
+
+
 def test_the_last_and_the_best_checkpoints_stay() -> None:
     """The newest `keep` checkpoints, the best by metric and all named by users are kept."""
     d = Driver.with_model(checkpoint={"every_clocks": 10, "keep": 2})
@@ -219,6 +232,30 @@ def test_the_last_and_the_best_checkpoints_stay() -> None:
     names = [c["name"] for c in d.core.read.checkpoints("m")]
     assert [n.split("-")[-1] for n in names] == ["mine", "20", "40", "50"]
     assert len([w for w in d.work if isinstance(w, io.RemoveCheckpoint)]) == 2
+
+
+def test_the_best_stays_the_best_until_a_better_value_is_reported() -> None:
+    """Later checkpoints without a newer value of the metric, or with one that is not finite, never become the best."""
+    d = Driver.with_model(checkpoint={"every_clocks": 10, "keep": 1})
+    a = d.join("a")
+    best = []
+    for clock, accuracy in ((10, 0.9), (20, None), (30, math.nan), (40, 0.8), (50, 0.95)):
+        if accuracy is not None:
+            d.ask(lambda n, v=accuracy: io.ReportMetrics(n, "m", {"accuracy": v}))  # type: ignore[misc]
+        d.clock(a, clock)
+        finish(d)
+        best.append(d.core.read.checkpoint("m", "best")["clock"])
+    assert best == [10, 10, 10, 10, 50]
+
+
+def test_a_checkpoint_has_no_metric_whose_newest_value_is_not_finite() -> None:
+    """A model that has diverged is not saved with the last good value of its metric."""
+    d = Driver.with_model(checkpoint={"every_clocks": 10})
+    a = d.join("a")
+    for clock, accuracy in ((5, 0.9), (10, math.nan)):
+        d.ask(lambda n, v=accuracy: io.ReportMetrics(n, "m", {"accuracy": v}))  # type: ignore[misc]
+        d.clock(a, clock)
+    assert finish(d).document["metric"] is None
 
 
 def test_why_the_last_checkpoint_is_missing_is_told_until_one_is_written() -> None:

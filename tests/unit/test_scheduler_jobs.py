@@ -356,11 +356,11 @@ def test_an_older_checkpoint_is_not_restored_as_the_newest(tmp_path: Path) -> No
     """While a manifest cannot be read, which checkpoint is `latest` or `best` is not guessed; names find the others."""
     store = CheckpointStore(tmp_path)
     own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
-    for version, name in enumerate(("older", "newer")):
-        metric = {"name": "accuracy", "value": version}
+    for version, name in enumerate(("older", "newer", "newest")):
+        metric = {"name": "accuracy", "value": min(version, 1)}
         store.write("m", name, own | {"created_s": float(version), "metric": metric}, held(version))
     (store.path("m", "empty")).mkdir()
-    assert [store.read("m", which).versions for which in ("latest", "best")] == [[1], [1]]
+    assert [store.read("m", which).versions for which in ("latest", "best")] == [[2], [1]]
 
     manifest = store.path("m", "newer") / checkpoint.MANIFEST
     manifest.write_bytes(manifest.read_bytes()[:100])

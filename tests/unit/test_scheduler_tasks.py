@@ -127,6 +127,18 @@ def test_who_gets_data_again_goes_on_where_the_others_are() -> None:
     assert d.clock(a, 52) in d.open
 
 
+def test_an_evaluation_that_nobody_makes_does_not_slow_the_rounds() -> None:
+    """Only the next commit has the workers ask the scheduler whether there is an evaluation; then heartbeats tell."""
+    d = Driver.with_model(consistency={"mode": "sync"})
+    a = d.join("a")
+    d.clock(a, 1)
+    d.ask(lambda n: io.RequestEvaluation(n, "m"))
+    for clock in (2, 3, 4):
+        d.clock(a, clock)
+    assert [c["asks"] for c in d.commits()] == [False, True, False, False]
+    assert d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], 1, 4))["evaluate"]
+
+
 def test_at_most_eight_evaluations_are_kept() -> None:
     """At most EVALUATIONS_MAX evaluations are kept, however many are requested and leased, always with the newest."""
     d = Driver.with_model()

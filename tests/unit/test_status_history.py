@@ -191,6 +191,37 @@ async def test_workers_that_are_gone_are_shown_and_not_counted() -> None:
     assert told(found, "paramserver_model_workers", "model") == {"m00": 1}
 
 
+async def test_a_run_that_has_ended_makes_no_progress() -> None:
+    """The clocks of a later run of the same model are not counted for one that was stopped."""
+    d, service = of_models(1)
+    worker = d.ask(partial(io.JoinWorker, model="m00", name="a"))
+    create = partial(io.CreateRun, model="m00", entry="a.b:c", stop={"clocks": 20})
+
+    async def progress() -> list[float | None]:
+        return [run.progress for run in (await overview.describe(service)).runs]
+
+    d.ask(create)
+    d.send(partial(io.ReportClock, model="m00", worker=worker["worker"], epoch=1, clock=5))
+    assert await progress() == [0.0]  # nobody has taken a place
+    d.ask(partial(io.PatchRun, run="run-1", state="stopped"))
+    d.ask(create)
+    d.send(partial(io.ReportClock, model="m00", worker=worker["worker"], epoch=1, clock=15))
+    assert await progress() == [0.0, None]
+
+
+async def test_a_long_run_is_shown_however_many_shorter_ones_have_ended_since() -> None:
+    """The status has every run that has not ended, and of the others the newest."""
+    d, service = of_models(2)
+    d.ask(partial(io.CreateRun, model="m00", entry="a.b:c"))
+    for number in range(overview.RUNS + 1):
+        d.ask(partial(io.CreateRun, model="m01", entry="a.b:c"))
+        d.ask(partial(io.PatchRun, run=f"run-{number + 2}", state="stopped"))
+
+    shown = [run.id for run in (await overview.describe(service)).runs]
+
+    assert shown == [*(f"run-{number}" for number in range(overview.RUNS + 2, 2, -1)), "run-1"]
+
+
 async def test_a_dead_shard_is_a_problem_until_it_is_no_longer_listed() -> None:
     """Status and metrics show a dead shard for as long as `GET /shards` lists it, or until it joins again."""
     d, service = of_models(1)

@@ -110,6 +110,9 @@ export class RunForm {
       model.value = run.model;
       fresh.value = "";
     }
+    const busy = (await list("runs")).find(r => r.model === run.model && !ended(r));
+    // Before the settings are changed, which are those of its training.
+    if (busy) throw new Error(`run '${busy.id}' is training model '${run.model}'; stop it first`);
     if (Object.keys(changes).length > 0) this.#settings.show((await send("PATCH", pathOf(run.model), changes)).spec);
     const {id, state, reason} = await send("POST", "runs", run);
     return `${id} is ${state}${reason && ": " + reason}`;

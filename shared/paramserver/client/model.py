@@ -219,7 +219,8 @@ class Model(ModelBase):
         """Register a dataset as ranges that workers lease; repeating the same call changes nothing.
 
         Give either `size` elements in ranges of `chunk` (None: in at most 64 equal ranges), or `ranges`.  There are
-        `epochs` passes over them (None: without end).  `static`: each range always goes to the same rank.
+        `epochs` passes over them (None: without end).  `static`: range i goes to live worker i modulo
+        their number, in order of rank, so always to the same one as long as none joins or leaves.
         """
         body = control.dataset_document(dataset, size, chunk, ranges, uri, epochs, "static" if static else "dynamic")
         self._client.run(self._post("tasks", body, timeout))

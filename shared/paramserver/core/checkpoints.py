@@ -153,4 +153,5 @@ class Checkpoints:
 def _best(records: list[Record], spec: CheckpointSpec) -> Record | None:
     scored = [r for r in records if r.metric is not None and r.metric[0] == spec.metric]
     sign = 1.0 if spec.best == "max" else -1.0
-    return max(scored, key=lambda r: (sign * r.metric[1] if r.metric else 0.0, r.number), default=None)
+    # Of equal ones the oldest: a later one may have the same value only because nothing was measured since.
+    return max(scored, key=lambda r: (sign * r.metric[1] if r.metric else 0.0, -r.number), default=None)

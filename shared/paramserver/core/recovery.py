@@ -104,6 +104,8 @@ def _worker(name: str, model: Model, doc: Mapping[str, Any], late: Sequence[Any]
 def _resume(c: Cluster, model: Model) -> None:
     """Restart or end what the previous process left unfinished."""
     c.load_files(model)
+    if newest := model.checkpoints.find("latest", model.spec.checkpoint):
+        model.checkpoints.last_version = min(newest.versions, default=0)
     if model.restoring:
         # Nobody will finish that restore: the values it has set stay, and sync goes on from them.
         model.restoring = False

@@ -107,8 +107,8 @@ class Series:
         return added
 
     def latest(self, name: str) -> float | None:
-        """The newest value of that name; None if there is none."""
-        points = self.points.get(name)
+        """The newest value of that name; None if there is none, or it is not finite."""
+        points = self.points.get(name) if name not in self.not_finite else None
         return points[-1][3] if points else None
 
     def document(self, name: str) -> dict[str, Any]:

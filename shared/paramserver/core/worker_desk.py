@@ -337,8 +337,13 @@ class WorkerDesk:
             self.c.drop(f"commit:{model.name}:{old.t}")
 
     def _must_tell_workers(self, model: Model) -> bool:
-        """Whether the workers must be told something, which only the reply to their own clock report carries."""
-        return model.awaits_evaluation or any(self.state(model, w) != "active" for w in model.roster.live())
+        """Whether the workers must be told something, which only the reply to their own clock report carries.
+
+        Of an evaluation they are told once: if nobody makes it, asking each time would nearly halve the pace, and their
+        heartbeats tell them of it, too.
+        """
+        evaluation = any(v.leased is None and model.gate.clock == v.clock + 1 for v in model.evaluations)
+        return evaluation or any(self.state(model, w) != "active" for w in model.roster.live())
 
     def release(self, model: Model, now: float) -> None:
         """Answer the clock waiters that are released, rolled back, past their deadline, or no longer members."""
