@@ -105,7 +105,10 @@ LISTED = {
 @router.post(
     "/models",
     status_code=201,
-    responses=response_doc(201, "Created; every partition is served", MODEL),
+    responses={
+        **response_doc(200, "It was there, with the same spec", MODEL),
+        **response_doc(201, "Created; every partition is served", MODEL),
+    },
     openapi_extra=request_body(None, SPEC),
 )
 @role("admin")
