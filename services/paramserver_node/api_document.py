@@ -1,4 +1,4 @@
-"""What FastAPI leaves out of a node's OpenAPI document or has wrong: query parameters, and how requests fail."""
+"""What FastAPI leaves out of a node's OpenAPI document or has wrong: the token, parameters, and how requests fail."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -38,18 +38,34 @@ _KINDS: Final = {
     "from": "number", "to": "number", "step": "number",
 }  # fmt: skip
 """Of the query parameters that are no text."""
+_CONDITIONS: Final = ("If-Match", "If-None-Match")
+_HEADERS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
+    ("post", "/models"): ("X-Upload-Token",),
+    ("delete", "/models/{m}"): ("X-Upload-Token",),
+    ("post", "/push"): ("Idempotency-Key",),
+    ("post", "/pushpull"): ("Idempotency-Key",),
+    ("get", "/pull/{m}/{name}"): _CONDITIONS,
+    ("get", "/models/{m}/params/{name}"): _CONDITIONS,
+    ("put", "/models/{m}/params/{name}"): (*_CONDITIONS, "X-Upload-Token"),
+    ("get", "/models/{m}/checkpoints/{name}/{file}"): (*_CONDITIONS, "Range"),
+}
+"""Headers that a client may send, by method and path; the routes read them themselves."""
 
 
 def complete(document: dict[str, Any], routes: Iterable[BaseRoute]) -> None:
-    """Put query parameters and problem documents into FastAPI's document of these routes, for its own errors' ones."""
-    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    """Put what is missing into FastAPI's document of these routes, and problem documents for its own errors' ones."""
+    components = document.setdefault("components", {})
+    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{}, {"token": []}]  # a cluster without tokens asks for none
+    schemas = components.setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     schemas["Problem"] = _PROBLEM
-    for operations in document["paths"].values():
-        for operation in operations.values():
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = REFUSED
+            add_headers(operation, method, path)
     for route in routes:
         names: tuple[str, ...] = getattr(getattr(route, "endpoint", None), "paramserver_query", ())
         operations = document["paths"].get(getattr(route, "path_format", ""), {})
@@ -64,3 +80,10 @@ def _add_query(parameters: list[dict[str, Any]], names: Iterable[str]) -> None:
         if name not in [p["name"] for p in parameters]:
             schema = {"type": _KINDS.get(name, "string")}
             parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
+
+
+def add_headers(operation: dict[str, Any], method: str, path: str) -> None:
+    """Add the headers of a route to its operation, if it has any."""
+    for name in _HEADERS.get((method, path), ()):
+        header = {"name": name, "in": "header", "required": False, "schema": _TEXT}
+        operation.setdefault("parameters", []).append(header)

@@ -1,6 +1,7 @@
 """Forwarding of requests to another node, streamed both ways: clients need to reach only one address."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Final
 from urllib.parse import quote
@@ -34,6 +35,8 @@ _IDLE_MAX: Final = 64
 _PIECE_BYTES: Final = 256 << 10
 """Size of the pieces in which a response of known length is passed on; others are passed on as they come."""
 _PUSHES: Final = ("/push", "/pushpull")
+_ABSOLUTE: Final = re.compile("/models/[^/]+/(clock|tasks/.+/done|workers/.+/drain)")
+"""POSTs that change nothing if they come again."""
 _ENDLESS: Final = ("text/event-stream", "application/x-ndjson")
 """Media types of answers that go on until one side ends them."""
 
@@ -132,11 +135,11 @@ def changes_something(scope: Scope) -> bool:
 def in_doubt(scope: Scope, detail: str) -> PsError:
     """Return the error `in_doubt` for a forwarded request; `retryable` if it cannot count twice.
 
-    That is so for idempotent methods (RFC 9110, 9.2.2) and for pushes with a key.  A push id, which also makes a push
-    repeatable, is in the body, which is not looked into here.
+    That is so for idempotent methods (RFC 9110, 9.2.2), for POSTs that are idempotent all the same, and for pushes with
+    a key.  A push id, which also makes a push repeatable, is in the body, which is not looked into here.
     """
     keyed = scope["path"] in _PUSHES and any([name == b"idempotency-key" for name, _ in scope["headers"]])
-    repeatable = keyed or scope["method"] in ("PUT", "DELETE")
+    repeatable = keyed or scope["method"] in ("PUT", "DELETE") or _ABSOLUTE.fullmatch(scope["path"]) is not None
     hint = "" if repeatable else "look first whether it was done; a push may be sent again under its id"
     return problem("in_doubt", detail, hint=hint, retryable=repeatable)
 

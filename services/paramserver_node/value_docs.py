@@ -21,14 +21,16 @@ _TENSORS: Final[Schema] = {
 }
 _STATE: Final[Schema] = {"type": "string", "enum": ["applied", "staged", "buffered"]}
 
+_RANGES: Final[Schema] = {
+    "type": "object",
+    "description": "by parameter name: sorted, disjoint `[start, stop)` of its flat elements",
+    "additionalProperties": {"type": "array", "items": {"type": "array", "items": _COUNT}},
+}
+
 _PUSH_FIELDS: Final[dict[str, Schema]] = {
     "model": _TEXT,
     "grads": _TENSORS,
-    "ranges": {
-        "type": "object",
-        "description": "by parameter name: sorted, disjoint `[start, stop)` of its flat elements",
-        "additionalProperties": {"type": "array", "items": {"type": "array", "items": _COUNT}},
-    },
+    "ranges": {**_RANGES, "description": "of what `grads` has, by parameter name: see `POST /pull`"},
     "worker": {**_TEXT, "description": "with `epoch` and `seq`: the push id, under which it can be repeated"},
     "epoch": _COUNT,
     "seq": _COUNT,
@@ -41,7 +43,7 @@ _PUSH_FIELDS: Final[dict[str, Schema]] = {
 _PULL_FIELDS: Final[dict[str, Schema]] = {
     "model": _TEXT,
     "names": {"type": "array", "items": _TEXT, "description": "names or patterns; default: all"},
-    "ranges": _PUSH_FIELDS["ranges"],
+    "ranges": _RANGES,
     "min_version": _COUNT,
     "min_clock": {**_COUNT, "description": "sync: commits that each partition must have taken"},
     "wait_s": {"type": "number", "minimum": 0, "maximum": limits.WAIT_S_MAX},

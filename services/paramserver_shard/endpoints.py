@@ -10,6 +10,8 @@ from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 import msgpack
+from msgspec.structs import replace
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -125,7 +127,11 @@ class _Pushing(_Endpoint):
             raise
 
     async def _read_frame(self, scope: Scope, receive: Receive) -> Arriving:
-        arriving = await self._reader.read(scope, receive, PushFrame, self._frames.prepare_push)
+        async def prepare(frame: PushFrame) -> tuple[Arriving, Body]:
+            key = idempotency_key(Headers(scope=scope))
+            return await self._frames.prepare_push(frame if key is None else replace(frame, key=key))
+
+        arriving = await self._reader.read(scope, receive, PushFrame, prepare)
         frame = arriving.frame
         if frame.forwarded or frame.seq is not None or frame.key is not None:
             scope["state"][_REPEATABLE] = True

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from paramserver.wire.frame import MEDIA_TYPE
 from paramserver_node import value_docs as docs
-from paramserver_node.api_document import REFUSED
+from paramserver_node.api_document import REFUSED, add_headers
 
 
 def _operation(
@@ -55,6 +55,8 @@ def describe(app: FastAPI) -> None:
             docs.PUSHPULL_ANSWERS,
         ),
     }
+    for path, operations in paths.items():
+        add_headers(operations["post"], "post", path)
     generate = app.openapi
 
     def with_values() -> dict[str, Any]:

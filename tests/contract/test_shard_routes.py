@@ -74,6 +74,18 @@ def test_an_idempotency_key_makes_a_plain_push_repeatable(model: Model) -> None:
     assert model.values("b") == 1.0
 
 
+@pytest.mark.parametrize("route", ["/push", "/pushpull"])
+def test_an_idempotency_key_makes_a_frame_repeatable(model: Model, route: str) -> None:
+    """A frame without a push id that comes twice with an Idempotency-Key is applied once, whichever shards get it."""
+    frame, body = model.everywhere(1.0)
+    pull = PullSpec(parts=[(0, None)]) if route == "/pushpull" else None
+    content = encode_header(replace(frame, pull=pull)) + body
+    headers = {"content-type": MEDIA_TYPE, "idempotency-key": "k1"}
+    for shard in (0, 1, 1):
+        assert model.http.post(model.url(shard) + route, content=content, headers=headers).status_code == 200
+    assert model.values("b") == 1.0
+
+
 def test_every_wrong_tensor_is_named_and_nothing_is_applied(model: Model) -> None:
     """A refused push lists all its errors and changes nothing on either shard."""
     answer = problem(model.push({"w": [[1.0] * 4] * 5, "b": [1.0], "c": 1.0}), 422, "invalid")

@@ -51,3 +51,29 @@ def test_a_parameter_is_a_npy_file_with_conditions() -> None:
     assign = paths["/models/{m}/params/{name}"]["put"]
     assert "application/x-npy" in assign["requestBody"]["content"]
     assert "412" in assign["responses"]
+
+
+def test_requests_name_their_headers_and_the_token() -> None:
+    """The API page offers the token and the headers that the routes read; all of them are optional."""
+    assert DOCUMENT["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+    assert DOCUMENT["security"] == [{}, {"token": []}]
+    told = {name: [p["name"] for p in o.get("parameters", []) if p["in"] == "header"] for name, o in operations()}
+    conditions = ["If-Match", "If-None-Match"]
+    assert {name: headers for name, headers in told.items() if headers} == {
+        "POST /models": ["X-Upload-Token"],
+        "DELETE /models/{m}": ["X-Upload-Token"],
+        "POST /push": ["Idempotency-Key"],
+        "POST /pushpull": ["Idempotency-Key"],
+        "GET /pull/{m}/{name}": conditions,
+        "GET /models/{m}/params/{name}": conditions,
+        "PUT /models/{m}/params/{name}": [*conditions, "X-Upload-Token"],
+        "GET /models/{m}/checkpoints/{name}/{file}": [*conditions, "Range"],
+    }
+
+
+def test_every_successful_status_is_named() -> None:
+    """A creation that finds what it would make answers 200; a file may come in part, or be unchanged."""
+    paths = DOCUMENT["paths"]
+    for path in ("/models", "/models/{m}/tasks"):
+        assert {"200", "201"} <= paths[path]["post"]["responses"].keys()
+    assert {"200", "206", "304"} <= paths["/models/{m}/checkpoints/{name}/{file}"]["get"]["responses"].keys()

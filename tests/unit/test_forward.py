@@ -4,10 +4,12 @@ import asyncio
 import socket
 import threading
 
+import pytest
 from starlette.requests import Request
 from starlette.types import Message
 from tests.unit.scripted_server import serving
 
+from paramserver.errors import InDoubt
 from paramserver.net.credentials import NO_CREDENTIALS
 from paramserver_node.forward import Forwarder
 
@@ -57,6 +59,38 @@ async def test_a_connection_is_used_again_until_the_node_closes_it() -> None:
     head = b"GET /map?a=1 HTTP/1.1\r\nHost: " + host + b"\r\nx-a: \xe9\r\nx-request-id: \r\n\r\n"
     assert answers == [b"ok"] * 3
     assert connections == [[head, head], [head]]
+
+
+@pytest.mark.parametrize(
+    ("path", "repeatable"),
+    [
+        ("/models/m/clock", True),
+        ("/models/m/tasks/train:0:0/done", True),
+        ("/models/m/workers/m/w0/drain", True),
+        ("/models/m/tasks/lease", False),
+        ("/models/m/metrics", False),
+        ("/push", False),
+        ("/runs", False),
+    ],
+)
+async def test_a_lost_answer_says_whether_to_repeat_the_request(path: str, repeatable: bool) -> None:
+    """A node that closes the connection without an answer: a POST is `retryable` if a repetition changes nothing."""
+    headers = [(b"content-length", b"0")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def serve(connected: socket.socket) -> None:
+        connected.recv(1 << 16)
+
+    with serving(serve) as url:
+        forwarder = Forwarder(NO_CREDENTIALS, asyncio.Event())
+        with pytest.raises(InDoubt) as raised:
+            await forwarder.forward(Request(scope, receive), [url], by_shard=False)
+        await forwarder.aclose()
+    assert raised.value.retryable is repeatable
 
 
 async def test_a_closed_forwarder_finishes_what_it_has_begun() -> None:

@@ -301,6 +301,19 @@ def test_a_worker_that_left_cannot_be_asked_to_finish() -> None:
         d.ask(lambda n: io.DrainWorker(n, "m", "m/b"))
 
 
+def test_a_name_in_place_of_an_id_is_told_what_an_id_is() -> None:
+    """A worker is known by the id that its join returned; who sends its name alone is told so."""
+    d = Driver.with_model()
+    d.join("a")
+    with pytest.raises(NotFoundError, match="the id that the join returned") as raised:
+        d.core.read.worker("m", "a", d.now)
+    assert raised.value.code == "unknown_worker"
+    with pytest.raises(NotFoundError, match="the id that the join returned"):
+        d.ask(lambda n: io.LeaveWorker(n, "m", "a"))
+    with pytest.raises(NotFoundError, match="the id that the join returned"):
+        d.ask(lambda n: io.DrainWorker(n, "m", "a"))
+
+
 def test_a_worker_of_a_deleted_model_is_not_one_of_its_successor() -> None:
     """What the process of a deleted model's worker reports does not count for its successor's worker of the same id.
 

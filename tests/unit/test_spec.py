@@ -114,6 +114,12 @@ def test_all_wrong_fields_are_listed_at_once() -> None:
     assert [e.get("where") for e in caught.value.errors] == [None, "optimizer.lr", "ack"]
 
 
+def test_a_spec_that_is_no_object_is_refused_as_a_whole() -> None:
+    """A body that is no JSON object is named as the body, not as a field without a name."""
+    with pytest.raises(RequestError, match="the body: must be an object, not list"):
+        ModelSpec.parse([])
+
+
 @pytest.mark.parametrize("ack", ["applied", "journaled", "fsynced"])
 def test_the_acknowledgement_level_is_fixed_at_creation(ack: str) -> None:
     """Each ack level is accepted and kept, and no patch changes it."""

@@ -79,7 +79,15 @@ def _ranges(text: str, size: int) -> list[tuple[int, int]] | None:
     return found
 
 
-@router.get("/models/{m}/checkpoints/{name}/{file}", response_class=Response, responses=response_doc(200, "The file"))
+@router.get(
+    "/models/{m}/checkpoints/{name}/{file}",
+    response_class=Response,
+    responses={
+        **response_doc(200, "The file"),
+        **response_doc(206, "The part of it that `Range` names"),
+        **response_doc(304, "Unchanged since the ETag in If-None-Match"),
+    },
+)
 @role("reader")
 async def download(request: Request, m: str, name: str, file: str) -> Response:
     """Download a file of a checkpoint: `manifest.json`, `model.safetensors`, `optimizer.safetensors` or `workers.json`.

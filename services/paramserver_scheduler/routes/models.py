@@ -105,12 +105,15 @@ LISTED = {
 @router.post(
     "/models",
     status_code=201,
-    responses=response_doc(201, "Created; every partition is served", MODEL),
+    responses={
+        **response_doc(200, "It was there, with the same spec", MODEL),
+        **response_doc(201, "Created; every partition is served", MODEL),
+    },
     openapi_extra=request_body(None, SPEC),
 )
 @role("admin")
 async def create_model(request: Request) -> Response:
-    """Create a model; answered once shards serve all its partitions.
+    """Create a model; answered once shards serve all its partitions.  docs/rest.md lists the fields of a spec.
 
     If the model exists with the same spec, the answer is 200; with another spec it is 409 `model_exists`. If parameters
     of a new model have `init.kind: upload`, the answer has an `upload_token` for their values; the header

@@ -37,7 +37,10 @@ TASK = {
 @router.post(
     "/tasks",
     status_code=201,
-    responses=response_doc(201, "Registered", REGISTERED),
+    responses={
+        **response_doc(200, "It was registered already", REGISTERED),
+        **response_doc(201, "Registered", REGISTERED),
+    },
     openapi_extra=request_body(bodies.Dataset, DATASET),
 )
 @role("worker")

@@ -44,7 +44,7 @@ class Reader:
 
     def fail(self, name: str, what: str, hint: str = "") -> None:
         path = f"{self.where}.{name}" if self.where and name else self.where or name
-        self.errors.append(problem("invalid_field", f"{path}: {what}", hint=hint, where=path))
+        self.errors.append(problem("invalid_field", f"{path or 'the body'}: {what}", hint=hint, where=path))
         if len(self.errors) >= limits.ERRORS_FOUND_MAX:
             raise combined(self.errors)
 

@@ -6,7 +6,7 @@ a higher epoch, and the older incarnation is dead from that moment.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from paramserver import limits
 from paramserver.core.documents import size_of
@@ -31,10 +31,13 @@ class Holder:
 H = TypeVar("H", bound=Holder)
 
 
+JOIN_FIRST: Final = "join first, and name the id that the join returned"
+
+
 def current(holder: H | None, epoch: int, what: str, code: str) -> H:
     """Return the holder if it is alive in that epoch; raises NotFoundError (`code`) or FencedError (`fenced`)."""
     if holder is None:
-        raise problem(code, f"{what} has not joined", hint="join first")
+        raise problem(code, f"{what} has not joined", hint=JOIN_FIRST)
     if holder.epoch != epoch or not holder.alive:
         raise problem(
             "fenced",

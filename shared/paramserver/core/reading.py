@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from paramserver.core.checkpoints import no_checkpoint
 from paramserver.core.cluster import Cluster
-from paramserver.core.membership import Holder, Worker
+from paramserver.core.membership import JOIN_FIRST, Holder, Worker
 from paramserver.core.models import Model
 from paramserver.core.series import Point, in_json
 from paramserver.core.spec import ModelSpec
@@ -100,7 +100,7 @@ class Reading:
         model = self._c.model(name)
         found = model.roster.workers.get(worker)
         if found is None or not (found.epoch or kept):
-            raise problem("unknown_worker", f"worker {worker!r:.140} has not joined model '{name}'")
+            raise problem("unknown_worker", f"worker {worker!r:.140} has not joined model '{name}'", hint=JOIN_FIRST)
         return _worker(model, found, now, kept)
 
     def membership(self, name: str, worker: str, now: float) -> dict[str, Any]:

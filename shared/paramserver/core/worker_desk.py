@@ -9,7 +9,7 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.commit import Commit
 from paramserver.core.documents import check_document, size_of
 from paramserver.core.fields import INTEGER_MAX, WORKER_NAME, finite, is_integer, wait_seconds
-from paramserver.core.membership import Worker, expired
+from paramserver.core.membership import JOIN_FIRST, Worker, expired
 from paramserver.core.models import COMMITS_KEPT, Model
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
@@ -129,7 +129,7 @@ class WorkerDesk:
         model = self.c.model(e.model)
         worker = model.roster.workers.get(e.worker)
         if worker is None:
-            raise problem("unknown_worker", f"worker {e.worker!r:.140} has not joined")
+            raise problem("unknown_worker", f"worker {e.worker!r:.140} has not joined", hint=JOIN_FIRST)
         if worker.alive and e.epoch in (None, worker.epoch):
             self._remove(model, worker, left=True)
         self.c.answer(e.request, None, 204)
@@ -139,7 +139,7 @@ class WorkerDesk:
         worker = model.roster.workers.get(e.worker)
         if worker is None or not worker.alive:
             what = "has not joined" if worker is None else "is no longer live: it left, or its lease ran out"
-            raise problem("unknown_worker", f"worker {e.worker!r:.140} {what}")
+            raise problem("unknown_worker", f"worker {e.worker!r:.140} {what}", hint="" if worker else JOIN_FIRST)
         worker.draining = True
         self.c.save_worker(model, worker)
         self.c.answer(e.request, {"worker": worker.name, "state": self.state(model, worker)})
