@@ -22,6 +22,8 @@ from paramserver_cli.display import at_terminal, console, last_line
 WATCH_S = 1.0
 WAITED_FOR_SHOWN = 8
 """Workers named per model that the others wait for; a thousand would fill the terminal."""
+PROBLEMS_SHOWN = 8
+"""Problems printed; after a restart each of many models is one until it is loaded."""
 
 
 def status(
@@ -74,7 +76,10 @@ def table(found: dict[str, Any]) -> RenderableType:
     """Return the status as tables."""
     cluster = found["cluster"]
     head = Text(f"cluster {cluster['state']}, redis {cluster['redis']}, up {cluster['uptime_s']:.0f} s")
-    parts: list[RenderableType] = [head, *(Text(f"! {p}", style="red") for p in cluster["problems"])]
+    problems = cluster["problems"][:PROBLEMS_SHOWN]
+    if more := len(cluster["problems"]) - len(problems):
+        problems.append(f"and {more} more")
+    parts: list[RenderableType] = [head, *(Text(f"! {p}", style="red") for p in problems)]
     nodes = Table(_name("node"), "state", "heartbeat", "partitions", "MiB", "address", box=None)
     for n in found["nodes"]:
         # A node that left in good order sends no heartbeats, either, but is no problem.

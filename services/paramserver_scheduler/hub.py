@@ -5,7 +5,7 @@ Documents are level-triggered: a reader that is too slow is cut off and gets the
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Final
@@ -20,7 +20,7 @@ PING_S: Final = 1.0
 
 
 class Published:
-    """A document that is published; the feeds of all shards send the same bytes of it."""
+    """A document that is published; the feeds of all shards send the same bytes of it, and so do those of clients."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document = document
@@ -33,6 +33,14 @@ class Published:
             document = {**document, "name": document["model"]}  # the key that `model` documents use
         return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
+    @cached_property
+    def event(self) -> bytes:
+        """The document as a server-sent event, without the token that permits one client to upload initial values."""
+        if self.document["type"] == "ping":
+            return b": ping\n\n"
+        public = {k: v for k, v in self.document.items() if k != "upload"}
+        return f"event: {public['type']}\ndata: {json.dumps(public, separators=(',', ':'))}\n\n".encode()
+
 
 PING: Final = Published({"type": "ping"})
 
@@ -40,8 +48,8 @@ PING: Final = Published({"type": "ping"})
 class Feed:
     """The documents for one reader, in order and without gaps."""
 
-    def __init__(self, first: list[Mapping[str, Any]], *, public: bool) -> None:
-        self._first = [Published(document) for document in first]
+    def __init__(self, first: Sequence[Published], *, public: bool) -> None:
+        self._first = first
         self.public = public
         """Whether it is a client's, not a shard's."""
         self._queue: asyncio.Queue[Published | None] = asyncio.Queue(BACKLOG_MAX)
@@ -60,19 +68,20 @@ class Feed:
         if not self._queue.full():
             self._queue.put_nowait(None)
 
-    async def documents(self) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield the initial documents, then the published ones, and a `ping` after each second of silence."""
-        async for published in self._all():
-            yield published.document
-
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the same as lines of JSON."""
+        """Yield the initial documents, then the published ones, and a `ping` after each second of silence, as JSON."""
         async for published in self._all():
             yield published.line
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the same as server-sent events."""
+        async for published in self._all():
+            yield published.event
 
     async def _all(self) -> AsyncIterator[Published]:
         for first in self._first:
             yield first
+        self._first = ()
         while self.open or not self._queue.empty():
             try:
                 async with asyncio.timeout(PING_S):
@@ -90,6 +99,8 @@ class Hub:
     def __init__(self, note: Callable[[Mapping[str, Any]], None]) -> None:
         self._note = note
         self._feeds: set[Feed] = set()
+        self.state: Sequence[Published] | None = None
+        """What the newest feed of a client began with, while it holds: another one begins with the same."""
         self._changed = asyncio.Event()
         self._end = asyncio.Event()
         self._polls = 0
@@ -97,6 +108,7 @@ class Hub:
     def publish(self, document: Mapping[str, Any]) -> None:
         """Pass the document to every open feed, and wake the long polls."""
         self._note(document)
+        self.state = None
         published = Published(document)
         for feed in self._feeds:
             feed.put(published)
@@ -104,13 +116,14 @@ class Hub:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def subscribe(self, first: list[Mapping[str, Any]], *, public: bool = False) -> Feed:
+    def subscribe(self, first: Sequence[Published], *, public: bool = False) -> Feed:
         """Return a new feed that begins with these documents and continues with the next one published.
 
         Raises like `check_capacity` if it is `public`.
         """
         if public:
             self.check_capacity()
+            self.state = first
         feed = Feed(first, public=public)
         self._feeds.add(feed)
         return feed
@@ -118,6 +131,8 @@ class Hub:
     def unsubscribe(self, feed: Feed) -> None:
         """Remove a feed whose reader is gone."""
         self._feeds.discard(feed)
+        if not any(feed.public for feed in self._feeds):
+            self.state = None
 
     def check_capacity(self) -> None:
         """Raise Unavailable (`too_many_requests`) if the maximum number of public feeds is open."""
@@ -151,6 +166,7 @@ class Hub:
     def close(self) -> None:
         """End every feed and every wait."""
         self._end.set()
+        self.state = None
         for feed in self._feeds:
             feed.end()
         self._feeds.clear()

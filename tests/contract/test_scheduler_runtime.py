@@ -23,7 +23,7 @@ from paramserver_node import redis_server, roles
 from paramserver_node.redis import connect
 from paramserver_scheduler import runtime as runtime_module
 from paramserver_scheduler.app import make_app
-from paramserver_scheduler.hub import Hub
+from paramserver_scheduler.hub import Hub, Published
 from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.store import StateStore
@@ -97,12 +97,13 @@ async def test_a_feed_misses_nothing(redis_url: str) -> None:
         asking = [join(runtime, f"a-{i}") for i in range(20)]
         opening = runtime.ask(
             lambda n: io.OpenFeed(n),
-            on_reply=lambda a: feeds.append(runtime.hub.subscribe((a.body or {})["documents"])),
+            on_reply=lambda a: feeds.append(runtime.hub.subscribe([*map(Published, (a.body or {})["documents"])])),
         )
         asking += [join(runtime, f"b-{i}") for i in range(20)]
         await asyncio.gather(*asking[:20], opening, *asking[20:])
         runtime.hub.close()
-        epochs = [d["map_epoch"] async for d in feeds[0].documents() if d["type"] == "map"]
+        documents = [json.loads(line) async for line in feeds[0].lines()]
+        epochs = [d["map_epoch"] for d in documents if d["type"] == "map"]
 
     assert len(epochs) == 21
     assert epochs == list(range(epochs[0], epochs[0] + 21))
@@ -156,7 +157,7 @@ async def test_closing_answers_everyone(redis_url: str) -> None:
             await asking
         with pytest.raises(PsError, match="stopping"):
             await join(runtime, "late")
-        assert [d async for d in feed.documents()] == []
+        assert [line async for line in feed.lines()] == []
 
 
 def create(runtime: Runtime, name: str) -> Any:

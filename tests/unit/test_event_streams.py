@@ -1,4 +1,4 @@
-"""The bound on open event streams."""
+"""The bound on open event streams, and what each costs the scheduler."""
 
 import asyncio
 from collections import Counter
@@ -8,7 +8,9 @@ import pytest
 from starlette.types import ASGIApp, Message
 
 from paramserver.core import scheduler_io as io
+from paramserver.core.cluster import Cluster
 from paramserver.limits import EVENT_STREAMS_MAX
+from paramserver_scheduler.hub import Hub, Published
 from paramserver_scheduler.store import StateStore
 
 from .leading import leading
@@ -49,3 +51,48 @@ async def test_streams_that_are_opened_together_keep_to_the_bound(monkeypatch: p
     for task in streams:
         task.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
+
+
+async def test_streams_that_begin_with_the_same_state_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole state is collected once for all streams opened until it changes; it is kept no longer than they are."""
+    runtime, _, app = leading()
+    collected, map_document = 0, Cluster.map_document
+
+    def counted(cluster: Cluster) -> dict[str, Any]:
+        nonlocal collected
+        collected += 1
+        return map_document(cluster)
+
+    monkeypatch.setattr(Cluster, "map_document", counted)
+    streams: list[asyncio.Future[None]] = []
+
+    async def opened() -> int:
+        status = asyncio.get_running_loop().create_future()
+        streams.append(asyncio.ensure_future(events(app, status)))
+        assert await status == 200
+        return collected
+
+    async with asyncio.timeout(20):
+        assert [await opened() for _ in range(4)] == [1] * 4
+        runtime.hub.publish({"type": "gone", "model": "m", "generation": 1})
+        assert [await opened() for _ in range(4)] == [2] * 4
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        assert await opened() == 3
+    streams[-1].cancel()
+
+
+async def test_an_event_is_encoded_once_for_all_streams_without_the_upload_token() -> None:
+    """All clients get the same bytes of a document, which lack the token that permits one of them to upload values."""
+    hub = Hub(lambda _: None)
+    model = Published({"type": "model", "name": "m", "upload": {"token": "secret"}})
+    feeds = [hub.subscribe([model], public=True) for _ in range(2)]
+    hub.publish({"type": "gone", "model": "m", "generation": 1})
+    hub.close()
+    one, other = [[event async for event in feed.events()] for feed in feeds]
+    assert one == [
+        b'event: model\ndata: {"type":"model","name":"m"}\n\n',
+        b'event: gone\ndata: {"type":"gone","model":"m","generation":1}\n\n',
+    ]
+    assert [id(event) for event in one] == [id(event) for event in other]

@@ -11,7 +11,7 @@ from tests.refusals import refused_with
 from paramserver.errors import Unavailable, problem
 from paramserver.limits import EVENT_STREAMS_MAX, WAITERS_MAX
 from paramserver_scheduler import hub as hub_module
-from paramserver_scheduler.hub import BACKLOG_MAX, Hub
+from paramserver_scheduler.hub import BACKLOG_MAX, Hub, Published
 
 
 async def test_a_document_is_encoded_once_for_all_feeds() -> None:
@@ -37,18 +37,18 @@ async def test_a_document_is_encoded_once_for_all_feeds() -> None:
 async def test_a_reader_that_is_too_slow_is_cut_off_after_what_was_queued(excess: int) -> None:
     """A feed whose queue overflows, or whose hub closes while it is full, ends after what is queued, without a gap."""
     hub = Hub(lambda _: None)
-    slow, gone = hub.subscribe([{"type": "map"}]), hub.subscribe([])
+    slow, gone = hub.subscribe([Published({"type": "map"})]), hub.subscribe([])
     hub.unsubscribe(gone)
     for n in range(BACKLOG_MAX + excess):
         hub.publish({"type": "commit", "n": n})
     if not excess:
         hub.close()
 
-    documents = slow.documents()
-    got = [await anext(documents) for _ in range(2)]
+    lines = slow.lines()
+    got = [json.loads(await anext(lines)) for _ in range(2)]
     hub.publish({"type": "commit", "n": -1})  # although there is room again
     async with asyncio.timeout(20):
-        got += [document async for document in documents]
+        got += [json.loads(line) async for line in lines]
 
     assert got == [{"type": "map"}, *({"type": "commit", "n": n} for n in range(BACKLOG_MAX))]
 

@@ -12,6 +12,7 @@ import pytest
 
 from paramserver.core import balance, move_desk
 from paramserver.core import scheduler_io as io
+from paramserver.core.gate import Gate
 from paramserver.core.models import Model
 from paramserver.core.owner import Owner
 from paramserver.core.spec import ModelSpec
@@ -63,6 +64,24 @@ def test_moves_are_not_planned_with_each_event_while_a_model_cannot_move(monkeyp
     assert plans == 0
     d.do(io.Tick())
     assert plans == 1
+
+
+def test_a_heartbeat_without_news_looks_for_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a heartbeat that repeats a clock costs does not include a look at all other workers for a commit."""
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})
+    worker, _ = d.join("a"), d.join("b")
+    decide = Mock(wraps=Gate.decide, return_value=None)
+    monkeypatch.setattr(Gate, "decide", decide)
+
+    def beat(clock: int) -> None:
+        d.ask(lambda n: io.WorkerHeartbeat(n, "m", "m/a", worker["epoch"], clock))
+
+    beat(0)
+    assert not decide.called
+    beat(1)
+    assert decide.call_count == 1
+    beat(1)
+    assert decide.call_count == 1
 
 
 def of_models(count: int) -> tuple[Driver, Service]:

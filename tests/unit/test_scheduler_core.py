@@ -264,6 +264,18 @@ def test_a_model_that_exists_says_in_what_it_differs() -> None:
         d.ask(lambda n: io.CreateModel(n, other, "x"))
 
 
+def test_a_model_beyond_the_limit_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Creating more models than a cluster may have is a conflict, which no client repeats; existing ones are found."""
+    monkeypatch.setattr(limits, "MODELS_MAX", 2)
+    d = Driver.with_model()
+    d.model(name="n")
+    with refused_with("conflict", ConflictError, "the cluster has 2 models, which is the limit"):
+        d.model(name="o")
+    assert d.model()["name"] == "m"
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    assert d.model(name="o")["name"] == "o"
+
+
 def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     """The upload token is granted again only after it has expired; the model is ready once everything is uploaded."""
     d = Driver()

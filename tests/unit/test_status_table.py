@@ -42,6 +42,13 @@ def test_of_many_who_are_waited_for_only_some_are_named() -> None:
     assert "w8" not in text
 
 
+def test_of_many_problems_only_some_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a problem of each of a thousand models eight are printed, with the number of the others, above the tables."""
+    monkeypatch.setitem(CLUSTER, "problems", [f"Model m{i}: being loaded" for i in range(1000)])
+    lines = [line.rstrip() for line in printed().splitlines() if line.startswith("!")]
+    assert lines == [*(f"! Model m{i}: being loaded" for i in range(8)), "! and 992 more"]
+
+
 def test_workers_that_left_or_died_are_not_counted() -> None:
     """The number of a model's workers is that of the live ones, however the others ended."""
     states = {"active": True, "resting": True, "left": False, "dead": False}

@@ -1,9 +1,7 @@
 """/map and /events: notification of changes, by long poll or server-sent events."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
@@ -14,7 +12,7 @@ from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.race import while_there
 from paramserver_node.roles import role
-from paramserver_scheduler.hub import Feed
+from paramserver_scheduler.hub import PING, Feed, Published
 from paramserver_scheduler.requests import number_of, respond, response_doc, service
 from paramserver_scheduler.runtime import Answer, Runtime
 
@@ -72,19 +70,15 @@ async def events(request: Request) -> StreamingResponse:
     runtime.hub.check_capacity()  # before the whole state is collected for it
     feed = await open_feed(runtime, public=True)
 
-    async def lines() -> AsyncIterator[bytes]:
+    async def stream() -> AsyncIterator[bytes]:
         try:
-            async for document in feed.documents():
-                if document["type"] == "ping":
-                    yield b": ping\n\n"
-                else:
-                    data = json.dumps(_public(document), separators=(",", ":"))
-                    yield f"event: {document['type']}\ndata: {data}\n\n".encode()
+            async for event in feed.events():
+                yield event
         finally:
             runtime.hub.unsubscribe(feed)
 
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
 
 async def open_feed(
@@ -94,17 +88,15 @@ async def open_feed(
 
     Raises FencedError if the shard is dead, Unavailable (`too_many_requests`) if too many `public` ones are open.
     """
+    if public and runtime.hub.state is not None:
+        return runtime.hub.subscribe(runtime.hub.state, public=True)
     opened: list[Feed] = []
 
     def subscribe(answer: Answer) -> None:
         assert answer.body is not None
         # The ping marks the end of the initial state.
-        opened.append(runtime.hub.subscribe([*answer.body["documents"], {"type": "ping"}], public=public))
+        first = [*map(Published, answer.body["documents"]), PING]
+        opened.append(runtime.hub.subscribe(first, public=public))
 
     await runtime.ask(lambda n: io.OpenFeed(n, shard, epoch), on_reply=subscribe)
     return opened[0]
-
-
-def _public(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Remove the upload token, which permits one client to upload initial values."""
-    return {k: v for k, v in document.items() if k != "upload"}

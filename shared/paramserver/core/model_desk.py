@@ -57,7 +57,8 @@ class ModelDesk:
                 hint="start one with 'paramserver-shard', or a whole cluster with 'psctl up'",
             )
         if len(self.c.models) >= limits.MODELS_MAX:
-            raise problem("too_many_requests", f"the cluster has {limits.MODELS_MAX} models, which is the limit")
+            detail = f"the cluster has {limits.MODELS_MAX} models, which is the limit"
+            raise problem("conflict", detail, hint="delete one that is not needed")
         self._check_memory(spec, 1 + slot_count(spec.optimizer))
         self.c.generations += 1
         self.c.save_cluster()

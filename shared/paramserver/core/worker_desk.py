@@ -210,9 +210,10 @@ class WorkerDesk:
         if clock > worker.done:
             model.gate.resume(worker, model.roster)
         model.gate.report(worker, clock, since)
-        if worker.done > before and model.gate.may_fold(worker):
-            self.c.save_clock(model)
-        self.c.mark_dirty(model)
+        if worker.done > before:
+            self.c.mark_dirty(model)
+            if model.gate.may_fold(worker):
+                self.c.save_clock(model)
 
     def _check_timeline(self, model: Model, worker: Worker, timeline: int | None) -> None:
         if timeline is None:
@@ -265,6 +266,7 @@ class WorkerDesk:
         self._report(model, worker, e.clock, e.since)
         model.clock_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock))
         worker.open_polls += 1
+        self.c.mark_dirty(model)
 
     def staged(self, e: ClockStaged, now: float) -> None:
         model, shard = self.c.models.get(e.model), self.c.shards.get(e.shard)
