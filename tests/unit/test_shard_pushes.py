@@ -282,6 +282,16 @@ def test_buffered_applies_the_mean_of_every_k_pushes_in_order() -> None:
     assert driver.core.held_bytes == 0
 
 
+def test_the_mean_of_pushes_that_adjoin_changes_what_each_of_them_names() -> None:
+    """Buffered pushes of ranges that touch change the elements of all of them, not only those of the first."""
+    driver = serving(spec(consistency={"mode": "buffered", "count": 2}))
+
+    for start in (0, 2):
+        driver.push({0: ones()[:2]}, PushId("w", 1, start), ranges={0: ((start, start + 2),)})
+
+    assert driver.values() == [0.5] * 4
+
+
 def test_buffered_with_a_count_of_one_is_async() -> None:
     """With a count of one, buffered mode applies each push at once and says so."""
     driver = serving(spec(consistency={"mode": "buffered", "count": 1}))
