@@ -1,5 +1,6 @@
 """A journaling shard whose Redis is away, cannot fsync, has lost data, or names another owner."""
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -7,6 +8,7 @@ from paramserver import limits
 from paramserver.core.shard_effects import Journal, StoreSnapshot
 from paramserver.core.shard_events import Journaled, JournalLost, JournalRefused, SnapshotDone, StorageChanged
 from paramserver.types import PushId
+from paramserver_shard import snapshot_format
 
 from .partitions import WORKERS, apply, complete, done, entries, ones, pending, refused, slow
 
@@ -180,3 +182,14 @@ def test_a_cut_from_before_the_loss_does_not_make_the_journal_count_again() -> N
         complete(driver, StoreSnapshot)
 
     assert done(driver, push).state == "staged"
+
+
+def test_a_snapshot_is_cut_into_blocks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is larger than the limit, wherever arrays begin and end; joined, they are the whole stream."""
+    monkeypatch.setattr(snapshot_format, "SNAPSHOT_BLOCK_BYTES", 16)
+    arrays = [np.arange(n, dtype=np.float32) for n in (3, 0, 9, 2)]
+
+    blocks = list(snapshot_format.blocks_of(b"head....", arrays))
+
+    assert [len(b) for b in blocks] == [16, 16, 16, 16]
+    assert b"".join(blocks) == b"head...." + b"".join(a.tobytes() for a in arrays)
