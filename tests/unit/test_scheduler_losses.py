@@ -12,7 +12,7 @@ from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, make_token
 
 from . import scheduling
-from .scheduling import EIGHT, SPEC, Driver, release_numbers, row
+from .scheduling import EIGHT, SPEC, Driver, beyond_its_cut, release_numbers, row
 
 JOURNALED = {"ack": "journaled", "consistency": {"mode": "sync"}}
 
@@ -98,6 +98,14 @@ def test_a_shard_is_not_gone_in_the_future(monkeypatch: pytest.MonkeyPatch) -> N
     assert {s["name"] for s in d.core.read.shards(d.now)} == {"s0", "s1"}
     d.wait(1)
     assert [s["name"] for s in d.core.read.shards(d.now)] == ["s0"]
+
+
+def test_the_commits_of_a_timeline_that_has_ended_are_not_kept() -> None:
+    """A model that goes back to a cut has no stored commit of before, which another leader would take for its own."""
+    d, _ = beyond_its_cut()
+    assert [k for k in d.hash if k.startswith("commit:")]
+    d.shard("s0")
+    assert not [k for k in d.hash if k.startswith("commit:")]
 
 
 def test_a_cluster_keeps_the_id_that_its_first_leader_gave_it() -> None:

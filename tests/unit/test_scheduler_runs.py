@@ -69,6 +69,16 @@ def test_the_time_in_which_a_run_waits_for_workers_is_not_its_own() -> None:
     assert done(d, m)["ran_s"] == 2.0
 
 
+def test_a_paused_run_stays_paused_until_it_is_told_to_go_on() -> None:
+    """Another change of a paused run does not resume it."""
+    d = Driver.with_model()
+    run(d)
+    member(d, "p")
+    d.ask(lambda n: io.PatchRun(n, "run-1", "paused"))
+    assert d.ask(lambda n: io.PatchRun(n, "run-1", None, 2))["state"] == "paused"
+    assert d.ask(lambda n: io.PatchRun(n, "run-1", "running"))["state"] == "running"
+
+
 def test_the_pool_shows_the_newest_metrics_of_its_members() -> None:
     """A member's heartbeat replaces the metrics of the one before; what is no finite number is left out."""
     d = Driver.with_model()
