@@ -103,6 +103,13 @@ async def test_many_and_big_entries_are_read_in_pages(redis: Redis) -> None:
     assert found[-1].arrays[0][-1] == 3010
 
 
+async def test_entries_larger_than_a_page_are_read_one_by_one(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry can be larger than a page is to be: pages then hold one entry each, not none."""
+    monkeypatch.setattr("paramserver_shard.journal._PAGE_BYTES", 1)
+    assert await append(redis, entries(1, 4)) == Verdict.WRITTEN
+    assert [e.lsn for e in await journal_of(redis).read(KEY, 0)] == [1, 2, 3, 4]
+
+
 async def test_a_partition_with_much_to_write_takes_several_scripts(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,20 @@ def test_steps_tell_apart_only_what_the_optimizer_does(name: str) -> None:
     assert len(set(found)) == (3 if name in ("adagrad", "adam", "adamw") else 1)
 
 
+def test_what_a_push_does_not_name_feels_neither_momentum_nor_decay() -> None:
+    """Elements before and after the range of a push stay as they are, whatever the optimizer would do to them."""
+    rule = {"name": "momentum", "lr": 1.0, "momentum": 0.5, "weight_decay": 0.5}
+    spec = ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "partitions": 1, "optimizer": rule})
+    state = PartitionState(np.ones(4, np.float32), (np.ones(4, np.float32),), (1,))
+    inputs = UpdateInput(PartitionKey(ModelKey("m", 1), 0), state, spec, Layout(spec).segments[0])
+
+    (result,) = compute([single_task(inputs, np.ones(2, np.float32), "float32", ((1, 3),), 1.0, 1.0)], BufferPool())
+
+    assert result.state is not None
+    for after in (result.state.values, *result.state.slots):
+        assert [x == 1.0 for x in after.tolist()] == [True, False, False, True]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins processes")
 def test_a_process_that_is_pinned_takes_no_more_threads_than_it_has_processors() -> None:
     """A shard that may use one processor of a machine computes in one thread; it took one for each of the machine's."""

@@ -331,6 +331,18 @@ def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
             assert not d.core.read.models()
 
 
+def test_a_new_leader_begins_a_timeline_where_a_restore_was_under_way() -> None:
+    """Nobody ends a restore whose leader has died: sync goes on from what is set, as values of another timeline."""
+    d = Driver.with_model(**SYNC)
+    a = d.join("a")
+    d.ask(lambda n: io.StartRestore(n, "m"))
+    d.restart()
+    d.beats()
+    assert code(d, d.clock_of(a, 1)) == "rolled_back"
+    assert d.commits()[-1]["cut"]
+    assert (d.core.read.model("m")["state"], d.core.read.model("m")["timeline"]) == ("ready", 1)
+
+
 @pytest.mark.parametrize("name", ["latest", "best"])
 def test_no_checkpoint_is_called_as_the_newest_or_the_best_is(name: str) -> None:
     """`latest` and `best`, which stand for other checkpoints, are refused as names."""

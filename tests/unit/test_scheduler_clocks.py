@@ -150,6 +150,17 @@ def test_a_dead_worker_opens_the_barrier_and_is_fenced() -> None:
     assert (again["epoch"], again["rank"], again["clock"]) == (2, 1, 1)
 
 
+def test_a_worker_whose_parked_request_has_ended_dies_as_any_other() -> None:
+    """A parked request keeps its worker alive only until it is answered: a lease later the worker is fenced."""
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})
+    a, b = d.join("a"), d.join("b")
+    parked = d.clock(a, 1, 30.0)
+    assert d.result(d.clock(b, 1))["released"]
+    assert d.result(parked)["released"]
+    d.wait(6)
+    assert code(d, d.clock(a, 2)) == "fenced"
+
+
 def test_ssp_blocks_who_is_too_far_ahead() -> None:
     """In ssp with staleness 2, a worker three clocks ahead waits for the slowest one."""
     d = Driver.with_model(consistency={"mode": "ssp", "staleness": 2})

@@ -140,6 +140,18 @@ def test_moves_do_not_hold_up_the_cut_of_a_shard_that_stops() -> None:
     assert (release_numbers(d), d.document("m")["cut_asked"]) == ({}, 2)
 
 
+def test_moves_go_on_where_a_shard_that_stops_has_its_cut_already() -> None:
+    """A stopping shard's moves are withdrawn only for a cut: not if the model stands at the last one."""
+    d = Driver.with_model(**SYNC, partitions=16, params={"w": {"shape": [640]}})
+    d.clock(d.join("a"), 1)
+    d.beats()
+    d.ask(lambda n: io.SetShardState(n, "s0", "draining", d.shards["s0"]))
+    moves = release_numbers(d)
+    d.ask(lambda n: io.SetShardState(n, "s0", "draining", d.shards["s0"], cut=True))
+    assert moves
+    assert release_numbers(d) == moves
+
+
 def journaled_and_cut() -> tuple[Driver, Any]:
     """Return a journaled model whose second commit is a cut that no shard has stored yet, and its worker."""
     d = Driver.with_model(**SYNC, ack="journaled", checkpoint={"every_clocks": 1})

@@ -58,6 +58,36 @@ def test_a_run_without_workers_says_so_and_how_to_start_some() -> None:
     }  # fmt: skip
 
 
+def test_the_time_in_which_a_run_waits_for_workers_is_not_its_own() -> None:
+    """A run's time is that in which it had a worker."""
+    d = Driver.with_model()
+    run(d)
+    d.wait(30.0)
+    d.now += 0.25
+    m = member(d, "p")
+    d.wait(2.0)
+    assert done(d, m)["ran_s"] == 2.0
+
+
+def test_a_paused_run_stays_paused_until_it_is_told_to_go_on() -> None:
+    """Another change of a paused run does not resume it."""
+    d = Driver.with_model()
+    run(d)
+    member(d, "p")
+    d.ask(lambda n: io.PatchRun(n, "run-1", "paused"))
+    assert d.ask(lambda n: io.PatchRun(n, "run-1", None, 2))["state"] == "paused"
+    assert d.ask(lambda n: io.PatchRun(n, "run-1", "running"))["state"] == "running"
+
+
+def test_the_pool_shows_the_newest_metrics_of_its_members() -> None:
+    """A member's heartbeat replaces the metrics of the one before; what is no finite number is left out."""
+    d = Driver.with_model()
+    m = member(d, "p")
+    for metrics in ({"cpu": 1.0, "gpu": 2.0}, {"cpu": 3.0, "nan": float("nan")}):
+        d.ask(lambda n, x=metrics: io.PoolHeartbeat(n, m["member"], m["epoch"], x))  # type: ignore[misc]
+    assert d.core.read.pool(d.now)[0]["metrics"] == {"cpu": 3.0}
+
+
 def test_only_who_allows_the_entry_gets_a_place() -> None:
     """Only a member that allows the module of the entry gets a place; prefixes match whole module names."""
     d = Driver.with_model()

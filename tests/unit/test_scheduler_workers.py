@@ -52,6 +52,15 @@ def test_a_worker_is_told_whether_its_rank_is_the_lowest() -> None:
     assert last is True
 
 
+def test_shards_are_told_who_is_live_as_soon_as_that_changes() -> None:
+    """Each join and each death is published at once: shards drop by it what workers have staged that are gone."""
+    d = Driver.with_model()
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"], a["epoch"]))
+    told = [doc["workers"] for doc in d.published if doc["type"] == "roster"]
+    assert told == [{a["worker"]: [1, 0]}, {a["worker"]: [1, 0], b["worker"]: [1, 1]}, {b["worker"]: [1, 1]}]
+
+
 def test_a_report_that_another_has_overtaken_changes_nothing() -> None:
     """A clock is absolute, so a report that arrives after one of a later clock does not set the worker back."""
     d = Driver.with_model()

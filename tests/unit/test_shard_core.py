@@ -118,6 +118,21 @@ def test_an_optimizer_that_is_chosen_while_initial_values_load_begins_with_its_o
     assert [set(slot.tolist()) for slot in state.slots] == [{0.0}]
 
 
+def test_values_restored_while_a_model_enters_sync_do_not_keep_a_partition_from_entering_it() -> None:
+    """A restore that is queued before a change to `sync` leaves that to the change, which begins at its clock."""
+    driver = serving(spec())
+    driver.eager = False
+    for value in (5.0, 7.0):
+        part = AssignPart(0, ones(value=value), "float32", True)
+        driver.send(SetReceived(driver.request(), "m", (part,), restore=True))
+
+    driver.patch({"consistency": {"mode": "sync"}}, clock=3, began=3)
+    driver.settle()
+
+    partition = driver.core.models["m"].partitions[0]
+    assert (partition.clock, partition.spec.consistency.mode, driver.values()) == (3, "sync", [7.0] * 4)
+
+
 def test_a_failed_load_is_told_and_tried_again() -> None:
     """When a load fails, waiting requests get its error, and the load is retried after a second."""
     driver = ShardDriver(eager=False)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.refusals import refused_with
 
+from paramserver.core.commit import Contribution
 from paramserver.core.shard_effects import PushDone
 from paramserver.core.shard_events import MapChanged, RosterChanged, WorkerAnswered
 from paramserver.errors import FencedError, PsError, StaleMapError
@@ -295,11 +296,33 @@ def test_buffered_applies_the_mean_of_every_k_pushes_in_order() -> None:
     assert driver.core.held_bytes == 0
 
 
+def test_the_mean_of_pushes_that_adjoin_changes_what_each_of_them_names() -> None:
+    """Buffered pushes of ranges that touch change the elements of all of them, not only those of the first."""
+    driver = serving(spec(consistency={"mode": "buffered", "count": 2}))
+
+    for start in (0, 2):
+        driver.push({0: ones()[:2]}, PushId("w", 1, start), ranges={0: ((start, start + 2),)})
+
+    assert driver.values() == [0.5] * 4
+
+
 def test_buffered_with_a_count_of_one_is_async() -> None:
     """With a count of one, buffered mode applies each push at once and says so."""
     driver = serving(spec(consistency={"mode": "buffered", "count": 1}))
 
     assert driver.push({0: ones()}).state == "applied"
+
+
+def test_a_buffer_whose_result_would_not_be_finite_is_dropped() -> None:
+    """A flush can refuse no one: a partition whose result is not finite keeps its values, and takes the next pushes."""
+    driver = serving(spec(consistency={"mode": "buffered", "count": 2}))
+
+    for value in [1.5e38] * 6 + [-1.5e38] * 4:
+        driver.push({0: ones(value=value)})
+
+    assert [key.index for key in driver.kept] == [0]
+    assert (driver.pull(0).version, driver.values()) == (4, [0.0] * 4)
+    assert driver.core.held_bytes == 0
 
 
 def test_leaving_buffered_flushes() -> None:
@@ -312,6 +335,21 @@ def test_leaving_buffered_flushes() -> None:
 
     assert driver.values() == [2.0] * 4
     assert driver.push({0: ones()}).version == 2
+
+
+def test_leaving_sync_takes_all_commits_decided_before() -> None:
+    """A partition that is behind takes each commit before the change, then the mean of what is staged after them."""
+    driver = serving(spec(consistency={"mode": "sync"}), workers={"r/w0": 1})
+    for clock, value in enumerate((1.0, 2.0, 4.0, 8.0)):
+        driver.push({0: ones(value=value)}, PushId("r/w0", 1, clock), clock=clock)
+    driver.eager = False
+    for clock in range(3):
+        driver.commit(clock, Contribution("r/w0", 1, 0, clock))
+
+    driver.patch({"consistency": {"mode": "async"}}, clock=3)
+    driver.settle()
+
+    assert (driver.pull(0).version, driver.values()) == (4, [15.0] * 4)
 
 
 def test_a_snapshot_carries_what_is_buffered() -> None:

@@ -1,12 +1,17 @@
 """A journaling shard whose Redis is away, cannot fsync, has lost data, or names another owner."""
 
+import json
+
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core.shard_effects import Journal, StoreSnapshot
 from paramserver.core.shard_events import Journaled, JournalLost, JournalRefused, SnapshotDone, StorageChanged
 from paramserver.types import PushId
+from paramserver_shard import snapshot_format
 
 from .partitions import WORKERS, apply, complete, done, entries, ones, pending, refused, slow
 
@@ -180,3 +185,29 @@ def test_a_cut_from_before_the_loss_does_not_make_the_journal_count_again() -> N
         complete(driver, StoreSnapshot)
 
     assert done(driver, push).state == "staged"
+
+
+def test_a_snapshot_is_cut_into_blocks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is larger than the limit, wherever arrays begin and end; joined, they are the whole stream."""
+    monkeypatch.setattr(snapshot_format, "SNAPSHOT_BLOCK_BYTES", 16)
+    arrays = [np.arange(n, dtype=np.float32) for n in (3, 0, 9, 2)]
+
+    blocks = list(snapshot_format.blocks_of(b"head....", arrays))
+
+    assert [len(b) for b in blocks] == [16, 16, 16, 16]
+    assert b"".join(blocks) == b"head...." + b"".join(a.tobytes() for a in arrays)
+
+
+def test_a_manifest_that_is_damaged_or_newer_is_refused() -> None:
+    """A manifest is read as a whole or not at all, that of 1.0, which has no checksum of its own, too."""
+    good = {"format": snapshot_format.FORMAT, "name": "a", "crc32": [1]}
+    packed = json.loads(snapshot_format.pack_manifest([good]))
+    assert snapshot_format.read_manifest(json.dumps(packed), "it") == [{"lsn": 0} | good]
+    for wrong, why in (
+        (packed | {"crc32": packed["crc32"] ^ 1}, "it is damaged"),
+        (packed | {"format": "9"}, "it has format 9"),
+        ([good | {"crc32": 1}], "it is damaged"),
+        ([good | {"format": "9"}], "a snapshot in it has format 9"),
+    ):
+        with refused_with("corrupt_state", match=why):
+            snapshot_format.read_manifest(json.dumps(wrong), "it")

@@ -235,3 +235,18 @@ def test_what_was_kept_takes_the_commit_that_waited() -> None:
     driver.eager = True
     driver.settle()
     assert driver.core.models["m"].partitions[0].clock == 1
+
+
+def test_a_missed_commit_is_asked_for_again_until_the_partition_has_gone() -> None:
+    """A partition that lacks a commit asks every second; once it has another owner, nothing is done for it."""
+    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER)
+    driver.commit(1)
+    driver.advance(1.0)
+    assert driver.resyncs == 2
+    driver.eager = False
+
+    driver.send(replace(view(driver), owned={}))
+    driver.commit(0)
+    driver.advance(5.0)
+
+    assert (driver.resyncs, driver.pending) == (2, [])

@@ -34,7 +34,6 @@ class Cuts:
     def begin(self, clock: int, *, urgent: bool = False) -> None:
         """Have every partition store this clock."""
         self.pending, self.urgent = clock, urgent
-        self.stored_by.clear()
 
     def stored(self, index: int, partitions: int) -> bool:
         """Note that a partition has stored the pending cut; returns whether all `partitions` have it now."""

@@ -4,7 +4,7 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.models import Model
 
 
-def restart(cluster: Cluster, model: Model, clock: int, *, opening: bool = False) -> None:
+def restart(cluster: Cluster, model: Model, clock: int, *, opening: bool) -> None:
     """Begin a new timeline at that clock; staged gradients and done reports of the old one no longer count.
 
     `opening`: its first commit is one that lists nothing.
