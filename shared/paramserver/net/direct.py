@@ -307,6 +307,11 @@ class AsyncDirectTransport(_RequestEncoder):
         side_by_side: dict[str, Any] = {"happy_eyeballs_delay": 0.25} if isinstance(loop, asyncio.BaseEventLoop) else {}
         return (await loop.create_connection(AsyncConnection, host, port, ssl=context, **side_by_side))[1]
 
+    def close_rested(self) -> None:
+        """Close the connections that have been idle: a network that has lost one may have lost all."""
+        for connection in [c for some in self._connections.values() for c in some if c.rested]:
+            connection.hang_up()
+
     async def close(self) -> None:
         """Close all connections."""
         connections = [c for some in self._connections.values() for c in some]
