@@ -23,6 +23,7 @@ from paramserver.net.connection import ENDED, Connection
 from paramserver.net.credentials import Credentials
 from paramserver.net.http2 import Answer, Refused
 from paramserver.net.idle import Idle
+from paramserver.net.look_up import look_up
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
@@ -206,6 +207,7 @@ class DirectTransport(_RequestEncoder):
                 raise
             return connected
         host, port, secure = _host(address)
+        look_up(host, timeout_s)
         connected = socket.create_connection((host, port), timeout_s)
         tcp.prepare(connected)
         if not secure:
