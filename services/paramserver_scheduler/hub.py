@@ -61,7 +61,10 @@ class Feed:
             self._queue.put_nowait(None)
 
     async def documents(self) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield the initial documents, then the published ones, and a `ping` after each second of silence."""
+        """Yield the initial documents and a `ping`, then what is published, and a `ping` after each second of silence.
+
+        The first `ping` tells a reader that it has the complete state.
+        """
         async for published in self._all():
             yield published.document
 
@@ -73,6 +76,7 @@ class Feed:
     async def _all(self) -> AsyncIterator[Published]:
         for first in self._first:
             yield first
+        yield PING
         while self.open or not self._queue.empty():
             try:
                 async with asyncio.timeout(PING_S):
