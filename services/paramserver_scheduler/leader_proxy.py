@@ -28,6 +28,9 @@ LOCAL_PREFIXES: Final = ("/static/", "/docs/", "/internal/checkpoints/")
 ENDLESS_BODY: Final = re.compile("/internal/shards/[^/]+/clocks")
 """Paths of requests whose body may have no end; without a `content-length` they cannot be forwarded."""
 
+OF_SHARDS: Final = "/internal/shards"
+"""Beginning of the paths that shards ask for, each of them every second or more often."""
+
 
 class LeaderProxy:
     """The ASGI app around a scheduler's routes."""
@@ -39,6 +42,8 @@ class LeaderProxy:
         self._forwarder = forwarder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(OF_SHARDS):
+            self._lease.hear()
         if scope["type"] != "http" or scope["path"] in LOCAL_PATHS or scope["path"].startswith(LOCAL_PREFIXES):
             await self._app(scope, receive, send)
         elif await self._is_leader():

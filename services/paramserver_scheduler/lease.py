@@ -9,6 +9,9 @@ at once.
 A lease that was not renewed for 3 s is taken over only by a scheduler that has been getting answers from Redis for
 1.5 s: after an outage of Redis the leader can renew its lease before another takes it.  The same holds for a renewal
 that lies in the future, because the clock of Redis' machine was put back.
+
+A leader may reach Redis and be cut off from everyone else.  When it has heard of no shard for 3 s, directly or through
+a standby, it says so as it renews, and a standby that hears of one, and did before that, takes over.
 """
 
 import asyncio
@@ -17,6 +20,7 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -31,6 +35,10 @@ WRITTEN_KEY: Final = "ps:written"
 _NEVER_MS: Final = 1 << 53
 TIMEOUT_S: Final = 1.0
 """Timeout of a request to Redis, short enough to retry it within a lease."""
+DEAF_S: Final = 3.0
+"""A leader that has heard of no shard for this long lets a standby take over that hears of one."""
+HEARS_S: Final = 2.0
+"""Hearing ends with a silence of this length, which is shorter: if all shards die, no standby hears them longer."""
 
 # KEYS: leader, term, schedulers, written.  ARGV: place, url, name, id, lease in ms, then the script's own arguments.
 # Sets `others`: all schedulers seen in the last 10 s, as JSON.
@@ -47,8 +55,8 @@ for i = 1, #held, 2 do
     others[#others + 1] = cjson.encode({name = other.name, url = other.url, age = now - other.seen})
   end
 end
-local function lead(term)
-  local lease = cjson.encode({id = ARGV[4], place = ARGV[1], url = ARGV[2], term = term, renewed = now})
+local function lead(term, deaf)
+  local lease = cjson.encode({id = ARGV[4], place = ARGV[1], url = ARGV[2], term = term, renewed = now, deaf = deaf})
   redis.call('SET', KEYS[1], lease)
   return lease
 end
@@ -57,7 +65,9 @@ local leader = redis.call('GET', KEYS[1])
 """
 
 # ARGV 6: highest known term, 7: '1' to lead even if Redis has lost that term, 8: '1' if Redis must hold a state,
-# 9 and 10: since when Redis has answered this scheduler without a gap, and when it last did.
+# 9 and 10: since when Redis has answered this scheduler without a gap, and when it last did, 11: for how many ms it has
+# been hearing of shards.  What a standby hears it forwards, so a leader that says it hears nothing half a second after
+# the standby began to hear is cut off from both.
 _ACQUIRE: Final = (
     _LIST_SCHEDULERS
     + """
@@ -66,6 +76,7 @@ if leader then
   local held = cjson.decode(leader)
   local watched = now - tonumber(ARGV[9]) >= 1500 and now - tonumber(ARGV[10]) <= 2000
   free = held.place == ARGV[1] or held.renewed == 0 or (watched and math.abs(now - held.renewed) > tonumber(ARGV[5]))
+    or (held.deaf and held.renewed - (now - tonumber(ARGV[11])) > 500)
 end
 local known = tonumber(ARGV[6])
 if free and (term >= known or ARGV[7] == '1') and not (term == 0 and ARGV[8] == '1') then
@@ -88,8 +99,9 @@ local function other_holder(leader, id, mine, written)
 end
 """
 
-# ARGV 6: the term led, 7: number of the newest write that Redis has acknowledged.  Returns 1: renewed, 0: there is a
-# newer leader, -1: Redis has lost the term (it was emptied) or that write (it came back with older data).
+# ARGV 6: the term led, 7: number of the newest write that Redis has acknowledged, 8: '1' if it hears of no shard.
+# Returns 1: renewed, 0: there is a newer leader, -1: Redis has lost the term (it was emptied) or that write (it came
+# back with older data).
 _RENEW: Final = (
     OTHER_HOLDER
     + _LIST_SCHEDULERS
@@ -97,7 +109,7 @@ _RENEW: Final = (
 local mine = tonumber(ARGV[6])
 local standing = term > mine and 0 or other_holder(leader, ARGV[4], mine, ARGV[7])
 if standing < 1 then return {standing, '', leader or '', others} end
-leader = lead(mine)
+leader = lead(mine, ARGV[8] == '1' or nil)
 if term < mine or (redis.call('GET', KEYS[4]) or '') < ARGV[7] then return {-1, '', leader, others} end
 return {1, '', leader, others}
 """
@@ -163,6 +175,8 @@ class Lease:
         self.leader: Leader | None = None
         """The holder of the lease as of the last answer from Redis."""
         self._new_leader = asyncio.Event()
+        self._heard_s = self._hears_since_s = float("-inf")
+        """When the last request of a shard came, directly or through another scheduler, and since when they come."""
         self._answered_ms = (_NEVER_MS, 0)
         """Since when Redis has answered without a gap, and when it last did; by Redis' clock."""
         self.schedulers: tuple[Scheduler, ...] = (Scheduler(name, url),)
@@ -179,7 +193,9 @@ class Lease:
         If Redis has lost the known term, the lease is left to the leader, which still has the state in memory, unless
         `even_if_emptied`.  Raises CorruptState if there is no state although one is expected.
         """
-        flags = [self.known_term, int(even_if_emptied), int(self._expect_state), *self._answered_ms]
+        hears_s = monotonic() - self._hears_since_s if self._heard_ago_s() < HEARS_S else 0.0
+        since = (*self._answered_ms, int(hears_s * 1000))
+        flags = [self.known_term, int(even_if_emptied), int(self._expect_state), *since]
         won, term, leader, others, now_ms = await self._run(self._acquire_script, *self._identity, *flags)
         since_ms, last_ms = self._answered_ms
         self._answered_ms = (since_ms if 0 <= now_ms - last_ms <= 2000 else now_ms, now_ms)
@@ -188,6 +204,7 @@ class Lease:
         self._note(leader, others)
         if won:
             self.term, self.written = int(term), ""
+            self.hear()
         elif self._expect_state and not self.known_term:
             raise no_state()
         return bool(won)
@@ -198,9 +215,20 @@ class Lease:
         Raises Deposed, or RedisDataLost: the lease is renewed all the same, unless a scheduler that has begun on the
         emptied Redis holds it in this term.
         """
-        done, _, leader, others = await self._run(self._renew_script, *self._identity, self.term, self.written)
+        state = (self.term, self.written, int(self._heard_ago_s() > DEAF_S))
+        done, _, leader, others = await self._run(self._renew_script, *self._identity, *state)
         self._note(leader, others)
         self.check(done)
+
+    def hear(self) -> None:
+        """Note that a shard has asked for something."""
+        now = monotonic()
+        if self._heard_ago_s() > HEARS_S:
+            self._hears_since_s = now
+        self._heard_s = now
+
+    def _heard_ago_s(self) -> float:
+        return monotonic() - self._heard_s
 
     def check(self, done: int) -> None:
         """Raise what a script's answer says of this term: Deposed for 0, RedisDataLost for -1, nothing for 1."""

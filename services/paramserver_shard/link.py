@@ -79,6 +79,8 @@ class SchedulerLink:
                 if outcome.status != 503:
                     return _with_source(url, outcome)
                 outcome = error_of(outcome)
+            else:
+                self._transport.close_rested()
             reason = f"{url}: {outcome.detail}"
             self.switch_from(url)
         raise problem("no_leader", f"no scheduler answers ({reason})")

@@ -135,7 +135,8 @@ class ChaosCluster:
                 return found
 
         document = eventually(held, what="a leader")
-        return f"scheduler-{self.urls.index(json.loads(document or '')['url'])}"
+        port = json.loads(document or "")["place"].rsplit(":", 1)[1]
+        return f"scheduler-{self.urls.index(f'http://127.0.0.1:{port}')}"
 
     def get(self, path: str) -> Any:
         """Return the JSON answer of the first scheduler that answers with success."""

@@ -3,8 +3,8 @@
 `python -m tests.chaos.keeper FOLDER PLAN`, where PLAN is the JSON of a `Plan`.  It reads one JSON order per line from
 stdin and answers each with one line.  When stdin closes, because the test ended or was killed, it stops everything.
 With `Plan.proxied`, all traffic of a node to Redis, a scheduler or a shard passes a link of this process (`proxy.py`)
-named `FROM>TO`: `shard-0>redis`, `scheduler-1>redis`, `shard-2>scheduler-0`, and `any>shard-1` for all clients of that
-shard.
+named `FROM>TO`: `shard-0>redis`, `scheduler-1>redis`, `shard-2>scheduler-0`, `any>shard-1` for all clients of that
+shard, and `any>scheduler-0` for the other schedulers.
 """
 
 import asyncio
@@ -78,8 +78,9 @@ class Keeper:
         for i, port in enumerate(self.scheduler_ports):
             name = f"scheduler-{i}"
             redis = redis_server.url(await self._way(name, "redis", self.redis_port))
+            own = f"http://127.0.0.1:{await self._way('any', name, port)}"
             self._keep(name, "scheduler", [*_module("scheduler"), "--port", str(port), "--redis", redis,
-                                           "--state-dir", str(self.folder / "state")])  # fmt: skip
+                                           "--advertise", own, "--state-dir", str(self.folder / "state")])  # fmt: skip
         for i in range(self.plan.shards):
             await self.add_shard(i)
 

@@ -72,3 +72,19 @@ def test_a_shard_cut_off_from_the_leader_alone(start: Start) -> None:
         c.until_healthy()
     run.finish()
     run.assert_kept(shards_died=False, acknowledged=60)
+
+
+def test_a_leader_that_reaches_only_redis(start: Start) -> None:
+    """A leader that no shard reaches, and a standby neither, is succeeded by the standby that shards do reach."""
+    run = start(Plan(shards=2, schedulers=2, proxied=True), JOURNALED)
+    c = run.cluster
+    leader = c.leader()
+    for source in ("shard-0", "shard-1", "any"):
+        c.cut(f"{source}>{leader}")
+    eventually(lambda: c.leader() != leader, within_s=10.0, what="another leader")
+    c.until_progress(within_s=15.0)
+    c.heal()
+    c.until_healthy()
+    assert c.leader() != leader
+    run.finish()
+    run.assert_kept(shards_died=False, acknowledged=10)

@@ -157,7 +157,7 @@ async def test_closing_answers_everyone(redis_url: str) -> None:
             await asking
         with pytest.raises(PsError, match="stopping"):
             await join(runtime, "late")
-        assert [line async for line in feed.lines()] == []
+        assert [json.loads(line) async for line in feed.lines()] == [{"type": "ping"}]
 
 
 def create(runtime: Runtime, name: str) -> Any:

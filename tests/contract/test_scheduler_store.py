@@ -413,6 +413,46 @@ async def test_after_an_outage_of_redis_the_leader_comes_first(
             assert await new.try_acquire() is takes
 
 
+@pytest.mark.parametrize(
+    ("leader_heard", "standby_heard", "yields"),
+    [
+        ([], [2.5, 4.0], True),
+        ([3.0], [2.5, 4.0], False),  # shards reach both, or what the standby forwards reaches the leader
+        ([], [], False),  # there is no shard
+        ([], [0.5, 1.5], False),  # the shards have died
+        ([], [3.9], False),  # the first shard joins through the standby; the leader had no time to say that it heard it
+    ],
+)
+async def test_a_leader_that_hears_of_no_shard_is_succeeded_by_a_standby_that_does(
+    redis_url: str,
+    plain: Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    leader_heard: list[float],
+    standby_heard: list[float],
+    yields: bool,
+) -> None:
+    """A leader whose lease is valid is succeeded only if it is cut off from all shards and a standby is not.
+
+    The lists say when shards have asked either one for something, in the 4 s since the leader has the lease.
+    """
+    now = 100.0
+    monkeypatch.setattr(lease_module, "monotonic", lambda: now)
+    async with connect(redis_url) as redis:
+        leader, standby = leases(redis, 2)
+        assert await leader.try_acquire()
+        for lease, times in ((leader, leader_heard), (standby, standby_heard)):
+            for time_s in times:
+                now = 100.0 + time_s
+                lease.hear()
+        now = 104.0
+        await leader.renew()
+
+        assert await standby.try_acquire() is yields
+        if yields:
+            with pytest.raises(Deposed):
+                await leader.renew()
+
+
 async def test_an_emptied_redis_is_left_to_the_leader(redis_url: str, plain: Redis) -> None:
     """A standby does not lead on a Redis that was emptied, because the leader still has the state, unless told to."""
     async with connect(redis_url) as redis:

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypeAlias
 
@@ -304,3 +305,31 @@ def test_a_silent_scheduler_does_not_hide_the_one_that_answers(node: Node) -> No
             assert client.request("GET", "/livez") == {}
         with pytest.raises(ps.Unreachable, match="did not answer within"):
             ps.connect(url, timeout=0.2)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_name_server_that_does_not_answer_takes_no_longer_than_the_timeout(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client whose URL has a name that is being looked up for long gives up in time, though the look-up goes on."""
+    answers, ended = threading.Event(), threading.Event()
+
+    def look_up(*_: object, **__: object) -> None:
+        answers.wait(5.0)
+        ended.set()
+        raise socket.gaierror("Temporary failure in name resolution")
+
+    async def ask() -> None:
+        async with ps.AsyncClient("http://ps.test:1", timeout=0.2) as client:
+            try:
+                await client.request("GET", "/livez")
+            finally:
+                assert not ended.is_set()
+                answers.set()
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    connect = partial(ps.connect, "http://ps.test:1", timeout=0.2) if blocking else lambda: asyncio.run(ask())
+    with pytest.raises(ps.Unavailable, match="timed out"):
+        connect()
+    assert blocking is not ended.is_set()
+    answers.set()

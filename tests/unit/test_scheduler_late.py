@@ -253,6 +253,21 @@ def test_a_late_clock_that_was_accepted_is_folded_though_the_next_ones_are_dropp
     assert listed_of(d, b) == [0]
 
 
+@pytest.mark.parametrize("first", ["report", "heartbeat"])
+def test_a_new_leader_says_which_clock_was_dropped(first: str) -> None:
+    """A clock that the former leader committed without a worker is late, also if the worker reports it to a new one."""
+    d, a, b = gone_on()
+    now_late(d, "drop")
+    d.clock_of(a, 4)
+    d.restart()
+    if first == "heartbeat":
+        beat(d, b, 1)
+        beat(d, a, 4)
+
+    assert d.result(d.clock_of(b, 1))["late"] is True
+    assert d.result(d.clock_of(a, 4))["late"] is False
+
+
 def test_a_late_clock_that_was_dropped_is_not_folded_afterwards() -> None:
     """A clock whose report was answered `late` under `drop` is in no list, also if the policy then becomes `fold`."""
     d, a, b = gone_on()

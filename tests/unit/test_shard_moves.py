@@ -381,6 +381,25 @@ def test_a_worker_that_goes_while_sync_ends_in_a_held_partition_is_in_the_mean(m
     assert driver.values() == [2.0] * 4
 
 
+@pytest.mark.parametrize("ack", LEVELS)
+def test_a_worker_that_went_before_sync_ended_is_not_in_the_mean_of_the_next_owner(ack: str) -> None:
+    """What a worker staged does not count if it left in sync, though its partition was held then and moves after it."""
+    driver, after = serving(spec(ack=ack, consistency={"mode": "sync"}), workers=ROSTER), ShardDriver()
+    after.store = driver.store
+    after.send(replace(view(driver), owned={}))
+    stage(driver, 0, 0, 1.0)
+    stage(driver, 1, 0, 3.0)
+    request_release(driver, 0)
+    left = {WORKERS[0]: 1}
+    for shard in (driver, after):
+        shard.send(RosterChanged(KEY.model, left))
+        shard.patch({"consistency": {"mode": "async"}}, workers=left)
+
+    after.send(replace(view(after), owned={0: 2}, source="snapshot"))
+
+    assert after.values() == [1.0] * 4
+
+
 def test_a_cut_is_not_all_that_is_handed_over() -> None:
     """A stored cut does not complete a move, because at level `applied` it lacks staged parts that are needed."""
     driver = serving(spec(consistency={"mode": "sync", "quorum": 0.5, "late": "fold"}), workers=ROSTER)

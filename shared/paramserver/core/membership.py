@@ -159,9 +159,9 @@ class Worker(Holder):
     """Shards that have reported `final_push`."""
     granted: int = 0
     """sync: the clock it was last told to work on."""
-    left_out: int = -1
+    left_out: int | None = -1
     """sync: how many iterations it had finished when it last reported one whose commit was decided without it, for
-    good; -1: none on this timeline."""
+    good; -1: none on this timeline; None: a new leader has heard no report of it, and looks into the commits then."""
     timeline: int = 0
     """The newest timeline it is known to have been told of."""
     resting: bool = False

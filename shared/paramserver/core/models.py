@@ -234,6 +234,12 @@ class Model:
         """Whether a requested evaluation is not leased to any worker yet."""
         return any(v.leased is None for v in self.evaluations)
 
+    def left_out(self, worker: Worker, clock: int) -> bool:
+        """sync: whether the commit of the clock that this worker has just finished is kept, and none lists it."""
+        kept, its = [c for _, c in self.commits], (worker.name, worker.epoch, clock - 1)
+        listed = any([(x.worker, x.epoch, x.clock) == its for c in kept for x in c.contributions])
+        return not listed and any([c.t == clock - 1 for c in kept])
+
     def prune_commits(self, now: float) -> list[Commit]:
         """Remove and return the commits that no shard can need any more."""
         old: list[Commit] = []

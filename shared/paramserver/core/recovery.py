@@ -98,6 +98,7 @@ def _worker(name: str, model: Model, doc: Mapping[str, Any], late: Sequence[Any]
         # one at which it joined.
         clock = model.gate.clock if model.gate.sync else max(worker.done, model.gate.clock)
         worker.done = worker.granted = clock
+        worker.left_out = None
     return worker
 
 

@@ -44,7 +44,7 @@ class ServedModel:
     workers: Mapping[str, int] = field(default_factory=dict)
     """worker -> epoch of the live roster."""
     departed: set[tuple[str, int]] = field(default_factory=set)
-    """(worker, epoch) that left the roster, in sync, while a partition here had staged gradients of theirs."""
+    """(worker, epoch) that left the roster in sync; a partition that moves here may have staged gradients of theirs."""
     commits: dict[int, Commit] = field(default_factory=dict)
     """Commits of this timeline that a partition here may still need."""
     brought: tuple[Commit, ModelSpec] | None = None
@@ -188,9 +188,9 @@ class ServedModel:
 
     def set_roster(self, workers: Mapping[str, int]) -> None:
         """Replace the live roster.  Who leaves once sync has ended is not `departed`: what it has staged counts."""
-        left = {(w, epoch) for w, epoch in self.workers.items() if self.sync and workers.get(w) != epoch}
-        staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.departed else set()
-        self.departed = (self.departed | left) & staged
+        self.departed |= {(w, epoch) for w, epoch in self.workers.items() if self.sync and workers.get(w) != epoch}
+        if len(self.departed) > limits.WORKERS_PER_MODEL_MAX:
+            self.departed &= {slot[:2] for p in self.partitions.values() for slot in p.staged}
         self.workers = workers
 
 

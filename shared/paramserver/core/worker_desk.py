@@ -207,6 +207,8 @@ class WorkerDesk:
     def _report(self, model: Model, worker: Worker, clock: int, since: int | None) -> None:
         model.gate.check(worker, clock, since)
         before = worker.done
+        if worker.left_out is None:
+            worker.left_out = clock if since != clock and model.left_out(worker, clock) else -1
         if clock > worker.done:
             model.gate.resume(worker, model.roster)
         model.gate.report(worker, clock, since)

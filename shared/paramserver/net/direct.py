@@ -23,6 +23,7 @@ from paramserver.net.connection import ENDED, Connection
 from paramserver.net.credentials import Credentials
 from paramserver.net.http2 import Answer, Refused
 from paramserver.net.idle import Idle
+from paramserver.net.look_up import look_up
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
@@ -206,6 +207,7 @@ class DirectTransport(_RequestEncoder):
                 raise
             return connected
         host, port, secure = _host(address)
+        look_up(host, timeout_s)
         connected = socket.create_connection((host, port), timeout_s)
         tcp.prepare(connected)
         if not secure:
@@ -306,6 +308,11 @@ class AsyncDirectTransport(_RequestEncoder):
         # Of several addresses, a silent one must not take the time of all.  (uvloop cannot try them side by side.)
         side_by_side: dict[str, Any] = {"happy_eyeballs_delay": 0.25} if isinstance(loop, asyncio.BaseEventLoop) else {}
         return (await loop.create_connection(AsyncConnection, host, port, ssl=context, **side_by_side))[1]
+
+    def close_rested(self) -> None:
+        """Close the connections that have been idle: a network that has lost one may have lost all."""
+        for connection in [c for some in self._connections.values() for c in some if c.rested]:
+            connection.hang_up()
 
     async def close(self) -> None:
         """Close all connections."""

@@ -22,6 +22,7 @@ from paramserver.net.connection import cut
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import CONNECT_S, changes_nothing, common_headers, unreachable_by
 from paramserver.net.idle import Idle
+from paramserver.net.look_up import look_up
 
 _PIECE_BYTES: Final = 1 << 20
 _WAIT_S_MAX: Final = 1e6
@@ -54,6 +55,7 @@ class PlainTransport:
         fresh: http.client.HTTPConnection | None = None
         try:
             fresh = _connection(url, min(CONNECT_S, deadline.attempt_s()), self._credentials)
+            look_up(fresh.host, min(CONNECT_S, deadline.attempt_s()))
             fresh.connect()
         except (OSError, http.client.HTTPException, ValueError) as e:
             if fresh is not None:

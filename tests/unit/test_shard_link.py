@@ -1,0 +1,45 @@
+"""A shard's requests to the schedulers: a fault of the network costs it one wait, not one for each scheduler."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from paramserver.net.aio_connection import RESTED_S
+from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver_node import redis_server
+from paramserver_node.server import serve_tcp
+from paramserver_shard import link as link_module
+from paramserver_shard.link import SchedulerLink
+
+
+async def test_connections_that_are_all_lost_at_once_cost_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard whose network loses all connections without a word reaches the next scheduler after one timeout."""
+    monkeypatch.setattr(link_module, "REQUEST_S", RESTED_S + 0.2)
+    connections: set[Any] = set()
+    lost: set[Any] = set()
+
+    async def scheduler(scope: Scope, receive: Receive, send: Send) -> None:
+        connections.add(scope["client"])
+        if scope["client"] in lost:
+            await asyncio.Event().wait()
+        body = json.dumps({"at": scope["server"][1]}).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    stop, ports = asyncio.Event(), (redis_server.free_port(), redis_server.free_port())
+    link = SchedulerLink([f"http://127.0.0.1:{port}" for port in ports], NO_CREDENTIALS)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as nodes:
+        for port in ports:
+            nodes.create_task(serve_tcp(scheduler, "127.0.0.1", port, stop, grace_s=0.0))
+        await asyncio.sleep(0)
+        for port in ports:  # it has had to do with both
+            assert (await link.request("GET", "/"))["at"] == port
+            link.switch_from(link.url)
+        lost |= connections
+
+        assert (await link.request("GET", "/"))["at"] == ports[1]
+        await link.aclose()
+        stop.set()
