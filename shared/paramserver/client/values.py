@@ -35,6 +35,9 @@ def array_of(what: str, value: Any, where: str) -> AnyArray:
         hint = "a torch tensor needs .detach().cpu(), and .float() if it is bfloat16"
         detail = f"{what} cannot be converted to an array: {e}"
         raise problem("invalid_dtype", detail, hint=hint, where=where) from None
+    if type(value) is not np.ndarray and isinstance(value, np.ndarray) and np.ma.is_masked(value):
+        detail = f"{what} has masked elements"  # whose values NumPy keeps, and would be sent
+        raise problem("invalid_dtype", detail, hint="array.filled(0) has 0 in their place", where=where)
     kind = array.dtype.kind
     if kind in "fiub" or (kind == "V" and array.dtype.name == "bfloat16"):  # NumPy builds the name on each access
         return array
