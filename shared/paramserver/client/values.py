@@ -56,7 +56,7 @@ def values_of(name: str, value: Any) -> AnyArray:
     array = array_of(f"'{name}'", value, name)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         fits = bool(np.isfinite(array.astype(np.float32, copy=False)).all())
     if not fits:
         finite = array.dtype.kind == "f" and bool(np.isfinite(array).all())
