@@ -35,8 +35,10 @@ class Launched:
     """Write end of the pipe whose closing stops the cluster; None for a detached cluster."""
 
 
-def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
+def launch(state: StateDir, plan: Plan, *, detach: bool, lifeline: int | None = None) -> Launched:
     """Start a supervisor for `plan`; with `detach` it outlives this process, else it ends with it.
+
+    With `detach` and a `lifeline`, the read end of a pipe, it ends when nobody has the other end any more.
 
     Raises Failed on Windows, ConflictError (`conflict`) if a cluster already runs in this state directory, RequestError
     (`invalid_field`) if the shards' settings here are invalid.
@@ -59,7 +61,7 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
         state.remove_run_files()
         state.write(plan)
         argv = [sys.executable, "-P", "-m", MODULE, str(state.path), str(lock.fileno())]
-        read_end, write_end = (None, None) if detach else os.pipe()
+        read_end, write_end = (lifeline, None) if detach else os.pipe()
         with state.log("supervisor").open("ab") as out:
             process = subprocess.Popen(
                 argv if read_end is None else [*argv, str(read_end)],

@@ -52,6 +52,7 @@ def up(
         list[str] | None, typer.Option(help="Prefix of entry points the workers may run; repeatable.")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="With --host: let others in without tokens.")] = False,
+    lifeline: Annotated[int | None, typer.Option(hidden=True)] = None,  # of `ps.local()`: see `launch`
 ) -> None:
     """Start a cluster: Redis, schedulers, shards and workers, restarted when they die.
 
@@ -80,7 +81,7 @@ def up(
     )
     if plan.redis is not None:
         _check_redis(plan.redis)
-    launched = launch.launch(folder, plan, detach=detach)
+    launched = launch.launch(folder, plan, detach=detach, lifeline=lifeline)
     try:
         _wait(launched)
         if not detach:

@@ -3,14 +3,17 @@
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
+from paramserver_cli.cluster_file import StateDir
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -84,3 +87,16 @@ def test_a_local_cluster_that_nobody_closes_ends_with_its_process() -> None:
 
     assert [gone(url) for url in done.stdout.split()] == [True, True]
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_local_cluster_ends_with_its_process_however_that_ends(tmp_path: Path, number: signal.Signals) -> None:
+    """A process that a signal ends, as a notebook's kernel may be, leaves no cluster behind."""
+    program = "import os, sys, paramserver as ps; c = ps.local(shards=1, state_dir=sys.argv[1]);"
+    program += "print(c.url, flush=True); os.kill(os.getpid(), int(sys.argv[2]))"
+    argv = [sys.executable, "-c", program, str(tmp_path), str(int(number))]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+
+    assert done.returncode == -number
+    eventually(lambda: not StateDir(tmp_path).is_running(), what="the end of the cluster")
+    assert gone(done.stdout.strip())

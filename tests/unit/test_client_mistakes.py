@@ -18,6 +18,7 @@ from paramserver.net.addresses import urls_of
 from paramserver.net.calls import Deadline
 
 LAYOUT = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}}))
+MASKED: Any = np.ma.masked_equal(np.arange(4.0), 3.0)
 
 
 def created(optimizer: Any = None, consistency: Any = None, **of_w: Any) -> None:
@@ -74,6 +75,9 @@ def not_joined() -> Any:
         (lambda: cast(Any, ps.Cosine)(100), "Cosine takes by name warmup, t_max, eta_min; not 100 without a name$"),
         (lambda: cast(Any, ps.Sync)(staleness=3), r"Sync takes quorum and .*; not staleness \(.* of ps.SSP\)$"),
         (lambda: model_document("m", {"l": {"w": np.ones(4)}}, None, None, {}), r"params.l: .*{'l.w': array}\)$"),
+        (lambda: prepare(LAYOUT, {"w": MASKED}), r"'w' has masked elements .*filled\(0\)"),
+        (lambda: prepare(LAYOUT, MASKED), r"the flat gradient has masked elements .*filled\(0\)"),
+        (lambda: model_document("m", {"w": MASKED}, None, None, {}), r"'w' has masked elements .*filled\(0\)"),
         (lambda: prepare(LAYOUT, cast(Any, [np.ones(4)])), r"arrays by name.*push\({'w': array}\)"),
         (
             lambda: Membership(Cluster(("http://a:1",)), "m", cast(Any, 1), None, 1.0),

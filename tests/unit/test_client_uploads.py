@@ -72,6 +72,20 @@ def test_small_values_are_sent_at_the_same_time(now: Now, cluster: Cluster) -> N
     assert direct == [*small, "large"]
 
 
+def test_tiny_values_are_uploaded_whatever_numpy_is_told(now: Now, cluster: Cluster) -> None:
+    """Values too small for float32 are sent as zeros, also after `np.seterr(all="raise")`."""
+    tiny: Any = np.full(2, 1e-300)
+    sent = list[Any]()
+
+    def answer(request: Request) -> Outcome:
+        sent.append(np.load(io.BytesIO(request.body or b"")).tolist())
+        return DONE
+
+    with np.errstate(all="raise"):
+        drive(put(cluster, {"w": tiny}, now), answer, now)
+    assert sent == [[0.0, 0.0]]
+
+
 def test_an_upload_that_its_deadline_ends_says_how_far_it_came(now: Now, cluster: Cluster) -> None:
     """When time runs out between rounds, the error counts what was sent, not only the short time of the last round."""
     values = {f"p{i}": np.zeros(2, np.float32) for i in range(100)}

@@ -44,6 +44,17 @@ ask()
 threading.Thread(target=train).start()
 atexit.register(ask)
 """
+BEGINS_LATE = """
+import sys, threading
+import paramserver as ps
+
+def train():
+    threading.main_thread().join()
+    with ps.connect(sys.argv[1]) as client:
+        print(client)
+
+threading.Thread(target=train).start()
+"""
 
 
 def ctrl_c() -> None:
@@ -69,6 +80,13 @@ def test_threads_train_on_after_the_main_one_has_ended() -> None:
     with serving(answering) as url:
         done = subprocess.run([sys.executable, "-c", TRAINS_ON, url], capture_output=True, text=True, timeout=60.0)
     assert (done.stdout, done.stderr) == ("[200, 200]\n" * 22, "")
+
+
+def test_a_thread_may_begin_after_the_main_one_has_ended() -> None:
+    """A thread that makes the process's first client after the main thread has ended can use it."""
+    with serving(answering) as url:
+        done = subprocess.run([sys.executable, "-c", BEGINS_LATE, url], capture_output=True, text=True, timeout=60.0)
+    assert (done.stdout, done.stderr) == (f"<Client of {url}>\n", "")
 
 
 def test_where_no_thread_can_be_had_requests_are_performed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

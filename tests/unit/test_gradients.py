@@ -1,9 +1,12 @@
 """The pass that writes a gradient into a frame body, and the views that replace it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from paramserver.client.gradients import Scan, prepare
+from paramserver.client.values import values_of
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 
@@ -23,6 +26,20 @@ def test_large_finite_gradients_are_not_taken_for_infinite(exact: bool) -> None:
     gradient = prepare(layout, {"w": bad})
     gradient.write(gradient.selection.parts, body.data, scan)
     assert list(scan.bad) == ["w"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("source", [np.float32, np.float64])
+def test_tiny_values_are_rounded_whatever_numpy_is_told(dtype: str, source: type[np.floating[Any]]) -> None:
+    """Values too small for the type in which they are sent become zero, also after `np.seterr(all="raise")`."""
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}}))
+    tiny = np.full(4, 1e-42, source)
+    with np.errstate(all="raise"):
+        gradient = prepare(layout, {"w": values_of("w", tiny)}, dtype=dtype)
+        parts = gradient.selection.parts
+        for scan in Scan(exact=True), Scan(exact=False):
+            gradient.write(parts, memoryview(bytearray(gradient.body_bytes(parts))), scan)
+            assert not scan.bad
 
 
 def test_a_gradient_that_lies_as_it_travels_is_looked_at_and_left_there() -> None:

@@ -327,6 +327,7 @@ def test_an_idle_connection_keeps_nothing_of_its_last_request(kind: Kind) -> Non
         assert isinstance(server.ask(sink=kept), Response)
         gone = weakref.ref(kept)
         del kept
+        gc.collect()  # asyncio of Python 3.12 and 3.13.0 leaves a cycle that holds its callers when it connects
         assert gone() is None
 
 

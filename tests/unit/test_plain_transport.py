@@ -69,6 +69,22 @@ def test_what_changes_nothing_is_sent_again() -> None:
     assert node.heard == [b"GET /a", b"GET /b", b"GET /b"]
 
 
+@pytest.mark.parametrize("ending", [b"HTTP/1.0 200 OK\r\n", b"HTTP/1.1 200 OK\r\nconnection: close\r\n"])
+@pytest.mark.parametrize("body", [b"{}", b""])
+def test_an_answer_that_ends_its_connection_is_read(ending: bytes, body: bytes) -> None:
+    """An answer of known length after which the node closes the connection is one like any other."""
+
+    def closing(connected: socket.socket) -> None:
+        connected.recv(65536)
+        connected.sendall(ending + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+
+    transport = PlainTransport(NO_CREDENTIALS)
+    with serving(closing) as url:
+        outcomes = [transport.send(Request("GET", "/livez"), url) for _ in range(2)]
+        transport.close()
+    assert [(o.status, o.body) for o in outcomes if isinstance(o, Response)] == [(200, body)] * 2
+
+
 def test_a_connection_that_the_node_has_closed_is_not_used_again() -> None:
     """If the node has closed a kept connection, a request that must not be repeated is sent once, on another one."""
     heard: list[bytes] = []

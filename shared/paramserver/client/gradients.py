@@ -254,7 +254,7 @@ def _float32_encoder(gradient: Gradient, scan: Scan) -> Encoder | None:
 def _squares(source: AnyArray, out: AnyArray | None = None) -> float:
     """Copy float32 to `out`; return its sum of squares, not finite if an element is not, or is very large."""
     total = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         for start in range(0, source.size, _BLOCK_F32):
             block = source[start : start + _BLOCK_F32]
             if out is not None:
@@ -275,7 +275,7 @@ def _copy(source: AnyArray, source_bf16: bool, out: AnyArray, dtype: str) -> flo
     wide = np.empty(min(_BLOCK, out.size), np.float64)
     narrow = np.empty(min(_BLOCK, out.size), np.float32)
     exponent = _EXPONENT.get(dtype)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         for start in range(0, out.size, _BLOCK):
             src, dst = source[start : start + _BLOCK], out[start : start + _BLOCK]
             f32, f64 = narrow[: dst.size], wide[: dst.size]

@@ -24,10 +24,12 @@ START_S = 90.0
 class LocalClient(Client):
     """A client that owns its cluster: it is stopped with `close()`, or once nobody uses the client any more."""
 
-    def __init__(self, url: str, timeout: float, token: str | None, folder: str, *, temporary: bool) -> None:
+    def __init__(
+        self, url: str, timeout: float, token: str | None, folder: str, lifeline: int, *, temporary: bool
+    ) -> None:
         super().__init__(url, timeout, token)
         # Called once: by `close`, when the client is collected, or at the end of the process.
-        self._stop = weakref.finalize(self, _stop, os.getpid(), folder, temporary=temporary)
+        self._stop = weakref.finalize(self, _stop, os.getpid(), folder, lifeline, temporary=temporary)
 
     def close(self) -> None:
         """Close all connections, and stop the cluster.  Raises Unavailable if it does not stop or store all."""
@@ -64,19 +66,24 @@ def local(
     folder = tempfile.mkdtemp(prefix="paramserver-") if state_dir is None else os.fspath(state_dir)
     options = ["--shards", str(shards), "--workers", str(workers), "--state-dir", folder]
     is_ours = temporary  # in another folder a cluster may run that somebody else has started
+    read_end, lifeline = os.pipe()  # however this process ends, the other end is closed then, and the cluster stops
     try:
-        printed = _psctl(["up", "--detach", "--json", *options], START_S)
+        printed = _psctl(["up", "--detach", "--json", "--lifeline", str(read_end), *options], START_S, read_end)
         is_ours = True
         found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-        return LocalClient(found["scheduler"], timeout, found.get("token"), folder, temporary=temporary)
+        return LocalClient(found["scheduler"], timeout, found.get("token"), folder, lifeline, temporary=temporary)
     except BaseException:
         if is_ours:
             with suppress(PsError):
-                _stop(os.getpid(), folder, temporary=temporary)
+                _stop(os.getpid(), folder, lifeline, temporary=temporary)
+        else:
+            os.close(lifeline)
         raise
+    finally:
+        os.close(read_end)
 
 
-def _stop(owner: int, folder: str, *, temporary: bool) -> None:
+def _stop(owner: int, folder: str, lifeline: int, *, temporary: bool) -> None:
     """Stop the cluster, and remove its folder if it is `temporary`; in a forked child of the `owner` do nothing."""
     if os.getpid() != owner:
         return
@@ -88,16 +95,26 @@ def _stop(owner: int, folder: str, *, temporary: bool) -> None:
         # It fails again only if the cluster still runs, not for what was not stored, which would be removed now.
         _psctl(["down", "--state-dir", folder], None)
     finally:
+        os.close(lifeline)  # only now: `psctl down` tells what could not be stored if it stops the cluster itself
         if temporary:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _psctl(arguments: Sequence[str], timeout_s: float | None) -> str:
-    """Run psctl and return what it prints; None: it ends by itself in time.  Raises Unavailable if it fails."""
+def _psctl(arguments: Sequence[str], timeout_s: float | None, *files: int) -> str:
+    """Run psctl, which gets these open `files`, and return what it prints; None: it ends by itself in time.
+
+    Raises Unavailable if it fails.
+    """
     command = [sys.executable, "-P", "-m", "paramserver_cli", *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            pass_fds=() if sys.platform == "win32" else files,  # there it will say that no cluster runs on Windows
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise problem("unavailable", f"`psctl {arguments[0]}` did not finish in {timeout_s:g} s") from None

@@ -95,7 +95,8 @@ def _sent_as(array: AnyArray) -> np.dtype[np.floating]:
 
 def _put_request(model: str, piece: _Piece, values: AnyArray, to: str | None, token: str | None) -> Request:
     file = io.BytesIO()
-    values = np.asarray(values, _sent_as(values), order="C")
+    with np.errstate(under="ignore"):  # tiny float64 values become zero
+        values = np.asarray(values, _sent_as(values), order="C")
     np.lib.format.write_array(file, values, version=(1, 0), allow_pickle=False)
     headers = {"content-type": NPY, "accept": "application/json"}
     if token is not None:

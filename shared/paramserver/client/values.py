@@ -35,6 +35,9 @@ def array_of(what: str, value: Any, where: str) -> AnyArray:
         hint = "a torch tensor needs .detach().cpu(), and .float() if it is bfloat16"
         detail = f"{what} cannot be converted to an array: {e}"
         raise problem("invalid_dtype", detail, hint=hint, where=where) from None
+    if type(value) is not np.ndarray and isinstance(value, np.ndarray) and np.ma.is_masked(value):
+        detail = f"{what} has masked elements"  # whose values NumPy keeps, and would be sent
+        raise problem("invalid_dtype", detail, hint="array.filled(0) has 0 in their place", where=where)
     kind = array.dtype.kind
     if kind in "fiub" or (kind == "V" and array.dtype.name == "bfloat16"):  # NumPy builds the name on each access
         return array
@@ -53,7 +56,7 @@ def values_of(name: str, value: Any) -> AnyArray:
     array = array_of(f"'{name}'", value, name)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         fits = bool(np.isfinite(array.astype(np.float32, copy=False)).all())
     if not fits:
         finite = array.dtype.kind == "f" and bool(np.isfinite(array).all())

@@ -120,7 +120,8 @@ def _body(response: http.client.HTTPResponse, connected: socket.socket, sink: Si
     body = bytearray()
     if sink is not None:
         sink.begin()
-    while chunk := _piece(response, connected, deadline):
+    # Python 3.13 closes the response, and with it a socket that is not kept, with the last byte.
+    while not response.isclosed() and (chunk := _piece(response, connected, deadline)):
         if sink is None:
             body += chunk
         else:

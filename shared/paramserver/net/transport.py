@@ -9,8 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit
 
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
@@ -22,6 +21,9 @@ from paramserver.net.direct import AsyncDirectTransport, DirectTransport, unreac
 from paramserver.net.forks import call_in_forked_child
 from paramserver.net.plain import PlainTransport, proxy_of
 from paramserver.net.schemes import in_scheme_spoken
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 T = TypeVar("T")
 log = logging.getLogger("paramserver")
@@ -228,6 +230,8 @@ class AsyncTransport:
     async def _in_thread(self, request: Request, url: str) -> Outcome:
         """Send the request over HTTP/1.1; once cancelled, no thread uses its memory any more."""
         if self._threads is None:
+            from concurrent.futures import ThreadPoolExecutor
+
             self._threads = ThreadPoolExecutor(PARALLEL_MAX, "paramserver")
         within = Interruptible()
         sending = asyncio.get_running_loop().run_in_executor(self._threads, self._http1.send, request, url, within)
