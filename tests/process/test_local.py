@@ -13,7 +13,7 @@ import pytest
 from tests.waiting import eventually
 
 import paramserver as ps
-from paramserver_cli.cluster_file import StateDir
+from paramserver_cli.state_directory import StateDir
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
