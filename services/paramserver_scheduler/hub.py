@@ -69,10 +69,7 @@ class Feed:
             self._queue.put_nowait(None)
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the initial documents and a `ping`, then the published ones, and a `ping` after each second of silence.
-
-        As JSON.  The first `ping` tells a reader that it has the complete state.
-        """
+        """Yield the initial documents, then the published ones, and a `ping` after each second of silence, as JSON."""
         async for published in self._all():
             yield published.line
 
@@ -85,7 +82,6 @@ class Feed:
         for first in self._first:
             yield first
         self._first = ()
-        yield PING
         while self.open or not self._queue.empty():
             try:
                 async with asyncio.timeout(PING_S):

@@ -157,7 +157,7 @@ async def test_closing_answers_everyone(redis_url: str) -> None:
             await asking
         with pytest.raises(PsError, match="stopping"):
             await join(runtime, "late")
-        assert [json.loads(line) async for line in feed.lines()] == [{"type": "ping"}]
+        assert [line async for line in feed.lines()] == []
 
 
 def create(runtime: Runtime, name: str) -> Any:

@@ -26,7 +26,6 @@ async def test_a_document_is_encoded_once_for_all_feeds() -> None:
     other = [line async for line in second.lines()]
 
     assert [json.loads(line) for line in one] == [
-        {"type": "ping"},
         {"type": "model", "name": "m"},
         {"type": "gone", "model": "m", "name": "m", "generation": 1},
     ]
@@ -46,24 +45,12 @@ async def test_a_reader_that_is_too_slow_is_cut_off_after_what_was_queued(excess
         hub.close()
 
     lines = slow.lines()
-    got = [json.loads(await anext(lines)) for _ in range(3)]
+    got = [json.loads(await anext(lines)) for _ in range(2)]
     hub.publish({"type": "commit", "n": -1})  # although there is room again
     async with asyncio.timeout(20):
         got += [json.loads(line) async for line in lines]
 
-    assert got == [{"type": "map"}, {"type": "ping"}, *({"type": "commit", "n": n} for n in range(BACKLOG_MAX))]
-
-
-async def test_a_reader_hears_when_it_has_the_complete_state_however_much_is_published() -> None:
-    """A `ping` follows the first documents at once: what they lack is gone, which a busy feed tells a reader no later.
-
-    A model that was deleted while a shard was cut off is known to it until then.
-    """
-    hub = Hub(lambda _: None)
-    lines = hub.subscribe([Published({"type": "map"})]).lines()
-    hub.publish({"type": "commit", "n": 1})
-
-    assert [json.loads(await anext(lines))["type"] for _ in range(3)] == ["map", "ping", "commit"]
+    assert got == [{"type": "map"}, *({"type": "commit", "n": n} for n in range(BACKLOG_MAX))]
 
 
 async def test_a_feed_with_nothing_to_say_sends_pings(monkeypatch: pytest.MonkeyPatch) -> None:
