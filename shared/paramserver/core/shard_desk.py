@@ -18,6 +18,10 @@ from paramserver.core.urls import is_address, is_node_url
 from paramserver.errors import problem
 
 ADDRESSES_MAX: Final = 16
+TOGETHER_S: Final = 30.0
+"""Shards that have gone within this time of the last one are expected to come back with the first one that does."""
+GATHER_S: Final = 2.0
+"""Time that the first shard waits for those before it is given all partitions, which would then move to them."""
 
 
 class ShardDesk:
@@ -26,6 +30,9 @@ class ShardDesk:
     def __init__(self, cluster: Cluster, moves: MoveDesk) -> None:
         self.c = cluster
         self.moves = moves
+        self._expected: set[str] = set()
+        """Shards that have gone together with one that has come back; until they are back, nothing is placed."""
+        self._expected_until_s = 0.0
 
     def join(self, e: JoinShard, now: float) -> None:
         if not is_name(e.name):
@@ -35,6 +42,7 @@ class ShardDesk:
         old = self.c.shards.get(e.name)
         if (old is None or not old.alive) and len(self.c.live_shards()) >= limits.SHARDS_MAX:
             raise problem("too_many_requests", f"the cluster has {limits.SHARDS_MAX} shards, which is the limit")
+        self._expect_others(e.name, now)
         epoch = 1 + (old.epoch if old else self.c.shard_floor)
         shard = Shard(e.name, epoch, now, addresses=addresses, version=str(e.version)[:64])
         self.c.shards[e.name] = shard
@@ -48,6 +56,14 @@ class ShardDesk:
         self.replace(e.name)
         body = {"name": e.name, "epoch": shard.epoch, "lease_s": limits.LEASE_S, "term": self.c.term}
         self.c.answer(e.request, body, 201)
+
+    def _expect_others(self, name: str, now: float) -> None:
+        """When the first shard of a whole cluster comes back, expect the others that have gone with the last one."""
+        if not self.c.live_shards():
+            last_s = max((s.gone_s for s in self.c.shards.values()), default=0.0)
+            self._expected = {s.name for s in self.c.shards.values() if last_s - s.gone_s <= TOGETHER_S}
+            self._expected_until_s = now + GATHER_S
+        self._expected.discard(name)
 
     def _check_redis(self, e: JoinShard) -> None:
         """Raise ConflictError (`conflict`) if the shard's Redis is not the schedulers'."""
@@ -78,6 +94,9 @@ class ShardDesk:
         for shard in live:
             shard.lease_s = limits.ALL_SILENT_S if cut_off else limits.LEASE_S
         self.mark_dead(expired(self.c.shards.values(), now), now)
+        if self._expected and now >= self._expected_until_s:
+            self._expected.clear()
+            self.place(*self.c.models.values())
         for shard in self.c.shards.values():
             shown_s = limits.SHARD_LEFT_LISTED_S if shard.left else limits.SHARD_DEAD_LISTED_S
             if not shard.alive and shard.listed and now - shard.gone_s >= shown_s:
@@ -195,7 +214,9 @@ class ShardDesk:
                 self.c.give_token(model, i)
 
     def place(self, *models: Model) -> None:
-        """Assign the partitions of these models that have no owner to live shards."""
+        """Assign the partitions of these models that have no owner to live shards, unless others are expected."""
+        if self._expected:
+            return
         eligible = self.c.eligible_shards()
         live = [n for n in eligible if not self.c.shards[n].storage_away] or eligible
         waiting = [m for m in models if any(o.shard is None for o in m.owners)]
