@@ -46,6 +46,18 @@ def test_the_death_of_a_shard_costs_by_the_partitions_of_all_models(monkeypatch:
     assert max(looks.values()) < 8
 
 
+def test_small_models_spread_although_a_large_one_is_on_one_shard() -> None:
+    """A partition counts by its requests, too: all small models would go to the shard that lacks a larger one."""
+    d = Driver()
+    for shard in ("s0", "s1"):
+        d.shard(shard)
+    for i, size in enumerate([100_000] + [10] * 40):
+        spec = {"name": f"m{i}", "params": {"w": {"shape": [size]}}, "partitions": 1}
+        d.send(partial(io.CreateModel, spec=spec, nonce="secret"))
+    owners = Counter(owner for i in range(1, 41) for owner in d.owners(f"m{i}"))
+    assert min(owners["s0"], owners["s1"]) >= 15
+
+
 def test_moves_are_not_planned_with_each_event_while_a_model_cannot_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a model that is not served keeps its partitions from moving, ticks plan for them, other events do not."""
     d = Driver.with_model()

@@ -18,6 +18,8 @@ from paramserver.core.urls import is_address, is_node_url
 from paramserver.errors import problem
 
 ADDRESSES_MAX: Final = 16
+PARTITION_COST_BYTES: Final = 64 << 10
+"""What a partition costs its shard in requests: weighed by their bytes alone, many small models would not spread."""
 TOGETHER_S: Final = 30.0
 """Shards that have gone within this time of the last one are expected to come back with the first one that does."""
 GATHER_S: Final = 2.0
@@ -224,12 +226,13 @@ class ShardDesk:
             return
         total = dict.fromkeys(live, 0)
         for model in self.c.models.values():
-            for shard, size in _held(model, live).items():
-                total[shard] += size
+            for i, owner in enumerate(model.owners):
+                if owner.shard in total:
+                    total[owner.shard] += model.bytes_of(i) + PARTITION_COST_BYTES
         for model in waiting:
             orphans = {i: model.bytes_of(i) for i, o in enumerate(model.owners) if o.shard is None}
             for i, shard in assign(orphans, live, _held(model, live), total).items():
-                total[shard] += orphans[i]
+                total[shard] += orphans[i] + PARTITION_COST_BYTES
                 owner = model.owners[i]
                 owner.shard, previous = shard, owner.previous
                 self.c.give_token(model, i)
