@@ -1,10 +1,11 @@
 """Displays of a training: live at a terminal, a plain line every few seconds elsewhere."""
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import typer
 from rich.console import Console, Group
@@ -115,6 +116,11 @@ class LiveDisplay:
     def show(self, training: Training) -> None:
         """Redraw with the newest sample."""
         self._live.update(picture(training, self._page))
+
+
+def natural(name: str) -> list[Any]:
+    """Return a sort key that puts shard-10 after shard-9."""
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name)]
 
 
 def picture(training: Training, page: str) -> Panel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
-import re
 import shlex
 import sys
 import time
@@ -22,6 +21,7 @@ from paramserver.errors import PsError
 from paramserver.limits import MIB
 from paramserver_cli import launch
 from paramserver_cli.config import StateDirOption, Url, client_settings, connect, listed, state_dir
+from paramserver_cli.display import natural
 from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Cluster, StateDir, running
 
@@ -89,7 +89,7 @@ def scale(
     else:
         client = connect(url)
     lines = _shards(client)
-    alive = sorted((x["name"] for x in lines if x["alive"]), key=_natural)
+    alive = sorted((x["name"] for x in lines if x["alive"]), key=natural)
     before = alive if local is None else local.names
     for line in lines:  # left draining by an earlier attempt that was interrupted
         if line["state"] == "draining" and line["name"] in before[:number]:
@@ -273,7 +273,7 @@ def _until_quiet(client: ps.Client, number: int, local: _LocalCluster | None, ti
             done += sum(max(0, n - owned.get(name, n)) for name, n in now.items()) if owned else 0
             if now != owned or under_way or len(now) != number:
                 owned, quiet_s = now, time.monotonic()
-            spread = "  ".join(f"{name} {n}" for name, n in sorted(now.items(), key=lambda i: _natural(i[0])))
+            spread = "  ".join(f"{name} {n}" for name, n in sorted(now.items(), key=lambda i: natural(i[0])))
             show(done, done + under_way, f"{len(now)} of {number} shards: {spread}")
             if time.monotonic() - quiet_s > QUIET_S:
                 return
@@ -286,11 +286,6 @@ def _until_quiet(client: ps.Client, number: int, local: _LocalCluster | None, ti
 def _check(deadline: float, text: str) -> None:
     if time.monotonic() > deadline:
         raise Failed(f"timed out: {text}")
-
-
-def _natural(name: str) -> list[Any]:
-    """Return a sort key that puts shard-10 after shard-9."""
-    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name)]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import paramserver as ps
 from paramserver.errors import Unavailable
 from paramserver.limits import MIB
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import at_terminal, console, last_line
+from paramserver_cli.display import at_terminal, console, last_line, natural
 
 WATCH_S = 1.0
 WAITED_FOR_SHOWN = 8
@@ -81,7 +81,7 @@ def table(found: dict[str, Any]) -> RenderableType:
         problems.append(f"and {more} more")
     parts: list[RenderableType] = [head, *(Text(f"! {p}", style="red") for p in problems)]
     nodes = Table(_name("node"), "state", "heartbeat", "partitions", "MiB", "address", box=None)
-    for n in found["nodes"]:
+    for n in sorted(found["nodes"], key=_place):
         # A node that left in good order sends no heartbeats, either, but is no problem.
         state = n["state"] if n["alive"] or n["state"] == "left" else "dead"
         if n["role"] == "scheduler" and state == "active":
@@ -94,7 +94,7 @@ def table(found: dict[str, Any]) -> RenderableType:
         models = Table(
             _name("model"), "mode", "state", "version", "clock", "pushes/s", "lag", "workers", "last", box=None
         )
-        for m in found["models"]:
+        for m in sorted(found["models"], key=lambda m: natural(m["name"])):
             last = "  ".join(f"{s['name']} {s['last']:.4g}" for s in m["series"] if s["last"] is not None)
             lag = "-" if m["lag"] is None else f"{m['lag']:.1f}"
             numbers = (str(m["version"]), str(m["clock"]), f"{m['pushes_per_s']:.1f}", lag)
@@ -109,6 +109,12 @@ def table(found: dict[str, Any]) -> RenderableType:
             runs.add_row(r["id"], r["model"], r["state"], f"{r['placed']} of {r['workers']}", last_line(r["reason"]))
         parts += [Text(), runs]
     return Group(*parts)
+
+
+def _place(node: dict[str, Any]) -> tuple[int, list[Any]]:
+    """Return a sort key for a node: by role, then by name, but of the schedulers the leader stays the first one."""
+    role = node["role"]
+    return ("scheduler", "shard", "pool").index(role), [] if role == "scheduler" else natural(node["name"])
 
 
 def _name(title: str) -> Column:

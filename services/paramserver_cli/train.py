@@ -52,7 +52,7 @@ def train(
     """Train a model with workers on this machine, and follow the run to its end.
 
     SCRIPT is a file with a function `train(worker)`. Without --clocks or --minutes, the run ends when every worker's
-    function has returned.
+    function has returned. The exit code is 1 if it fails, or if somebody else stops it.
 
         psctl train train.py --model demo --workers 4 --mode sync
 
@@ -182,8 +182,8 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
 
 
 def _report(run: dict[str, Any], training: Training) -> None:
-    if run["state"] == "failed":
-        raise Failed(f"{run['id']} failed: {run['reason']}")
+    if run["state"] != "finished":  # a script must not go on as if the model were trained
+        raise Failed(f"{run['id']} {run['state']}: {run['reason']}")
     loss = next((s.loss for s in reversed(training.samples) if s.loss is not None), None)
     accuracy = training.last.accuracy if training.last else None
     ends = [] if loss is None else [f"loss {loss:.3f}"]

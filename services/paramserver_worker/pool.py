@@ -25,6 +25,8 @@ log = logging.getLogger("paramserver.worker")
 
 IDLE_POLL_S = 0.25
 """Polling interval while there is no place; a heartbeat is due at least every second."""
+RESTART_PAUSE_S = 1.0
+"""Pause after a function has raised; during an outage of the shards it may be called again any number of times."""
 STOP_GRACE_S = 10.0
 """Longest time a function may go on after its place is taken away; then the process exits and is to be restarted."""
 EXIT_OVERSTAYED = 75
@@ -111,6 +113,8 @@ class PoolMember:
         else:
             log.error("place.failed run=%s place=%s\n%s", place["id"], place["place"], error)
         self._report(place, error)
+        if error is not None:
+            time.sleep(RESTART_PAUSE_S)
 
     def _report(self, place: dict[str, Any], error: str | None) -> None:
         body = {"member": self._member, "epoch": self._epoch, "error": error, "attempt": place.get("attempt")}

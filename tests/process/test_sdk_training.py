@@ -1,5 +1,6 @@
 """Workers, their data and the checkpoints of a training, through the Python client on a real cluster."""
 
+import asyncio
 import json
 import threading
 from contextlib import suppress
@@ -64,6 +65,43 @@ def test_an_interrupt_while_a_worker_is_opened_leaves_none(
 
     assert not [t for t in threading.enumerate() if t.name == f"worker of {name}"]
     assert not any(w["alive"] for w in model.workers())
+
+
+def test_an_interrupt_while_a_worker_is_left_leaves_none(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose end is interrupted, while it waits for its last heartbeat, leaves the model all the same."""
+    model = client.create_model(name, {"w": (4,)}, consistency=ps.Sync())
+    join = threading.Thread.join
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == f"worker of {name}":
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt), model.worker():
+        pass
+
+    assert [w["alive"] for w in model.workers()] == [False]
+
+
+def test_a_task_that_is_cancelled_while_it_leaves_its_worker_leaves_none(client: ps.Client, name: str) -> None:
+    """An asyncio worker whose end is cancelled, while it awaits its last heartbeat, leaves the model all the same."""
+    model = client.create_model(name, {"w": (4,)}, consistency=ps.Sync())
+
+    async def cancelled() -> None:
+        async with ps.AsyncClient(client.url) as own:
+            worker = own.model(name).worker()
+            await worker.__aenter__()
+            leaving = asyncio.create_task(worker.__aexit__())
+            await asyncio.sleep(0)  # it waits
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+
+    asyncio.run(cancelled())
+    assert [w["alive"] for w in model.workers()] == [False]
 
 
 def test_every_call_that_pushes_may_ask_for_a_higher_acknowledgement(client: ps.Client, name: str) -> None:

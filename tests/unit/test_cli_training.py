@@ -8,6 +8,7 @@ import pytest
 
 from paramserver.errors import problem
 from paramserver_cli import train
+from paramserver_cli.launch import Failed
 from paramserver_cli.training import SAMPLES_MAX, Training
 
 
@@ -45,3 +46,11 @@ def test_a_training_is_followed_through_an_outage(monkeypatch: pytest.MonkeyPatc
     state: Any = SimpleNamespace(supervisor=lambda: None)
     assert train._follow(client, "run-1", Training(client, "m", "m"), state)["state"] == "finished"
     assert away == []
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped"])
+def test_a_training_that_somebody_stopped_is_not_done(state: str) -> None:
+    """If its run failed, or was stopped by the page or another psctl, `psctl train` exits with 1 and says why."""
+    training = Training(SimpleNamespace(), "m", "m")  # type: ignore[arg-type]  # it has polled nothing
+    with pytest.raises(Failed, match=f"run-1 {state}: it was asked to"):
+        train._report({"id": "run-1", "state": state, "reason": "it was asked to"}, training)

@@ -190,7 +190,7 @@ def test_a_base_that_is_not_a_pull_is_refused(shards: Shards, now: Now, cluster:
     """A dict of a pull's arrays says nothing of its versions, so as a push's base it is refused, like other values."""
     p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
 
-    for base in (dict(p), p.version, p.flat):
+    for base in (dict(p), p.version, p.flat, {}, {0: (1, 1)}, dict(p.origin.versions)):
         with pytest.raises(RequestError, match=r"base must be what pull\(\) returned"):
             drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(base=base)), shards, now)
     assert not shards.pushes

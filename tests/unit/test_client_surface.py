@@ -420,6 +420,13 @@ def test_a_local_cluster_that_cannot_be_is_refused_before_it_is_started(wrong: A
         ps.local(**wrong)
 
 
+def test_a_local_cluster_without_a_temporary_folder_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no temporary folder can be made, `ps.local` raises Unavailable and names the way out."""
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    with pytest.raises(ps.Unavailable, match=r"'/nowhere.*state_dir="):
+        ps.local()
+
+
 def test_nobody_there_is_said_in_words_that_help() -> None:
     """The error of a refused connection names the address, the reason and the remedy."""
     with pytest.raises(ps.Unreachable) as e:

@@ -161,6 +161,47 @@ def test_a_worker_that_raises_is_restarted_three_times() -> None:
     assert beat(d, m) == {"state": "idle", "run": None}
 
 
+def test_a_worker_that_raises_now_and_then_ends_no_run() -> None:
+    """Exceptions count together only if each came within an hour of taking the place, as in a loop of crashes."""
+    d = Driver.with_model()
+    run(d)
+    m = member(d, "p")
+    for _ in range(3):
+        for _ in range(3):
+            done(d, m, error="Traceback")
+        for _ in range(30):
+            d.now += 120.0  # a process of the scheduler that stood still: it takes the leases to be kept
+            d.beats()
+            beat(d, m)
+    assert state(d)[0] == "running"
+    assert d.core.read.run("run-1")["places"][0]["restarts"] == 9
+    for _ in range(4):
+        done(d, m, error="Traceback")
+    assert state(d)[0] == "failed"
+    assert "raised an exception 4 times" in state(d)[1]
+
+
+def test_an_outage_of_the_shards_ends_no_run() -> None:
+    """While a partition has no owner, exceptions of workers, which can neither pull nor push, are not counted."""
+    d = Driver.with_model()
+    run(d)
+    m = member(d, "p")
+    away, d.shards = d.shards, {}
+    for _ in range(10):
+        for _ in range(30):
+            d.wait(0.5)
+            beat(d, m)
+        done(d, m, error="Unavailable")
+    assert state(d)[0] == "running"
+
+    for name in away:
+        d.shard(name)
+    d.beats()
+    for _ in range(3):
+        assert done(d, m, error="Traceback")["state"] == "running"
+    assert done(d, m, error="Traceback")["state"] == "failed"
+
+
 def test_what_a_worker_says_cannot_steer_the_terminal_that_shows_it() -> None:
     """Control characters of a traceback are replaced, apart from tabs and newlines; prefixes have none at all."""
     d = Driver.with_model()

@@ -73,3 +73,14 @@ def test_names_are_whole_in_a_narrow_terminal() -> None:
     nodes = [{**NODE, "name": f"shard-{i}", "state": "active", "alive": True} for i in (10, 11)]
     text = printed(nodes=nodes, models=[model() | {"name": "digits-torch-12"}], width=40)
     assert all(name in text for name in ("shard-10", "shard-11", "digits-torch-12"))
+
+
+def test_names_are_in_the_order_of_their_numbers() -> None:
+    """Shard 10 comes after shard 2, and model 10 after model 2; the leading scheduler stays the first one."""
+    of_schedulers = [{"role": "scheduler", "name": "z", "state": "active"}, {"role": "scheduler", "name": "a"}]
+    of_shards = [{"name": f"shard-{i}"} for i in (1, 10, 2)]
+    nodes = [NODE | {"state": "active", "alive": True} | n for n in [*of_schedulers, *of_shards]]
+    text = printed(nodes=nodes, models=[model() | {"name": f"m-{i}"} for i in (1, 10, 2)])
+    first = [line.split()[0] for line in text.splitlines() if line.strip()]
+    names = ["z", "a", "shard-1", "shard-2", "shard-10", "m-1", "m-2", "m-10"]
+    assert [name for name in first if name in names] == names

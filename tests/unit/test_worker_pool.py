@@ -7,7 +7,7 @@ import pytest
 
 from paramserver import limits
 from paramserver.errors import AuthError, problem
-from paramserver_worker import entry
+from paramserver_worker import entry, pool
 from paramserver_worker.pool import PoolMember
 
 
@@ -83,3 +83,37 @@ def test_a_member_whose_token_is_refused_ends_after_its_work(monkeypatch: pytest
         PoolMember(scheduler, "w", ["json"]).work()
 
     assert worked == [True]
+
+
+class PatientScheduler:
+    """Gives out its place again and again, as it does however often a function fails while the shards are away."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    def request(self, method: str, path: str, body: Any = None, **__: Any) -> dict[str, Any]:
+        if path == "/pool":
+            return {"member": "w", "epoch": 1}
+        if path.startswith("/runs/"):
+            assert "boom" in body["error"]
+            self.attempts += 1
+        if self.attempts == 3:
+            raise Over
+        return {"state": "run", "run": {"id": "r", "place": 0, "entry": "json:dumps", "model": "m"}}
+
+
+def test_a_function_that_raises_at_once_is_not_called_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two attempts the member pauses: an outage of the shards, in which none counts, may take hours."""
+    scheduler: Any = PatientScheduler()
+    pauses: list[float] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(entry, "run", fail)
+    monkeypatch.setattr("paramserver_worker.pool.time.sleep", pauses.append)
+
+    with pytest.raises(Over):
+        PoolMember(scheduler, "w", ["json"]).work()
+
+    assert pauses == [pool.RESTART_PAUSE_S] * 2

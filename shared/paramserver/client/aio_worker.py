@@ -68,10 +68,12 @@ class AsyncWorker(WorkerBase):
         if self._left:
             return
         self._left = True
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-            await asyncio.wait([self._heartbeat])
-        await self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
+        try:
+            if self._heartbeat is not None:
+                self._heartbeat.cancel()
+                await asyncio.wait([self._heartbeat])
+        finally:  # also if this task is cancelled
+            await self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
 
     async def _withdraw(self, joining: "asyncio.Future[None]") -> None:
         """Leave once the join is granted: a member without heartbeats would hold the others up for a whole lease."""

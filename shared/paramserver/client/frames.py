@@ -37,6 +37,10 @@ from paramserver.wire.tensor import bf16_bits_to_f32
 _HEADERS: Final = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
 
 
+class OwnBase(dict[int, tuple[int, int]]):
+    """The base that a session keeps of its pulls; a type of its own, because a caller's dict is none."""
+
+
 class PushTerms(Struct, frozen=True):
     """Parameters of a push besides its values; the same for every shard and attempt, but see `Outgoing.go_on_in`."""
 

@@ -58,12 +58,16 @@ def local(
     The cluster ends with a `with` block, with `client.close()`, or once neither the client nor a model of it is in use
     any more, at the latest with the process.  Only the process that started it stops it, not a forked child.
 
-    Raises RequestError (`invalid_field`) for numbers or a timeout that cannot be, Unavailable if the cluster does not
-    come up, with the last lines of its output.
+    Raises RequestError (`invalid_field`) for numbers or a timeout that cannot be, Unavailable if there is no
+    temporary folder, or if the cluster does not come up, with the last lines of its output.
     """
     shards, workers, timeout = whole_number("shards", shards, 1), whole_number("workers", workers), seconds(timeout)
     temporary = state_dir is None
-    folder = tempfile.mkdtemp(prefix="paramserver-") if state_dir is None else os.fspath(state_dir)
+    try:
+        folder = tempfile.mkdtemp(prefix="paramserver-") if state_dir is None else os.fspath(state_dir)
+    except OSError as e:
+        hint = "set TMPDIR to a folder that can be written to, or name one with ps.local(state_dir=...)"
+        raise problem("unavailable", f"no temporary folder for the cluster's files: {e}", hint=hint) from None
     options = ["--shards", str(shards), "--workers", str(workers), "--state-dir", folder]
     is_ours = temporary  # in another folder a cluster may run that somebody else has started
     read_end, lifeline = os.pipe()  # however this process ends, the other end is closed then, and the cluster stops

@@ -13,7 +13,7 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding, Feedback
-from paramserver.client.frames import PushTerms
+from paramserver.client.frames import OwnBase, PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.membership import Membership
 from paramserver.client.pushed import DROPPED, Pushed
@@ -138,7 +138,7 @@ class Session(Membership):
         generation = values.origin.generation
         same = self._pulled is not None and self._pulled[2] == generation
         self._pulled = (epoch, timeline, generation)
-        self._base = {**(self._base or {} if same else {}), **values.origin.versions}
+        self._base = OwnBase({**(self._base or {} if same else {}), **values.origin.versions})
 
     def push(
         self,

@@ -1,6 +1,5 @@
 """Push, pull and pushpull of one model, as calls; `sends` delivers the parts to their shards."""
 
-from collections.abc import Mapping
 from typing import Final, cast
 
 from msgspec.structs import replace
@@ -11,6 +10,7 @@ from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import NO_ENCODING, Draft, Encoding, draft_for, ready
 from paramserver.client.frames import (
     Outgoing,
+    OwnBase,
     PullTerms,
     PushTerms,
     leased_by,
@@ -284,7 +284,7 @@ def _based(terms: PushTerms, model_map: ModelMap) -> PushTerms:
     if terms.ack is not None and terms.ack not in LEVELS:
         raise problem("invalid_field", f"ack: must be one of {', '.join(LEVELS)}, not {terms.ack!r:.40}", where="ack")
     if not isinstance(base, Params):
-        if base is None or (isinstance(base, Mapping) and all(isinstance(k, int) for k in base)):  # a session's own
+        if base is None or isinstance(base, OwnBase):
             return terms
         raise problem("invalid_field", f"base must be what pull() returned, not {type(base).__name__}")
     origin = base.origin

@@ -72,11 +72,13 @@ class Worker(WorkerBase):
             return  # a forked child must not end its parent's worker
         if self._stop.is_set():
             return  # it has already left
-        self._stop.set()
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join(LEAVE_S)
-        if self._session.joined:
-            self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
+        try:
+            self._stop.set()
+            if self._thread is not None and self._thread.is_alive():
+                self._thread.join(LEAVE_S)
+        finally:  # also if Ctrl-C ends the wait: the others would wait for this worker for a whole lease
+            if self._session.joined:
+                self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
 
     def pull(
         self,

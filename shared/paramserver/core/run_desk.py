@@ -14,6 +14,7 @@ from paramserver.core.runs import (
     DEATHS_MAX,
     RESTARTS_MAX,
     SOON_S,
+    STEADY_S,
     Place,
     Run,
     StopRule,
@@ -283,6 +284,8 @@ class RunDesk:
         run = self.c.runs[run_id]
         if run.has(place, member.name):
             run.places[place].member = None
+            if now - run.places[place].taken_s >= STEADY_S:
+                run.places[place].failures = 0
         self._save(run)
 
     def done(self, e: PlaceDone, now: float) -> None:
@@ -307,10 +310,17 @@ class RunDesk:
             return
         place.deaths = 0
         place.restarts += 1
-        if place.restarts > RESTARTS_MAX:
+        if not self._is_away(run.model):  # else the function need not be at fault
+            place.failures += 1
+        if place.failures > RESTARTS_MAX:
             text = _CONTROL.sub("?", error[-16_384:]).encode(errors="replace").decode()
-            reason = f"worker {index} raised an exception {place.restarts} times; the last one:\n{text}"
+            reason = f"worker {index} raised an exception {place.failures} times in a row; the last one:\n{text}"
             self.end(run, "failed", reason, now)
+
+    def _is_away(self, name: str) -> bool:
+        """Whether a complete model has a partition that no live shard serves: nobody can pull or push all of it."""
+        model, live = self.c.models.get(name), self.c.live_shards()
+        return model is not None and model.ready and not (model.served and all(o.shard in live for o in model.owners))
 
     def _finish_if_done(self, run: Run, now: float) -> None:
         if not run.ended and all(p.done for p in run.places):

@@ -18,7 +18,9 @@ from paramserver.core.fields import Reader, finite
 from paramserver.core.series import is_metric_name
 
 RESTARTS_MAX: Final = 3
-"""How often a place is restarted after an exception; the next one fails the run."""
+"""How often in a row a place is restarted after an exception within STEADY_S; the next one fails the run."""
+STEADY_S: Final = 3600.0
+"""After so long at its place a worker's exception is no part of a loop of crashes; training goes on for days."""
 DEATHS_MAX: Final = 5
 """How often in a row the process at a place may die soon after it took it; this many deaths fail the run."""
 SOON_S: Final = 60.0
@@ -37,12 +39,15 @@ class Place:
 
     member: str | None = None
     restarts: int = 0
+    """After exceptions, in the whole run."""
     done: bool = False
     """The entry has returned."""
     taken_s: float = -inf
     """When the member took it, if under this leader; monotonic, not stored."""
     deaths: int = 0
     """Processes in a row that died here within SOON_S, under this leader; not stored."""
+    failures: int = 0
+    """Exceptions in a row within STEADY_S, under this leader, but for those in an outage of shards; not stored."""
 
 
 class StopRule(Struct, frozen=True):
