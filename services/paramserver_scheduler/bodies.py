@@ -217,7 +217,7 @@ class Restored(Body):
     generation: Count
     timeline: Count | None = Field(
         None,
-        description="the model's timeline when the restore began; one that has changed since is kept; "
+        description="the model's timeline once every partition was set; one that has changed since is kept; "
         "omit if more requests follow",
     )
     version: Annotated[int, Field(ge=0, le=limits.VERSION_MAX)] = Field(

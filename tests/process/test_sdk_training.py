@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +17,7 @@ from tests.refusals import refused_with
 from tests.waiting import eventually
 
 import paramserver as ps
+from paramserver.client import checkpointing
 
 from .cluster import Cluster, ones
 
@@ -245,6 +249,74 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(client: ps.Client, name: st
     other.push({"w": last})
     assert np.array_equal(model.pull()["w"], other.pull()["w"])
     assert not np.array_equal(other.pull()["w"], w0)
+
+
+KILLED = """
+import os, signal, sys
+import paramserver as ps
+from paramserver.client import checkpointing
+checkpointing._sort_outcomes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+ps.connect(sys.argv[1]).restore(sys.argv[2], as_=sys.argv[3])
+"""
+"""A restore that is killed once the first of the partitions are set."""
+
+
+@pytest.mark.parametrize("mode", [ps.Async(), ps.Sync()], ids=["async", "sync"])
+def test_a_model_restored_in_part_is_not_served(client: ps.Client, name: str, tmp_path: Path, mode: Any) -> None:
+    """A model that a killed client has restored in part refuses pushes and pulls; the error says what to do.
+
+    It is complete once it is restored again with `exist_ok`, or deleted and restored.
+    """
+    model = client.create_model(name, {"w": np.ones(64, np.float32)}, consistency=mode, partitions=16)
+    model.checkpoint(tmp_path / "ckpt")
+    half = client.model(f"{name}-2"[-60:])
+
+    def kill_a_restore() -> None:
+        command = [sys.executable, "-P", "-c", KILLED, client.url, str(tmp_path / "ckpt"), half.name]
+        assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
+        assert half.info()["state"] == "initializing"
+
+    kill_a_restore()
+    with refused_with("initializing", match="again with exist_ok, or delete it"):
+        half.push({"w": np.ones(64)}, timeout=1.0)
+    with refused_with("initializing", match="again with exist_ok, or delete it"):
+        half.pull(timeout=8.0)
+    with refused_with("model_exists", match="exist_ok=True"):
+        client.restore(tmp_path / "ckpt", as_=half.name)
+    client.restore(tmp_path / "ckpt", as_=half.name, exist_ok=True)
+    again = half.pull()
+
+    half.delete()
+    kill_a_restore()
+    half.delete()
+    client.restore(tmp_path / "ckpt", as_=half.name)
+    assert again["w"].tolist() == half.pull()["w"].tolist() == [1.0] * 64
+
+
+@pytest.mark.parametrize("mode", [ps.Async(), ps.Sync()], ids=["async", "sync"])
+def test_what_a_dying_shard_loses_during_a_restore_is_set_again(
+    own_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """A restore during which a shard dies, after it took values and before it stored them, sets these again."""
+    watch, client = ps.connect(own_cluster.url), ps.connect(own_cluster.url)
+    model = client.create_model("m", {"w": np.ones(64, np.float32)}, consistency=mode, partitions=16)
+    model.checkpoint(tmp_path / "ckpt")
+    sort = checkpointing._sort_outcomes
+
+    def tokens() -> list[int]:
+        found = watch.model("copy").info()
+        return [p["incarnation"] for p in found["partitions"]] if found["served"] else []
+
+    def after_a_death(*args: Any) -> Any:
+        monkeypatch.undo()
+        before = tokens()
+        own_cluster.kill("shards")
+        eventually(lambda: tokens() not in (before, []), what="other owners")
+        return sort(*args)
+
+    monkeypatch.setattr(checkpointing, "_sort_outcomes", after_a_death)
+    with watch, client:
+        assert client.restore(tmp_path / "ckpt", as_="copy").pull()["w"].tolist() == [1.0] * 64
 
 
 def test_a_checkpoint_sets_its_model_back_whose_settings_have_changed(

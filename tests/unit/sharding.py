@@ -90,7 +90,7 @@ class Shards:
         return {
             "name": "m", "generation": self.generation, "timeline": 0, "clock": 0, "map_epoch": self.map_epoch,
             "spec": self.spec.document(), "bounds": list(self.layout.bounds), "state": "ready",
-            "partitions": [{"index": i, "shard": o} for i, o in enumerate(self.owners)],
+            "partitions": [{"index": i, "shard": o, "incarnation": 9} for i, o in enumerate(self.owners)],
             "shards": {"a": {"addresses": [A]}, "b": {"addresses": [B + "/"]}},
         }  # fmt: skip
 

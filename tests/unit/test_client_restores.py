@@ -53,3 +53,21 @@ def test_a_restore_whose_states_do_not_fit_sets_no_value(cluster: Cluster, shard
     with refused_with("too_large"):
         restored(cluster, shards, tmp_path, 2, changes)
     assert SET not in changes
+
+
+def test_a_new_model_whose_restore_fails_is_removed(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:
+    """A client that cannot complete a model it has made deletes it, under the token that it was made with."""
+    checkpoint.write(tmp_path / "c", shards.spec, {"w": np.zeros((10, 5)), "b": np.zeros(14)}, {}, {}, [1] * 4, {}, {})
+    tokens: list[str] = []
+
+    def answer(request: Request) -> Outcome:
+        if "x-upload-token" not in request.headers:
+            return problem("non_finite", "no") if request.path == SET else shards(request)
+        tokens.append(f"{request.method} {request.path} {request.headers['x-upload-token']}")
+        return Response(201, {}, json.dumps(shards.document()).encode())
+
+    with refused_with("non_finite"):
+        drive(restore(cluster, str(tmp_path / "c"), None, None, deadline(), exist_ok=False), answer)
+    made, removed = (t.rpartition(" ") for t in tokens)
+    assert (made[0], removed[0]) == ("POST /internal/models", "DELETE /models/m")
+    assert made[2] == removed[2]

@@ -331,6 +331,34 @@ def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
             assert not d.core.read.models()
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_model_that_a_client_restores_is_ready_when_the_client_says_so(mode: str) -> None:
+    """Until then it is `initializing`, also for a new leader, and only the request that made it may be repeated.
+
+    If all its values were lost meanwhile, the client is told and the model stays as it is.
+    """
+
+    def create(nonce: str) -> int:
+        number = d.send(lambda n: io.CreateModel(n, SPEC | {"consistency": {"mode": mode}}, nonce, restore=True))
+        d.beats()
+        return number
+
+    def end(timeline: int) -> int:
+        return d.send(lambda n: io.ModelRestored(n, "m", made["generation"], timeline, 12))
+
+    d = Driver("s0")
+    made = d.result(create("mine"))
+    d.restart()
+    assert d.result(create("mine"))["generation"] == made["generation"]
+    assert code(d, create("")) == code(d, create("another's")) == "model_exists"
+    assert code(d, end(made["timeline"] + 1)) == "conflict"
+    assert d.core.read.model("m")["state"] == "initializing"
+    done = d.result(end(made["timeline"]))
+    assert (done["state"], done["clock"]) == ("ready", 0 if mode == "async" else 12)
+    assert d.result(end(made["timeline"]))["timeline"] == done["timeline"]
+    assert code(d, d.send(lambda n: io.DeleteModel(n, "m", "mine"))) == "upload_in_progress"
+
+
 def test_a_new_leader_begins_a_timeline_where_a_restore_was_under_way() -> None:
     """Nobody ends a restore whose leader has died: sync goes on from what is set, as values of another timeline."""
     d = Driver.with_model(**SYNC)

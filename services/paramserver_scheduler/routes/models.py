@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from functools import partial
 from typing import Final
 from urllib.parse import quote
 
@@ -123,10 +124,16 @@ async def create_model(request: Request) -> Response:
     all shards together could not hold the model. 422 `not_built` for `ack: fsynced` if Redis cannot confirm that a
     write is on its disk.
     """
+    return await create(request)
+
+
+async def create(request: Request, *, restore: bool = False) -> Response:
+    """Create the model in the request's body; `restore`: for a client that will set it to a checkpoint."""
     nonce = _upload_token(request)
     spec = await read_json(request)
     await service(request).jobs.check_level(spec)
-    return await reply(request, lambda n: io.CreateModel(n, spec, nonce), lambda m: f"/models/{quote(m['name'])}")
+    made = partial(io.CreateModel, spec=spec, nonce=nonce, restore=restore)
+    return await reply(request, made, lambda m: f"/models/{quote(m['name'])}")
 
 
 def _upload_token(request: Request) -> str:

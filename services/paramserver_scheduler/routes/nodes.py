@@ -17,7 +17,7 @@ from paramserver_node.roles import role
 from paramserver_scheduler import bodies
 from paramserver_scheduler.requests import ask, number_of, read, reply, request_body, respond, response_doc, service
 from paramserver_scheduler.routes.feed import open_feed
-from paramserver_scheduler.routes.models import MODEL
+from paramserver_scheduler.routes.models import MODEL, SPEC, create
 
 router = APIRouter(prefix="/internal", tags=["internal"])
 
@@ -165,6 +165,21 @@ async def uploaded(request: Request, m: str) -> Response:
 
 
 @router.post(
+    "/models",
+    status_code=201,
+    responses=response_doc(201, "Created; every partition is served", MODEL),
+    openapi_extra=request_body(None, SPEC),
+)
+@role("admin")
+async def create_restored(request: Request) -> Response:
+    """Create a model, as `POST /models` does, that is `initializing` until a client has set it to its checkpoint.
+
+    `X-Upload-Token` is as there; with it, DELETE removes the model until `restored` has reported the end.
+    """
+    return await create(request, restore=True)
+
+
+@router.post(
     "/models/{m}/restored",
     responses=response_doc(200, "Noted", MODEL),
     openapi_extra=request_body(bodies.Restored, {"generation": 1, "timeline": 0, "version": 400}),
@@ -173,8 +188,9 @@ async def uploaded(request: Request, m: str) -> Response:
 async def restored(request: Request, m: str) -> Response:
     """Report that a client has set every partition to a checkpoint of its own.
 
-    `workers` has the checkpoint's worker states, for workers that join from now on.  A model in sync mode that is still
-    on `timeline` begins a new one.
+    `workers` has the checkpoint's worker states, for workers that join from now on.  A model whose values were awaited
+    is `ready`, or 409 `conflict` if it is not on `timeline` any more, because it has lost some.  A model in sync mode
+    that is still on `timeline` begins a new one.
     """
     b = await read(request, bodies.Restored)
     return await reply(request, lambda n: io.ModelRestored(n, m, b.generation, b.timeline, b.version, b.workers))

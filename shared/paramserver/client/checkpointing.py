@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from secrets import token_urlsafe
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from msgspec.structs import replace
 
 from paramserver.client.cluster import Cluster, ModelMap, model_path
-from paramserver.client.control import create_model, listed
+from paramserver.client.control import listed, remove_unfinished
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
@@ -16,6 +17,9 @@ from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Res
 from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame, taken_out
+
+if TYPE_CHECKING:
+    from paramserver.checkpoint import Checkpoint
 
 AT_ONCE: Final = 8
 """Partitions fetched or set in one round of concurrent requests."""
@@ -67,11 +71,11 @@ def restore(
 ) -> Call[ModelMap]:
     """Create a model from a checkpoint folder; return its map.
 
-    With `exist_ok`, set an existing model to the checkpoint's values instead, whatever its current settings are.
+    The new model is `initializing` until the restore is complete; if that fails, it is removed again.  With `exist_ok`,
+    set an existing model to the checkpoint's values instead, whatever its current settings are.
     """
     from paramserver import checkpoint
-    from paramserver.core.assembly import scatter, versions
-    from paramserver.core.documents import check_states, in_pieces
+    from paramserver.core.documents import check_states
     from paramserver.core.fields import check_model_name
 
     found = checkpoint.read(os.fspath(path))
@@ -83,32 +87,64 @@ def restore(
     if partitions is not None:
         document["partitions"] = partitions
     model_map = (yield from _existing_map(cluster, document["name"], deadline)) if exist_ok else None
+    made, token = model_map is None, token_urlsafe(24)
     if model_map is None:
         try:
-            model_map = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
+            model_map = yield from _create(cluster, document, token, deadline)
         except ConflictError as e:
             if e.code != "model_exists":
                 raise
-            hint = "as_= names another; exist_ok=True sets it to the checkpoint's values"
-            raise problem(e.code, f"model '{document['name']}' exists already", hint=hint) from None
+            if not exist_ok:
+                hint = "as_= names another; exist_ok=True sets it to the checkpoint's values"
+                raise problem(e.code, f"model '{document['name']}' exists already", hint=hint) from None
+            made, model_map = False, (yield from cluster.fetch_map(document["name"], deadline))
     elif partitions not in (None, model_map.spec.partitions):
         raise problem(
             "conflict", f"model '{model_map.name}' has {model_map.spec.partitions} partitions, which cannot be changed"
         )
+    try:
+        return (yield from _set_all(cluster, model_map, found, deadline))
+    except PsError:
+        if made:
+            yield from remove_unfinished(model_map, token, deadline.clock)
+        raise
+
+
+def _create(cluster: Cluster, document: Mapping[str, Any], token: str, deadline: Deadline) -> Call[ModelMap]:
+    """Create a model that is `initializing` until `_set_all` has ended; return its map."""
+    request = json_request("POST", "/internal/models", document, timeout_s=deadline.attempt_s())
+    request = replace(request, headers={**request.headers, "x-upload-token": token})
+    return (yield from cluster.store_document((yield from deliver_json(request, deadline)), deadline))
+
+
+def _set_all(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
+    """Set the model to a checkpoint and tell the scheduler; return its map."""
+    from paramserver.core.assembly import scatter, versions
+    from paramserver.core.documents import in_pieces
+
     for workers in in_pieces(found.states_in(model_map.name)):  # first: if there is no room for them, no value is set
         yield from _report(model_map, {"workers": workers}, deadline)
     states = scatter(model_map.layout, found.params, found.slots, found.steps, found.spec.optimizer)
     least = versions(model_map.layout, Layout(found.spec), found.versions)
-    pending = list(range(len(states)))
+    pending, sent = list(range(len(states))), dict[int, int]()
     backoff = Backoff(deadline)
     while pending:
         now, later = pending[:AT_ONCE], pending[AT_ONCE:]
+        sent.update((i, _token(model_map, i)) for i in now)
         requests = [_set_request(cluster, model_map, i, states[i], least[i], deadline) for i in now]
         outcomes = yield requests
         again, model_map = yield from _sort_outcomes(cluster, model_map, now, outcomes, backoff, deadline, {})
         pending = again + later
+        if not pending:  # what the death of a shard has undone meanwhile is set again
+            model_map = yield from _fresh_map(cluster, model_map, deadline)
+            pending = [i for i in sent if sent[i] != _token(model_map, i)]
     document = yield from _report(model_map, {"timeline": model_map.timeline, "version": found.version}, deadline)
     return (yield from cluster.store_document(document, deadline))
+
+
+def _token(model_map: ModelMap, index: int) -> int:
+    """Return the token under which a partition is owned."""
+    return int(model_map.document["partitions"][index]["incarnation"])
 
 
 def _report(model_map: ModelMap, body: Mapping[str, Any], deadline: Deadline) -> Call[Any]:
@@ -182,11 +218,16 @@ def _sort_outcomes(
             raise result
     if failure is not None:
         yield backoff.pause(failure)
-        fresh = yield from cluster.map_of(model_map.name, deadline, newer_than=model_map)
-        if fresh.generation != model_map.generation:
-            raise problem("model_replaced", f"model '{model_map.name}' was deleted and created again")
-        model_map = fresh
+        model_map = yield from _fresh_map(cluster, model_map, deadline)
     return again, model_map
+
+
+def _fresh_map(cluster: Cluster, model_map: ModelMap, deadline: Deadline) -> Call[ModelMap]:
+    """Return the present map of the same creation of the model."""
+    fresh = yield from cluster.fetch_map(model_map.name, deadline)
+    if fresh.generation != model_map.generation:
+        raise problem("model_replaced", f"model '{model_map.name}' was deleted and created again")
+    return fresh
 
 
 def _set_request(

@@ -118,6 +118,8 @@ class Client(ClientBase):
     ) -> Model:
         """Create a model from a checkpoint folder on this machine, including its optimizer state.
 
+        It is `initializing` until all of it is set; if this process is killed before, restore again with `exist_ok`.
+
         Args:
             as_: name of the model; None: the name in the checkpoint.
             partitions: number of partitions; None: as in the checkpoint.

@@ -59,14 +59,15 @@ def create_model(
                 return (yield from _upload(cluster, model_map, uploads, deadline, str(token)))
             except PsError as e:
                 if answer.status == 201 and e.code != "upload_in_progress":
-                    yield from _remove_unfinished(model_map, str(token), deadline.clock)
+                    yield from remove_unfinished(model_map, str(token), deadline.clock)
                 raise
         if doc.get("state", "ready") == "ready":
             cluster.forget(str(body["name"]))
             return (yield from cluster.store_document(doc, deadline))
         # Another client is uploading.  If it gives up, the token goes to the next client that asks.
         if deadline.left_s() <= 0.2:
-            raise problem("initializing", f"the first values of model '{body['name']}' are still being uploaded")
+            detail = f"the first values of model '{body['name']}' are still being uploaded or restored"
+            raise problem("initializing", detail)
         yield Pause(0.2)
 
 
@@ -90,7 +91,7 @@ def _upload(
         missing = {n: uploads[n] for n in doc["missing"] if n in uploads}
 
 
-def _remove_unfinished(made: ModelMap, token: str, clock: Clock) -> Call[None]:
+def remove_unfinished(made: ModelMap, token: str, clock: Clock) -> Call[None]:
     """Delete the model unless it is complete or another client's by now; if that fails, too, leave it."""
     with suppress(PsError):
         yield from delete(model_path(made.name), Deadline(clock() + REMOVE_S, clock), {"x-upload-token": token})

@@ -69,7 +69,9 @@ class ModelDesk:
         model.restored, model.creator = e.restore, e.nonce
         model.missing = {RESTORED} if e.restore else {*spec.uploads, *spec.files}
         token = None
-        if spec.uploads and not e.restore:
+        if e.restore:
+            model.upload_token = e.nonce or None  # a client that gives up deletes the model with it
+        elif spec.uploads:
             token = model.upload_token = e.nonce
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
         self.c.models[spec.name] = model
@@ -112,8 +114,9 @@ class ModelDesk:
         document = spec.document()
         if "partitions" not in e.spec:  # the default may change between releases, and the client named none
             document["partitions"] = model.created["partitions"]
-        if e.restore or document != model.created:
-            how = "" if e.restore else f" with another spec: {_first(differences(model.created, document))}"
+        other = e.restore and (not e.nonce or e.nonce != model.creator)
+        if other or document != model.created:
+            how = "" if other else f" with another spec: {_first(differences(model.created, document))}"
             hint = "choose another name, change the model's settings, or delete it first"
             raise problem("model_exists", f"model '{spec.name}' exists{how}", hint=hint)
         token = None
@@ -313,16 +316,20 @@ class ModelDesk:
         if e.error is not None and never_had_values:
             self.remove(model, e.error, now)
         else:
-            # In such a model no partition has reached or staged for any clock, so clock 0 is unused.
-            first = never_had_values and not model.gate.clock
             model.restoring = False
             self.c.save_model(model)
-            if e.error is None:
-                self._filled(model, set(model.missing))
-            if model.gate.sync:
-                # Also after a partial failure: the values are then not those of any clock of the old timeline.
-                begin_sync(self.c, model, max(0 if first else model.next_phase_clock, e.version - 1))
+            self._end_restore(model, e.version, failed=e.error is not None)
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
+
+    def _end_restore(self, model: Model, version: int, *, failed: bool = False) -> None:
+        """Make the model complete, unless it has `failed`; in sync begin a timeline."""
+        # In a model that never had values no partition has reached or staged for any clock, so clock 0 is unused.
+        first = RESTORED in model.missing and not model.lost and not model.gate.clock
+        if not failed:
+            self._filled(model, set(model.missing))
+        if model.gate.sync:
+            # Also after a partial failure: the values are then not those of any clock of the old timeline.
+            begin_sync(self.c, model, max(0 if first else model.next_phase_clock, version - 1))
 
     def restored(self, e: ModelRestored, now: float) -> None:
         model = self.c.created(ModelKey(e.model, e.generation))
@@ -333,8 +340,11 @@ class ModelDesk:
             worker = model.roster.store_state(name, state, now)
             if worker is not None:
                 self.c.save_worker(model, worker)
-        if model.gate.sync and model.ready and model.timeline == e.timeline:
-            begin_sync(self.c, model, max(model.next_phase_clock, e.version - 1))
+        if model.timeline == e.timeline and (model.gate.sync or not model.ready):
+            self._end_restore(model, e.version)
+        elif e.timeline is not None and not model.ready:
+            detail = f"model '{model.name}' lost values while it was being restored"
+            raise problem("conflict", detail, hint="restore it again")
         self.c.answer(e.request, self.c.public(model))
 
     def _check_states_fit(self, model: Model, sizes: Mapping[str, int]) -> None:

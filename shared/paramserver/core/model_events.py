@@ -15,16 +15,17 @@ class CreateModel(Struct, frozen=True):
     The answer comes once every partition is served.
 
     With `init.kind: upload` the document contains `upload_token` (always if new; else only if no other token than
-    `nonce` is valid). With `restore=True` (a checkpoint under a new name) the model stays `initializing` until
-    `RestoreFinished`, and an existing name is 409 `model_exists` even with the same spec. A model too large for the
-    memory of all shards together is 409 `not_enough_memory` with `needed_bytes` and `free_bytes`, unless a shard's
-    limit is unknown.
+    `nonce` is valid). With `restore=True` (a checkpoint under a new name; a client's own by POST /internal/models) the
+    model stays `initializing` until `RestoreFinished` or `ModelRestored`, and an existing name that a request of
+    another `nonce` has made is 409 `model_exists` even with the same spec. A model too large for the memory of all
+    shards together is 409 `not_enough_memory` with `needed_bytes` and `free_bytes`, unless a shard's limit is unknown.
     """
 
     request: int
     spec: Any
     nonce: str
-    """The client's own upload token, or an unguessable string made by the runtime; the token if one is needed."""
+    """The client's own upload token, or an unguessable string made by the runtime; the token if one is needed.  Empty
+    for a restore by the cluster."""
     restore: bool = False
 
 
@@ -108,7 +109,8 @@ class RestoreFinished(Struct, frozen=True):
 class ModelRestored(Struct, frozen=True):
     """POST /internal/models/{m}/restored: a client has set every partition itself. Answer 200 with the model document.
 
-    A synchronous model that is still on `timeline` begins a new one, so repeating the request is harmless.  Without
+    A model that awaits its values is complete; if it is not on `timeline` any more, it lost some: 409 `conflict`.  A
+    synchronous model that is still on `timeline` begins a new one, so repeating the request is harmless.  Without
     `timeline` it only brings `workers`, also those of a restore that ends with `RestoreFinished`.
     """
 
@@ -116,7 +118,7 @@ class ModelRestored(Struct, frozen=True):
     model: str
     generation: int
     timeline: int | None = None
-    """The model's timeline when the restore began."""
+    """The model's timeline once every partition was set."""
     version: int = 0
     """As in `RestoreFinished`."""
     workers: Mapping[str, Any] = {}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from paramserver import limits
 from paramserver.core.partition import Partition
-from paramserver.core.served_model import ServedModel
+from paramserver.core.served_model import ServedModel, no_values_yet
 from paramserver.core.shard_effects import Outcome, PullDone, PulledPart
 from paramserver.core.shard_events import PullReceived, Request
 from paramserver.core.timers import Timer, Timers
@@ -51,7 +51,7 @@ class WaitingPull:
         if not p.answers:
             return problem("loading", f"partition {p.index} is being {'recovered' if p.state is None else 'moved'}")
         if not self.model.ready:
-            return problem("initializing", "the model's initial values are not complete")
+            return no_values_yet()
         have, want = f"version {p.version}", str(self.event.min_version)
         if p.version >= self.event.min_version:
             have, want = f"clock {p.clock}", f"clock {self.event.min_clock}"

@@ -9,7 +9,7 @@ from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
 from paramserver.core.push_operation import PushOperation
 from paramserver.core.queues import OperationQueues
-from paramserver.core.served_model import Parked, ServedModel
+from paramserver.core.served_model import Parked, ServedModel, no_values_yet
 from paramserver.core.set_operation import SetOperation
 from paramserver.core.shard_effects import AskWorker
 from paramserver.core.shard_events import (
@@ -54,7 +54,7 @@ class RequestDesk:
         model = self._opened(event)
         model.check(event.generation, event.timeline)
         if not model.ready:
-            raise problem("initializing", "the model's initial values are not complete")
+            raise no_values_yet()
         admission.check_push(event, model.layout)
         for part in event.parts:
             model.owned(part.partition, self._shard.map_epoch)

@@ -194,6 +194,12 @@ class ServedModel:
         self.workers = workers
 
 
+def no_values_yet() -> PsError:
+    """The error for a push, or a pull that has waited, to a model whose first values are not all there."""
+    hint = "wait; if the client that uploads or restores it has died, do that again with exist_ok, or delete it"
+    return problem("initializing", "the model's initial values are not complete", hint=hint)
+
+
 def wrong_owner(model: ModelKey, index: int, map_epoch: int) -> PsError:
     """The error for a partition that another shard owns."""
     return problem(
