@@ -245,12 +245,12 @@ async def test_what_waits_for_redis_does_not_grow(tmp_path: Path, monkeypatch: p
 
 
 def test_every_route_has_a_role() -> None:
-    """Every route of the scheduler has a role; the internal ones are for nodes alone, but for checkpoints' files."""
+    """Every route of the scheduler has a role; internal ones are for nodes and admins, but for checkpoints' files."""
     app = make_app()
     found = {str(getattr(route, "path", route)): roles.role_of(route) for route in roles.routes(app)}
 
     assert len(found) > 25
     assert None not in found.values()
     assert found["/"] == "open"
-    open_to_readers = {p for p, role in found.items() if p.startswith("/internal") and role != "node"}
+    open_to_readers = {p for p, role in found.items() if p.startswith("/internal") and role not in ("node", "admin")}
     assert open_to_readers == {"/internal/checkpoints/{m}/{name}/{file}"}
