@@ -218,8 +218,7 @@ def test_a_deletion_is_heard_of_by_shards_that_were_cut_off(cluster: Nodes) -> N
 
     def forgotten(shard: int) -> bool:
         answer = cluster.http.post(f"{url(cluster, shard)}/pull", json={"model": name})
-        # 503 while it asks whether its lease still holds, as after any pause (semantics 6); never a value.
-        assert answer.status_code in (404, 503), f"shard {shard}: {answer.status_code} {answer.text}"
+        assert answer.status_code == 404, f"shard {shard}: {answer.status_code} {answer.text}"
         return bool(answer.json()["code"] == "unknown_model")
 
     eventually(lambda: all(map(forgotten, range(2))), within_s=20.0, what="the news of the deletion")
