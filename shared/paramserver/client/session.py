@@ -138,7 +138,9 @@ class Session(Membership):
         generation = values.origin.generation
         same = self._pulled is not None and self._pulled[2] == generation
         self._pulled = (epoch, timeline, generation)
-        self._base = OwnBase({**(self._base or {} if same else {}), **values.origin.versions})
+        base = OwnBase(self._base or {} if same else {})  # a new one: pushes under way have the one before
+        base.update(values.origin.versions)
+        self._base = base
 
     def push(
         self,
