@@ -23,6 +23,8 @@ _MODES_ELSEWHERE: Final = {
     "asynchronous": '"async"',
     "asp": '"async"',
 }
+_KEPT: Final = {"consistency": ("lag", "lag_bound"), "schedule": ("warmup",)}
+"""Fields that stay when the kind of that part changes; of an optimizer, `kept_fields` names them."""
 
 
 class ConsistencySpec(Struct, frozen=True):
@@ -274,5 +276,5 @@ def _start_anew(base: dict[str, Any], patch: Any, part: str, tag: str) -> None:
     """Remove from a part of a document, if the patch changes its kind, what is not kept then."""
     new = patch.get(part) if isinstance(patch, Mapping) else None
     if isinstance(new, Mapping) and new.get(tag, base[part][tag]) != base[part][tag]:
-        own = {"optimizer": kept_fields(str(new[tag])), "consistency": ("lag", "lag_bound"), "schedule": ("warmup",)}
-        base[part] = {k: base[part][k] for k in own[part] if k in base[part]}
+        kept = kept_fields(str(new[tag])) if part == "optimizer" else _KEPT[part]
+        base[part] = {k: base[part][k] for k in kept if k in base[part]}
