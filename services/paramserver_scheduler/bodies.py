@@ -127,6 +127,7 @@ class Restore(Body):
     partitions: Annotated[int, Field(ge=1, le=limits.PARTITIONS_MAX)] | None = Field(
         None, description="partitions of a newly created model; default: as in the checkpoint"
     )
+    exist_ok: bool = Field(True, description="false: refuse to set a model other than this one that exists")
 
 
 class Run(Body):
