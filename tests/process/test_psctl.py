@@ -376,6 +376,26 @@ def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path:
     assert run["state"] == "failed"
 
 
+def test_what_follows_the_loop_is_done_before_a_training_ends(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """When a limit of clocks ends a run, `psctl train` lets its functions return: what they do at the end is done."""
+    (tmp_path / "model.yaml").write_text("params: {w: {shape: [2]}}\n")
+    (tmp_path / "counted.py").write_text(
+        "import time\n"
+        "def train(worker, path):\n"
+        "    while not worker.draining:\n"
+        "        worker.step({'w': [1.0, 1.0]})\n"
+        "    time.sleep(1.5)\n"  # as long as a last evaluation takes
+        "    open(path, 'w').write('measured')\n"
+    )
+    script, path = str(tmp_path / "counted.py"), tmp_path / "result"
+    options = ("--model", "counted", "--workers", "1", "--clocks", "5", "--arg", f"path={path}")
+
+    done = shared_cluster.psctl("train", script, *options, timeout_s=100)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert path.read_text() == "measured"
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["int", "term", "hup"]
 )
