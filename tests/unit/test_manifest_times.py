@@ -1,0 +1,46 @@
+"""How long Compose and Kubernetes wait for what starts and stops, and what they stop first."""
+
+from typing import Any
+
+import pytest
+
+from paramserver_cli.supervisor import SHARD_SPARE_S
+
+from .manifests import applied, compose_file, pods
+
+LOADING_S = 900
+"""How long Redis or a node may take to load what is stored."""
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    return compose_file()
+
+
+@pytest.fixture(scope="module")
+def objects() -> list[dict[str, Any]]:
+    return applied()
+
+
+def test_compose_waits_while_redis_or_a_node_loads(compose: dict[str, Any]) -> None:
+    """No service counts as unhealthy, which would end `docker compose up`, before it has had time to load.
+
+    Nor does any have a `start_period`: with one, current engines look for the first time only after 5 s.
+    """
+    checks = {name: s["healthcheck"] for name, s in compose["services"].items() if "healthcheck" in s}
+
+    assert len(checks) >= 4
+    for name, check in checks.items():
+        assert int(check["interval"].removesuffix("s")) * check["retries"] >= LOADING_S, name
+        assert "start_period" not in check, name
+
+
+def test_shards_are_killed_only_after_the_time_that_they_have_to_stop(
+    compose: dict[str, Any], objects: list[dict[str, Any]]
+) -> None:
+    """Compose and Kubernetes wait SHARD_SPARE_S longer than the shards' own `stop_s` before they kill them."""
+    shard, pod = compose["services"]["shard"], pods(objects)["StatefulSet/shard"]["spec"]
+    (variable,) = [e["value"] for e in pod["containers"][0]["env"] if e["name"] == "PARAMSERVER_STOP_S"]
+
+    assert shard["stop_grace_period"] == f"{float(shard['environment']['PARAMSERVER_STOP_S']) + SHARD_SPARE_S:g}s"
+    assert pod["terminationGracePeriodSeconds"] == float(variable) + SHARD_SPARE_S
