@@ -6,10 +6,12 @@ import pytest
 
 from paramserver_cli.supervisor import SHARD_SPARE_S
 
-from .manifests import applied, compose_file, pods
+from .manifests import applied, compose_file, named, pods
 
 LOADING_S = 900
 """How long Redis or a node may take to load what is stored."""
+REDIS_STOP_S = 60
+"""How long Redis may take to write the end of its file."""
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +46,18 @@ def test_shards_are_killed_only_after_the_time_that_they_have_to_stop(
 
     assert shard["stop_grace_period"] == f"{float(shard['environment']['PARAMSERVER_STOP_S']) + SHARD_SPARE_S:g}s"
     assert pod["terminationGracePeriodSeconds"] == float(variable) + SHARD_SPARE_S
+
+
+def test_redis_stays_while_a_shard_of_its_node_stops(objects: list[dict[str, Any]]) -> None:
+    """A drain stops all pods of a node at once: Redis goes on as long as a shard may store, found under its name.
+
+    A Service names no pod that is being stopped, unless it is told to name those that are not ready.
+    """
+    redis, shard = (pods(objects)[f"StatefulSet/{name}"]["spec"] for name in ("redis", "shard"))
+    (container,) = redis["containers"]
+    command, wait_s = container["lifecycle"]["preStop"]["exec"]["command"]
+
+    assert command == "sleep"
+    assert int(wait_s) == shard["terminationGracePeriodSeconds"]
+    assert redis["terminationGracePeriodSeconds"] >= int(wait_s) + REDIS_STOP_S
+    assert named(objects, "Service", "redis")["spec"]["publishNotReadyAddresses"] is True
