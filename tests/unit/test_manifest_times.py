@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
+import yaml
 
 from paramserver_cli.supervisor import SHARD_SPARE_S
 
-from .manifests import applied, compose_file, named, pods
+from .manifests import GPU, applied, compose_file, named, pods
 
 LOADING_S = 900
 """How long Redis or a node may take to load what is stored."""
@@ -61,3 +62,16 @@ def test_redis_stays_while_a_shard_of_its_node_stops(objects: list[dict[str, Any
     assert int(wait_s) == shard["terminationGracePeriodSeconds"]
     assert redis["terminationGracePeriodSeconds"] >= int(wait_s) + REDIS_STOP_S
     assert named(objects, "Service", "redis")["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_a_new_gpu_worker_does_not_wait_for_a_gpu_that_the_old_one_holds() -> None:
+    """A rollout stops a GPU worker before it starts the next: with a GPU for each, there is none left for one more.
+
+    Nodes with GPUs are often tainted with the name of their resource.
+    """
+    (worker,) = yaml.safe_load_all((GPU / "workers.yaml").read_text(encoding="utf-8"))
+    pod = worker["spec"]["template"]["spec"]
+    (resource,) = [name for name in pod["containers"][0]["resources"]["limits"] if name.endswith("/gpu")]
+
+    assert worker["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert {"key": resource, "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
