@@ -107,7 +107,7 @@ class InFlightMiddleware:
         self._in_flight = in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PROBES:
+        if scope["path"] in PROBES:
             await self.app(scope, receive, send)
             return
         client = scope.get("client")
