@@ -26,7 +26,7 @@ from paramserver_node.setting_checks import size_bytes
 from paramserver_node.settings import PREFIX, SERVICES
 
 ROOT = Path(__file__).parents[2]
-PART, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
+COMPONENT = "app.kubernetes.io/component"
 ONE_SHOTS = {"secrets"}
 SCHEDULERS = {"scheduler-1", "scheduler-2"}
 NODES = {*SCHEDULERS, "shard"}
