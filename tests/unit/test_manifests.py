@@ -26,7 +26,7 @@ from paramserver_node.settings import PREFIX, SERVICES
 
 from .manifests import GPU, ROOT, applied, compose_file, named, pods, read
 
-PART, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
+COMPONENT = "app.kubernetes.io/component"
 ONE_SHOTS = {"secrets"}
 SCHEDULERS = {"scheduler-1", "scheduler-2"}
 NODES = {*SCHEDULERS, "shard"}
