@@ -34,7 +34,7 @@ class SchedulerCore:
         self._now = now
         self.read = Reading(cluster)
         moves, runs = MoveDesk(cluster), RunDesk(cluster)
-        shards = ShardDesk(cluster, moves)
+        shards = ShardDesk(cluster, moves, now)
         models, workers = ModelDesk(cluster, shards, runs), WorkerDesk(cluster, runs)
         tasks, checkpoints = TaskDesk(cluster, runs, workers), CheckpointDesk(cluster, runs)
         self._shards, self._runs, self._models, self._workers = shards, runs, models, workers
