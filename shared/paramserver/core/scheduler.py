@@ -171,6 +171,6 @@ class SchedulerCore:
         ends += [s.expires_s() for s in c.shards.values() if s.alive]
         ends += [m.expires_s() for m in c.members.values() if m.alive]
         for model in c.models.values():
-            ends += [w.expires_s() for w in model.roster if w.alive and w.open_polls <= 0]
+            ends += [w.expires_s() for w in model.roster.live() if w.open_polls <= 0]
             ends += [w.deadline_s for w in model.waiters()]
         return max(self._now, min(ends))
