@@ -1,6 +1,7 @@
 """Shards: joins, reports and deaths; ownership of partitions, completion of cuts, refilling of an emptied Redis."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, Final
 
 from paramserver import limits
@@ -29,12 +30,13 @@ GATHER_S: Final = 2.0
 class ShardDesk:
     """Handles shard events."""
 
-    def __init__(self, cluster: Cluster, moves: MoveDesk) -> None:
+    def __init__(self, cluster: Cluster, moves: MoveDesk, now: float) -> None:
         self.c = cluster
         self.moves = moves
         self._expected: set[str] = set()
         """Shards that have gone together with one that has come back; until they are back, nothing is placed."""
-        self._expected_until_s = 0.0
+        self._expected_until_s = now + GATHER_S
+        """When everything is placed, whoever is missing.  At first for partitions that the last leader left waiting."""
 
     def join(self, e: JoinShard, now: float) -> None:
         if not is_name(e.name):
@@ -96,7 +98,8 @@ class ShardDesk:
         for shard in live:
             shard.lease_s = limits.ALL_SILENT_S if cut_off else limits.LEASE_S
         self.mark_dead(expired(self.c.shards.values(), now), now)
-        if self._expected and now >= self._expected_until_s:
+        if now >= self._expected_until_s:
+            self._expected_until_s = inf
             self._expected.clear()
             self.place(*self.c.models.values())
         for shard in self.c.shards.values():
