@@ -296,6 +296,22 @@ def test_buffered_applies_the_mean_of_every_k_pushes_in_order() -> None:
     assert driver.core.held_bytes == 0
 
 
+def test_changes_of_settings_do_not_put_off_what_is_buffered() -> None:
+    """A buffer is flushed an interval after its first push, however often settings change; a shorter one counts."""
+    driver = serving(spec(consistency={"mode": "buffered", "count": 9, "interval_ms": 1000}))
+
+    driver.push({0: ones()})
+    for live in range(3):
+        driver.advance(0.4)
+        driver.patch({}, workers=dict(list(ROSTER.items())[:live]))
+    assert driver.values() == [1.0] * 4
+    driver.push({0: ones()})
+    driver.patch({"consistency": {"interval_ms": 300}})
+    driver.advance(0.3)
+
+    assert driver.values() == [2.0] * 4
+
+
 def test_the_mean_of_pushes_that_adjoin_changes_what_each_of_them_names() -> None:
     """Buffered pushes of ranges that touch change the elements of all of them, not only those of the first."""
     driver = serving(spec(consistency={"mode": "buffered", "count": 2}))
