@@ -88,6 +88,28 @@ def test_operations_that_share_a_partition_run_in_order_of_arrival() -> None:
     assert last in driver.replies
 
 
+def test_no_pull_of_a_shard_sees_a_push_on_one_of_its_partitions_only() -> None:
+    """Whatever is being computed or waits, a pull has each push of a request on all of its partitions or on none."""
+    driver = serving(spec(8, 2))
+    driver.eager = False
+    for i in range(3):
+        driver.submit({i % 2: ones(value=10.0)})
+        driver.submit({0: ones(), 1: ones()})
+    seen = []
+
+    def pull() -> None:
+        parts = driver.pull(0, 1).parts
+        seen.append(tuple(float(p.state.values[0]) % 10.0 for p in parts))
+
+    pull()
+    while driver.pending:
+        driver.complete()
+        pull()
+
+    assert {a for a, _ in seen} == {0.0, 1.0, 2.0, 3.0}
+    assert all(a == b for a, b in seen)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_not_remembered(value: float) -> None:
     """A gradient that is not finite changes nothing, and its push id may come again with finite content."""
