@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.refusals import refused_with
 
+from paramserver import limits
 from paramserver.core.commit import Contribution
 from paramserver.core.shard_effects import PushDone
 from paramserver.core.shard_events import MapChanged, RosterChanged, WorkerAnswered
@@ -13,7 +14,7 @@ from paramserver.errors import FencedError, PsError, StaleMapError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import PushId
 
-from .partitions import ROSTER, refused, serving
+from .partitions import ROSTER, refused, serving, successor
 from .test_shard_core import ones, spec
 
 
@@ -237,6 +238,47 @@ def test_another_optimizer_starts_with_fresh_state() -> None:
     state = driver.pull(0).parts[0].state
     assert (len(state.slots), state.steps) == (1, (1,))
     assert np.allclose(state.values, -1.1)
+
+
+CHANGES_OF_OPTIMIZER: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    ({"name": "adam"}, {"name": "adamw"}, True),
+    ({"name": "adamw"}, {"name": "adam", "lr": 0.2}, True),
+    ({"name": "momentum"}, {"name": "nesterov"}, True),
+    ({"name": "nesterov"}, {"name": "momentum"}, True),
+    ({"name": "rmsprop", "momentum": 0.9}, {"momentum": 0.5, "lr": 0.2}, True),
+    ({"name": "rmsprop", "momentum": 0.9}, {"momentum": 0.0}, False),
+    ({"name": "rmsprop"}, {"momentum": 0.9}, False),
+    ({"name": "rmsprop"}, {"centered": True}, False),
+    ({"name": "rmsprop", "centered": True}, {"centered": False}, False),
+    ({"name": "rmsprop", "centered": True}, {"name": "adam"}, False),
+]
+
+
+@pytest.mark.parametrize(("before", "change", "same"), CHANGES_OF_OPTIMIZER, ids=str)
+def test_state_is_kept_where_the_arrays_are_the_same_and_begins_afresh_where_they_are_not(
+    before: dict[str, Any], change: dict[str, Any], same: bool
+) -> None:
+    """Slots and step counts outlive a change between optimizers with the same arrays, and no other change.
+
+    Another owner, from the journal or from a snapshot, has the same.
+    """
+    for stored_s in (0.0, limits.SNAPSHOT_INTERVAL_S):
+        driver = serving(spec(optimizer=before, ack="journaled"))
+        driver.push({0: ones()})
+        old = driver.pull(0).parts[0].state
+
+        driver.patch({"optimizer": change})
+        driver.advance(stored_s)
+
+        found = [driver.pull(0)]
+        found.append(successor(driver).pull(0))
+        for state in (pulled.parts[0].state for pulled in found):
+            assert np.array_equal(state.values, old.values)
+            if same:
+                assert (state.steps, len(state.slots)) == ((1,), len(old.slots))
+                assert all(np.array_equal(a, b) for a, b in zip(state.slots, old.slots, strict=True))
+            else:
+                assert (sum(state.steps), sum(float(s.sum()) for s in state.slots)) == (0, 0.0)
 
 
 def test_clipping_by_norm_needs_the_whole_gradients_norm() -> None:
