@@ -54,42 +54,45 @@ def save(
 
 @app.command()
 def restore(
-    source: Annotated[str, typer.Argument(help="Folder on this machine, or the name of one that the cluster keeps.")],
-    model: Annotated[str | None, typer.Option("--as", help="Name of the model; default: the one it had.")] = None,
+    source: Annotated[str, typer.Argument(help="Folder on this machine, or a model, for a checkpoint in the cluster.")],
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="Name of a checkpoint of that model, or 'latest' or 'best'.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--as", help="Name of the restored model; default: the one it had.")
+    ] = None,
     partitions: Annotated[
-        int | None, typer.Option(min=1, help="Number of partitions; default: as in the checkpoint.")
+        int | None, typer.Option(min=1, help="Number of partitions of a new model; default: as in the checkpoint.")
     ] = None,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Set an existing model to these values.")] = False,
     url: Url = None,
 ) -> None:
-    """Create a model from a folder, or set a model back to a checkpoint that the cluster keeps.
+    """Create a model from a folder or from a checkpoint that the cluster keeps, or set a model back to the latter.
 
     psctl checkpoint restore ./ckpt --as demo2
 
-    psctl checkpoint restore latest --as demo
+    psctl checkpoint restore demo latest --as demo2
 
-    A checkpoint that the cluster keeps is restored into the model it was taken of; --as names that model.
+    psctl checkpoint restore demo latest
+
+    The last one sets demo itself to these values, without --exist-ok.
     """
-    if "/" in source and not Path(source).is_dir():  # names of checkpoints that the cluster keeps contain no slash
-        raise typer.BadParameter(
-            f"there is no folder '{source}'; a checkpoint that the cluster keeps is named without a path",
-            param_hint="SOURCE",
-        )
-    client = connect(url)
-    if Path(source).is_dir():
-        name = client.restore(source, as_=model, partitions=partitions, exist_ok=exist_ok).name
-    elif model is None:
-        raise typer.BadParameter(f"there is no folder '{source}'; for one that the cluster keeps, --as names the model")
-    else:
+    if checkpoint is not None:
+        client = connect(url)
         try:
-            client.model(model).restore(source)
+            restored = client.model(source).restore(checkpoint, as_=model, partitions=partitions, exist_ok=exist_ok)
         except NotFoundError as e:
             if e.code != "unknown_checkpoint":
                 raise
-            hint = f"nor is there such a folder; --as names the model it is of: psctl checkpoint list {model}"
-            raise problem(e.code, e.detail, hint=hint) from None
-        name = model
-    typer.echo(f"restored model {name}")
+            raise problem(e.code, e.detail, hint=f"psctl checkpoint list {source} shows them") from None
+    elif Path(source).is_dir():
+        restored = connect(url).restore(source, as_=model, partitions=partitions, exist_ok=exist_ok)
+    else:
+        raise typer.BadParameter(
+            f"there is no folder '{source}'; of one that the cluster keeps name the model, too: restore MODEL latest",
+            param_hint="SOURCE",
+        )
+    typer.echo(f"restored model {restored.name}")
 
 
 @app.command()

@@ -63,7 +63,8 @@ def doctor(
 ) -> None:
     """Check Python, packages, ports, Redis, /dev/shm, the file limit, versions, and the bandwidth to each shard.
 
-    Exit code 1 if something will not work.
+    The bandwidth is that of a model of 4 MiB per shard, which is created for it and deleted again; it takes an admin's
+    token. Exit code 1 if something will not work.
 
         psctl doctor --redis redis://10.0.0.3:6379/0
     """

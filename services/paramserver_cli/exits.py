@@ -24,6 +24,9 @@ HINTS: Final[Mapping[str, str]] = {
     "as_= names another; exist_ok=True sets it to the checkpoint's values": (
         "--as names another; --exist-ok sets it to the checkpoint's values"
     ),
+    "name another one with as, or set this one to the checkpoint's values with exist_ok": (
+        "--as names another; --exist-ok sets it to the checkpoint's values"
+    ),
     "choose another path, or allow overwriting": "choose another folder, or --overwrite replaces it",
     "the list of runs has their ids": "psctl run list shows them",
     "the list of shards names them": "psctl status shows them",

@@ -32,6 +32,9 @@ from paramserver_node.words import arguments
 SPEC_FILE = "model.yaml"
 POLL_S = 0.4
 LAST_LINES = 20
+RETURN_S = 10.0
+"""How long the functions of a run that has ended may go on, to finish their step and whatever follows their loop; it is
+what a worker of the pool gives them, too."""
 
 
 def train(
@@ -85,6 +88,7 @@ def train(
             try:
                 training = Training(client, model, model)
                 ended = _follow(client, run["id"], training, state)
+                _until_returned(client, run["id"])
             except BaseException:  # also if the terminal is gone: the run's workers go with this process
                 with suppress(PsError):
                     client.set_run(run["id"], state="stopped", timeout=5.0)
@@ -179,6 +183,19 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
                     restarts[name] = count
                     typer.echo(f"{name} died and was restarted; its last lines:\n{state.tail(name, LAST_LINES)}")
             time.sleep(POLL_S)
+
+
+def _until_returned(client: ps.Client, run: str) -> None:
+    """Wait until no worker is in the run any more, at most `RETURN_S`: those of this machine end with this process."""
+    from paramserver.client.control import listed
+
+    deadline = time.monotonic() + RETURN_S
+    while time.monotonic() < deadline:
+        with suppress(Unavailable):
+            members = client.run(listed("/pool", client.deadline(POLL_TIMEOUT_S)))
+            if all(member["run"] != run for member in members):
+                return
+        time.sleep(POLL_S)
 
 
 def _report(run: dict[str, Any], training: Training) -> None:

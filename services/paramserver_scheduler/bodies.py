@@ -36,7 +36,9 @@ class JoinWorker(Body):
     """A worker that joins a model."""
 
     name: Id | None = Field(None, examples=["w0"])
-    rank: Count | None = Field(None, description="its position in sums and data; default: the lowest free one")
+    rank: Count | None = Field(
+        None, description="its position in sums and data; default: the name's last one if free, else the lowest free"
+    )
     above: Count | None = Field(None, description="lower bound: the issued epoch is greater than this")
     lease_s: float | None = Field(
         None, allow_inf_nan=False, description="duration of its lease: 5 s, or up to 3600 s for interactive use"
@@ -127,6 +129,7 @@ class Restore(Body):
     partitions: Annotated[int, Field(ge=1, le=limits.PARTITIONS_MAX)] | None = Field(
         None, description="partitions of a newly created model; default: as in the checkpoint"
     )
+    exist_ok: bool = Field(True, description="false: refuse to set a model other than this one that exists")
 
 
 class Run(Body):

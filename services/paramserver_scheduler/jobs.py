@@ -88,29 +88,35 @@ class Jobs:
         if isinstance(spec, Mapping) and spec.get("ack") == "fsynced":
             await fsync_way(self._redis)
 
-    async def restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
+    async def restore(
+        self, source: str, name: str, target: str, partitions: int | None, *, exist_ok: bool = True
+    ) -> Answer:
         """Restore a checkpoint of model `source` into model `target`, which is created if it does not exist.
 
-        Runs to its end even if the client hangs up.  Raises PsError.
+        Without `exist_ok`, one that exists is refused unless it is `source`.  Runs to its end even if the client hangs
+        up.  Raises PsError.
         """
-        outcome = await asyncio.shield(self._group.create_task(self._restore(source, name, target, partitions)))
+        work = self._restore(source, name, target, partitions, exist_ok or source == target)
+        outcome = await asyncio.shield(self._group.create_task(work))
         if isinstance(outcome, PsError):
             raise outcome
         return outcome
 
-    async def _restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer | PsError:
+    async def _restore(
+        self, source: str, name: str, target: str, partitions: int | None, exist_ok: bool
+    ) -> Answer | PsError:
         """Restore, unless `target` is being restored; returns errors, because raising one would end the task group."""
         if target in self._restoring:
             return problem("conflict", f"model '{target}' is already being restored")
         self._restoring.add(target)
         try:
-            return await self._run_restore(source, name, target, partitions)
+            return await self._run_restore(source, name, target, partitions, exist_ok)
         except Exception as e:
             return problem_of(e)
         finally:
             self._restoring.remove(target)
 
-    async def _run_restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
+    async def _run_restore(self, source: str, name: str, target: str, partitions: int | None, exist_ok: bool) -> Answer:
         held = await self._found(source, name)
         workers = await asyncio.to_thread(check_states, held.states_in(target))
         ask = self._runtime.ask
@@ -123,6 +129,9 @@ class Jobs:
             spec = ModelSpec.parse(checkpoints.renamed(held.spec, target, partitions))
             await self.check_level(spec.document())
             begin = partial(io.CreateModel, spec=spec.document(), nonce="", restore=True)
+        elif not exist_ok:
+            hint = "name another one with as, or set this one to the checkpoint's values with exist_ok"
+            raise problem("model_exists", f"model '{target}' exists already", hint=hint)
         else:
             spec = self._read.spec(model)
             if partitions not in (None, spec.partitions):

@@ -23,10 +23,9 @@ MEMORY_SHARE: Final = 4
 class InFlight:
     """Counts of requests in flight and of the bytes of their bodies."""
 
-    def __init__(self, memory_bytes: int | None = None) -> None:
-        """`memory_bytes` is the memory limit of the process; None: unknown."""
-        limit = RECEIVING_BYTES_MAX if memory_bytes is None else memory_bytes // MEMORY_SHARE
-        self.bytes_max = min(RECEIVING_BYTES_MAX, limit)
+    def __init__(self, memory_bytes: int) -> None:
+        """`memory_bytes` is the memory limit of the process."""
+        self.bytes_max = min(RECEIVING_BYTES_MAX, memory_bytes // MEMORY_SHARE)
         self.client_bytes_max = self.bytes_max // 2
         self.requests = 0
         self.size_bytes = 0
@@ -107,7 +106,7 @@ class InFlightMiddleware:
         self._in_flight = in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PROBES:
+        if scope["path"] in PROBES:
             await self.app(scope, receive, send)
             return
         client = scope.get("client")

@@ -135,7 +135,7 @@ def test_ranges_of_data_are_shared_out(face: Face) -> None:
 
 
 def test_a_checkpoint_comes_back_into_any_model(face: Face) -> None:
-    """A checkpoint can be restored into its own model and into a new one with other partitions."""
+    """A checkpoint is restored into its own model and into another one, with `exist_ok: false` only if that is new."""
     model = face.make()
     face.push(model, {"b": 3.0})
     base = f"/models/{model}"
@@ -148,6 +148,9 @@ def test_a_checkpoint_comes_back_into_any_model(face: Face) -> None:
     face.call("POST", f"{base}/restore", {"checkpoint": "latest", "as": f"{model}-2", "partitions": 3}, 201)
     assert face.pull(f"{model}-2", names=["b"]) == {"b": 3.0}
     assert [c["name"] for c in face.call("GET", f"{base}/checkpoints")["items"]] == ["mine"]
+    other = {"as": f"{model}-2", "exist_ok": False}
+    face.refused("POST", f"{base}/restore", other, 409, "model_exists")
+    face.call("POST", f"{base}/restore", {"as": model, "exist_ok": False})
     face.refused("POST", f"{base}/restore", {"checkpoint": "none"}, 404, "unknown_checkpoint")
 
 

@@ -28,7 +28,7 @@ MEMORY = 512 * MIB
 
 def test_requests_are_bounded_in_all_and_for_each_client() -> None:
     """Requests beyond a client's limit are 429, beyond the total limit 503; finished ones make room."""
-    in_flight = InFlight()
+    in_flight = InFlight(MEMORY)
     with ExitStack() as flood:
         for _ in range(CLIENT_REQUESTS_MAX):
             flood.enter_context(in_flight.request("a"))

@@ -88,7 +88,8 @@ def test_a_model_is_deleted_once_that_is_confirmed(shared_cluster: Cluster, tmp_
         (["run", "stop", "run-1?x"], 4, "no run 'run-1?x'"),
         (["checkpoint", "save", "wrong", "/dev/null/x"], 1, "/dev/null"),
         (["checkpoint", "restore", "./nope", "--as", "wrong"], 2, "there is no folder './nope'"),
-        (["checkpoint", "restore", "nope", "--as", "wrong"], 4, "psctl checkpoint list wrong"),
+        (["checkpoint", "restore", "latest", "--as", "wrong"], 2, "restore MODEL latest"),
+        (["checkpoint", "restore", "wrong", "nope"], 4, "psctl checkpoint list wrong"),
     ],
 )
 def test_what_is_wrong_shows_in_the_exit_code(
@@ -237,7 +238,7 @@ def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluste
 
 
 def test_checkpoints_are_saved_restored_and_deleted(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """A checkpoint is restored from a folder under another name, and from the cluster under the model's own.
+    """A checkpoint is restored from a folder under another name, and from the cluster under any, also the model's own.
 
     --overwrite replaces the folder of an earlier one, and --partitions sets how many the restored model has.
     """
@@ -255,7 +256,9 @@ def test_checkpoints_are_saved_restored_and_deleted(shared_cluster: Cluster, tmp
     restored = shared_cluster.psctl(
         "checkpoint", "restore", str(tmp_path / "ck"), "--as", "saved2", "--partitions", "5"
     )
-    back = shared_cluster.psctl("checkpoint", "restore", "latest", "--as", "saved")
+    back = shared_cluster.psctl("checkpoint", "restore", "saved", "latest")
+    copied = shared_cluster.psctl("checkpoint", "restore", "saved", "latest", "--as", "saved3", "--partitions", "2")
+    twice = shared_cluster.psctl("checkpoint", "restore", "saved", "latest", "--as", "saved3")
     deleted = shared_cluster.psctl("checkpoint", "delete", "saved", own.stdout.split()[-1])
     assert (deleted.returncode, model.checkpoints()) == (0, []), deleted.stderr
 
@@ -266,9 +269,13 @@ def test_checkpoints_are_saved_restored_and_deleted(shared_cluster: Cluster, tmp
     assert (again.returncode, "'saved' exists already" in again.stderr, "--exist-ok" in again.stderr) == (4, True, True)
     assert (named.returncode, "model name 'a b'" in named.stderr) == (4, True)
     assert back.returncode == 0, back.stderr
+    assert (copied.returncode, copied.stdout) == (0, "restored model saved3\n"), copied.stderr
+    assert (twice.returncode, "'saved3' exists" in twice.stderr, "--exist-ok" in twice.stderr) == (4, True, True)
     other = ps.connect(shared_cluster.url).model("saved2")
     np.testing.assert_array_equal(other.pull()["w"], np.arange(6.0))
     assert model.info()["spec"]["partitions"] != other.info()["spec"]["partitions"] == 5
+    third = ps.connect(shared_cluster.url).model("saved3")
+    assert (third.info()["spec"]["partitions"], third.pull()["w"].tolist()) == (2, list(range(6)))
     np.testing.assert_array_equal(model.pull()["w"], np.arange(6.0))
 
 
@@ -367,6 +374,26 @@ def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path:
     assert "broken.py" in done.stderr
     run = json.loads(shared_cluster.psctl("run", "list", "--json").stdout)["items"][0]
     assert run["state"] == "failed"
+
+
+def test_what_follows_the_loop_is_done_before_a_training_ends(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """When a limit of clocks ends a run, `psctl train` lets its functions return: what they do at the end is done."""
+    (tmp_path / "model.yaml").write_text("params: {w: {shape: [2]}}\n")
+    (tmp_path / "counted.py").write_text(
+        "import time\n"
+        "def train(worker, path):\n"
+        "    while not worker.draining:\n"
+        "        worker.step({'w': [1.0, 1.0]})\n"
+        "    time.sleep(1.5)\n"  # as long as a last evaluation takes
+        "    open(path, 'w').write('measured')\n"
+    )
+    script, path = str(tmp_path / "counted.py"), tmp_path / "result"
+    options = ("--model", "counted", "--workers", "1", "--clocks", "5", "--arg", f"path={path}")
+
+    done = shared_cluster.psctl("train", script, *options, timeout_s=100)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert path.read_text() == "measured"
 
 
 @pytest.mark.parametrize(

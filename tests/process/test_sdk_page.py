@@ -94,7 +94,7 @@ def test_a_block_runs_as_printed(
 
 def delete(client: ps.Client) -> None:
     """Delete the models that the blocks create."""
-    for name in {"demo", "demo2"} & set(client.models()):
+    for name in {"demo", "demo2", "demo3"} & set(client.models()):
         client.model(name).delete()
 
 

@@ -251,6 +251,29 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(client: ps.Client, name: st
     assert not np.array_equal(other.pull()["w"], w0)
 
 
+def test_a_checkpoint_that_the_cluster_keeps_becomes_another_model(client: ps.Client, name: str) -> None:
+    """A kept checkpoint is restored under another name, over a model that exists only with `exist_ok`."""
+    model = client.create_model(name, {"w": (4,)}, optimizer=ps.Sum())
+    copy = client.model(f"{name}-2")
+    model.push(ones(4))
+    model.save("one")
+    model.push(ones(4))
+
+    async def restore_both() -> list[float]:
+        async with ps.AsyncClient(client.url) as own:
+            await own.model(name).restore("one", as_=copy.name, exist_ok=True)
+            await own.model(name).restore("one")
+            return [float((await own.model(n).pull())["w"][0]) for n in (copy.name, name)]
+
+    assert model.restore("one", as_=copy.name, partitions=3).name == copy.name
+    assert copy.pull()["w"].tolist() == [1.0] * 4
+    assert copy.info()["spec"]["partitions"] == 3
+    with refused_with("model_exists", match="exist_ok"):
+        model.restore("one", as_=copy.name)
+    copy.push(ones(4))
+    assert asyncio.run(restore_both()) == [1.0, 1.0]
+
+
 KILLED = """
 import os, signal, sys
 import paramserver as ps

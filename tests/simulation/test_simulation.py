@@ -11,7 +11,6 @@ from paramserver.testing.world import Faults
 SEEDS = 500
 TOGETHER = 5
 """Seeds per test."""
-MODES = sorted(CONSISTENCY)
 STEP = 13
 """Between the seeds of a test, so that few of them have many modes, kinds and changes."""
 

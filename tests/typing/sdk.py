@@ -42,6 +42,7 @@ def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
     assert_type(model.metrics(), dict[str, list[ps.Point]])
     assert_type(model.checkpoint("ckpt/"), dict[str, Any])
     assert_type(client.restore("ckpt/", as_="demo2"), ps.Model)
+    assert_type(model.restore("latest", as_="demo2", partitions=2), ps.Model)
     model.set(lr=0.05, consistency=ps.Sync(quorum=0.75, late="fold"))
     with model.worker() as w:
         assert_type(w, ps.Worker)

@@ -199,7 +199,7 @@ class Driver:
         """Let a worker join model m; return the reply."""
         return self.ask(lambda n: io.JoinWorker(n, "m", name, **fields))
 
-    def clock(self, worker: Any, clock: int, wait_s: float = 10.0, **fields: Any) -> int:
+    def clock(self, worker: Any, clock: int, wait_s: float = 10.0) -> int:
         """Report a worker's clock; return the request's number."""
         return self.send(lambda n: io.ReportClock(n, "m", worker["worker"], worker["epoch"], clock, None, wait_s))
 
@@ -228,9 +228,9 @@ def beyond_its_cut(after_s: float = 0.1, **spec: Any) -> tuple[Driver, Any]:
     return d, a
 
 
-def release_numbers(d: Driver, model: str = "m") -> dict[int, int]:
-    """Return the release numbers in the newest published document of a model, by partition."""
-    owners = d.document(model)["owners"]
+def release_numbers(d: Driver) -> dict[int, int]:
+    """Return the release numbers in the newest published document of model m, by partition."""
+    owners = d.document()["owners"]
     return {i: o[2]["release"] for i, o in enumerate(owners) if len(o) > 2 and "release" in o[2]}
 
 

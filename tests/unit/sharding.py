@@ -50,10 +50,8 @@ def drive(call: Call[T], answer: Callable[[Request], Outcome], now: Now | None =
 class Shards:
     """Two shards and a scheduler that hold one model in memory and add pushed gradients to it."""
 
-    def __init__(
-        self, *, partitions: int = 4, dtype: str = "float32", clip: bool = False, w: tuple[int, ...] = (10, 5)
-    ) -> None:
-        params = {"w": {"shape": w, "dtype": dtype}, "b": {"shape": [14], "dtype": dtype}}
+    def __init__(self, *, partitions: int = 4, clip: bool = False, w: tuple[int, ...] = (10, 5)) -> None:
+        params = {"w": {"shape": w}, "b": {"shape": [14]}}
         optimizer = {"name": "sgd", "clip_norm": 1e9} if clip else {"name": "sgd"}
         self.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": partitions, "optimizer": optimizer})
         self.layout = Layout(self.spec)

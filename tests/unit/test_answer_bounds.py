@@ -103,7 +103,7 @@ async def test_a_large_answer_in_msgpack_keeps_nobody_waiting(monkeypatch: pytes
     nothing: Any = SimpleNamespace(check=None, clock=None, pulled=lambda *_: None)
     route = Pull(nothing, nothing, nothing, cast(Any, SimpleNamespace(pull=pull)), nothing)
     accepts = [(b"accept", b"application/msgpack")]
-    state = {"account": InFlight().request("a")}
+    state = {"account": InFlight(1 << 30).request("a")}
     request = Request({"type": "http", "method": "POST", "path": "/pull", "headers": accepts, "state": state})
     answering = asyncio.ensure_future(route.by_name(request, {}, 0.0))
     while not converting.is_set():

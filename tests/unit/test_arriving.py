@@ -192,7 +192,7 @@ async def test_a_frame_is_read_however_it_is_cut(piece: int) -> None:
         raise problem("unknown_model", "no model m")
 
     async def read(of: Any) -> Body:
-        with InFlight().request("") as account:
+        with InFlight(1 << 30).request("") as account:
             found: Body = await FrameReader(BufferPool()).read({"state": {"account": account}}, receive, PushFrame, of)
             assert account.size_bytes == 400
         return found

@@ -418,7 +418,7 @@ def test_a_call_whose_time_was_nearly_spent_before_its_request_says_so(now: Now,
     assert "longer timeout" in e.value.hint
 
 
-def test_a_cluster_that_is_gone_is_unreachable_whatever_it_said_before(now: Now, cluster: Cluster) -> None:
+def test_a_cluster_that_is_gone_is_unreachable_whatever_it_said_before(now: Now) -> None:
     """A call that was refused and then cannot connect raises Unreachable, not InDoubt, and gives the refusal, too."""
     outcomes: list[Outcome] = [refusal("storage_unavailable")]
     gone = problem("unreachable", "cannot reach it", hint="start it")

@@ -66,6 +66,18 @@ def sharded(mode: str = "sync") -> tuple[Shard, Session, Iterations]:
     return node, *iterations(node)
 
 
+@pytest.mark.parametrize("mode", ["async", "ssp", "buffered"])
+def test_a_pushpull_takes_one_request_outside_sync(mode: str) -> None:
+    """Outside sync, a worker's pushpull is one request, and the next gradient is based on the values it returned."""
+    node, session, _ = sharded(mode)
+
+    values = drive(session.pushpull(GRAD, deadline()), node)
+
+    assert (len(node.pushes), node.pulls, values.flat.tolist()) == (1, [], [1.0] * 4)
+    drive(session.push(GRAD, deadline()), node)
+    assert node.pushes[-1].parts[0].base == (1, 1)
+
+
 @pytest.mark.parametrize("way", ["step", "exchange"])
 def test_the_loss_of_a_refused_gradient_is_reported(way: str) -> None:
     """If a gradient is refused because it is not finite, the next heartbeat reports the loss that came with it."""

@@ -3,12 +3,14 @@
 import threading
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from paramserver import limits
 from paramserver.client.iterations import Iterations
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.task_requests import TaskRequests
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import FencedError, Unavailable, problem
 from paramserver.net.calls import Deadline, Outcome, Pause, Request, Response
 
@@ -507,3 +509,15 @@ def test_a_number_is_of_the_epoch_it_was_taken_in() -> None:
 
     assert (push_id.epoch, push_id.seq) == (1, 1)
     assert drive(numbers.take(deadline()), Node()).epoch == 2
+
+
+def test_a_pushpull_of_some_parameters_pulls_all_of_them() -> None:
+    """A worker's pushpull of a gradient for some parameters only returns the values of all."""
+    node = Node("async")
+    params = {"a": {"shape": [1]}, "b": {"shape": [3]}}
+    node.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": 1})
+    session = opened(node)
+
+    values = drive(session.pushpull({"b": np.ones(3, np.float32)}, deadline()), node)
+
+    assert (len(node.pushes), len(node.pulls), values.flat.size) == (1, 1, 4)

@@ -210,7 +210,7 @@ def test_a_pull_that_fails_after_a_workers_push_leaves_it_in_doubt() -> None:
 
     If the push was dropped, the error of the pull is raised as it is.
     """
-    node, now = Node("async"), Now()
+    node, now = Node("sync"), Now()
     session = opened(node)
     assert drive(session.pushpull(GRAD, deadline()), node).flat.tolist() == [0.0] * 4
     with pytest.raises(InDoubt, match="the push was accepted, the pull after it failed"):

@@ -8,7 +8,7 @@ from tests.refusals import refused_with
 from tests.unit.scripted_server import Blocking, Peer, Server
 
 from paramserver.errors import InDoubt, PsError, Unavailable
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver.wire import http2 as wire
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushPart, encode_header
 from paramserver_shard.buffers import BufferPool
@@ -44,7 +44,7 @@ async def test_an_unreadable_answer_is_no_fault_of_the_client(length: bytes, bod
 
     async def outcome(call: Callable[[PeerClient, str], Awaitable[object]]) -> PsError:
         with Server(Blocking, script) as server:
-            client = PeerClient(BufferPool(), NO_CREDENTIALS)
+            client = PeerClient(BufferPool(), Credentials())
             with pytest.raises(PsError) as raised:
                 await call(client, server.url)
             await client.aclose()
@@ -72,7 +72,7 @@ async def test_values_have_the_size_that_was_asked_for(status: int, size_bytes: 
         close_last(peer)
 
     with Server(Blocking, script) as server:
-        client = PeerClient(BufferPool(), NO_CREDENTIALS)
+        client = PeerClient(BufferPool(), Credentials())
         with refused_with("unavailable", Unavailable, why):
             await client.pull(server.url, PULL, size_bytes)
         await client.aclose()

@@ -373,7 +373,7 @@ async def test_a_large_body_keeps_nobody_waiting(folder: SharedFolder, monkeypat
         return frame, Body((size, size))
 
     async def read() -> None:
-        with InFlight().request("") as account:
+        with InFlight(1 << 30).request("") as account:
             await FrameReader(pool).read({"state": {"account": account}}, receive, PushFrame, sized)
 
     monkeypatch.setattr(folder, "allocate", slow)

@@ -87,9 +87,10 @@ async def restore(request: Request, m: str) -> Response:
     """Restore a checkpoint of this model, into itself or into the model named by `as`, which is created if missing.
 
     The numbers of partitions and shards may differ from those when it was written. Optimizer state is restored if the
-    optimizer is the same.
+    optimizer is the same. 409 `model_exists` if another model named by `as` exists and `exist_ok` is false.
     """
     b = await read_optional(request, bodies.Restore)
     source, target = check_model_name(m), check_model_name(m if b.into is None else b.into)
-    answer = await service(request).jobs.restore(source, check_name(b.checkpoint), target, b.partitions)
+    name = check_name(b.checkpoint)
+    answer = await service(request).jobs.restore(source, name, target, b.partitions, exist_ok=b.exist_ok)
     return respond(request, answer.body, answer.status)

@@ -79,8 +79,9 @@ async def create_run(request: Request) -> Response:
 
     `entry` is `package.module:function`, which those processes must be able to import. The run waits until a process
     takes one of its places. It ends when the first condition in `stop` (`clocks`, `minutes`, `metric`) is met or when
-    all functions have returned, and fails if one has raised more than three times. 409 `conflict` while another run
-    trains the model.
+    all functions have returned, and fails if one has raised more than three times in a row at its place. An exception
+    after an hour begins that count anew, and none counts while a partition of the model is not served. 409 `conflict`
+    while another run trains the model.
     """
     b = await read(request, bodies.Run)
 
@@ -131,7 +132,8 @@ async def patch_run(request: Request, run: str) -> Response:
 async def place_done(request: Request, run: str, place: int) -> Response:
     """Report that the entry function of a place has returned, or has raised (`error` is the traceback).
 
-    After an exception the place is free for another attempt; more than three exceptions at one place fail the run.
+    After an exception the place is free for another attempt; more than three in a row at one place fail the run, as
+    POST /runs says.
     """
     b = await read(request, bodies.PlaceDone)
     return await reply(request, lambda n: io.PlaceDone(n, run, place, b.member, b.epoch, b.error, b.attempt))

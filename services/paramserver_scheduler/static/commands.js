@@ -7,6 +7,7 @@ const url = () => location.origin;
 
 const save = model => `psctl checkpoint save ${model} ./${model} --url ${url()}`;
 const restore = (from, name) => `psctl checkpoint restore ${from} --as ${name} --url ${url()}`;
+const setBack = model => `psctl checkpoint restore ${model} latest --url ${url()}`;
 
 /** A command with what it is for. */
 const line = (purpose, command) => [el("dt", {}, purpose), el("dd", {}, el("code", {}, command))];
@@ -21,7 +22,7 @@ export function createCommand() {
 export const modelCommands = model => el("dl.commands", {},
   line("Save a checkpoint on this machine", save(model)),
   line("Make a new model of it", restore(`./${model}`, `${model}-copy`)),
-  line("Go back to the newest checkpoint that the cluster keeps", restore("latest", model)),
+  line("Go back to the newest checkpoint that the cluster keeps", setBack(model)),
   line("Delete the model", `psctl delete ${model} --url ${url()}`));
 
 /** Lines that change the number of shards. */

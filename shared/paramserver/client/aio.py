@@ -314,6 +314,15 @@ class AsyncModel(ModelBase):
         path = model_path(self.name, "checkpoints", name)
         await self._client.run(control.delete(path, self._client.deadline(timeout)))
 
-    async def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
-        """Restore the model from a checkpoint that the cluster keeps."""
-        await self._client.run(self._post_once("restore", {"checkpoint": checkpoint}, timeout))
+    async def restore(
+        self,
+        checkpoint: str = "latest",
+        *,
+        as_: str | None = None,
+        partitions: int | None = None,
+        exist_ok: bool = False,
+        timeout: float | None = None,
+    ) -> "AsyncModel":
+        """See `Model.restore`."""
+        restoring = self._restore(checkpoint, as_, partitions, timeout, exist_ok=exist_ok)
+        return self._client.model(await self._client.run(restoring))

@@ -60,11 +60,11 @@ class PullTerms(Struct, frozen=True):
 
     dtype: DType
     """Wire dtype of the values."""
-    min_version: int = 0
-    timeline: int | None = None
-    whole: bool = False
+    min_version: int
+    timeline: int | None
+    whole: bool
     """Whether the whole model is pulled; shards on this machine may then lend the values instead of sending them."""
-    min_clock: int = 0
+    min_clock: int
     """sync: number of commits that the values must include."""
 
 
@@ -101,12 +101,11 @@ class Outgoing:
         model_map: ModelMap,
         groups: Sequence[tuple[str | None, Sequence[Part]]],
         slots: Mapping[str | None, Slot],
-        pull: PullTerms | None,
-        wait_s: float,
+        pull: DType | None,
     ) -> list[Request]:
         """Return one request for each (address, parts); raises RequestError (`non_finite`) before any is sent.
 
-        With `pull` they are pushpulls, whose sinks are added later.
+        With `pull`, a wire dtype, they are pushpulls of the whole model, whose sinks are added later.
         A gradient for a single shard is not always scanned, because that shard refuses NaN as a whole: see `explain`.
         """
         clips = self._clips(model_map)
@@ -119,7 +118,7 @@ class Outgoing:
         ends = None if commit_wait_s is None or forwarded else (len(groups), commit_wait_s)
         for to, parts in groups:
             slot = slots.get(to)
-            header = self._frame(model_map, to, parts, pull, wait_s, ends, slot)
+            header = self._frame(model_map, to, parts, pull, ends, slot)
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 # A gradient already in its slot is only scanned, or written onto itself where `views` cannot scan it.
@@ -176,8 +175,7 @@ class Outgoing:
         model_map: ModelMap,
         to: str | None,
         parts: Sequence[Part],
-        pull: PullTerms | None,
-        wait_s: float,
+        pull: DType | None,
         ends: tuple[int, float] | None,
         slot: Slot | None,
     ) -> PushFrame:
@@ -198,14 +196,7 @@ class Outgoing:
             ack=self._terms.ack,
             pull=None
             if pull is None
-            else PullSpec(
-                [(p.partition, p.ranges) for p in parts],
-                pull.min_version,
-                wait_s,
-                pull.dtype,
-                _mapped(to, pull),
-                pull.min_clock,
-            ),
+            else PullSpec([(p.partition, p.ranges) for p in parts], dtype=pull, mapped=_mapped(to, pull)),
             encoding=self._gradient.codec.text if isinstance(self._gradient, Encoded) else None,
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
             release=self._same_host.take_ended(to),
@@ -220,8 +211,9 @@ def lacks_norm(refused: PsError) -> bool:
     return refused.code == "invalid_field" and refused.members.get("where") == "norm"
 
 
-def _mapped(to: str | None, terms: PullTerms) -> bool:
-    return terms.whole and terms.dtype == "float32" and is_same_host(to)
+def _mapped(to: str | None, dtype: DType) -> bool:
+    """Whether that shard may lend the values of the whole model instead of sending them."""
+    return dtype == "float32" and is_same_host(to)
 
 
 def pull_request(
@@ -244,7 +236,7 @@ def pull_request(
         min_clock=terms.min_clock,
         wait_s=wait_s,
         dtype=terms.dtype,
-        mapped=_mapped(to, terms),
+        mapped=terms.whole and _mapped(to, terms.dtype),
         release=same_host.take_ended(to),
     )
     return Request("POST", "/pull", encode_header(frame), _HEADERS, to, sink)

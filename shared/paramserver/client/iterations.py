@@ -14,7 +14,6 @@ from typing import Any, Final, TypeVar
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.cluster import model_path
-from paramserver.client.encoding import Encoding
 from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed
 from paramserver.client.reports import numbers_of
@@ -161,7 +160,7 @@ class Iterations:
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         commit_wait_s = self._commit_wait_s(deadline)
-        exchanging = self._exchange(grads, deadline, commit_wait_s, out, view, **options)
+        exchanging = s.exchange(grads, deadline, out=out, view=view, last=True, commit_wait_s=commit_wait_s, **options)
         found = yield from self._reporting_divergence(numbers, exchanging)
         if found is not None:
             pushed, values = found
@@ -205,31 +204,6 @@ class Iterations:
             return False
         except Unavailable as e:
             raise hinting(e, PUSHED) from e
-
-    def _exchange(
-        self,
-        grads: Grads,
-        deadline: Deadline,
-        commit_wait_s: float | None,
-        out: Params | None,
-        view: bool,
-        *,
-        encoding: Encoding | None = None,
-        **terms: Any,
-    ) -> Call[tuple[Pushed, Params | None] | None]:
-        s = self._session
-        _, agreed = yield from s.begin(deadline, last=True, commit_wait_s=commit_wait_s, **terms)
-        if agreed is None:
-            return None
-        how = encoding or s.encoding
-        exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, encoding=how, out=out, view=view)
-        try:
-            found = yield from s.run_push(exchanging, agreed, deadline)
-        finally:
-            s.numbers.settle(agreed.push_id)
-        if found is not None:
-            yield from s.check_mode(found[0], deadline)
-        return found
 
     def _commit_wait_s(self, deadline: Deadline) -> float | None:
         """How long shards may hold the answer to the last push until the commit arrives; None outside sync mode."""

@@ -255,6 +255,23 @@ class Model(ModelBase):
         """
         self._client.run(control.delete(model_path(self.name, "checkpoints", name), self._client.deadline(timeout)))
 
-    def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
-        """Restore a checkpoint that the cluster keeps, given by its name, `latest` or `best`."""
-        self._client.run(self._post_once("restore", {"checkpoint": checkpoint}, timeout))
+    def restore(
+        self,
+        checkpoint: str = "latest",
+        *,
+        as_: str | None = None,
+        partitions: int | None = None,
+        exist_ok: bool = False,
+        timeout: float | None = None,
+    ) -> "Model":
+        """Restore a checkpoint that the cluster keeps, by its name, `latest` or `best`; return the restored model.
+
+        Args:
+            as_: name of another model, which is created; None: this one is set to the checkpoint's values.
+            partitions: number of partitions of a model that is created; None: as in the checkpoint.
+            exist_ok: set the model that `as_` names to the checkpoint's values if it exists.
+
+        Raises NotFoundError (`unknown_checkpoint`), ConflictError (`model_exists`).
+        """
+        restoring = self._restore(checkpoint, as_, partitions, timeout, exist_ok=exist_ok)
+        return self._client.model(self._client.run(restoring))

@@ -13,12 +13,13 @@ from msgspec.structs import replace
 from paramserver.client.arrays import Origin
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
-from paramserver.client.frames import Incoming, Outgoing, PullTerms, lacks_norm
+from paramserver.client.frames import Incoming, Outgoing, lacks_norm
 from paramserver.client.same_host import Leased, Slot, is_same_host
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.net.calls import Call, Deadline, Outcome, Response, error_of, json_of, json_request
 from paramserver.net.retry import NOT_AGAIN, Backoff, is_temporary, may_be_done, to_result, together
+from paramserver.types import DType
 from paramserver.wire.frame import PullReply, PushReply
 
 REFRESH_S: Final = 2.0
@@ -215,10 +216,8 @@ class PushTransfer(Transfer):
                     if slot is not None:
                         found[to] = slot
 
-    def sent(
-        self, groups: Groups, pull: PullTerms | None = None, sinks: Sequence[Incoming] = ()
-    ) -> Call[list[Outcome]]:
-        """Send the push, or with `pull` a pushpull into `sinks`, and return the outcome of each group.
+    def sent(self, groups: Groups, pull: DType | None = None, sinks: Sequence[Incoming] = ()) -> Call[list[Outcome]]:
+        """Send the push, or with `pull` a pushpull in that dtype into `sinks`, and return the outcome of each group.
 
         Slots that belong to this client again afterwards are kept, the others abandoned.
         """
@@ -226,7 +225,7 @@ class PushTransfer(Transfer):
         begun, outcomes = False, []
         try:
             yield from self._slots(groups, slots)  # if this is interrupted, `slots` has those found so far
-            bare = self._outgoing.requests(self.model_map, groups, slots, pull, 0.0)
+            bare = self._outgoing.requests(self.model_map, groups, slots, pull)
             requests = [self.deadline.bound(r, s) for r, s in zip_longest(bare, sinks)]
             begun = True
             outcomes = yield requests

@@ -295,11 +295,49 @@ class Session(Membership):
                 log.info("worker.mode_unknown worker=%s error=%s", self.worker, e.code)
 
     def pushpull(self, grads: Grads, deadline: Deadline, *, out: Params | None = None, **options: Any) -> Call[Params]:
-        """Push, then pull; the clock does not advance."""
-        yield from self.check_out(out, deadline)
-        done = yield from self.push(grads, deadline, **options)
+        """Push, then pull, outside sync in one round trip if possible; the clock does not advance."""
+        if self.mode == "sync":  # where a pull has to wait for the commit that released this worker's clock
+            yield from self.check_out(out, deadline)
+            done = yield from self.push(grads, deadline, **options)
+            dropped = done.state == "dropped"
+        else:
+            epoch, timeline = self.numbers.epoch, self.timeline
+            found = yield from self.exchange(grads, deadline, out=out, **options)
+            if found is not None and found[1] is not None and (self.numbers.epoch, self.timeline) == (epoch, timeline):
+                self.record_pulled(found[1], epoch, timeline)
+                return found[1]
+            dropped = found is None
         pulling = self.pull(deadline, out=out)
-        return (yield from (pulling if done.state == "dropped" else transfer.after_push(pulling)))
+        return (yield from (pulling if dropped else transfer.after_push(pulling)))
+
+    def exchange(
+        self,
+        grads: Grads,
+        deadline: Deadline,
+        *,
+        out: Params | None = None,
+        view: bool = False,
+        encoding: Encoding | None = None,
+        **terms: Any,
+    ) -> Call[tuple[Pushed, Params | None] | None]:
+        """Push under these terms (see `begin`) and, if one round trip can do both, return the values after it, too.
+
+        Returns None if the push was dropped, as in `push`.
+        """
+        _, agreed = yield from self.begin(deadline, **terms)
+        if agreed is None:
+            return None
+        how = encoding or self.encoding
+        exchanging = transfer.exchange(
+            self.cluster, self.model, deadline, grads, agreed, encoding=how, out=out, view=view
+        )
+        try:
+            found = yield from self.run_push(exchanging, agreed, deadline)
+        finally:
+            self.numbers.settle(agreed.push_id)
+        if found is not None:
+            yield from self.check_mode(found[0], deadline)
+        return found
 
     # -------------------------------------------------------------------------------------------- clocks
 

@@ -231,8 +231,8 @@ def exchange(
         selection = gradient.selection
         if len(selection.params) < len(model_map.spec.params) or selection.ranged:
             return (yield from _push(cluster, model_map, deadline, gradient, terms, draft)), None
-        pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
-        arrivals = Arrivals(cluster.same_host, model_map.layout, selection, pull_terms.dtype, out, view=view)
+        dtype = wire_dtype(selection, None)
+        arrivals = Arrivals(cluster.same_host, model_map.layout, selection, dtype, out, view=view)
         outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host)
         transfer = PushTransfer(cluster, model_map, outgoing, deadline, draft)
         pending = list(selection.parts)
@@ -240,7 +240,7 @@ def exchange(
             while pending:
                 groups = transfer.groups(pending)
                 sinks = arrivals.sinks(groups)
-                good, failed = good_and_failed(groups, (yield from transfer.sent(groups, pull_terms, sinks)))
+                good, failed = good_and_failed(groups, (yield from transfer.sent(groups, dtype, sinks)))
                 for i, _ in good:
                     to, parts = groups[i]
                     done = arrivals.read(sinks[i], to).push

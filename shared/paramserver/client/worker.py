@@ -158,7 +158,7 @@ class Worker(WorkerBase):
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
-        """Push a gradient, then pull; the clock does not advance."""
+        """Push a gradient, then pull, in one round trip except in sync; the clock does not advance."""
         terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
         return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **terms))
 

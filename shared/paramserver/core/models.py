@@ -203,6 +203,14 @@ class Model:
         """Bytes of one partition's values and optimizer state."""
         return self.bytes_of(index) * (1 + slot_count(self.spec.optimizer))
 
+    def held_bytes(self) -> dict[str | None, int]:
+        """Bytes of values and optimizer state, by owner."""
+        held: dict[str | None, int] = {}
+        bounds, copies = self.layout.bounds, 1 + slot_count(self.spec.optimizer)
+        for i, owner in enumerate(self.owners):
+            held[owner.shard] = held.get(owner.shard, 0) + 4 * copies * (bounds[i + 1] - bounds[i])
+        return held
+
     def waiters(self) -> list[Waiter]:
         """All parked requests."""
         return [*self.creators, *self.clock_waiters, *self.task_waiters]

@@ -64,7 +64,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for model, _, doc in sorted(_of_models(c, groups["commit"]), key=lambda found: found[2]["t"]):
         model.commits.append((now, Commit.of(doc)))
     for model, dataset, doc in _of_models(c, groups["dataset"]):
-        model.datasets[dataset] = Dataset.of(doc, groups["tasks"].get(f"{model.name}:{dataset}"))
+        model.datasets[dataset] = Dataset.of(doc, groups["tasks"][f"{model.name}:{dataset}"])
     for model, record, doc in _of_models(c, groups["checkpoint"]):
         model.checkpoints.records[record] = Record.of(doc)
     for name, doc in groups["series"].items():

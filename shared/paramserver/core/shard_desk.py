@@ -235,11 +235,11 @@ class ShardDesk:
 
     def heartbeat(self, e: ShardHeartbeat, now: float) -> None:
         shard = self.c.joined_shard(e.name, e.epoch)
-        served = [ServedRow(*_checked(r, (6, 7, 8), "partitions")) for r in e.partitions]
-        cuts = [CutRow(*_checked(r, (5,), "cuts")) for r in e.cuts]
-        released = [ReleasedRow(*_checked(r, (6,), "released")) for r in e.released]
-        lost = [LostRow(*_checked(r, (4,), "lost")) for r in e.lost]
-        loads = [_checked(_load_row(r), (4,), "loads") for r in e.loads]
+        served = [ServedRow(*_checked(r, 8, "partitions")) for r in e.partitions]
+        cuts = [CutRow(*_checked(r, 5, "cuts")) for r in e.cuts]
+        released = [ReleasedRow(*_checked(r, 6, "released")) for r in e.released]
+        lost = [LostRow(*_checked(r, 4, "lost")) for r in e.lost]
+        loads = [_checked(_load_row(r), 4, "loads") for r in e.loads]
         shard.heard_s = now
         shard.metrics = e.metrics
         shard.memory_limit_bytes, shard.memory_used_bytes = _memory(e.memory)
@@ -268,13 +268,12 @@ class ShardDesk:
             self.c.unbalanced = True  # it may be moved now
             self.c.mark_dirty(model)
             self._check_clock(model, row)
-        if row.revision is not None and owner.revision != row.revision:
+        if owner.revision != row.revision:
             owner.revision = row.revision
             self.c.mark_dirty(model)
-        if row.durable_clock is not None:
-            if model.durable and row.durable_clock > owner.durable_clock:
-                self.c.mark_dirty(model)  # Its commits may have waited for this.
-            owner.durable_clock = row.durable_clock
+        if model.durable and row.durable_clock > owner.durable_clock:
+            self.c.mark_dirty(model)  # Its commits may have waited for this.
+        owner.durable_clock = row.durable_clock
 
     def _check_clock(self, model: Model, row: ServedRow) -> None:
         """Begin a new sync phase if a journaled partition starts before the oldest kept commit.
@@ -285,7 +284,7 @@ class ShardDesk:
         the version tells which.
         """
         first = model.commits[0][1].t if model.commits else model.gate.clock
-        clock = row.version if row.durable_clock is None else row.durable_clock
+        clock = row.durable_clock
         reached = max(clock, model.began) if clock or row.durable_version else row.version
         if model.gate.sync and model.durable and model.ready and not model.gate.opening and reached < first:
             begin_sync(self.c, model)
@@ -331,15 +330,14 @@ def _held(model: Model, shards: Sequence[str]) -> dict[str, int]:
     return held
 
 
-def _checked(row: Any, lengths: tuple[int, ...], where: str) -> tuple[Any, ...]:
+def _checked(row: Any, length: int, where: str) -> tuple[Any, ...]:
     if (
         not isinstance(row, list | tuple)
-        or len(row) not in lengths
+        or len(row) != length
         or not isinstance(row[0], str)
         or not all([type(n) is int for n in row[1:]])
     ):
-        count = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"{lengths[0]}"
-        detail = f"{where}: each must be a list of {count} values: a model name, then integers"
+        detail = f"{where}: each must be a list of {length} values: a model name, then integers"
         raise problem("invalid_field", detail, where=where)
     return tuple(row)
 
