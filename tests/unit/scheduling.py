@@ -217,9 +217,9 @@ class Driver:
         return [d for d in self.published if d["type"] == "commit"]
 
 
-def beyond_its_cut(after_s: float = 0.1) -> tuple[Driver, Any]:
+def beyond_its_cut(after_s: float = 0.1, **spec: Any) -> tuple[Driver, Any]:
     """Return a driver whose sync model reached clock 2 `after_s` after its cut at clock 1, and the model's worker."""
-    d = Driver.with_model(consistency={"mode": "sync"})
+    d = Driver.with_model(consistency={"mode": "sync"}, **spec)
     a = d.join("a")
     d.clock(a, 1)
     d.beats()

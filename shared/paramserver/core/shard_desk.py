@@ -14,7 +14,7 @@ from paramserver.core.move_desk import MoveDesk
 from paramserver.core.owner import Owner
 from paramserver.core.placement import assign
 from paramserver.core.scheduler_io import JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
-from paramserver.core.timeline import begin_sync, restart
+from paramserver.core.timeline import begin_sync, go_back, reload
 from paramserver.core.urls import is_address, is_node_url
 from paramserver.errors import problem
 
@@ -186,11 +186,10 @@ class ShardDesk:
             model.source = "snapshot"
             model.cuts.give_up()  # with its journal, a partition may start beyond that clock
             self.c.save_clock(model)
-        elif model.ready and model.cuts.newest is not None:
-            # sync at `applied`: every partition goes back to the newest clock that all have stored (semantics 4).
-            self._new_timeline(model, {"cut": model.cuts.newest}, model.cuts.newest)
+        elif go_back(self.c, model):
+            pass  # sync at `applied`: to the newest clock that all partitions have stored (semantics 4)
         elif model.ready and model.cuts.lacks_first:
-            self._new_timeline(model, "snapshot", model.next_phase_clock, opening=True)
+            reload(self.c, model, "snapshot", model.next_phase_clock, opening=True)
             model.cuts.wanted = True
         else:
             self._begin_anew(model)
@@ -207,16 +206,9 @@ class ShardDesk:
         self.c.load_files(model)
         # Partitions of a journaled model still load what is stored of them, which must not be ahead of the new clock.
         committed = model.durable and model.gate.sync and model.gate.clock > 0
-        self._new_timeline(model, "init", model.next_phase_clock if committed else 0)
+        clock = model.next_phase_clock if committed else 0
+        reload(self.c, model, "init", clock, opening=model.gate.opening)
         self.c.save_model(model)
-
-    def _new_timeline(self, model: Model, source: Any, clock: int, *, opening: bool = False) -> None:
-        """Begin a timeline at that clock, on which all partitions are loaded from `source` under new tokens."""
-        model.source = source
-        restart(self.c, model, clock, opening=opening)
-        for i, owner in enumerate(model.owners):
-            if owner.shard is not None:
-                self.c.give_token(model, i)
 
     def place(self, *models: Model) -> None:
         """Assign the partitions of these models that have no owner to live shards, unless others are expected."""
