@@ -59,9 +59,11 @@ class AsyncClient(ClientBase):
 
     async def close(self) -> None:
         """Close all connections, and return slots and leases to shards on this machine."""
-        self.shared.drop()
-        await self.run(self.cluster.leave())
-        await self.transport.close()
+        try:
+            self.shared.drop()
+            await self.run(self.cluster.leave())
+        finally:  # also if this task is cancelled
+            await self.transport.close()
 
     async def run(self, call: Call[T]) -> T:
         """Run a call to completion and return its result."""

@@ -50,9 +50,11 @@ class Client(ClientBase):
 
     def close(self) -> None:
         """Close all connections, and return slots and leases to shards on this machine."""
-        self.shared.drop()
-        self.run(self.cluster.leave())
-        self.transport.close()
+        try:
+            self.shared.drop()
+            self.run(self.cluster.leave())
+        finally:  # also if Ctrl-C ends the wait for a shard
+            self.transport.close()
 
     def run(self, call: Call[T]) -> T:
         """Run a call to completion and return its result."""
