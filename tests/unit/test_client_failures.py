@@ -1,5 +1,6 @@
 """Pushes and pulls of the client when shards move, die, refuse or do not answer; no socket is opened."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from tests.refusals import refused_with
 
+import paramserver as ps
 from paramserver.client import control, transfer
 from paramserver.client.arrays import Params
 from paramserver.client.cluster import Cluster
@@ -24,7 +26,7 @@ from paramserver.errors import (
     Unreachable,
     problem,
 )
-from paramserver.net.calls import Deadline, Outcome, Request, Response
+from paramserver.net.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.wire.frame import PullReply, encode_header
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
@@ -519,6 +521,44 @@ def test_what_does_something_anew_each_time_is_not_sent_twice(now: Now) -> None:
 
     assert [r.path for r in asked] == ["/runs", "/runs"]
     assert asked[0].timeout_s == 300.0
+
+
+@pytest.mark.parametrize("kind", [ps.Client, ps.AsyncClient])
+@pytest.mark.parametrize(
+    ("method", "path", "again"),
+    [
+        ("POST", "/runs", False),
+        ("POST", "/models/clock/checkpoints", False),
+        ("POST", "/models/m/clock?pretty=1", True),
+        ("POST", "/runs/r/places/0/done", True),
+        ("POST", "/pull", True),
+        ("PUT", "/shards/a", True),
+    ],
+)
+def test_a_request_in_doubt_is_made_again_only_if_it_cannot_count_twice(
+    kind: Any, method: str, path: str, again: bool, now: Now, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the POSTs of `client.request`, only those that change nothing if they come again are sent once more."""
+    outcomes: list[Outcome] = [Response(200, {}, b"{}"), problem("in_doubt", "no answer")]
+    client = kind("http://given:1")
+
+    def run(call: Call[Any]) -> Any:
+        return drive(call, lambda _: outcomes.pop(), now)
+
+    async def run_on_loop(call: Call[Any]) -> Any:
+        return run(call)
+
+    def ask() -> Any:
+        if kind is ps.Client:
+            return client.request(method, path, {})
+        return asyncio.run(client.request(method, path, {}))
+
+    monkeypatch.setattr(client, "run", run if kind is ps.Client else run_on_loop)
+    if again:
+        assert ask() == {}
+    else:
+        with pytest.raises(InDoubt):
+            ask()
 
 
 def test_a_pull_that_is_not_told_to_wait_does_not(shards: Shards, now: Now, cluster: Cluster) -> None:

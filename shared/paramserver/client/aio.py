@@ -146,8 +146,8 @@ class AsyncClient(ClientBase):
         return dict(await self.run(control.send("PATCH", control.run_path(run), changes, self.deadline(timeout))))
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
-        """Return the JSON answer of any control route, with this client's retries and errors."""
-        return await self.run(control.send(method, path, body, self.deadline(timeout)))
+        """See `Client.request`."""
+        return await self.run(control.request(method, path, body, self.deadline(timeout)))
 
 
 class AsyncModel(ModelBase):

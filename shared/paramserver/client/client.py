@@ -176,8 +176,12 @@ class Client(ClientBase):
         return dict(self.run(control.send("PATCH", control.run_path(run), changes, self.deadline(timeout))))
 
     def request(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
-        """Return the JSON answer of any control route, with this client's retries and errors."""
-        return self.run(control.send(method, path, body, self.deadline(timeout)))
+        """Return the JSON answer of any control route, with this client's retries and errors.
+
+        A POST that may have been done is not sent again, but raises InDoubt; except one that ends in `/clock`, `/done`,
+        `/drain` or `/pull`, which cannot count twice.
+        """
+        return self.run(control.request(method, path, body, self.deadline(timeout)))
 
 
 def connect(

@@ -22,6 +22,8 @@ from paramserver.types import AnyArray
 
 REMOVE_S: Final = 2.0
 """How long a creation that has failed tries to remove what it made."""
+REPEATABLE: Final = ("/clock", "/done", "/drain", "/pull")
+"""Ends of the paths of POSTs that change nothing if they come again; see `retryable` in docs/errors.md."""
 
 
 class Point(NamedTuple):
@@ -155,10 +157,17 @@ def fetch(path: str, deadline: Deadline) -> Call[Any]:
     return (yield from deliver_json(json_request("GET", path, timeout_s=ATTEMPT_S), deadline))
 
 
-def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
-    """Send a control request, retrying transient failures; return the JSON value of the answer."""
+def request(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
+    """Send a request that a caller has put together; see `Client.request`."""
     if not path.startswith("/"):
         raise problem("malformed", f"'{path}' is not a path", hint=f"/{path}")
+    if method == "POST" and not path.partition("?")[0].endswith(REPEATABLE):
+        return (yield from post_unrepeatable(path, body, deadline))
+    return (yield from send(method, path, body, deadline))
+
+
+def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
+    """Send a control request, retrying transient failures; return the JSON value of the answer."""
     return (yield from deliver_json(json_request(method, path, body), deadline))
 
 
