@@ -1,6 +1,5 @@
 """Pushes and pulls of the client when shards move, die, refuse or do not answer; no socket is opened."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from paramserver.errors import (
     Unreachable,
     problem,
 )
-from paramserver.net.calls import Call, Deadline, Outcome, Request, Response
+from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.wire.frame import PullReply, encode_header
 
-from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
+from .sharding import A, B, Now, Shards, answered, drive, expected, grads, refusal, result, terms
 
 
 def test_a_lost_answer_is_asked_for_again_without_a_second_step(shards: Shards, now: Now, cluster: Cluster) -> None:
@@ -320,7 +319,7 @@ def asked_for(call: str, cluster: Cluster, deadline: Deadline) -> Any:
         case "fetch":
             return control.fetch("/status", deadline)
         case "create":
-            return control.create_model(cluster, {"name": "m"}, {}, deadline, exist_ok=False)
+            return control.create_model(cluster, {"name": "m"}, {}, deadline, control.Creation(), exist_ok=False)
         case "delete":
             return control.delete_model(cluster, "m", deadline)
         case "once":
@@ -536,29 +535,16 @@ def test_what_does_something_anew_each_time_is_not_sent_twice(now: Now) -> None:
     ],
 )
 def test_a_request_in_doubt_is_made_again_only_if_it_cannot_count_twice(
-    kind: Any, method: str, path: str, again: bool, now: Now, monkeypatch: pytest.MonkeyPatch
+    kind: Any, method: str, path: str, again: bool, now: Now
 ) -> None:
     """Of the POSTs of `client.request`, only those that change nothing if they come again are sent once more."""
     outcomes: list[Outcome] = [Response(200, {}, b"{}"), problem("in_doubt", "no answer")]
-    client = kind("http://given:1")
-
-    def run(call: Call[Any]) -> Any:
-        return drive(call, lambda _: outcomes.pop(), now)
-
-    async def run_on_loop(call: Call[Any]) -> Any:
-        return run(call)
-
-    def ask() -> Any:
-        if kind is ps.Client:
-            return client.request(method, path, {})
-        return asyncio.run(client.request(method, path, {}))
-
-    monkeypatch.setattr(client, "run", run if kind is ps.Client else run_on_loop)
+    client = answered(kind, lambda _: outcomes.pop(), now)
     if again:
-        assert ask() == {}
+        assert result(client.request(method, path, {})) == {}
     else:
         with pytest.raises(InDoubt):
-            ask()
+            result(client.request(method, path, {}))
 
 
 def test_a_pull_that_is_not_told_to_wait_does_not(shards: Shards, now: Now, cluster: Cluster) -> None:

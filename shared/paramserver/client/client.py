@@ -7,10 +7,12 @@ from typing import Any, NoReturn, Self, TypeVar
 from paramserver import limits
 from paramserver.client import checkpointing, control
 from paramserver.client.client_base import ClientBase
+from paramserver.client.cluster import ModelMap
 from paramserver.client.consistency import Consistency
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.spec_builder import ParamLike, model_document
+from paramserver.errors import PsError
 from paramserver.net.addresses import urls_of
 from paramserver.net.calls import Call
 from paramserver.net.credentials import Credentials
@@ -60,6 +62,16 @@ class Client(ClientBase):
         """Run a call to completion and return its result."""
         return self.transport.run(call)
 
+    def _create(self, call: Call[ModelMap], creation: control.Creation) -> ModelMap:
+        """Run a call that makes a model; if it is interrupted, remove what it has made."""
+        try:
+            return self.run(call)
+        except PsError:
+            raise  # the call itself has removed it
+        except BaseException:
+            self.run(creation.remove())
+            raise
+
     def model(self, name: str, *, codec: str | None = None) -> Model:
         """Return a handle for the model of that name; the first call fails if there is none.
 
@@ -98,7 +110,9 @@ class Client(ClientBase):
         """
         others = {"partitions": partitions, "ack": ack, "evaluate_every": evaluate_every, "checkpoint": checkpoint}
         body, uploads = model_document(name, params, optimizer, consistency, others)
-        self.run(control.create_model(self.cluster, body, uploads, self.deadline(timeout), exist_ok=exist_ok))
+        creation, deadline = control.Creation(), self.deadline(timeout)
+        call = control.create_model(self.cluster, body, uploads, deadline, creation, exist_ok=exist_ok)
+        self._create(call, creation)
         return Model(self, name)
 
     def models(self, *, timeout: float | None = None) -> list[str]:
@@ -130,10 +144,11 @@ class Client(ClientBase):
 
         Raises NotFoundError (`unknown_checkpoint`), CorruptState, ConflictError (`model_exists`).
         """
+        creation, deadline = control.Creation(), self.deadline(timeout)
         call = checkpointing.restore(
-            self.cluster, os.fspath(path), as_, partitions, self.deadline(timeout), exist_ok=exist_ok
+            self.cluster, os.fspath(path), as_, partitions, deadline, creation, exist_ok=exist_ok
         )
-        return Model(self, self.run(call).name)
+        return Model(self, self._create(call, creation).name)
 
     def create_run(
         self,
