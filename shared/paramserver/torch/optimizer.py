@@ -233,14 +233,19 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._rate = rate
 
     def _create(self, optimizer: Optimizer | None, consistency: Any, partitions: int | None, ack: str | None) -> None:
-        """Create the model if it does not exist; without `optimizer`, raise NotFoundError instead."""
+        """Create the model unless it is there, with its values; without `optimizer`, raise NotFoundError if it is not.
+
+        If its first values are not complete, whoever was sending them may have died: then this process sends its own.
+        """
+        there = True
         try:
-            self._map()
+            ready = self._map().document.get("state", "ready") == "ready"
         except NotFoundError as e:
             if optimizer is None:
                 hint = "pass an optimizer, such as optimizer=ps.Adam(lr=1e-3), to create it"
                 raise problem(e.code, e.detail, hint=hint) from None
-        else:
+            there = ready = False
+        if ready or optimizer is None:
             return
         try:
             self._client.create_model(
@@ -255,6 +260,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         except ConflictError as e:
             if e.code != "model_exists":  # another worker has created it meanwhile, with other settings
                 raise
+        except AuthError:
+            if not there:
+                raise  # else another worker, whose token allows it, may be uploading: the pull waits for that
 
     def _warn_of_other_settings(self, differences: list[str]) -> None:
         """Log a warning that the model, which existed, was not given the settings that were passed."""
