@@ -1,6 +1,7 @@
 """`ParameterServerOptimizer` on a real cluster: equality with torch alone, modes, codecs, and refused input."""
 
 import copy
+import gc
 import importlib.util
 import pickle
 import threading
@@ -568,3 +569,25 @@ def test_it_cannot_be_copied_or_pickled(client: ps.Client, name: str, copied: Ca
         pytest.raises(TypeError, match="state_dict"),
     ):
         copied(opt)
+
+
+def test_an_optimizer_that_was_not_closed_leaves_whoever_collects_it(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer that is garbage leaves the cluster, though its own heartbeat collects it, and holds a lock."""
+    kept = [ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.05))]
+    worker = kept[0].worker
+    heartbeats, beat = worker._thread, worker._beat
+    assert heartbeats is not None
+
+    def collecting() -> Any:
+        with worker._session._lock:
+            kept.clear()
+            gc.collect()
+        return beat()
+
+    monkeypatch.setattr(worker, "_beat", collecting)
+    heartbeats.join(20.0)
+
+    assert not heartbeats.is_alive()
+    eventually(lambda: not any(w["alive"] for w in client.model(name).workers()), what="its leaving")
