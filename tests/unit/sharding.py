@@ -1,11 +1,15 @@
 """Two shards and a scheduler in memory that answer a client's calls, without sockets."""
 
+import asyncio
 import json
 from collections.abc import Callable
+from inspect import iscoroutine
 from typing import Any, TypeVar
 
 import numpy as np
 
+from paramserver.client.aio import AsyncClient
+from paramserver.client.client_base import ClientBase
 from paramserver.client.frames import PushTerms
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
@@ -45,6 +49,25 @@ def drive(call: Call[T], answer: Callable[[Request], Outcome], now: Now | None =
         return result
     finally:
         call.close()  # as transports do
+
+
+def answered(kind: type[ClientBase], answer: Callable[[Request], Outcome], now: Now | None = None) -> Any:
+    """Return a client of this class, blocking or on asyncio, whose calls `drive` runs."""
+
+    def run(call: Call[T]) -> T:
+        return drive(call, answer, now)
+
+    async def run_on_loop(call: Call[T]) -> T:
+        return run(call)
+
+    client: Any = kind("http://given:1")  # type: ignore[call-arg, arg-type]  # as its subclasses are made
+    client.run = run_on_loop if issubclass(kind, AsyncClient) else run
+    return client
+
+
+def result(of: Any) -> Any:
+    """Return what a method of either client returns."""
+    return asyncio.run(of) if iscoroutine(of) else of
 
 
 class Shards:

@@ -11,8 +11,9 @@ from typing import TypeAlias
 import pytest
 
 import paramserver as ps
+from paramserver.client.cluster import Cluster
 from paramserver.errors import problem
-from paramserver.net.calls import Outcome, Request, Response
+from paramserver.net.calls import Call, Outcome, Pause, Request, Response
 from paramserver.net.credentials import Credentials
 from paramserver.net.transport import AsyncTransport, BlockingTransport
 from paramserver.wire import http2 as wire
@@ -278,6 +279,29 @@ def test_a_closed_client_on_asyncio_says_so_at_once(node: Node) -> None:
         await client.close()
 
     asyncio.run(main())
+
+
+def test_a_client_whose_close_is_interrupted_is_closed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C while shards take back what they lent leaves no client open, blocking or on asyncio."""
+
+    def interrupted(_: Cluster) -> Call[None]:
+        yield Pause(0.0)
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        client = ps.AsyncClient(node.url)
+        with pytest.raises(KeyboardInterrupt):
+            await client.close()
+        with pytest.raises(ps.ConflictError, match="this client is closed"):
+            await client.models()
+
+    monkeypatch.setattr(Cluster, "leave", interrupted)
+    asyncio.run(main())
+    client = ps.Client(node.url)
+    with pytest.raises(KeyboardInterrupt):
+        client.close()
+    with pytest.raises(ps.ConflictError, match="this client is closed"):
+        client.models()
 
 
 def test_a_client_that_was_closed_before_its_first_call_is_closed(node: Node) -> None:

@@ -30,7 +30,8 @@ from paramserver.types import LEVELS, DType, DTypeLike
 from paramserver.wire.frame import PushReply
 
 ANSWER_S: Final = 1.0
-"""Time of a call that no node is asked to wait in, so that its answer comes before the deadline; at most a fifth."""
+"""Time of a pull that no node is asked to wait in, so that its answer comes before the deadline; at most a fifth.  The
+answer to a worker who waits for others may come so long after it, because it says whom for."""
 _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
 
 
