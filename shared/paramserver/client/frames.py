@@ -83,6 +83,8 @@ class Outgoing:
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._piece = piece
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
+        self._is_finite = isinstance(gradient, Encoded)
+        """Whether all of the gradient is known to be finite."""
         self.selection: Final = gradient.selection
         self.memory: Final = gradient.memory if isinstance(gradient, Gradient) else None
         """The gradient's memory, if slots can be mapped over it; else None."""
@@ -102,20 +104,25 @@ class Outgoing:
         groups: Sequence[tuple[str | None, Sequence[Part]]],
         slots: Mapping[str | None, Slot],
         pull: DType | None,
+        *,
+        more: bool = False,
     ) -> list[Request]:
         """Return one request for each (address, parts); raises RequestError (`non_finite`) before any is sent.
 
+        `more`: other parts follow once these are done; then the push does not end the iteration, as no shard would know
+        when it has all of it.
         With `pull`, a wire dtype, they are pushpulls of the whole model, whose sinks are added later.
         A gradient for a single shard is not always scanned, because that shard refuses NaN as a whole: see `explain`.
         """
         clips = self._clips(model_map)
-        scan = Scan(exact=clips, scan_unconverted=clips or len(groups) > 1)
+        alone = len(groups) == 1 and not more
+        scan = Scan(exact=clips, scan_unconverted=clips or not alone)
         drafts: list[tuple[str | None, PushFrame, bytes, AnyArray | None, Sequence[memoryview]]] = []
         # Only one complete attempt may end the iteration: parts of two attempts cannot be added up to one push.
         commit_wait_s, self._commit_wait_s = self._commit_wait_s, None
         # Nor does a part that one shard forwards to another, while the others would wait for its report.
         forwarded = len(groups) > 1 and any([to is None for to, _ in groups])
-        ends = None if commit_wait_s is None or forwarded else (len(groups), commit_wait_s)
+        ends = None if commit_wait_s is None or forwarded or more else (len(groups), commit_wait_s)
         for to, parts in groups:
             slot = slots.get(to)
             header = self._frame(model_map, to, parts, pull, ends, slot)
@@ -131,9 +138,12 @@ class Outgoing:
                 self._gradient.write(parts, body.data[len(prefix) :], scan)
             drafts.append((to, header, prefix, body, views or ()))
         scan.raise_for_bad()
-        if clips and self._norm is None:
+        if (clips and self._norm is None) or (more and not self._is_finite):
             self._scan_others([part.partition for _, parts in groups for part in parts], scan)
-            self._norm = scan.norm
+            scan.raise_for_bad()
+            self._is_finite = True
+            if clips:
+                self._norm = scan.norm
         path = "/pushpull" if pull is not None else "/push"
         out: list[Request] = []
         for to, header, prefix, body, rest in drafts:
@@ -149,7 +159,7 @@ class Outgoing:
         return model_map.spec.optimizer.clip_norm is not None and not self._piece
 
     def _scan_others(self, sent: Sequence[int], scan: Scan) -> None:
-        """Scan what other shards accepted before the model began to clip by norm: all parts except those partitions."""
+        """Scan all parts except those partitions: what other shards have accepted already, or what is sent later."""
         for part in self._gradient.selection.parts:
             if part.partition not in sent:
                 self._gradient.write([part], np.empty(self._gradient.body_bytes([part]), np.uint8).data, scan)
