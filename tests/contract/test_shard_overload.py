@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -86,6 +87,18 @@ def test_a_client_that_always_has_a_request_open_gets_its_bytes_back() -> None:
         with in_flight.request("a") as push:
             push.grow(in_flight.client_bytes_max - 1)
     assert not in_flight.clients
+
+
+def test_what_is_counted_elsewhere_by_now_makes_room() -> None:
+    """A request in flight that has given its bytes back counts none at its end, and may take others meanwhile."""
+    in_flight = InFlight(MEMORY)
+    with in_flight.request("a") as waiting, in_flight.request("a") as other:
+        waiting.grow(in_flight.client_bytes_max)
+        waiting.release()
+        other.grow(in_flight.client_bytes_max - 1)
+        waiting.grow(1)
+        assert in_flight.size_bytes == in_flight.client_bytes_max
+    assert in_flight.size_bytes == 0
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +229,41 @@ def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes, packed: bool) 
             return s.recv(4096).startswith(b"HTTP/1.1 200 ")
 
     eventually(taken, within_s=60, what="its own turn, when what it had begun is gone")
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_pushes_that_wait_for_their_commit_leave_room_for_the_one_it_needs(cluster: Nodes) -> None:
+    """Four workers of one address end an iteration with 24 MiB each, although its share is 64 MiB.
+
+    Once staged, their pushes count as that; those that waited kept the last one out until they gave up.
+    """
+    name, workers, elements = unique("m"), 4, 6 * MIB
+    spec = {"name": name, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}, "partitions": 1}
+    cluster.post("/models", {**spec, "consistency": {"mode": "sync", "min_workers": workers}})
+    joined = [cluster.post(f"/models/{name}/workers", {"name": f"w{rank}", "rank": rank}) for rank in range(workers)]
+    frame = PushFrame(name, [PushPart(0, None, None)], clock=0, ends=(1, 60.0))
+    url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"
+    staged = f'paramserver_pushes_total{{model="{name}",state="staged"}}'
+
+    def pushed(worker: dict[str, Any]) -> httpx.Response:
+        head = encode_header(replace(frame, worker=worker["worker"], epoch=worker["epoch"], seq=1))
+        body = head + np.ones(elements, np.float32).tobytes()
+        while True:
+            answer = httpx.post(f"{url}/push", content=body, headers={"content-type": MEDIA_TYPE}, timeout=90)
+            if answer.status_code != 503:  # for want of CPU time, as in `served`
+                return answer
+
+    with ThreadPoolExecutor(workers) as pool:
+        answers = []
+        for count, worker in enumerate(joined, 1):
+            answers.append(pool.submit(pushed, worker))
+
+            def taken(count: int = count) -> bool:
+                return answers[-1].done() or f"{staged} {count}.0" in httpx.get(f"{url}/metrics").text
+
+            eventually(taken, what="the push")
+        assert [a.result().status_code for a in answers] == [200] * workers
 
 
 @pytest.mark.process
