@@ -186,7 +186,7 @@ class Pull(_Endpoint):
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         frame = await self._reader.read(scope, receive, PullFrame, _prepare_pull)
-        answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
+        answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame, account(scope).grow))
         self.recheck_serving()
         await _send_body(scope, send, answer)
         self._telemetry.pulled(frame.model, 0 if frame.forwarded else answer.values_bytes, began_s)
@@ -204,7 +204,8 @@ class PushPull(_Pushing):
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         arriving = await self._read_frame(scope, receive)
-        answer = await self._frames.pushpull(arriving, self._accepted(scope, arriving, began_s))
+        accepted = self._accepted(scope, arriving, began_s)
+        answer = await self._frames.pushpull(arriving, accepted, account(scope).grow)
         self.recheck_serving()
         await _send_body(scope, send, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)

@@ -1,9 +1,9 @@
 """Bounds on the work in flight, in total and per client: no client takes the whole shard, nothing grows unbounded.
 
-Bytes are those of bodies, until what is kept of them is counted elsewhere, and of answers by name.  A client is the
-address that a connection comes from.  A request over a bound is refused before its body is read (one without a length,
-while it is read) or its answer is collected: 429 if the client alone has too much in flight, 503 if the shard has.
-Both say when to retry.
+Bytes are those of bodies, until what is kept of them is counted elsewhere, of answers by name, and of values collected
+from other shards.  A client is the address that a connection comes from.  A request over a bound is refused before its
+body is read (one without a length, while it is read) or its answer is collected: 429 if the client alone has too much
+in flight, 503 if the shard has.  Both say when to retry.
 """
 
 from typing import Final
