@@ -1,8 +1,9 @@
 """Bounds on the work in flight, in total and per client: no client takes the whole shard, nothing grows unbounded.
 
-Bytes are those of bodies, and of answers by name.  A client is the address that a connection comes from.  A request
-over a bound is refused before its body is read (one without a length, while it is read) or its answer is collected: 429
-if the client alone has too much in flight, 503 if the shard has.  Both say when to retry.
+Bytes are those of bodies, until what is kept of them is counted elsewhere, of answers by name, and of values collected
+from other shards.  A client is the address that a connection comes from.  A request over a bound is refused before its
+body is read (one without a length, while it is read) or its answer is collected: 429 if the client alone has too much
+in flight, 503 if the shard has.  Both say when to retry.
 """
 
 from typing import Final
@@ -73,8 +74,7 @@ class Account:
         whole, client = self._whole, self._client
         whole.requests -= 1
         client.requests -= 1
-        whole.size_bytes -= self.size_bytes
-        client.size_bytes -= self.size_bytes
+        self.release()
         if not client.requests:
             del whole.clients[self._address]
 
@@ -96,6 +96,12 @@ class Account:
         self.size_bytes += size_bytes
         whole.size_bytes += size_bytes
         client.size_bytes += size_bytes
+
+    def release(self) -> None:
+        """Count no bytes any more: what they were for is free by now, or counted elsewhere."""
+        self._whole.size_bytes -= self.size_bytes
+        self._client.size_bytes -= self.size_bytes
+        self.size_bytes = 0
 
 
 class InFlightMiddleware:

@@ -229,7 +229,7 @@ async def test_a_request_that_is_refused_gives_back_what_its_client_holds_no_lon
     unused = cast(Any, None)
     frames = FrameService(unused, cast(Any, SimpleNamespace(find=find)), unused, unused, unused, lending)
     with pytest.raises(NotFoundError):
-        await frames.pull(PullFrame([(0, None)], model="m", release=[pulled[0]]))
+        await frames.pull(PullFrame([(0, None)], model="m", release=[pulled[0]]), lambda _: None)
     with pytest.raises(NotFoundError):
         await frames.prepare_push(PushFrame("m", [PushPart(0, None, None)], release=[pushed[0]]))
     assert lending.leased_bytes == 0
