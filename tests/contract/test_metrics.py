@@ -20,6 +20,7 @@ from .processes import Nodes, unique
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+DASHBOARD = "grafana/dashboards/paramserver.json"
 SUFFIXES = ("_bucket", "_count", "_sum")
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 
@@ -128,7 +129,7 @@ def test_dashboard_and_alerts_ask_for_listed_metrics() -> None:
     All listed metrics but those in `UNDRAWN` are on the dashboard.
     """
     known = {**listed("### Every process"), **listed("### Shard"), **listed("### Scheduler")}
-    board = json.loads((ROOT / "deploy/grafana/dashboards/paramserver.json").read_text(encoding="utf-8"))
+    board = json.loads((ROOT / "deploy" / DASHBOARD).read_text(encoding="utf-8"))
     queries = [t["expr"] for p in board["panels"] for t in p.get("targets", [])]
     groups = yaml.safe_load((ROOT / "deploy/alerts.yml").read_text(encoding="utf-8"))["groups"]
     rules = [r for g in groups for r in g["rules"]]
@@ -144,6 +145,16 @@ def test_dashboard_and_alerts_ask_for_listed_metrics() -> None:
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["do"]
         assert rule["labels"]["severity"] in ("page", "warn")
+
+
+def test_rates_are_asked_of_counters() -> None:
+    """No query takes the rate of a gauge: a version that a rollback lowers would count as one that began at zero."""
+    known = {**listed("### Every process"), **listed("### Shard"), **listed("### Scheduler")}
+    texts = [(ROOT / "deploy" / name).read_text(encoding="utf-8") for name in ("alerts.yml", DASHBOARD)]
+    asked = {_asked(n).pop() for t in texts for n in re.findall(r"\b(?:rate|irate|increase)\((paramserver_\w+)", t)}
+
+    assert asked
+    assert {n for n in asked if known[n][0] == "gauge"} == set()
 
 
 UNDRAWN = {
