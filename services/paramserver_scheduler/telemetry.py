@@ -3,7 +3,7 @@
 So the metrics of a deleted model disappear, and a former leader contradicts nobody.  docs/metrics.md lists the names.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Final
 
 from prometheus_client import REGISTRY
@@ -56,10 +56,10 @@ class ClusterMetrics(Collector):
         for state, count in cluster.runs_ended.items():
             ended.add_metric([state], count)
         yield ended
-        yield from _models(status.models)
+        yield from _models(status.models, {r.model for r in status.runs if r.state == "paused"})
 
 
-def _models(models: list[ModelStatus]) -> Iterator[Metric]:
+def _models(models: list[ModelStatus], paused: Set[str]) -> Iterator[Metric]:
     def each(name: str, text: str, values: Iterable[tuple[ModelStatus, float | None]]) -> Metric:
         return _by(name, text, "model", ((m.name, v) for m, v in values if v is not None))
 
@@ -71,6 +71,8 @@ def _models(models: list[ModelStatus]) -> Iterator[Metric]:
     )
     yield each("paramserver_model_clock", "Clock of a model", ((m, m.clock) for m in models))
     yield each("paramserver_model_workers", "Live workers of a model", ((m, _live(m)) for m in models))
+    resting = ((m, m.name in paused) for m in models)
+    yield each("paramserver_model_paused", "1 while the run that trains the model is paused", resting)
     waited = ((m, len(m.waiting_for)) for m in models)
     yield each("paramserver_model_waited_for", "Workers, or joins or a commit, that the others wait for", waited)
     yield each("paramserver_model_lag_versions", "Mean version lag over the workers", ((m, m.lag) for m in models))

@@ -163,6 +163,7 @@ UNDRAWN = {
     "paramserver_push_duplicates_total",
     "paramserver_partitions",
     "paramserver_model_partitions",
+    "paramserver_model_paused",
 }
 """Metrics without a dashboard panel."""
 

@@ -330,6 +330,16 @@ async def test_prometheus_reads_how_many_problems_there_are() -> None:
     assert told(found, "paramserver_problems") == {"": 2}
 
 
+async def test_prometheus_reads_which_models_are_paused() -> None:
+    """A model whose run is paused has workers and a version that stands still, which is not to raise an alert."""
+    d, service = of_models(2)
+    for model in ("m00", "m01"):
+        d.ask(partial(io.CreateRun, model=model, entry="a.b:c"))
+    d.ask(partial(io.PatchRun, run="run-1", state="paused"))
+
+    assert told(await overview.describe(service), "paramserver_model_paused", "model") == {"m00": 1, "m01": 0}
+
+
 async def test_a_redis_that_is_nearly_full_is_a_problem() -> None:
     """From nine tenths of its `maxmemory` on, Redis is a problem of the cluster; without a limit it never is."""
     _, service = of_models(1)
