@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 from paramserver import limits
 from paramserver.core.reading import Reading
+from paramserver.core.runs import ENDED
 from paramserver_scheduler.rings import RESOLUTIONS, Labels, Rings
 from paramserver_scheduler.schema import EventStatus, ModelStatus, NodeStatus, RunStatus, Status
 
@@ -152,6 +153,10 @@ class History:
             return 0.0
         return max(0.0, (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0]))
 
+    def goes_on(self, run: Mapping[str, Any]) -> bool:
+        """Whether a run has not ended, or did only after the last status that was recorded: its end is to be told."""
+        return run["state"] not in ENDED or (self._runs or {}).get(run["id"], run["state"]) not in ENDED
+
     def record(self, status: Status, now: float) -> None:
         """Add a status to the time series, and an event for each difference from the previous status."""
         unix_s = status.cluster.now
@@ -180,7 +185,7 @@ class History:
         labels: Labels = (("model", model.name),)
         self._record(MODEL_METRICS, model, labels, unix_s)
         if model.served == model.partitions:
-            self.rings.add("model.durable_behind", labels, unix_s, max(0, model.version - model.durable_version))
+            self.rings.add("model.durable_behind", labels, unix_s, model.durable_behind)
         self.rings.add("model.workers", labels, unix_s, sum(w.alive for w in model.workers))
         for worker in model.workers:
             if worker.alive:

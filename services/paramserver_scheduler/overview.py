@@ -23,7 +23,7 @@ from paramserver_scheduler.service import Service
 POINTS: Final = 120
 """Most points of a series in a status; longer series are averaged down."""
 RUNS: Final = 20
-"""Newest runs in a status, which also has those before them that have not ended."""
+"""Newest runs in a status, which also has those before them that have not ended, or did since the last one."""
 EVENTS: Final = 100
 LACKING_MIN: Final = 16 << 20
 """Shards that lack less memory for the partitions of another are no problem: what a process uses varies by as much."""
@@ -60,7 +60,7 @@ async def describe(s: Service, *, series: bool = True) -> Status:
             complaints.append(f"Model {name}: its last checkpoint was not written: {why}")
     clocks = {m.name: m.clock for m in models}
     newest = enumerate(reversed(found["runs"]))
-    runs = [_run(r, clocks.get(r["model"])) for i, r in newest if i < RUNS or r["state"] not in ENDED]
+    runs = [_run(r, clocks.get(r["model"])) for i, r in newest if i < RUNS or s.history.goes_on(r)]
     problems = _problems(s, shards, models, runs) + complaints
     cluster = ClusterStatus(
         state="degraded" if problems else "ok",
@@ -157,6 +157,7 @@ def _model(
         moving=[p["index"] for p in partitions if (name, p["index"]) in moves],
         version=line["version"],
         durable_version=min((p["durable_version"] for p in partitions), default=0),
+        durable_behind=max((max(0, p["version"] - p["durable_version"]) for p in partitions), default=0),
         clock=line["clock"],
         waiting_for=line["waiting_for"],
         updates_per_s=s.history.updates_per_s(name, line["generation"]),

@@ -153,8 +153,8 @@ def model(name: str, pushes_per_s: float) -> ModelStatus:
     return ModelStatus(
         name=name, generation=1, revision=1, timeline=0, state="ready", mode="async", optimizer="sgd", created_s=NOW,
         parameters=1, elements=1, partitions=1, served=1, shards=[], owners=[], loading=[], moving=[], version=3,
-        durable_version=3, clock=0, waiting_for=[], updates_per_s=pushes_per_s, pushes_per_s=pushes_per_s,
-        pulls_per_s=0.0, in_bytes_per_s=0.0, out_bytes_per_s=0.0, workers=[], latest={},
+        durable_version=3, durable_behind=0, clock=0, waiting_for=[], updates_per_s=pushes_per_s,
+        pushes_per_s=pushes_per_s, pulls_per_s=0.0, in_bytes_per_s=0.0, out_bytes_per_s=0.0, workers=[], latest={},
         not_finite={}, values_kept=0, series=[], **times,
     )  # fmt: skip
 
@@ -220,6 +220,38 @@ async def test_a_long_run_is_shown_however_many_shorter_ones_have_ended_since() 
     shown = [run.id for run in (await overview.describe(service)).runs]
 
     assert shown == [*(f"run-{number}" for number in range(overview.RUNS + 2, 2, -1)), "run-1"]
+
+
+async def test_the_end_of_a_long_run_is_an_event() -> None:
+    """A run that ends after the newest others have begun is in one more status, from which its event is made."""
+    d, service = of_models(2)
+    d.ask(partial(io.CreateRun, model="m00", entry="a.b:c"))
+    for number in range(overview.RUNS + 1):
+        d.ask(partial(io.CreateRun, model="m01", entry="a.b:c"))
+        d.ask(partial(io.PatchRun, run=f"run-{number + 2}", state="stopped"))
+    service.history.record(await overview.describe(service), d.now)
+    d.ask(partial(io.PatchRun, run="run-1", state="stopped"))
+    shown = []
+    for _ in range(2):
+        found = await overview.describe(service)
+        service.history.record(found, d.now)
+        shown.append("run-1" in {run.id for run in found.runs})
+
+    assert shown == [True, False]
+    assert [e.text for e in service.history.events] == ["run run-1 is stopped: stopped by request"]
+
+
+async def test_what_is_not_durable_is_that_of_the_partition_with_most() -> None:
+    """Pushes that leave out a partition's parameters keep the model's version low; what they did may be lost."""
+    d, service = of_models(1)
+    ((name, epoch),) = d.shards.items()
+    owned = [(p["index"], p["incarnation"]) for p in d.core.read.model("m00")["partitions"]]
+    rows = [["m00", 1, i, token, *((20, 5) if i == 0 else (0, 0)), 0, 0] for i, token in owned]
+    d.ask(lambda n: io.ShardHeartbeat(n, name, epoch, {}, rows))
+
+    (found,) = (await overview.describe(service)).models
+
+    assert (found.version, found.durable_version, found.durable_behind) == (0, 0, 15)
 
 
 async def test_a_dead_shard_is_a_problem_until_it_is_no_longer_listed() -> None:

@@ -70,6 +70,14 @@ export function clock(unix, withSeconds = true) {
   return `${two(d.getHours())}:${two(d.getMinutes())}${withSeconds ? ":" + two(d.getSeconds()) : ""}`;
 }
 
+const day = new Intl.DateTimeFormat("en", {day: "numeric", month: "short"});
+
+/** A moment, of Unix seconds: the time of day, with the day if that is not today's. */
+export function moment(unix, now) {
+  const at = new Date(unix * 1000), today = at.toDateString() === new Date(now * 1000).toDateString();
+  return today ? clock(unix) : `${day.format(at)} ${clock(unix)}`;
+}
+
 /** A fraction in percent; a number above 1 is in percent already. */
 export const percent = v => known(v) ? `${(v > 1 ? v : 100 * v).toFixed(v > 0.9995 && v < 1 ? 2 : 1)} %` : NONE;
 

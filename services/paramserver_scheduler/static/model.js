@@ -2,7 +2,7 @@
 
 import {Chart, color} from "./charts.js";
 import {bar, el, pill, show, table} from "./dom.js";
-import {NOT_FINITE, age, byName, bytes, clock, duration, fixed, others, percent, seconds, short, unit} from "./format.js";
+import {NOT_FINITE, age, byName, bytes, duration, fixed, moment, others, percent, seconds, short, unit} from "./format.js";
 import {look} from "./nodes.js";
 import {ended} from "./runs.js";
 import {Series, line} from "./series.js";
@@ -59,7 +59,7 @@ export class ModelPanel {
     const names = reportedNames(model);
     if (this.#model !== model.name || names.join() !== this.#reported.join()) this.choose(model, spanS, nowS);
     this.#series.add(nowS, spanS, this.#values(model));
-    show(document.getElementById("model-head"), head(model, runs));
+    show(document.getElementById("model-head"), head(model, runs, nowS));
     show(document.getElementById("workers"), workers(model));
     show(document.getElementById("partitions"), partitions(model, colors));
     this.#drawCharts(model, nowS, spanS);
@@ -78,7 +78,7 @@ export class ModelPanel {
   }
 
   #values(model) {
-    const values = {"model.durable_behind": behind(model)};
+    const values = {"model.durable_behind": model.durable_behind};
     for (const name of OWN) values["model." + name] = model[name];
     for (const w of model.workers) if (w.alive) values[line("worker.lag", w.worker)] = w.lag;
     for (const name of this.#reported) {
@@ -92,22 +92,22 @@ export class ModelPanel {
 
   #drawCharts(model, nowS, spanS) {
     const from = Math.max(nowS - spanS, this.#series.slot(model.created_s));
-    for (const {id, lines, more = "", ...options} of this.#panels()) {
+    for (const {id, lines, since, more = "", ...options} of this.#panels(model)) {
       if (!this.#charts.has(id)) {
         const chart = new Chart(options);
         this.#charts.set(id, chart);
         this.#host.append(chart.host);
       }
       const drawn = lines.map((l, i) => ({...l, color: color(l.nth ?? i), values: this.#series.of(l.of)}));
-      const warning = id in model.not_finite ? `${NOT_FINITE} since ${clock(model.not_finite[id][0])}` : "";
+      const warning = since === undefined ? "" : `${NOT_FINITE} since ${moment(since, nowS)}`;
       this.#charts.get(id).draw(this.#series.times, drawn, from, nowS, {warning, more});
     }
   }
 
-  #panels() {
+  #panels(model) {
     const all = this.#series.named("worker.lag"), lags = all.slice(0, DRAWN_MAX);
     const reported = this.#reported.map((name, i) => ({
-      id: name, title: title(name), unit: unitOf(name), zero: false, gaps: false,
+      id: "reported." + name, title: title(name), unit: unitOf(name), zero: false, gaps: false, since: model.not_finite[name]?.[0],
       lines: [{of: "reported." + name, label: "", nth: name === "accuracy" ? 2 : i}],
     }));
     return [
@@ -135,33 +135,31 @@ function reportedNames(model) {
   return names.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b)).slice(0, REPORTED_MAX);
 }
 
-/** Newest versions that are in memory only. */
-export const behind = model => Math.max(0, model.version - model.durable_version);
 const notFinite = () => el("span.bad", {}, NOT_FINITE);
 const shortWorker = name => name.split("/").at(-1);
 
-function head(model, runs) {
+function head(model, runs, nowS) {
   const run = runs.find(r => r.model === model.name && !ended(r));
   const facts = [
     ["version", fixed(model.version)], ["clock", fixed(model.clock)],
     ...reportedNames(model).map(n => [n, n in model.not_finite ? notFinite() : unit(unitOf(n))(model.latest[n][1])]),
     ["versions/s", short(model.updates_per_s)], ["pushes/s", short(model.pushes_per_s)],
-    ["push p99", seconds(model.push_p99_s)], ["version lag", short(model.lag)], ["not durable", fixed(behind(model))],
+    ["push p99", seconds(model.push_p99_s)], ["version lag", short(model.lag)], ["not durable", fixed(model.durable_behind)],
   ];
   return [
     el("div.row", {}, el("strong.name", {}, model.name), pill(model.state),
       el("span.dim", {}, [model.mode, model.optimizer + (model.lr === null ? "" : ` lr ${short(model.lr)}`),
         `${short(model.elements)} values in ${model.parameters} parameter${model.parameters === 1 ? "" : "s"} (${bytes(4 * model.elements)})`].join(" · "))),
     run && progress(run),
-    ...reportedNames(model).filter(n => n in model.not_finite).map(n => diverged(n, model)),
+    ...reportedNames(model).filter(n => n in model.not_finite).map(n => diverged(n, model, nowS)),
     el("dl.facts", {}, facts.map(([name, value]) => el("div", {title: MEANINGS[name]}, el("dt", {}, name), el("dd.num", {}, value)))),
   ];
 }
 
 /** What is wrong with a metric that is no finite number, and what to do. */
-function diverged(name, {not_finite, latest}) {
+function diverged(name, {not_finite, latest}, nowS) {
   const [since, worker] = not_finite[name];
-  const says = [`${title(name)} is ${NOT_FINITE} since ${clock(since)}`, worker && `as ${worker} reports`,
+  const says = [`${title(name)} is ${NOT_FINITE} since ${moment(since, nowS)}`, worker && `as ${worker} reports`,
     name in latest && `the last number was ${short(latest[name][1])}`].filter(Boolean).join(", ");
   return el("p.diverged", {role: "alert"}, el("span.bad", {}, `${says}. `),
     "The training has probably diverged. The model's own values are still finite, as gradients that are not are refused. "

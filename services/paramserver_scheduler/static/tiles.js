@@ -3,7 +3,6 @@
 import {color, spark} from "./charts.js";
 import {el, show} from "./dom.js";
 import {bytes, fixed, seconds, short} from "./format.js";
-import {behind} from "./model.js";
 import {stateOf, trafficOf, updatesOf} from "./nodes.js";
 
 const most = values => values.reduce((high, v) => v !== null && (high === null || v > high) ? v : high, null);
@@ -26,7 +25,7 @@ export function drawTiles({nodes, models, cluster}, series) {
     tile("Slowest push, p99", seconds(slow), "", half === null ? "no pushes now" : `median ${seconds(half)}`),
     tile("Traffic", `${bytes(trafficOf(models))}/s`, "", null, spark(series.of("cluster.bytes_per_s").slice(-120), color(2))),
     tile("Redis", cluster.redis === "ok" ? "up" : "away", cluster.redis === "ok" ? "good" : "bad",
-      models.length ? `${fixed(Math.max(...models.map(behind)))} versions to store` : ""));
+      models.length ? `${fixed(Math.max(...models.map(m => m.durable_behind)))} versions to store` : ""));
 }
 
 function tile(name, value, kind, note, picture = null) {
