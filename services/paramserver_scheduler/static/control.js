@@ -37,7 +37,8 @@ function askForToken(reason) {
 
 $("token").querySelector("form").addEventListener("submit", e => {
   e.preventDefault();
-  $("token").close(e.submitter.value === "ok" ? $("token").querySelector("input").value.trim() : "");
+  // What is invisible, as a page from which it was copied may contain, cannot be sent.
+  $("token").close(e.submitter.value === "ok" ? $("token").querySelector("input").value.replace(/[^!-~]/g, "") : "");
 });
 
 /** Run a change; show in `host` what came of it: the text it returns, or its error.  `form` is disabled meanwhile. */
