@@ -1,5 +1,6 @@
 """/status: the cluster's current status and recent history, as JSON documents with a schema and as a stream."""
 
+import re
 from math import isfinite
 
 import numpy as np
@@ -19,6 +20,8 @@ from paramserver_scheduler.service import Service
 
 router = APIRouter(prefix="/status", tags=["status"])
 
+_COMMA = re.compile(rf",(?=(?:{'|'.join({n.partition('.')[0] for n in UNITS} | {REPORTED[:-1]})})\.|$)")
+"""A comma before a metric or at the end: others belong to the name of a metric that workers report."""
 SPAN_S = 900.0
 """Default time span of a series, if the request has no `from`."""
 POINTS = 300
@@ -81,7 +84,7 @@ async def series(request: Request) -> Response:
     step that is too short for the span is increased. `reported.NAME` is a metric that workers report, which is kept
     since the model was created. docs/metrics.md lists the other metrics.
     """
-    names = [n for n in request.query_params.get("metric", "").split(",") if n]
+    names = [n for n in _COMMA.split(request.query_params.get("metric", "")) if n]
     if not 0 < len(names) <= limits.STATUS_METRICS_MAX:
         hint = f"?metric=model.pushes_per_s; known: {', '.join(UNITS)}, {REPORTED}NAME"
         raise problem("malformed", f"1 to {limits.STATUS_METRICS_MAX} metrics must be named", hint=hint)

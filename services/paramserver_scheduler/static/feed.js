@@ -37,21 +37,31 @@ export async function problemOf(answer) {
 /** What a problem document says is wrong, and what to do. */
 export const said = problem => [problem.detail, problem.hint].filter(Boolean).join("; ");
 
-/** Calls `onStatus` with each status and `onLost` when the connection breaks; for ever. */
+/** Calls `onStatus` with each status and `onLost` when the connection breaks; for ever.
+ *
+ *  A hidden page has no connection: a browser opens six to a node for all its pages, and would then send no more requests.
+ */
 export async function follow(path, onStatus, onLost) {
+  let silence = null;
+  document.addEventListener("visibilitychange", () => document.hidden && silence?.abort());
   for (;;) {
-    const silence = new Silence();
+    while (document.hidden) await new Promise(resolve => document.addEventListener("visibilitychange", resolve, {once: true}));
+    silence = new Silence();
+    let why = "";
     try {
       const answer = await fetch(path, {
         headers: {accept: "text/event-stream"}, cache: "no-store", signal: silence.signal,
       });
-      await check(answer);
+      await check(answer).catch(error => {
+        why = error.message;
+        throw error;
+      });
       for await (const text of events(answer.body, silence)) onStatus(JSON.parse(text));
     } catch (error) {
       // Said on the page; the next try tells more.
     }
     silence.end();
-    onLost();
+    onLost(why);
     await new Promise(resolve => setTimeout(resolve, RETRY_MS));
   }
 }
@@ -65,9 +75,11 @@ class Silence {
 
   get signal() { return this.#abort.signal; }
 
+  abort() { this.#abort.abort(); }
+
   heard() {
     clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.#abort.abort(), SILENCE_MS);
+    this.#timer = setTimeout(() => this.abort(), SILENCE_MS);
   }
 
   end() { clearTimeout(this.#timer); }

@@ -3,7 +3,7 @@
 import {createCommand, modelCommands, shardCommands} from "./commands.js";
 import {el, show, tone} from "./dom.js";
 import {follow} from "./feed.js";
-import {clock, duration, short} from "./format.js";
+import {clock, duration, moment, short} from "./format.js";
 import {ModelPanel} from "./model.js";
 import {NodePanel, shardColors} from "./nodes.js";
 import {RunForm, RunTable} from "./runs.js";
@@ -22,6 +22,8 @@ new RunForm();
 let status = null, lost = true, spanS = Number(kept.get("span")) || 900, chosen = location.hash.slice(1);
 
 function onStatus(found) {
+  // Of another version, after an upgrade, this page may not understand it.
+  if (status !== null && status.cluster.version !== found.cluster.version) location.reload();
   const back = lost;
   status = found;
   lost = false;
@@ -29,9 +31,12 @@ function onStatus(found) {
   draw();
 }
 
-function onLost() {
+/** `why`: in the words of the node, if it has answered. */
+function onLost(why) {
   lost = true;
+  if (document.hidden) return;
   drawState("no answer");
+  if (why) drawProblems([why]);
 }
 
 /** Read the past again. */
@@ -60,7 +65,7 @@ function draw() {
     show($("model-head"), el("div.dim", {}, "No model yet. Create one in a terminal, then start a new run below:", createCommand()));
   } else model.draw(shown, runs, cluster.now, spanS, colors);
   runTable.draw(runs);
-  show($("events"), eventRows(events));
+  show($("events"), eventRows(events, cluster.now));
 }
 
 /** Touched only when it changes: it is read aloud to those who cannot see it. */
@@ -96,10 +101,10 @@ function drawTabs(models, shown) {
     el(`i.dot.${tone(m.state)}`), m.name, m.updates_per_s > 0 && el("span.dim.num", {}, ` ${short(m.updates_per_s)}/s`))));
 }
 
-function eventRows(events) {
+function eventRows(events, nowS) {
   if (events.length === 0) return el("p.dim", {}, "No events yet.");
   return el("ul.events", {}, events.slice(0, EVENTS).map(e => el("li", {"data-key": `${e.at} ${e.text}`},
-    el("span.dim.num", {}, clock(e.at)), el(`i.dot.${e.level}`), el("span", {}, e.text))));
+    el("span.dim.num", {}, moment(e.at, nowS)), el(`i.dot.${e.level}`), el("span", {}, e.text))));
 }
 
 function setTheme(theme) {

@@ -3,6 +3,8 @@
 import {get} from "./feed.js";
 
 const POINTS = 300;
+/** What was read of the past may end so much later than the status at hand. */
+const BACK_S = 10;
 
 /** The name of one line: a metric, and the labels that tell it from others of that metric. */
 export const line = (metric, label) => label === undefined ? metric : `${metric}|${label}`;
@@ -37,6 +39,8 @@ export class Series {
   /** Take in the values of this moment, by line; what is older than `spanS` goes. */
   add(nowS, spanS, values) {
     const slot = this.slot(nowS);
+    // Of a clock that was set back, what is later than its present is no longer true.
+    if (this.times.at(-1) - slot > BACK_S + this.stepS) this.#cut(0, this.times.findIndex(t => t > slot));
     if (this.times.length === 0 || slot > this.times.at(-1)) {
       // Skipped slots stay empty, so that a gap in the news is a gap in the line.
       let next = this.times.length === 0 || slot - this.times.at(-1) > spanS ? slot : this.times.at(-1) + this.stepS;
@@ -46,13 +50,21 @@ export class Series {
       }
     }
     for (const [name, value] of Object.entries(values)) {
+      if (value === null || value === undefined) continue;
       if (!this.lines.has(name)) this.lines.set(name, this.times.map(() => null));
-      if (value !== null && value !== undefined) this.lines.get(name)[this.times.length - 1] = value;
+      this.lines.get(name)[this.times.length - 1] = value;
     }
     const old = this.times.findIndex(t => t >= nowS - spanS - this.stepS);
-    if (old > 0) {
-      this.times.splice(0, old);
-      for (const known of this.lines.values()) known.splice(0, old);
+    if (old > 0) this.#cut(old, this.times.length);
+  }
+
+  /** Keep that part; lines without a value in it go, as workers and nodes come and go for days. */
+  #cut(start, end) {
+    this.times = this.times.slice(start, end);
+    for (const [name, values] of this.lines) {
+      const kept = values.slice(start, end);
+      if (kept.some(v => v !== null)) this.lines.set(name, kept);
+      else this.lines.delete(name);
     }
   }
 

@@ -1,0 +1,127 @@
+"""A status page that stays open for days: hidden for hours, past upgrades, set clocks and workers that come and go."""
+
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.waiting import eventually
+
+from paramserver import limits
+
+from .browser import MARKS, Browser, browser
+from .processes import Nodes, nodes, unique
+
+pytestmark = MARKS
+
+
+def streams(cluster: Nodes) -> int:
+    """How many requests the scheduler is answering: this one, the pages' streams and what shards keep open."""
+    lines = cluster.http.get("/metrics").text.splitlines()
+    return next(
+        int(float(line.split()[1])) for line in lines if line.startswith("paramserver_http_requests_in_flight ")
+    )
+
+
+def hide(seen: Browser, hidden: bool) -> None:
+    """Have the page believe that its tab is in the background, or is looked at again."""
+    seen.page.evaluate(
+        """hidden => {
+        Object.defineProperty(document, "hidden", {value: hidden, configurable: true});
+        document.dispatchEvent(new Event("visibilitychange"));
+    }""",
+        hidden,
+    )
+
+
+def test_a_hidden_page_lets_go_of_its_connection(tmp_path: Path) -> None:
+    """A page in the background holds none of the six connections that a browser has to a node; it then goes on."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        seen.page.goto(cluster.url)
+        seen.page.wait_for_selector("#nodes tbody tr")
+        shown = streams(cluster)
+        hide(seen, True)
+        eventually(lambda: streams(cluster) < shown, what="the end of the stream")
+        assert seen.text("#state") == "ok"
+        second = seen.text("#live")
+        hide(seen, False)
+        eventually(lambda: seen.text("#live") != second, what="the next second")
+        assert seen.errors == []
+
+
+def test_a_page_says_why_its_node_sends_no_status(tmp_path: Path) -> None:
+    """A node that answers, but with an error, is quoted; "no answer" alone would tell nobody to close a page."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen, ExitStack() as open_sockets:
+        for _ in range(limits.STATUS_STREAMS_MAX):
+            other = open_sockets.enter_context(socket.create_connection(("127.0.0.1", cluster.port)))
+            other.sendall(b"GET /status/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert other.recv(12) == b"HTTP/1.1 200"
+        seen.page.goto(cluster.url)
+        seen.page.wait_for_selector("#problems:has-text('open status streams is reached')")
+        open_sockets.close()
+        eventually(lambda: seen.text("#state") == "ok", what="the status")
+        assert seen.page.inner_text("#problems") == ""
+
+
+def test_an_upgraded_cluster_loads_the_page_again(tmp_path: Path) -> None:
+    """A page of another version than the scheduler may misread what it says."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        old = cluster.http.get("/status").text.replace(f'"version":"{_version(cluster)}"', '"version":"0.0.1"', 1)
+        answer = {"content_type": "text/event-stream", "body": f"event: status\ndata: {old}\n\n"}
+        seen.page.route("**/status/stream", lambda route: route.fulfill(**answer))
+        seen.page.goto(cluster.url)
+        seen.page.wait_for_selector("#facts:has-text('0.0.1')")
+        seen.page.evaluate("window.before = true")
+        seen.page.unroute("**/status/stream")
+        eventually(lambda: not seen.page.evaluate("window.before"), what="the new page")
+        seen.page.wait_for_selector(f"#facts:has-text('{_version(cluster)}')")
+        seen.page.evaluate("window.before = true")
+        second = seen.text("#live")
+        eventually(lambda: seen.text("#live") != second, what="the next second")
+        assert seen.page.evaluate("window.before")
+
+
+def _version(cluster: Nodes) -> str:
+    return str(cluster.get("/status")["cluster"]["version"])
+
+
+def test_metrics_may_have_any_name(rest_cluster: Nodes) -> None:
+    """A metric with a comma in its name has a past, and one that is called like a panel of the page has its own."""
+    with browser() as seen:
+        name = unique("named")
+        rest_cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+        rest_cluster.post(f"/models/{name}/metrics", {"metrics": {"top-1, top-5": 0.5, "push": 3.0}}, status=200)
+        asked = f"/status/series?metric=reported.top-1, top-5,model.version,reported.push,&model={name}"
+        named = ["reported.top-1, top-5", "model.version", "reported.push"]
+        eventually(lambda: [i["metric"] for i in rest_cluster.get(asked)["items"]] == named, what="the metrics")
+        seen.page.goto(f"{rest_cluster.url}#{name}")
+        seen.page.get_by_role("figure", name="Push", exact=True).wait_for()
+        titles = seen.page.locator("#model-charts figcaption > b").all_inner_texts()
+        assert {"Push", "Push time", "Top-1, top-5"} <= set(titles)
+        assert seen.errors == []
+
+
+def test_charts_follow_a_clock_and_forget_what_is_gone(rest_cluster: Nodes) -> None:
+    """A chart goes on when the cluster's clock is set back, and keeps no line that has no value in its range."""
+    with browser() as seen:
+        seen.page.goto(rest_cluster.url)
+        lines = """() => import(new URL("static/series.js", location)).then(({Series}) => {
+            const kept = new Series({metric: []}, "worker");
+            for (let now = 1000; now < 1400; now++) kept.add(now, 300, {a: now, [`worker ${now}`]: 1, b: null});
+            const size = kept.lines.size;
+            kept.add(1399.5 - 5, 300, {a: 0});  // a status that is a little older than the past that was read
+            const late = [kept.times.at(-1), kept.times.length];
+            kept.add(1200, 300, {a: 1});
+            kept.add(1201, 300, {a: 2});
+            return [size, late, kept.times.at(-1), kept.of("a").slice(-3)];
+        })"""
+        assert seen.page.evaluate(lines) == [303, [1399, 302], 1201, [1199, 1, 2]]
+
+
+def test_an_event_of_another_day_has_its_date(rest_cluster: Nodes) -> None:
+    """A time of day alone says nothing of what happened days ago."""
+    with browser(timezone_id="UTC") as seen:
+        seen.page.goto(rest_cluster.url)
+        moments = (
+            'n => import(new URL("static/format.js", location)).then(m => [n, n - 86400].map(t => m.moment(t, n)))'
+        )
+        assert seen.page.evaluate(moments, 1_700_000_000) == ["22:13:20", "Nov 13 22:13:20"]
