@@ -158,6 +158,25 @@ def test_the_form_of_a_run_reads_lists_to_their_end(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
+def test_a_new_run_is_evaluated_as_the_last_one_was(tmp_path: Path) -> None:
+    """The form for a run has the evaluations and checkpoints that the last run had, and the next one gets them."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        last = {"model": "m", "entry": "a.b:c", "evaluate_every": 10, "checkpoint_every": 500}
+        cluster.post("/runs", last, status=201)
+        cluster.call("PATCH", "/runs/run-1", {"state": "stopped"})
+        seen.page.goto(cluster.url)
+        seen.page.click("#new-run summary")
+        seen.page.wait_for_selector("#new-run [name=evaluate_every]")
+        shown = [seen.page.input_value(f"#new-run [name='{n}']") for n in ("evaluate_every", "checkpoint.every_clocks")]
+        assert shown == ["10", "500"]
+        seen.page.click("#new-run button")
+        seen.page.wait_for_selector("#new-run .good:has-text('run-2 is waiting')")
+        spec = cluster.get("/models/m")["spec"]
+        assert (spec["evaluate_every"], spec["checkpoint"]["every_clocks"]) == (10, 500)
+        assert seen.errors == []
+
+
 def test_a_focus_stays_with_its_run_and_its_model(tmp_path: Path) -> None:
     """By keyboard alone a run is paused, although another run and another model have come before it meanwhile."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:

@@ -92,7 +92,7 @@ export class RunForm {
       number("clocks", "end after … clocks", last.stop.clocks, {placeholder: "no limit", step: 1}),
       uploaded.length > 0 && notCopied(model, uploaded),
     ].filter(Boolean));
-    this.#settings.show(this.#spec);
+    this.#settings.show(this.#spec, last);
     this.#form.hidden = false;
     return "";
   }

@@ -31,13 +31,13 @@ export class SettingsFields {
     });
   }
 
-  /** Show the settings of this spec. */
-  show(spec) {
+  /** Show the settings of this spec; `run` asked for its own evaluations and checkpoints. */
+  show(spec, run = {}) {
     const {optimizer, consistency, checkpoint} = this.#spec = spec;
     this.host.replaceChildren(
       ...("lr" in optimizer ? [number("optimizer.lr", `learning rate (${optimizer.name})`, optimizer.lr)] : []),
-      number("evaluate_every", "evaluate every … clocks (0: never)", spec.evaluate_every),
-      number("checkpoint.every_clocks", "checkpoint every … clocks (0: never)", checkpoint.every_clocks),
+      number("evaluate_every", "evaluate every … clocks (0: never)", run.evaluate_every || spec.evaluate_every),
+      number("checkpoint.every_clocks", "checkpoint every … clocks (0: never)", run.checkpoint_every || checkpoint.every_clocks),
       choice("consistency.mode", "mode", Object.keys(MODES), consistency.mode), this.#ofMode);
     this.#drawMode(consistency.mode);
   }
