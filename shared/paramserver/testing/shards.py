@@ -47,103 +47,15 @@ from paramserver.core.shard_events import (
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.limits import SERVE_WITHOUT_CONTACT_S
+from paramserver.testing.feeds import RETRY_S, Feed
 from paramserver.testing.nodes import Node
-from paramserver.testing.schedulers import Document, SimScheduler
+from paramserver.testing.schedulers import SimScheduler
 from paramserver.testing.shard_driver import check_superseded, checked_part, perform, pullable
 from paramserver.testing.storage import SimRedis, Verdict
 from paramserver.testing.world import Answer, Call, Delivery, World
 from paramserver.types import ModelKey, PartitionKey, Token
 
-RETRY_S = 0.3
-FEED_SILENCE_S = 3.0
 Ownership = tuple[PartitionKey, Token]
-
-
-class _Feed:
-    """A shard's feed: its documents arrive in order until it is cut; after `FEED_SILENCE_S` of silence it is replaced.
-
-    Once the shard follows another one, or has crashed, nothing comes of what this one still brings.
-    """
-
-    def __init__(self, shard: "SimShard", scheduler: SimScheduler) -> None:
-        self._shard, self._scheduler, self._world = shard, scheduler, shard.world
-        self._epoch = shard.epoch
-        self._arrives_s = self._heard_s = self._world.now
-        self._untold = set(shard.views)
-        """Models of which it has not brought a document yet."""
-
-    @property
-    def followed(self) -> bool:
-        return self._shard.up and self._shard._feed is self
-
-    def open(self) -> None:
-        shard = self._shard
-        shard._send(self._scheduler.call("OpenFeed", shard.name, self._subscribe), self._opened)
-        shard.later(1.0, "feed watch", self._watch)
-
-    def _subscribe(self, answer: Answer) -> None:
-        """At the scheduler: have every document sent from now on, after those that it answers with."""
-        scheduler, name = self._scheduler, self._shard.name
-        if not scheduler.leading:
-            answer(problem("no_leader", "not this one"))
-            return
-
-        def seen(outcome: Any) -> None:
-            if not isinstance(outcome, PsError):
-                scheduler.feeds[name] = self._sent
-                for doc in outcome["documents"]:
-                    self._sent(doc)
-            answer(outcome)
-
-        scheduler.handle(io.OpenFeed(scheduler.number(seen), name, self._epoch))
-
-    def _opened(self, outcome: Any) -> None:
-        if not self.followed or not isinstance(outcome, PsError):
-            return
-        if outcome.code in ("fenced", "unknown_node"):
-            self._shard._end_membership()
-        else:
-            self._shard._switch_scheduler()
-            self._shard.later(RETRY_S, "feed again", lambda: self._shard._follow() if self.followed else None)
-
-    def _sent(self, doc: Document) -> None:
-        """At the scheduler: send a document, which arrives after those before it, unless the feed is cut."""
-        world, shard, feeds = self._world, self._shard, self._scheduler.feeds
-        cut = world.cuts.get((self._scheduler.name, shard.name), 0.0) > world.now
-        if not self.followed or cut or world.chance(world.faults.feed_cut):
-            if feeds.get(shard.name) == self._sent:
-                del feeds[shard.name]
-            return
-        self._arrives_s = max(self._arrives_s, world.now + world.delay())
-        shard.later(self._arrives_s - world.now, f"feed {doc['type']}", lambda: self._take(doc))
-
-    def _take(self, doc: Document) -> None:
-        if not self.followed:
-            return
-        self._heard_s, shard = self._world.now, self._shard
-        if doc.get("term", shard.term) < shard.term:
-            self._replace()
-            return
-        shard.term = max(shard.term, doc.get("term", 0))
-        if doc["type"] == "model":
-            self._untold.discard(doc["name"])
-        elif doc["type"] == "ping":  # the first follows the complete state: the others were deleted
-            while self._untold:
-                view = shard.views[self._untold.pop()]
-                shard._take({"type": "gone", "model": view.model.name, "generation": view.model.generation})
-        shard._take(doc)
-
-    def _watch(self) -> None:
-        if not self.followed:
-            return
-        if self._world.now - self._heard_s > FEED_SILENCE_S:
-            self._replace()
-        else:
-            self._shard.later(1.0, "feed watch", self._watch)
-
-    def _replace(self) -> None:
-        self._shard._switch_scheduler()
-        self._shard._follow()
 
 
 class SimShard(Node):
@@ -162,7 +74,7 @@ class SimShard(Node):
         self.views: dict[str, ModelView] = {}
         """The newest of each model that exists, by name."""
         self.layouts: dict[ModelKey, Layout] = {}
-        self._feed: _Feed | None = None
+        self.feed: Feed | None = None
         """The one that is followed, if any."""
         self._cuts: dict[ModelKey, int | None] = {}
         """The newest cut stored on all partitions, per model that may roll back to it, as its document says."""
@@ -179,7 +91,7 @@ class SimShard(Node):
         """The scheduler in use."""
         return self.schedulers[0]
 
-    def _switch_scheduler(self) -> None:
+    def switch_scheduler(self) -> None:
         self.schedulers = [*self.schedulers[1:], self.schedulers[0]]
 
     @property
@@ -189,7 +101,7 @@ class SimShard(Node):
 
     # --- membership
 
-    def _send(self, call: Call, on_answer: Answer) -> None:
+    def send(self, call: Call, on_answer: Answer) -> None:
         """Send a request; its answer is dropped if this process crashes in the meantime."""
         life = self.deaths
 
@@ -203,23 +115,23 @@ class SimShard(Node):
         if not self.up or life != self.deaths:
             return
         self.epoch = 0
-        self._feed = None
+        self.feed = None
         asked_s = self.world.now
 
         def answered(outcome: Any) -> None:
             if isinstance(outcome, PsError):
-                self._switch_scheduler()
+                self.switch_scheduler()
                 self.later(RETRY_S, "join again", lambda: self._join(life))
                 return
             self.epoch, self.term, self._confirmed_s = outcome["epoch"], outcome["term"], asked_s
             self._heartbeat(self.epoch)
-            self._follow()
+            self.follow()
 
-        self._send(
+        self.send(
             self.scheduler.ask(self.name, lambda r: io.JoinShard(r, self.name, [f"http://{self.name}"])), answered
         )
 
-    def _end_membership(self) -> None:
+    def end_membership(self) -> None:
         """End this membership: give up all partitions and join again."""
         self.epoch, self._confirmed_s = 0, float("-inf")
         for view in list(self.views.values()):
@@ -238,12 +150,12 @@ class SimShard(Node):
             if not isinstance(outcome, PsError):
                 self._confirmed_s = max(self._confirmed_s, asked_s)
             elif outcome.code in ("fenced", "unknown_node"):
-                self._end_membership()
+                self.end_membership()
             else:
-                self._switch_scheduler()
+                self.switch_scheduler()
 
         make = lambda r: io.ShardHeartbeat(r, self.name, epoch, {}, partitions, cuts, released)  # noqa: E731
-        self._send(self.scheduler.ask(self.name, make), answered)
+        self.send(self.scheduler.ask(self.name, make), answered)
         if again:
             self.later(1.0, "heartbeat", lambda: self._heartbeat(epoch))
 
@@ -256,7 +168,7 @@ class SimShard(Node):
             if fence is None:
                 self._storage("Redis does not answer")
             elif fence >= epoch:
-                self._end_membership()
+                self.end_membership()
             else:
                 self._confirmed_s = max(self._confirmed_s, asked_s)
                 if not self._queues:
@@ -271,12 +183,12 @@ class SimShard(Node):
 
     # --- the feed
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Open the feed of the scheduler in use, in place of the one before."""
-        self._feed = _Feed(self, self.scheduler)
-        self._feed.open()
+        self.feed = Feed(self, self.scheduler)
+        self.feed.open()
 
-    def _take(self, doc: Mapping[str, Any]) -> None:
+    def take(self, doc: Mapping[str, Any]) -> None:
         match doc["type"]:
             case "map":
                 self.handle(MapChanged(doc["map_epoch"]))
@@ -346,7 +258,7 @@ class SimShard(Node):
             case Report():
                 self._heartbeat(self.epoch, again=False)
             case Resync():
-                self._follow()
+                self.follow()
             case AskWorker(request, model, worker):
                 self._ask_worker(request, model, worker)
 
@@ -431,12 +343,12 @@ class SimShard(Node):
             elif found.code == "unknown_worker":
                 answer = WorkerAnswered(request, None)
             else:
-                self._switch_scheduler()
+                self.switch_scheduler()
                 answer = WorkerAnswered(request, None, error=problem("no_leader", "no scheduler answers"))
             self.handle(answer)
 
         read = lambda core: core.read.membership(model.name, worker, self.world.now)  # noqa: E731
-        self._send(self.scheduler.query(self.name, "worker", read), done)
+        self.send(self.scheduler.query(self.name, "worker", read), done)
 
     # --- requests
 
