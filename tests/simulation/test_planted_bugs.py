@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.cuts import Cuts
 from paramserver.core.durability import Durability
@@ -14,6 +15,7 @@ from paramserver.core.gate import Gate
 from paramserver.core.membership import Roster
 from paramserver.core.model_desk import ModelDesk
 from paramserver.core.models import Model
+from paramserver.core.move_desk import MoveDesk
 from paramserver.core.optimizer import initial_slots
 from paramserver.core.partition import Partition
 from paramserver.core.partition_state import LoadedState, PartitionState
@@ -22,6 +24,7 @@ from paramserver.core.scheduler_io import CreateModel
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_effects import LoadPartition, Task, UpdateTask
 from paramserver.core.shard_events import TaskResult
+from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.spec import ModelSpec
 from paramserver.core.window import PushMemory
 from paramserver.testing import shards
@@ -181,6 +184,46 @@ def test_counting_commits_as_durable_by_versions_turns_the_checkers_red(monkeypa
     )
 
     assert turns_red("sync", "journaled", "pauses", "puts", within=3)
+
+
+def test_leaving_before_the_last_commit_is_stored_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a shard that stops leaves although commits would go with it, the run fails."""
+    monkeypatch.setattr(MoveDesk, "cut_if_beyond", lambda *_: False)
+
+    assert turns_red("sync", "applied", "stops", first=4, within=1, clocks=20, says="went back behind commits")
+
+
+def test_stopping_without_storing_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a shard that stops takes nothing for unsaved, pushes that it has acknowledged are found missing."""
+    monkeypatch.setattr(ShardCore, "unsaved", lambda _: iter(()))
+
+    assert turns_red("async", "applied", "stops", within=4)
+
+
+def test_two_snapshots_of_a_partition_at_a_time_turn_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a slow snapshot can be overtaken by a newer one of the same partition, the run fails."""
+    monkeypatch.setattr(SnapshotPlan, "_first", lambda self, waiting, other: next(iter(waiting), None))
+
+    assert turns_red("async", "applied", "stores", first=7, within=1, clocks=20, says="applied")
+
+
+def test_forgetting_what_a_redis_that_went_back_has_lost_turns_the_checkers_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If owners load a snapshot after a return of Redis with older data, instead of keeping their state, it fails."""
+    give = Cluster.give_token
+
+    monkeypatch.setattr(Cluster, "renew_token", lambda self, model, index: give(self, model, index, "snapshot"))
+
+    assert turns_red(kind="restarts", within=2, clocks=20)
+
+
+def test_cuts_that_are_too_rare_turn_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a synchronous model is stored once a minute, a death takes it back too far and the run fails."""
+    monkeypatch.setattr(limits, "SNAPSHOT_INTERVAL_S", 60.0)
+
+    faults = Faults(crash=0.0015, drop=0.0)
+    assert turns_red("sync", "applied", "crashes", first=1, within=2, clocks=60, faults=faults, says="went back behind")
 
 
 def test_losing_the_state_of_the_optimizer_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

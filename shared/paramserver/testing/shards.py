@@ -76,10 +76,14 @@ class SimShard(Node):
         self.layouts: dict[ModelKey, Layout] = {}
         self.feed: Feed | None = None
         """The one that is followed, if any."""
-        self._cuts: dict[ModelKey, int | None] = {}
+        self.cuts: dict[ModelKey, int | None] = {}
         """The newest cut stored on all partitions, per model that may roll back to it, as its document says."""
         self._queues: dict[Ownership, deque[JournalEntry]] = {}
         self._writing = False
+        self.hurried = False
+        """Whether it stores snapshots as fast as Redis takes them."""
+        self._redis_process: int | None = None
+        """The process of Redis that answered last."""
         self._wakes_at = float("inf")
         self._confirmed_s = float("-inf")
         self.up = True
@@ -98,6 +102,11 @@ class SimShard(Node):
     def serving(self) -> bool:
         """Whether the fence key or a heartbeat has confirmed this shard recently enough to serve (semantics 6)."""
         return self.epoch > 0 and self.world.now - self._confirmed_s <= SERVE_WITHOUT_CONTACT_S
+
+    @property
+    def journaling(self) -> bool:
+        """Whether any entry is not written yet."""
+        return bool(self._queues)
 
     # --- membership
 
@@ -162,20 +171,42 @@ class SimShard(Node):
     def _fence(self) -> None:
         asked_s, epoch = self.world.now, self.epoch
 
-        def answered(fence: int | None) -> None:
+        def answered(found: tuple[int, int, int] | None) -> None:
             if epoch != self.epoch or not epoch:
                 return
-            if fence is None:
+            if found is None:
                 self._storage("Redis does not answer")
-            elif fence >= epoch:
+                return
+            fence, term, process = found
+            if self._redis_process not in (None, process):
+                self._check_after_restart()
+            self._redis_process = process
+            if fence >= epoch:
                 self.end_membership()
-            else:
+                return
+            if term:  # else it has lost its fences, too
                 self._confirmed_s = max(self._confirmed_s, asked_s)
-                if not self._queues:
-                    self._storage("")
+            if not self._queues:
+                self._storage("")
 
-        self.ask_redis("fence", lambda redis: redis.fences.get(self.name, 0), answered)
+        work = lambda redis: (redis.fences.get(self.name, 0), redis.term, redis.process)  # noqa: E731
+        self.ask_redis("fence", work, answered)
         self.later(1.0, "fence", self._fence)
+
+    def _check_after_restart(self) -> None:
+        """Have partitions stored again of which a new process of Redis has lost something."""
+        parts = [p for m in self.core.models.values() for p in m.partitions.values() if p.state is not None]
+        known = [(p.key, p.token, p.mark.stored) for p in parts]
+
+        def answered(found: list[int] | None) -> None:
+            if found is None:
+                self._redis_process = -1  # of no process, so this is done again
+                return
+            for (key, token, lsn), there in zip(known, found, strict=True):
+                if there < lsn:
+                    self.handle(JournalLost(key, token, restarted=True))
+
+        self.ask_redis("lsns", lambda redis: [redis.store.last_lsn(key) for key, _, _ in known], answered)
 
     def _storage(self, reason: str) -> None:
         if self.core.durability.storage != reason:
@@ -194,7 +225,7 @@ class SimShard(Node):
                 self.handle(MapChanged(doc["map_epoch"]))
             case "model":
                 key = ModelKey(doc["name"], doc["generation"])
-                self._cuts[key] = doc["cut"] if doc["spec"]["ack"] == "applied" else None
+                self.cuts[key] = doc["cut"] if doc["spec"]["ack"] == "applied" else None
                 spec = ModelSpec.parse(doc["spec"])
                 layout = self.layouts.setdefault(key, Layout(spec))
                 self._view(ModelView.from_document(doc, self.name, spec, layout))
@@ -280,12 +311,19 @@ class SimShard(Node):
 
     def _store(self, effect: StoreSnapshot) -> None:
         capture = effect.capture
-        pinned, view = self._cuts.get(capture.key.model), self.views.get(capture.key.model.name)
+        pinned, view = self.cuts.get(capture.key.model), self.views.get(capture.key.model.name)
 
         def done(verdict: Verdict | None) -> None:
             self.handle(SnapshotDone(capture.key, capture.token, verdict is Verdict.DONE, effect.urgent))
 
-        self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned, view), done)
+        def switch() -> None:
+            self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned, view), done)
+
+        longest = 0.0 if effect.urgent or self.hurried else self.world.faults.store_s
+        if longest:  # its blocks are written before the manifest is switched
+            self.later(self.world.rng.uniform(0.0, longest), "blocks stored", switch)
+        else:
+            switch()
 
     def _write(self) -> None:
         """Group commit: at most one write in flight, with all waiting entries of all partitions."""

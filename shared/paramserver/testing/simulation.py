@@ -26,15 +26,15 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.shard_effects import PulledPart
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
-from paramserver.testing.nodes import Node
 from paramserver.testing.operators import ASSIGNED, SimOperator
 from paramserver.testing.reference import OPTIMIZERS, Reference
 from paramserver.testing.schedulers import Ledger, SimScheduler
-from paramserver.testing.shards import SimShard
+from paramserver.testing.stopping import StoppableShard
 from paramserver.testing.storage import SimRedis
+from paramserver.testing.trouble import KINDS, RARE_KINDS, Trouble, drain
 from paramserver.testing.workers import SimClient, SimWorker, element_of
 from paramserver.testing.world import Faults, Script, World
-from paramserver.types import ModelKey, PartitionKey, PushId
+from paramserver.types import ModelKey, PushId
 
 MODEL: Final = "count"
 OTHER: Final = "other"
@@ -47,17 +47,6 @@ CONSISTENCY: Final[dict[str, dict[str, Any]]] = {
 LEVELS: Final = ("applied", "journaled")
 CLOCKS: Final = 8
 """Iterations of each worker."""
-KINDS: Final[dict[str, Faults]] = {
-    "crashes": Faults(),
-    "moves": Faults(crash=0.0, feed_cut=0.002, drop=0.005, drain=0.15),
-    "cuts": Faults(crash=0.0002, cut=0.3, drain=0.05),
-    "pauses": Faults(crash=0.0002, pause=0.2, drain=0.05),
-    "redis": Faults(crash=0.0003, redis_away=0.15, drain=0.05),
-    "emptied": Faults(crash=0.0, drop=0.005, feed_cut=0.002, redis_away=0.05, empty_at_s=12.0, drain=0.05),
-}
-"""Fault mixes, named by what goes wrong most."""
-RARE_KINDS: Final[dict[str, Faults]] = {"slow": Faults(compute_s=1.0), "feeds": Faults(crash=0.001, feed_cut=0.1)}
-"""Fault mixes that are used only if they are asked for."""
 CHANGES: Final = ("none", "restores", "puts", "flips")
 """What an operator does to a model; chosen by the seed if that is synchronous."""
 MODES: Final = "modes"
@@ -68,6 +57,9 @@ RECREATIONS: Final = "recreations"
 """A change that is made only if it is asked for: the model is deleted and created again, in any mode, at any level."""
 DECAY: Final = 0.9
 """Factor of the learning rate from one update to the next, where an update is a step."""
+UNDONE_MAX_S: Final = {"crashes": 15.0, "moves": 15.0}
+"""For how long a synchronous model may have gone on since it was stored, when a death takes it back: 5 s, what comes
+until the next commit, and two attempts to store each partition.  Kinds that are not named hold this up for longer."""
 REST_S: Final = 20.0
 """Longer than the lease of a dead shard, the rest before a cut, and the storing of it together."""
 _SHARES: Final = np.array([0.0, *(1 / n for n in range(1, 25))], np.float32)
@@ -135,7 +127,7 @@ class Simulation:
             self.redis, self.ledger = SimRedis(), Ledger()
             self.schedulers = [SimScheduler(self.world, f"scheduler-{i}", self.redis, self.ledger) for i in range(2)]
             self.shards = {
-                name: SimShard(self.world, name, self.redis, self.schedulers[::turn])
+                name: StoppableShard(self.world, name, self.redis, self.schedulers[::turn])
                 for name, turn in (("shard-0", 1), ("shard-1", -1), ("shard-2", 1))
             }
         else:
@@ -181,9 +173,7 @@ class Simulation:
             node.start()
         # The third shard joins during training, so partitions move to it.
         world.after(world.rng.uniform(2.0, 20.0), "start shard-2", self.shards["shard-2"].start)
-        world.after(1.0, "trouble", self._inject_faults)
-        if world.faults.empty_at_s is not None:
-            world.after(world.faults.empty_at_s, "Redis is emptied", self._empty)
+        Trouble(self).begin()
         for run in self.runs:
             world.play(run._create())
         world.run(self.patience_s, lambda: all(run.over for run in self.runs))
@@ -200,52 +190,6 @@ class Simulation:
     def over(self) -> bool:
         """Whether the workers and the operator are done."""
         return self.finished == self.workers and (not self.changed or self.operator.over)
-
-    # --- faults other than lost messages and crashes
-
-    def _inject_faults(self) -> None:
-        world, faults = self.world, self.world.faults
-        nodes: list[Node] = [n for n in (*self.schedulers, *self.shards.values()) if n.up]
-        if nodes and world.chance(faults.pause):
-            world.rng.choice(nodes).pause(world.fault_duration())
-        if nodes and world.chance(faults.cut):
-            names = [*(n.name for n in nodes), "redis"]
-            a, b = world.rng.sample(names, 2)
-            world.cuts[a, b] = world.now + world.fault_duration()
-        if world.chance(faults.redis_away):
-            self.redis.down = True
-            world.after(world.fault_duration(), "Redis is back", self._redis_back)
-        if world.chance(faults.drain):
-            name = world.rng.choice(list(self.shards))
-            world.play(self._drain(name, world.fault_duration()))
-        if world.faults_active:
-            world.after(1.0, "trouble", self._inject_faults)
-
-    def _redis_back(self) -> None:
-        self.redis.down = False
-
-    def _empty(self) -> None:
-        held = {
-            (PartitionKey(ModelKey(row.model, row.generation), row.partition), row.token)
-            for s in self.shards.values()
-            if s.up
-            for row in s.core.partitions()
-        }
-        if not self.redis.tokens or not set(self.redis.tokens.items()) <= held:
-            # State that no shard has in memory right now would be lost, which is allowed (semantics 6): try later.
-            self.world.after(0.2, "Redis is emptied", self._empty)
-            return
-        self.redis.empty()
-        self.redis.times_emptied += 1
-
-    def _drain(self, shard: str, seconds: float) -> Script:
-        operator = SimClient(self, "operator")
-        for state, wait_s in (("draining", seconds), ("active", 0.0)):
-            for _ in range(5):
-                outcome = yield from operator.ask(lambda r, s=state: io.SetShardState(r, shard, s))
-                if not isinstance(outcome, PsError) or not outcome.retryable:
-                    break
-            yield wait_s
 
     # --- clients
 
@@ -321,6 +265,10 @@ class Simulation:
                 least = len(self.acknowledged[p.partition]) if self.lossless else 0
                 most = len(self.sent[p.partition])
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
+        if not self.changed:
+            undone = self.ledger.undone(self.operator.generation)
+            too_many = self.lossless or max(undone.values(), default=0.0) > UNDONE_MAX_S.get(self.kind, float("inf"))
+            assert not undone or not too_many, f"the model went back behind commits {undone}"
         for (generation, _, clock), listed in self.ledger.commits.items():
             strangers = [c for c in listed if self.epochs.get((c[0], c[1]), generation) != generation]
             assert not strangers, f"commit {clock} of generation {generation} lists workers of others: {strangers}"
@@ -335,7 +283,7 @@ class Simulation:
         self._rest()
         world.play(self.operator.assign(value))
         world.run(self.patience_s * 4, lambda: self.operator.over)
-        world.play(self._drain(world.rng.choice(list(self.shards)), world.rng.uniform(0.0, 9.0)))
+        world.play(drain(self, world.rng.choice(list(self.shards)), world.rng.uniform(0.0, 9.0)))
         self._rest()
         world.rng.choice(list(self.shards.values())).crash()
         self._rest()
