@@ -26,6 +26,7 @@ from paramserver.core.shard_effects import LoadPartition, Task, UpdateTask
 from paramserver.core.shard_events import TaskResult
 from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.spec import ModelSpec
+from paramserver.core.tasks import Dataset
 from paramserver.core.window import PushMemory
 from paramserver.testing import shards
 from paramserver.testing.shard_driver import InMemoryStore, perform
@@ -224,6 +225,25 @@ def test_cuts_that_are_too_rare_turn_the_checkers_red(monkeypatch: pytest.Monkey
 
     faults = Faults(crash=0.0015, drop=0.0)
     assert turns_red("sync", "applied", "crashes", first=1, within=2, clocks=60, faults=faults, says="went back behind")
+
+
+def test_losing_leases_of_data_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a new leader does not know which ranges are leased, some are worked on twice and the run fails."""
+    of = Dataset.of
+
+    def without_leases(spec: Any, progress: Any) -> Dataset:
+        return of(spec, progress and {**progress, "leases": []})
+
+    monkeypatch.setattr(Dataset, "of", without_leases)
+
+    assert turns_red("ssp", kind="crashes", first=10, within=1, data=True, says="was worked on 2 times")
+
+
+def test_losing_ranges_of_the_dead_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the ranges of dead workers are never leased again, the data is never finished and the run fails."""
+    monkeypatch.setattr(Dataset, "release", lambda *_: False)
+
+    assert turns_red("async", kind="moves", within=1, data=True, deaths=True, says="0 workers finished")
 
 
 def test_losing_the_state_of_the_optimizer_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

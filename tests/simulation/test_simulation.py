@@ -206,6 +206,13 @@ def test_a_redis_that_comes_back_with_older_data_loses_nothing(first: int) -> No
         run(Simulation(seed, kind="restarts", clocks=20))
 
 
+@pytest.mark.parametrize("first", spread(10))
+def test_each_range_of_the_data_is_worked_on_in_each_pass(first: int) -> None:
+    """Whatever dies, no range is left out in any pass; none is done twice if no worker joins again or goes back."""
+    for seed in range(first, 8 * STEP, STEP):
+        run(Simulation(seed, change="none", data=True, deaths=seed % 3 == 2))
+
+
 @pytest.mark.parametrize("mode", CONSISTENCY)
 def test_workers_that_die_leave_nothing_half_done(mode: str) -> None:
     """Workers that die between two requests and join again, soon or after their lease, break no promise."""

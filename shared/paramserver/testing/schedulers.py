@@ -18,9 +18,10 @@ TICK_S = 0.5
 RETRY_S = 0.25
 EMPTIED_S = 10.0
 """Time that a leader has to refill an emptied Redis before a standby takes over without any state."""
-ONCE = (io.JoinShard, io.StartRestore, io.RestoreFinished, io.DeleteModel)
-"""Events never delivered twice.  Restores are among them because the leading process does them without a network, and
-deletions because a late copy would delete the next model of that name."""
+ONCE = (io.JoinShard, io.StartRestore, io.RestoreFinished, io.DeleteModel, io.LeaseTask)
+"""Events never delivered twice.  Restores are among them because the leading process does them without a network,
+deletions because a late copy would delete the next model of that name, and requests for a task because a late copy
+would free the one that the worker has got."""
 
 
 @dataclass

@@ -10,29 +10,32 @@ unless given.  With `--change modes`, each push adds to an element of its own, a
 with `--deaths` as well, he also removes workers right after that.  With `--change recreations`, he deletes the model
 and creates it again under the same name, and the elements show which pushes each creation has.  With another
 `--optimizer`, all pushes are ones, values and optimizer state must be what some number of steps gives, and that number
-counts.  With `--models 2`, another model is trained by workers of its own on the same shards.
+counts.  With `--models 2`, another model is trained by workers of its own on the same shards.  With `--data`, workers
+lease a range of data for each iteration, and end with the data.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
 from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import SchedulerCore
 from paramserver.core.shard_effects import PulledPart
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
+from paramserver.testing.data import PASSES, RANGES, Tasks
 from paramserver.testing.operators import ASSIGNED, SimOperator
 from paramserver.testing.reference import OPTIMIZERS, Reference
 from paramserver.testing.schedulers import Ledger, SimScheduler
 from paramserver.testing.stopping import StoppableShard
 from paramserver.testing.storage import SimRedis
 from paramserver.testing.trouble import KINDS, RARE_KINDS, Trouble, drain
-from paramserver.testing.workers import SimClient, SimWorker, element_of
+from paramserver.testing.workers import DATASET, SimClient, SimWorker, element_of
 from paramserver.testing.world import Faults, Script, World
 from paramserver.types import ModelKey, PushId
 
@@ -60,6 +63,8 @@ DECAY: Final = 0.9
 UNDONE_MAX_S: Final = {"crashes": 15.0, "moves": 15.0}
 """For how long a synchronous model may have gone on since it was stored, when a death takes it back: 5 s, what comes
 until the next commit, and two attempts to store each partition.  Kinds that are not named hold this up for longer."""
+DATA_CLOCKS_MAX: Final = 400
+"""More than the data lasts for, whatever is worked on twice."""
 REST_S: Final = 20.0
 """Longer than the lease of a dead shard, the rest before a cut, and the storing of it together."""
 _SHARES: Final = np.array([0.0, *(1 / n for n in range(1, 25))], np.float32)
@@ -90,6 +95,8 @@ class Simulation:
     """One of `OPTIMIZERS`."""
     models: int = 1
     """2: another model is trained at the same time, in another mode."""
+    data: bool = False
+    """Whether an iteration needs a range of a dataset; the workers end with its last pass, whatever their clocks."""
     beside: "Simulation | None" = None
     """The run on whose cluster this one trains the other model; None: it has a cluster of its own."""
     world: World = field(init=False)
@@ -136,7 +143,10 @@ class Simulation:
         self.prefix = "" if self.beside is None else f"{OTHER} "
         """Of the names of this model's clients."""
         self.reference = Reference(self.optimizer, 1.0 if self.changed else DECAY)
-        self.workers = 3
+        self.workers, self.restarts = 3, 0
+        """Of workers that train, and how often one of them joined again or went back."""
+        self.tasks = Tasks() if self.data else None
+        self.clocks = DATA_CLOCKS_MAX if self.data else self.clocks
         self.spec = ModelSpec.parse(
             {
                 "name": MODEL if self.beside is None else OTHER,
@@ -163,6 +173,7 @@ class Simulation:
         chosen += f" --clocks {self.clocks} --checkpoints {self.checkpoints}"
         chosen += f" --late {self.late}" if self.late else ""
         chosen += " --deaths" if self.deaths else ""
+        chosen += " --data" if self.data else ""
         chosen += f" --optimizer {self.optimizer} --models {self.models}"
         return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
 
@@ -201,6 +212,11 @@ class Simulation:
                 break
             yield 0.5
         self.operator.generation = made["generation"]
+        data = self.spec.name, DATASET, RANGES, 1
+        while self.tasks is not None:
+            if not isinstance((yield from creator.ask(lambda r: io.RegisterDataset(r, *data, passes=PASSES))), PsError):
+                break
+            yield 0.5
         for i in range(self.workers):
             self.world.play(SimWorker(self, i).train())
         if self.changed:
@@ -265,6 +281,8 @@ class Simulation:
                 least = len(self.acknowledged[p.partition]) if self.lossless else 0
                 most = len(self.sent[p.partition])
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
+        if self.tasks is not None:
+            self.tasks.check(self._read(lambda core: core.read.datasets(self.spec.name)[0]), once=not self.restarts)
         if not self.changed:
             undone = self.ledger.undone(self.operator.generation)
             too_many = self.lossless or max(undone.values(), default=0.0) > UNDONE_MAX_S.get(self.kind, float("inf"))
@@ -339,7 +357,7 @@ class Simulation:
         At `applied`, a shard's death after the last clock may roll the model back, and no worker is left to go on.
         """
         complete = self.lossless or self.level != "applied"
-        return self.clocks if self.mode == "sync" and complete else 0
+        return self.clocks if self.mode == "sync" and complete and not self.data else 0
 
     @property
     def any_mode(self) -> bool:
@@ -369,6 +387,17 @@ class Simulation:
     def changed(self) -> bool:
         """Whether an operator changes the model, so that its versions say nothing about its values."""
         return self.change != "none"
+
+    def _read(self, read: Callable[[SchedulerCore], Any]) -> Any:
+        """What the leader reads."""
+        found: list[Any] = []
+
+        def ask() -> Script:
+            found.append((yield from SimClient(self, "reader").read("end", read)))
+
+        self.world.play(ask())
+        self.world.run(self.patience_s * 2, lambda: bool(found))
+        return found[0]
 
     def _final(self) -> Iterator[PulledPart]:
         """Pull every partition at the end; in runs with an operator, at the clock in the scheduler's document."""
@@ -408,12 +437,13 @@ def main() -> int:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sum", help="the model's optimizer")
     parser.add_argument("--models", type=int, choices=(1, 2), default=1, help="models trained at the same time")
     parser.add_argument("--deaths", action="store_true", help="workers die, too")
+    parser.add_argument("--data", action="store_true", help="each iteration needs a range of a dataset")
     parser.add_argument("--quiet", action="store_true", help="print only failures")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
         chosen = (args.mode, args.level, args.kind, args.change, args.clocks, args.checkpoints, args.late, args.deaths)
-        simulation = Simulation(seed, *chosen, optimizer=args.optimizer, models=args.models)
+        simulation = Simulation(seed, *chosen, optimizer=args.optimizer, models=args.models, data=args.data)
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:
             trace = simulation.run()
