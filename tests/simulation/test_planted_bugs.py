@@ -20,7 +20,7 @@ from paramserver.core.optimizer import initial_slots
 from paramserver.core.partition import Partition
 from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.reading import Reading
-from paramserver.core.scheduler_io import CreateModel
+from paramserver.core.scheduler_io import CreateModel, ParameterUploaded
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_effects import LoadPartition, Task, UpdateTask
 from paramserver.core.shard_events import TaskResult
@@ -244,6 +244,19 @@ def test_losing_ranges_of_the_dead_turns_the_checkers_red(monkeypatch: pytest.Mo
     monkeypatch.setattr(Dataset, "release", lambda *_: False)
 
     assert turns_red("async", kind="moves", within=1, data=True, deaths=True, says="0 workers finished")
+
+
+def test_believing_an_upload_whose_shard_has_died_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the leader does not compare who has got the first values with who owns the partitions, zeros are trained."""
+    uploaded = ModelDesk.uploaded
+
+    def believed(self: ModelDesk, e: ParameterUploaded, now: float) -> None:
+        owners = self.c.models[e.model].owners
+        uploaded(self, replace(e, given=[(i, o.token) for i, o in enumerate(owners)]), now)
+
+    monkeypatch.setattr(ModelDesk, "uploaded", believed)
+
+    assert turns_red(kind="births", first=11, within=1, upload=True, says="partition 0: -999.0")
 
 
 def test_losing_the_state_of_the_optimizer_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

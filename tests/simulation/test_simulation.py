@@ -213,6 +213,18 @@ def test_each_range_of_the_data_is_worked_on_in_each_pass(first: int) -> None:
         run(Simulation(seed, change="none", data=True, deaths=seed % 3 == 2))
 
 
+@pytest.mark.parametrize("first", spread(9))
+def test_no_push_is_applied_to_first_values_that_are_lost(first: int) -> None:
+    """First values that are lost before they are stored are uploaded again, and only then can be trained or pulled."""
+    for seed in range(1000 + first, 1000 + 10 * STEP, STEP):
+        run(Simulation(seed, kind="births", change="none", upload=True))
+
+
+def test_a_push_that_waited_for_lost_first_values_is_refused() -> None:
+    """The run in which a push was applied to zeros, acknowledged, and gone with the second upload passes."""
+    run(Simulation(1113, kind="births", change="none", upload=True))
+
+
 @pytest.mark.parametrize("mode", CONSISTENCY)
 def test_workers_that_die_leave_nothing_half_done(mode: str) -> None:
     """Workers that die between two requests and join again, soon or after their lease, break no promise."""

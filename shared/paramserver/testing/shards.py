@@ -80,6 +80,8 @@ class SimShard(Node):
         """The newest cut stored on all partitions, per model that may roll back to it, as its document says."""
         self._queues: dict[Ownership, deque[JournalEntry]] = {}
         self._writing = False
+        self.lost: dict[PartitionKey, Token] = {}
+        """Owned partitions whose uploaded values were never stored."""
         self.hurried = False
         """Whether it stores snapshots as fast as Redis takes them."""
         self._redis_process: int | None = None
@@ -163,7 +165,12 @@ class SimShard(Node):
             else:
                 self.switch_scheduler()
 
-        make = lambda r: io.ShardHeartbeat(r, self.name, epoch, {}, partitions, cuts, released)  # noqa: E731
+        lost = [
+            (k.model.name, k.model.generation, k.index, token)
+            for k, token in self.lost.items()
+            if self.core.owns(k, token)
+        ]
+        make = lambda r: io.ShardHeartbeat(r, self.name, epoch, {}, partitions, cuts, released, lost)  # noqa: E731
         self.send(self.scheduler.ask(self.name, make), answered)
         if again:
             self.later(1.0, "heartbeat", lambda: self._heartbeat(epoch))
@@ -302,8 +309,12 @@ class SimShard(Node):
 
         def done(outcome: LoadedState | PsError | None) -> None:
             if isinstance(outcome, LoadedState):
+                self.lost.pop(effect.key, None)
                 self.handle(PartitionLoaded(effect.key, effect.token, outcome))
             else:
+                if outcome is not None and outcome.members.get("never_stored"):
+                    self.lost[effect.key] = effect.token
+                    self._heartbeat(self.epoch, again=False)
                 error = outcome or problem("storage_unavailable", "Redis does not answer")
                 self.handle(LoadFailed(effect.key, effect.token, error))
 

@@ -11,7 +11,8 @@ with `--deaths` as well, he also removes workers right after that.  With `--chan
 and creates it again under the same name, and the elements show which pushes each creation has.  With another
 `--optimizer`, all pushes are ones, values and optimizer state must be what some number of steps gives, and that number
 counts.  With `--models 2`, another model is trained by workers of its own on the same shards.  With `--data`, workers
-lease a range of data for each iteration, and end with the data.
+lease a range of data for each iteration, and end with the data.  With `--upload`, the first values are not 0 but are
+uploaded, again if they are lost before they are stored; for `sum` without an operator.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from paramserver.testing.schedulers import Ledger, SimScheduler
 from paramserver.testing.stopping import StoppableShard
 from paramserver.testing.storage import SimRedis
 from paramserver.testing.trouble import KINDS, RARE_KINDS, Trouble, drain
+from paramserver.testing.uploads import FIRST, Uploader
 from paramserver.testing.workers import DATASET, SimClient, SimWorker, element_of
 from paramserver.testing.world import Faults, Script, World
 from paramserver.types import ModelKey, PushId
@@ -60,9 +62,9 @@ RECREATIONS: Final = "recreations"
 """A change that is made only if it is asked for: the model is deleted and created again, in any mode, at any level."""
 DECAY: Final = 0.9
 """Factor of the learning rate from one update to the next, where an update is a step."""
-UNDONE_MAX_S: Final = {"crashes": 15.0, "moves": 15.0}
+UNDONE_MAX_S: Final = 15.0
 """For how long a synchronous model may have gone on since it was stored, when a death takes it back: 5 s, what comes
-until the next commit, and two attempts to store each partition.  Kinds that are not named hold this up for longer."""
+until the next commit, and two attempts to store each partition."""
 DATA_CLOCKS_MAX: Final = 400
 """More than the data lasts for, whatever is worked on twice."""
 REST_S: Final = 20.0
@@ -97,6 +99,8 @@ class Simulation:
     """2: another model is trained at the same time, in another mode."""
     data: bool = False
     """Whether an iteration needs a range of a dataset; the workers end with its last pass, whatever their clocks."""
+    upload: bool = False
+    """Whether the first values are uploaded, all of them `FIRST`."""
     beside: "Simulation | None" = None
     """The run on whose cluster this one trains the other model; None: it has a cluster of its own."""
     world: World = field(init=False)
@@ -146,11 +150,17 @@ class Simulation:
         self.workers, self.restarts = 3, 0
         """Of workers that train, and how often one of them joined again or went back."""
         self.tasks = Tasks() if self.data else None
+        assert not self.upload or (self.optimizer == "sum" and not self.changed), "a reference begins at 0"
+        self.first = FIRST if self.upload else 0.0
         self.clocks = DATA_CLOCKS_MAX if self.data else self.clocks
+        init = {"kind": "upload" if self.upload else "zeros"}
         self.spec = ModelSpec.parse(
             {
                 "name": MODEL if self.beside is None else OTHER,
-                "params": {"w": {"shape": [4 * 160 if self.own_elements else 20]}, "b": {"shape": [4]}},
+                "params": {
+                    "w": {"shape": [4 * 160 if self.own_elements else 20], "init": init},
+                    "b": {"shape": [4], "init": init},
+                },
                 "optimizer": self.reference.spec,
                 "consistency": CONSISTENCY[first] | ({"quorum": 0.6, "late": self.late} if self.late else {}),
                 "partitions": 4,
@@ -174,6 +184,7 @@ class Simulation:
         chosen += f" --late {self.late}" if self.late else ""
         chosen += " --deaths" if self.deaths else ""
         chosen += " --data" if self.data else ""
+        chosen += " --upload" if self.upload else ""
         chosen += f" --optimizer {self.optimizer} --models {self.models}"
         return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
 
@@ -217,6 +228,8 @@ class Simulation:
             if not isinstance((yield from creator.ask(lambda r: io.RegisterDataset(r, *data, passes=PASSES))), PsError):
                 break
             yield 0.5
+        if self.upload:
+            self.world.play(Uploader(self, f"{self.prefix}uploader").work())
         for i in range(self.workers):
             self.world.play(SimWorker(self, i).train())
         if self.changed:
@@ -235,12 +248,12 @@ class Simulation:
             if self.changed:
                 self._check_changed(p)
                 continue
-            value = self.reference.steps(p.state)
+            value = self.reference.steps(p.state) - self.first
             if self.mode == "sync":
                 assert value == p.version, f"partition {p.partition}: {value} after {p.version} commits"
             else:
                 sent = len(self.sent[p.partition])
-                assert value <= sent, f"partition {p.partition}: {value} of at most {sent} pushes"
+                assert 0 <= value <= sent, f"partition {p.partition}: {value} of at most {sent} pushes"
 
     def _check_changed(self, part: PulledPart) -> None:
         """Check a value of a changed model: each commit, flush or push adds one to whatever was there."""
@@ -273,7 +286,7 @@ class Simulation:
                     value = self.reference.steps(p.state)
                     assert value == ASSIGNED + sums, f"partition {p.partition}: {value} after {sums} commits"
                 continue
-            value = self.reference.steps(p.state)
+            value = self.reference.steps(p.state) - self.first
             if self.mode in ("sync", "buffered"):
                 assert value == p.version, f"partition {p.partition} ends at {value} in version {p.version}"
                 assert value == (self._last_clock or value), f"{value} after {self.clocks} clocks"
@@ -285,7 +298,8 @@ class Simulation:
             self.tasks.check(self._read(lambda core: core.read.datasets(self.spec.name)[0]), once=not self.restarts)
         if not self.changed:
             undone = self.ledger.undone(self.operator.generation)
-            too_many = self.lossless or max(undone.values(), default=0.0) > UNDONE_MAX_S.get(self.kind, float("inf"))
+            prompt = self.kind in ("crashes", "moves") and not self.world.faults.store_s  # else storing takes longer
+            too_many = self.lossless or (prompt and max(undone.values(), default=0.0) > UNDONE_MAX_S)
             assert not undone or not too_many, f"the model went back behind commits {undone}"
         for (generation, _, clock), listed in self.ledger.commits.items():
             strangers = [c for c in listed if self.epochs.get((c[0], c[1]), generation) != generation]
@@ -438,12 +452,14 @@ def main() -> int:
     parser.add_argument("--models", type=int, choices=(1, 2), default=1, help="models trained at the same time")
     parser.add_argument("--deaths", action="store_true", help="workers die, too")
     parser.add_argument("--data", action="store_true", help="each iteration needs a range of a dataset")
+    parser.add_argument("--upload", action="store_true", help="the first values are uploaded; with --change none")
     parser.add_argument("--quiet", action="store_true", help="print only failures")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
         chosen = (args.mode, args.level, args.kind, args.change, args.clocks, args.checkpoints, args.late, args.deaths)
-        simulation = Simulation(seed, *chosen, optimizer=args.optimizer, models=args.models, data=args.data)
+        more = {"models": args.models, "data": args.data, "upload": args.upload}
+        simulation = Simulation(seed, *chosen, optimizer=args.optimizer, **more)
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:
             trace = simulation.run()

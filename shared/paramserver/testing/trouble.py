@@ -26,6 +26,7 @@ RARE_KINDS: Final[dict[str, Faults]] = {
     "feeds": Faults(crash=0.001, feed_cut=0.1),
     "stops": Faults(crash=0.0, feed_cut=0.002, drop=0.005, stop=0.15, drain=0.05),
     "stores": Faults(crash=0.0003, stop=0.03, drain=0.05, store_s=6.0),
+    "births": Faults(crash=0.02, down_s=(0.2, 2.0), until_s=25.0, store_s=2.0, drain=0.1),
     "restarts": Faults(crash=0.001, drop=0.005, feed_cut=0.002, drain=0.05, redis_restarts_s=(2.0, 8.0)),
 }
 """Fault mixes that are used only if they are asked for."""
