@@ -123,9 +123,13 @@ def stop(state: StateDir) -> bool:
 
 
 def not_stored(state: StateDir) -> str:
-    """Return which shards of a cluster that was stopped could not store everything; empty if all could."""
+    """Return which shards of a cluster that was stopped could not store everything, or that nobody knows; else ""."""
     last = state.supervisor()
-    return last.error if last is not None and last.phase == "stopping" else ""
+    if last is None:
+        return ""
+    if last.phase == "ready":  # it could not write what came after, or was killed
+        return f"what only the shards had may not be stored; what became of them is in {state.log('supervisor')}"
+    return last.error
 
 
 def plan_changed(state: StateDir) -> None:

@@ -279,13 +279,10 @@ def _until_quiet(client: ps.Client, number: int, local: _LocalCluster | None, ti
                 return
             if local is not None:
                 local.check_number(number)
-            _check(deadline, f"{len(now)} of {number} shards are active, {under_way} moves are in progress")
+            if time.monotonic() > deadline:
+                still = f"{len(now)} of {number} shards are active, {under_way} moves are in progress"
+                raise Failed(f"timed out: {still}")
             time.sleep(POLL_S)  # the redraw interval, as above
-
-
-def _check(deadline: float, text: str) -> None:
-    if time.monotonic() > deadline:
-        raise Failed(f"timed out: {text}")
 
 
 @contextmanager

@@ -7,9 +7,9 @@ restarted.
 """
 
 import errno
-import fcntl
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,6 +18,9 @@ from pathlib import Path
 
 from paramserver.errors import problem
 from paramserver_node.own_folder import make_own
+
+if sys.platform != "win32":
+    import fcntl
 
 BASE = 8700
 STRIDE = 100

@@ -6,7 +6,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,10 @@ POLL_S: Final = 1.0
 PAUSE_S: Final = 2.0
 """Pause after a failed run, doubled each time up to `PAUSE_MAX_S`; undoubled also after an outage or a conflict."""
 PAUSE_MAX_S: Final = 60.0
+REMOVE_S: Final = 5.0
+"""How long to wait for a scheduler that is to delete a checkpoint, and may never come back."""
+RUN_WORKER: Final = re.compile(r"run-[0-9]+/w[0-9]+")
+"""Names of the workers of runs (`Run.worker_name`)."""
 
 
 def numbers(name: str, models: Iterable[str]) -> list[int]:
@@ -61,12 +66,16 @@ class Series:
         return next((r for r in ours if r["state"] not in ENDED), None)
 
     def start(self) -> dict[str, Any]:
-        """Start the next run, on a new model.  Raises ConflictError if another process was faster."""
+        """Start the next run, on a new model, for which there is room: the oldest goes before, not the newest.
+
+        Raises ConflictError if another process was faster, or if there is no room all the same.
+        """
+        self.prune(max(1, self.keep - 1))
         used = numbers(self.name, (r["model"] for r in self._runs()))
         existing = numbers(self.name, self.client.models())
         newest = max(used + existing, default=0)
         # A newest model without a run: this process or the scheduler died before the run was created.
-        number = newest if newest and newest not in used else newest + 1
+        number = newest if newest and not self._had_run(newest, used) else newest + 1
         mode = self.modes[(number - 1) % len(self.modes)]
         consistency: dict[str, Any] = {**self.spec.get("consistency", {}), "mode": mode}
         if mode in ("sync", "ssp"):
@@ -86,17 +95,40 @@ class Series:
             evaluate_every=self.evaluate_every,
         )
 
-    def prune(self) -> list[str]:
-        """Delete all but the newest `keep` models, except those that never had a run; return the names deleted."""
+    def prune(self, keep: int | None = None) -> list[str]:
+        """Delete all but the newest models, except those that never had a run; return the names deleted.
+
+        `keep`: how many to keep; default: as many as the series does.
+        """
         used = numbers(self.name, (r["model"] for r in self._runs()))
         existing = numbers(self.name, self.client.models())
-        old = [f"{self.name}-{n}" for n in existing[: -self.keep] if n in used]
-        for model in old:
-            try:
-                self.client.model(model).delete()
-            except NotFoundError:
+        deleted = []
+        for number in existing[: -(keep or self.keep)]:
+            with suppress(NotFoundError):  # another process was faster
+                if self._had_run(number, used):
+                    self._delete(f"{self.name}-{number}")
+                    deleted.append(f"{self.name}-{number}")
+        return deleted
+
+    def _had_run(self, number: int, used: Collection[int]) -> bool:
+        """Whether a run has trained the model of that number; `used` has the numbers of those whose runs are known."""
+        if number in used:
+            return True
+        # The cluster forgets runs, but a model's workers are named after them.
+        workers = self.client.model(f"{self.name}-{number}").workers()
+        return any(w["epoch"] and RUN_WORKER.fullmatch(w["worker"]) for w in workers)
+
+    def _delete(self, name: str) -> None:
+        """Delete a model with the checkpoints of it that have no name from a user: no rule removes them later."""
+        model = self.client.model(name)
+        for checkpoint in model.checkpoints():
+            if checkpoint["kept"]:
                 continue
-        return old
+            try:
+                model.delete_checkpoint(checkpoint["name"], timeout=REMOVE_S)
+            except (NotFoundError, ConflictError, Unavailable) as e:  # the model must go all the same
+                typer.echo(f"checkpoint {checkpoint['name']} of model {name} stays: {e}", err=True)
+        model.delete()
 
     def follow(self, run: str) -> dict[str, Any]:
         """Wait until the run has ended and return its document; say so if it waits for workers.
@@ -170,6 +202,8 @@ def series(
     url: Url = None,
 ) -> None:
     """Train forever: the cluster's worker pool does one run after another, each on a new model.
+
+    Of models beyond --keep only checkpoints that were saved under a name stay.
 
     It can be stopped and started again, or run twice: it continues with the current run. Stopping it does not stop
     that run; psctl run stop does.

@@ -234,7 +234,9 @@ def new_lines(log: BinaryIO) -> Iterator[str]:
 
 
 def running() -> list[StateDir]:
-    """Return the state directories of this user's running clusters, sorted by path."""
+    """Return the state directories of this user's running clusters, sorted by path; none on Windows."""
+    if sys.platform == "win32":
+        return []
     found: set[Path] = set()
     for process in psutil.process_iter(["cmdline", "uids"]):
         argv, uids = process.info["cmdline"] or [], process.info["uids"]

@@ -154,9 +154,16 @@ class Supervisor:
             }
             urls = p.scheduler_urls
             redis = shown(p.redis_url)
-            self.state.write(Cluster(urls[0], p.shard_urls, redis, None, pids, str(self.state.path), urls))
+            self._write(Cluster(urls[0], p.shard_urls, redis, None, pids, str(self.state.path), urls))
         # Last, so that a process that reads the phase `ready` finds a complete `cluster.json`.
-        self.state.write(SupervisorState(os.getpid(), self.phase, workers, dict(self.restarts), self.error))
+        self._write(SupervisorState(os.getpid(), self.phase, workers, dict(self.restarts), self.error))
+
+    def _write(self, document: Plan | Cluster | SupervisorState) -> None:
+        """Write a file of the state directory; on a full disk the cluster runs on, and is stopped in turn, without."""
+        try:
+            self.state.write(document)
+        except OSError as e:
+            log.error("the state of the cluster cannot be written: %s", e)
 
     async def _until_redis_serves(self) -> None:
         while True:
@@ -240,7 +247,7 @@ class Supervisor:
                     f"the ports of this cluster have room for 1 to {p.block.shards_max} shards, not {plan.shards}"
                 )
                 self.publish()
-                self.state.write(p.plan)  # after the error, which psctl reads once the plan is back
+                self._write(p.plan)  # after the error, which psctl reads once the plan is back
                 continue
             log.info("%d shards instead of %d", plan.shards, p.plan.shards)
             p.plan = replace(p.plan, shards=plan.shards)

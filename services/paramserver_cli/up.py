@@ -87,10 +87,10 @@ def up(
         if not detach:
             _print_summary(folder, as_json, detach)
             _watch(launched)
-    except BaseException:
+    except BaseException as e:
         typer.echo("stopping", err=True)
         launch.end(launched)
-        if lost := launch.not_stored(folder):
+        if (lost := launch.not_stored(folder)) and lost not in str(e):
             typer.echo(lost, err=True)
         raise
     if detach:  # the cluster now runs on by itself, even if its description cannot be printed

@@ -29,9 +29,8 @@ class NodeApp(FastAPI):
         return super().openapi()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = (scope["method"], scope["path"]) if scope["type"] == "http" else ("", "")
-        endpoint = self._find_endpoint(asked)
-        if asked[0] == "HEAD" and _only_get(self.routes, scope):
+        endpoint = self._find_endpoint((scope["method"], scope["path"]))
+        if scope["method"] == "HEAD" and _only_get(self.routes, scope):
             await self._head(scope, receive, send)
         elif endpoint is None:
             await super().__call__(scope, receive, send)

@@ -72,9 +72,6 @@ class NodeMiddleware:
         """Deadlines, on the event loop that serves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         loop = asyncio.get_running_loop()
         if self._deadlines is None or self._deadlines.loop is not loop:
             self._deadlines = Deadlines(loop)

@@ -22,8 +22,10 @@ class Terminated(SystemExit):
 def on_signals() -> None:
     """Make SIGTERM raise Terminated in the main thread; from now on, neither that nor Ctrl-C is lost.
 
-    So does SIGHUP, which a terminal sends that is closed, unless it is ignored (`nohup`).
+    So does SIGHUP, which a terminal sends that is closed, unless it is ignored (`nohup`).  Windows has no such signals.
     """
+    if sys.platform == "win32":
+        return
     pending: BaseException = Terminated(128 + signal.SIGTERM)
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -28,10 +28,7 @@ class Published:
     @cached_property
     def line(self) -> bytes:
         """The document as one line of JSON, encoded when first asked for."""
-        document = self.document
-        if document["type"] == "gone":
-            document = {**document, "name": document["model"]}  # the key that `model` documents use
-        return json.dumps(document, separators=(",", ":")).encode() + b"\n"
+        return json.dumps(self.document, separators=(",", ":")).encode() + b"\n"
 
     @cached_property
     def event(self) -> bytes:

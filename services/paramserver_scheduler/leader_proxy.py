@@ -42,9 +42,9 @@ class LeaderProxy:
         self._forwarder = forwarder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(OF_SHARDS):
+        if scope["path"].startswith(OF_SHARDS):
             self._lease.hear()
-        if scope["type"] != "http" or scope["path"] in LOCAL_PATHS or scope["path"].startswith(LOCAL_PREFIXES):
+        if scope["path"] in LOCAL_PATHS or scope["path"].startswith(LOCAL_PREFIXES):
             await self._app(scope, receive, send)
         elif await self._is_leader():
             await self._app(scope, receive, self._naming_all_schedulers(send))

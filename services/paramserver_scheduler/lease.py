@@ -110,10 +110,10 @@ _RENEW: Final = (
     + """
 local mine = tonumber(ARGV[6])
 local standing = term > mine and 0 or other_holder(leader, ARGV[4], mine, ARGV[7])
-if standing < 1 then return {standing, '', leader or '', others} end
+if standing < 1 then return {standing, leader or '', others} end
 leader = lead(mine, ARGV[8] == '1' or nil)
-if term < mine or (redis.call('GET', KEYS[4]) or '') < ARGV[7] then return {-1, '', leader, others} end
-return {1, '', leader, others}
+if term < mine or (redis.call('GET', KEYS[4]) or '') < ARGV[7] then return {-1, leader, others} end
+return {1, leader, others}
 """
 )
 
@@ -222,7 +222,7 @@ class Lease:
         emptied Redis holds it in this term.
         """
         state = (self.term, self.written, int(self._heard_ago_s() > DEAF_S))
-        done, _, leader, others = await self._run(self._renew_script, *self._identity, *state)
+        done, leader, others = await self._run(self._renew_script, *self._identity, *state)
         self._note(leader, others)
         self.check(done)
 

@@ -25,6 +25,8 @@ POINTS: Final = 120
 RUNS: Final = 20
 """Newest runs in a status, which also has those before them that have not ended."""
 EVENTS: Final = 100
+LACKING_MIN: Final = 16 << 20
+"""Shards that lack less memory for the partitions of another are no problem: what a process uses varies by as much."""
 SLICE_S: Final = 0.01
 """After so long with its models, a status lets requests be answered before it goes on."""
 
@@ -280,4 +282,10 @@ def _problems(
                 " while others may have taken the step: lower the learning rate, or clip"
             )
     out += [f"Run {r.name or r.id}: {r.reason}" for r in runs if r.state == "waiting" and r.reason]
+    needed, free = s.read.missing_after_loss() or (0, 0)
+    if needed - free >= LACKING_MIN:
+        out.append(
+            f"The shards lack the memory to take the place of one that is lost ({needed >> 20} MiB of partitions, with"
+            f" {free >> 20} MiB free), and may be killed for it: add a shard, or raise their memory_limit"
+        )
     return out

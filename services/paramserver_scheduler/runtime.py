@@ -72,7 +72,7 @@ class _Batch:
     """Pending stores, which are written all at once, and the effects that wait for them."""
 
     fields: dict[str, Any] = field(default_factory=dict)
-    tokens: dict[PartitionKey, Token | None] = field(default_factory=dict)
+    tokens: dict[PartitionKey, Token] = field(default_factory=dict)
     fences: dict[str, int] = field(default_factory=dict)
     effects: list[io.Effect] = field(default_factory=list)
 

@@ -27,7 +27,7 @@ STEP_CHARS: Final = limits.MIB
 # KEYS: term, state, written, fence, leader, then the token keys.  ARGV: term, number of this write, the leader's lease
 # if the whole state is written again (else ''), number of the last acknowledged write, the leader's id, count of fields
 # to set, (field, document)..., count of fields to delete, field..., count of fences, (shard, epoch)..., then one token
-# for each token key ('' deletes it).
+# for each token key.
 # Returns 1: done, 0: there is a newer leader, -1: Redis has lost the state (it was emptied) or its newest writes (it
 # came back with older data), so that this write would leave an incomplete state.
 _WRITE: Final = (
@@ -71,7 +71,7 @@ for i = 1, tonumber(ARGV[at]) do
 end
 for i = 6, #KEYS do
   at = at + 1
-  if ARGV[at] == '' then redis.call('DEL', KEYS[i]) else redis.call('SET', KEYS[i], ARGV[at]) end
+  redis.call('SET', KEYS[i], ARGV[at])
 end
 return 1
 """
@@ -129,16 +129,16 @@ class StateStore:
     async def write(
         self,
         documents: Mapping[str, Mapping[str, Any] | None],
-        tokens: Iterable[tuple[PartitionKey, Token | None]] = (),
+        tokens: Iterable[tuple[PartitionKey, Token]] = (),
         fences: Iterable[tuple[str, int]] = (),
     ) -> None:
-        """Set fields and owner tokens (None deletes them) and raise fences (epoch 0 deletes them), atomically.
+        """Set fields (None deletes one) and owner tokens, and raise fences (epoch 0 deletes one), atomically.
 
         Raises Unavailable (`storage_unavailable`) if Redis did not confirm the write.  It may have been executed, so
         the caller's next write must repeat it, possibly merged with later changes.  Raises Deposed if a newer scheduler
         leads, RedisDataLost if Redis has lost the state; call `begin_new_term` then.
         """
-        new_tokens = {f"{{{key}}}:token": "" if t is None else token_text(t) for key, t in tokens}
+        new_tokens = {f"{{{key}}}:token": token_text(t) for key, t in tokens}
         full_rewrite, term = self.full_rewrite, self.term
         self._writes += 1
         number = f"{term:010d}{self._writes:012d}"

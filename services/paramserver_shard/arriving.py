@@ -112,12 +112,14 @@ class Arriving:
         return PushPart(part.partition, data, self._coding, None, True, None, part.base, self._own_buffers)
 
     async def parts(self) -> tuple[PushPart, ...]:
-        """Return the parts, with `finite` and, if the push has an id or a key, `crc`; unchecked ones have `crc` None.
+        """Hand over the parts, with `finite` and, with a push id or a key, `crc`; unchecked ones have `crc` None.
 
+        Only once: a push may wait for its commit long after that, and then keeps none of them in memory.
         A compression stage is undone; int8 and topk stay encoded, for the kernels to decode.
         Raises RequestError (`invalid_encoding`).
         """
-        return tuple([p for r in self._results for p in (await r if isinstance(r, asyncio.Future) else r)])
+        results, self._results = self._results, []
+        return tuple([p for r in results for p in (await r if isinstance(r, asyncio.Future) else r)])
 
     def _parts_of(self, pieces: Sequence[tuple[int, AnyArray]]) -> list[PushPart]:
         return [self._part(index, data) for index, data in pieces]

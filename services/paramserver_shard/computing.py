@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from paramserver.core.shard_effects import AssignTask, Task, UpdateTask
 from paramserver.core.shard_events import TaskResult
 from paramserver.types import F32, AnyArray
 from paramserver.wire.tensor import slice_crc, to_f32
+from paramserver_shard import control_groups
 from paramserver_shard.buffers import BufferPool
 
 T = TypeVar("T")
@@ -22,9 +24,19 @@ INLINE_ELEMENTS_MAX: Final = 1_000_000
 """Jobs of at most this many elements run on the event loop: handing over to a thread costs as much (0.1 to 0.2 ms)."""
 
 
-def processors() -> int:
-    """Return how many processors this process may use, which may be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+def processors(groups: Path = control_groups.ROOT, own_groups: Path = control_groups.OWN) -> int:
+    """Return how many processors this process may use, which may be fewer than the machine has.
+
+    A container with the time of two, on however many, counts as having two: more threads would be stopped half-way, and
+    an update waits for the last one.
+    """
+    found = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    for folder in control_groups.folders("cpu", groups, own_groups):
+        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            match control_groups.numbers(folder, *files):
+                case [quota, period] if quota > 0 and period > 0:  # of version 1, -1 means none
+                    found = min(found, -(-quota // period))
+    return found
 
 
 def shares(items: Sequence[T], threads: int) -> list[Sequence[T]]:

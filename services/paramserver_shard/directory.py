@@ -75,9 +75,9 @@ class Directory:
         elif kind == "model":
             self._take_model(document)
         elif kind == "gone":
-            known = self.models.get(document["name"])
+            known = self.models.get(document["model"])
             if known is not None and known.key.generation <= document["generation"]:
-                del self.models[document["name"]]
+                del self.models[document["model"]]
         else:
             return
         self._changed.set()

@@ -100,10 +100,15 @@ class _Endpoint:
         """Answer a JSON or msgpack body."""
         raise NotImplementedError
 
-    def _counted(self, arriving: Arriving, began_s: float) -> Callable[[PushDone], None]:
-        """Return a callback that counts the push once it is accepted, before any wait for its commit."""
+    def _accepted(self, scope: Scope, arriving: Arriving, began_s: float) -> Callable[[PushDone], None]:
+        """Return a callback that counts the push once it is accepted, before any wait for its commit.
+
+        Its bytes are no longer in flight then: those that are staged or buffered count as that, and the rest is free.
+        Else the pushes that wait could keep out the one that their commit needs.
+        """
 
         def accepted(done: PushDone) -> None:
+            account(scope).release()
             frame = arriving.frame
             size = 0 if frame.forwarded else arriving.size  # counted where it came from
             self._telemetry.pushed(done, size, began_s, frame.worker, frame_lag(done, frame))
@@ -160,7 +165,7 @@ class Push(_Pushing):
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         arriving = await self._read_frame(scope, receive)
-        done, commit_values = await self._frames.push(arriving, self._counted(arriving, began_s))
+        done, commit_values = await self._frames.push(arriving, self._accepted(scope, arriving, began_s))
         reply = push_reply(done, commit_values, self._frames.lease_after(arriving.frame, done, commit_values))
         status = 200 if done.state == "applied" or reply.released else 202
         self.recheck_serving()
@@ -181,7 +186,7 @@ class Pull(_Endpoint):
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         frame = await self._reader.read(scope, receive, PullFrame, _prepare_pull)
-        answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
+        answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame, account(scope).grow))
         self.recheck_serving()
         await _send_body(scope, send, answer)
         self._telemetry.pulled(frame.model, 0 if frame.forwarded else answer.values_bytes, began_s)
@@ -199,7 +204,8 @@ class PushPull(_Pushing):
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         arriving = await self._read_frame(scope, receive)
-        answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
+        accepted = self._accepted(scope, arriving, began_s)
+        answer = await self._frames.pushpull(arriving, accepted, account(scope).grow)
         self.recheck_serving()
         await _send_body(scope, send, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)

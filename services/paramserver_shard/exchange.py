@@ -108,8 +108,13 @@ class Exchange:
         min_version: int = 0,
         min_clock: int = 0,
         wait_s: float = 0.0,
+        make_room: Callable[[int], None] = lambda _: None,
     ) -> dict[int, GotPart]:
-        """Return the current values of these partitions, by partition index."""
+        """Return the current values of these partitions, by partition index.
+
+        `make_room` is called with the bytes of those of other shards, shard by shard, before they take memory; it may
+        refuse them.
+        """
 
         async def local(now: KnownModel, parts: Sequence[WantedPart]) -> list[GotPart]:
             indices = tuple(p.partition for p in parts)
@@ -134,7 +139,7 @@ class Exchange:
                 forwarded=True,
             )
             size = sum(4 * (stop - start) for p in parts for start, stop in _ranges(now, p))
-            reply, body = await self._peers.pull(self._directory.address(shard), frame, size)
+            reply, body = await self._peers.pull(self._directory.address(shard), frame, size, make_room)
             return _got(now, parts, reply, body)
 
         answers = await self._spread(known, wanted, local, remote)

@@ -14,7 +14,7 @@ from paramserver.core.layout import Range
 from paramserver.core.shard_effects import PartVersion, PullDone, PulledPart, PushDone
 from paramserver.core.shard_events import PullReceived, PushReceived
 from paramserver.errors import PsError, problem
-from paramserver.limits import WAIT_S_MAX
+from paramserver.limits import BODY_BYTES_MAX, WAIT_S_MAX
 from paramserver.types import F32, ITEMSIZE, ModelKey
 from paramserver.wire.frame import Lease, PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
 from paramserver.wire.tensor import from_f32
@@ -151,19 +151,27 @@ class FrameService:
             command = replace(command, parts=tuple([replace(p, data=p.data.copy()) for p in parts]))
         return await self._exchange.push(known, command)
 
-    async def pull(self, frame: PullFrame) -> "FrameBody":
-        """Return the values that a pull frame asks for.  Raises PsError."""
+    async def pull(self, frame: PullFrame, make_room: Callable[[int], None]) -> "FrameBody":
+        """Return the values that a pull frame asks for.  Raises PsError.
+
+        `make_room` may refuse values of other shards, see `Exchange.pull`; this shard's own take no more memory.
+        """
         self._release(frame)
         known = await self._models.find(frame.model, frame.generation)
-        self._check_pull(known, frame)
-        return await self._pull(known, frame, frame)
+        self._check_pull(known, frame, frame)
+        return await self._pull(known, frame, frame, make_room)
 
-    async def pushpull(self, arriving: Arriving, accepted: Callable[[PushDone], None]) -> "FrameBody":
-        """Push, then pull what the frame asks for; no values if the awaited commit did not come."""
+    async def pushpull(
+        self, arriving: Arriving, accepted: Callable[[PushDone], None], make_room: Callable[[int], None]
+    ) -> "FrameBody":
+        """Push, then pull what the frame asks for; no values if the awaited commit did not come.
+
+        `accepted` is as in `push`, `make_room` as in `pull`.
+        """
         known, frame = arriving.known, arriving.frame
         if frame.pull is None:
             raise problem("malformed", "frame header: a pushpull carries what to pull")
-        self._check_pull(known, frame.pull)
+        self._check_pull(known, frame, frame.pull)
         if frame.ends is not None and {p for p, _ in frame.pull.parts} - {p.partition for p in frame.parts}:
             raise problem(
                 "malformed", "frame header: a push that ends an iteration may pull only the partitions it pushes"
@@ -175,13 +183,15 @@ class FrameService:
             answer = FrameBody(known, frame.pull.dtype, done.timeline, ())
         else:
             try:
-                answer = await self._pull(known, frame, frame.pull)
+                answer = await self._pull(known, frame, frame.pull, make_room)
             except PsError as error:
                 raise after_push(error, done) from error
         answer.push = push_reply(done, commit_values)
         return answer
 
-    async def _pull(self, known: KnownModel, frame: PushFrame | PullFrame, spec: PullSpec) -> "FrameBody":
+    async def _pull(
+        self, known: KnownModel, frame: PushFrame | PullFrame, spec: PullSpec, make_room: Callable[[int], None]
+    ) -> "FrameBody":
         """Pull what `spec` asks for, which came with `frame`."""
         indices = tuple([p for p, _ in spec.parts])
         wait_s = min(max(spec.wait_s, 0.0), WAIT_S_MAX)
@@ -208,6 +218,7 @@ class FrameService:
             min_version=spec.min_version,
             min_clock=spec.min_clock,
             wait_s=wait_s,
+            make_room=make_room,
         )
         return FrameBody(known, spec.dtype, known.timeline, [fetched[p] for p in indices])
 
@@ -240,11 +251,19 @@ class FrameService:
             return None
         return self._lending.lease(current or values or (), current=current is not None)
 
-    def _check_pull(self, known: KnownModel, spec: PullSpec) -> None:
-        for partition, ranges in spec.parts:
-            self._elements(known, partition, ranges)
+    def _check_pull(self, known: KnownModel, frame: PushFrame | PullFrame, spec: PullSpec) -> None:
+        """Check what `spec` asks for, which came with `frame`.  Raises RequestError."""
+        elements = [(p, self._elements(known, p, ranges)) for p, ranges in spec.parts]
         if not spec.parts:
             raise problem("malformed", "frame header: the pull names no partition")
+        if may_forward(frame):
+            others = ITEMSIZE["float32"] * sum([n for p, n in elements if known.owners[p][0] != self._directory.shard])
+            if others > BODY_BYTES_MAX:
+                raise problem(
+                    "too_large",
+                    f"{others} bytes of it are other shards', of which this one collects at most {BODY_BYTES_MAX}",
+                    hint="ask their owners, or ask for fewer partitions at once",
+                )
 
     def _elements(self, known: KnownModel, partition: int, ranges: Sequence[Range] | None) -> int:
         """Return the elements of a part.  Raises RequestError (`invalid_range`) if it is not within the model."""

@@ -1,8 +1,9 @@
 """Bounds on the work in flight, in total and per client: no client takes the whole shard, nothing grows unbounded.
 
-Bytes are those of bodies, and of answers by name.  A client is the address that a connection comes from.  A request
-over a bound is refused before its body is read (one without a length, while it is read) or its answer is collected: 429
-if the client alone has too much in flight, 503 if the shard has.  Both say when to retry.
+Bytes are those of bodies, until what is kept of them is counted elsewhere, of answers by name, and of values collected
+from other shards.  A client is the address that a connection comes from.  A request over a bound is refused before its
+body is read (one without a length, while it is read) or its answer is collected: 429 if the client alone has too much
+in flight, 503 if the shard has.  Both say when to retry.
 """
 
 from typing import Final
@@ -23,10 +24,9 @@ MEMORY_SHARE: Final = 4
 class InFlight:
     """Counts of requests in flight and of the bytes of their bodies."""
 
-    def __init__(self, memory_bytes: int | None = None) -> None:
-        """`memory_bytes` is the memory limit of the process; None: unknown."""
-        limit = RECEIVING_BYTES_MAX if memory_bytes is None else memory_bytes // MEMORY_SHARE
-        self.bytes_max = min(RECEIVING_BYTES_MAX, limit)
+    def __init__(self, memory_bytes: int) -> None:
+        """`memory_bytes` is the memory limit of the process."""
+        self.bytes_max = min(RECEIVING_BYTES_MAX, memory_bytes // MEMORY_SHARE)
         self.client_bytes_max = self.bytes_max // 2
         self.requests = 0
         self.size_bytes = 0
@@ -74,8 +74,7 @@ class Account:
         whole, client = self._whole, self._client
         whole.requests -= 1
         client.requests -= 1
-        whole.size_bytes -= self.size_bytes
-        client.size_bytes -= self.size_bytes
+        self.release()
         if not client.requests:
             del whole.clients[self._address]
 
@@ -98,6 +97,12 @@ class Account:
         whole.size_bytes += size_bytes
         client.size_bytes += size_bytes
 
+    def release(self) -> None:
+        """Count no bytes any more: what they were for is free by now, or counted elsewhere."""
+        self._whole.size_bytes -= self.size_bytes
+        self._client.size_bytes -= self.size_bytes
+        self.size_bytes = 0
+
 
 class InFlightMiddleware:
     """ASGI middleware that opens an account for every request; endpoints get it with `account`."""
@@ -107,7 +112,7 @@ class InFlightMiddleware:
         self._in_flight = in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PROBES:
+        if scope["path"] in PROBES:
             await self.app(scope, receive, send)
             return
         client = scope.get("client")

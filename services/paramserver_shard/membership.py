@@ -292,7 +292,7 @@ class Membership:
                     untold.pop(document["name"], None)
                 elif document["type"] == "ping":  # the first follows the complete state: the others were deleted
                     for name, view in untold.items():
-                        self._take({**document, "type": "gone", "name": name, "generation": view.model.generation})
+                        self._take({**document, "type": "gone", "model": name, "generation": view.model.generation})
                     untold = {}
 
     def _take(self, document: Mapping[str, Any]) -> None:
@@ -314,7 +314,7 @@ class Membership:
             model = ModelKey(document["model"], int(document["generation"]))
             feed(RosterChanged(model, {w: int(epoch) for w, (epoch, _) in document["workers"].items()}))
         elif kind == "gone":
-            name = document["name"]
+            name = document["model"]
             self._views.pop(name, None)
             self._telemetry.forget(name)
             feed(ModelGone(ModelKey(name, int(document["generation"]))))

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from paramserver import kernels, limits
 from paramserver.core.fields import Reader
@@ -53,6 +54,7 @@ class Pulled(Struct, frozen=True):
     packed: F32
     """All requested elements, end to end."""
     parts: Sequence[GotPart]
+    """Where they came from, without the elements."""
 
     def params(self) -> dict[str, F32]:
         """Return each requested parameter in its shape, or 1-D if only ranges of it were requested."""
@@ -108,20 +110,28 @@ class NameService:
         """
         selection = request.selection
         wanted = [WantedPart(p.partition, p.ranges) for p in selection.parts]
+        left = request.size_bytes
+
+        def take_room(size_bytes: int) -> None:
+            nonlocal left
+            make_room(size_bytes)
+            left -= size_bytes
+
         if not request.wait_s:
-            make_room(request.size_bytes)
+            take_room(left)
         got = await self._exchange.pull(
             known,
             wanted,
             min_version=request.min_version,
             min_clock=request.min_clock,
             wait_s=request.wait_s,
+            make_room=take_room if request.wait_s else lambda _: None,  # while it waits it has none
         )
-        if request.wait_s:  # while it waited it had none
-            make_room(request.size_bytes)
+        if left:
+            take_room(left)
         small = request.size_bytes <= INLINE_BYTES_MAX
         values = end_to_end(selection, got) if small else await asyncio.to_thread(end_to_end, selection, got)
-        parts = [got[p.partition] for p in selection.parts]
+        parts = [replace(got[p.partition], pieces=()) for p in selection.parts]  # their memory is free now
         return Pulled(known, selection, request.dtype, *version_of(parts), values, parts)
 
     async def _open(self, body: Any) -> tuple[KnownModel, Reader]:

@@ -1,6 +1,7 @@
 """Client for frames to other shards."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -14,7 +15,7 @@ from paramserver.types import U8, AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
 from paramserver.wire.incoming_pull import IncomingPull
 from paramserver.wire.state import SetFrame
-from paramserver_shard.buffers import BufferPool
+from paramserver_shard.buffers import INLINE_BYTES_MAX, BufferPool
 
 REQUEST_BASE_TIMEOUT_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
 """Base timeout of a request: at its owner a push waits for its turn, then for the journal; the rest is network."""
@@ -51,15 +52,22 @@ class PeerClient:
         except PsError as e:
             raise problem("in_doubt", f"the response of {address} cannot be read: {e.detail}") from e
 
-    async def pull(self, address: str, frame: PullFrame, size_bytes: int) -> tuple[PullReply, U8]:
+    async def pull(
+        self, address: str, frame: PullFrame, size_bytes: int, make_room: Callable[[int], None] = lambda _: None
+    ) -> tuple[PullReply, U8]:
         """Send a pull; return the reply and the values, which have `size_bytes`.
 
-        Without an answer of that size, raises Unavailable.
+        `make_room` is called with that size before they take memory, and may refuse them.  Without an answer of that
+        size, raises Unavailable.
         """
-        prefix, sink = encode_header(frame), _Pulled(self._pool, size_bytes)
+        prefix, sink = encode_header(frame), _Pulled(self._pool, size_bytes, make_room)
+        if not frame.wait_s:  # else it would have the memory all the time that it waits
+            await sink.allocate()
         timeout_s = frame.wait_s + _timeout_s(len(prefix) + size_bytes)
         request = Request("POST", "/pull", prefix, _HEADERS, sink=sink, timeout_s=timeout_s)
         outcome = await self._transport.send(request, address)
+        if sink.refused is not None:
+            raise sink.refused
         if isinstance(outcome, PsError):
             raise _silent(address, outcome)
         response = _answered(outcome)
@@ -72,17 +80,39 @@ _HEADERS: Final = {"content-type": MEDIA_TYPE}
 
 
 class _Pulled(IncomingPull):
-    """The sink of a pull whose values go into pooled memory."""
+    """The sink of a pull; its values go into pooled memory, unless that would hold up the event loop."""
 
-    def __init__(self, pool: BufferPool, size_bytes: int) -> None:
-        self._pool, self._size_bytes = pool, size_bytes
+    def __init__(self, pool: BufferPool, size_bytes: int, make_room: Callable[[int], None]) -> None:
+        self._pool, self._size_bytes, self._make_room = pool, size_bytes, make_room
         self.values: U8 = np.empty(0, np.uint8)
+        self.refused: PsError | None = None
+        """Why the values of the answer have no room."""
         super().__init__()
+
+    async def allocate(self) -> None:
+        """Take the memory before the answer comes.  Raises what `make_room` does."""
+        self._make_room(self._size_bytes)
+        if self._is_quick():
+            self.values = self._pool.take_bytes(self._size_bytes)
+        else:
+            self.values = await asyncio.to_thread(self._pool.take_bytes, self._size_bytes)
+
+    def _is_quick(self) -> bool:
+        """Whether the pool has the memory, or makes it in no time."""
+        return self._size_bytes <= INLINE_BYTES_MAX or self._pool.keeps([self._size_bytes], shared=False)
 
     def _places_for(self, reply: PullReply) -> list[memoryview]:
         if not self._size_bytes:
             return []
-        self.values = self._pool.take_bytes(self._size_bytes)
+        if not self.values.size:  # else it has it, perhaps since an earlier attempt
+            try:
+                self._make_room(self._size_bytes)
+            except PsError as error:
+                self.refused = error
+                raise
+            # The event loop cannot wait for a thread here.  Memory that is not pooled is faulted in piece by piece.
+            quick, size = self._is_quick(), self._size_bytes
+            self.values = self._pool.take_bytes(size) if quick else np.empty(size, np.uint8)
         return [self.values.data]
 
 

@@ -278,7 +278,9 @@ class Runtime:
             loaded = await self._loader.load(effect)
             crash_point("shard.after_load")
         except PsError as error:
-            log.warning("partition %s cannot be loaded: %s", key, error)
+            _, p = self.core.find(key, token)
+            if p is not None and str(p.load_error or "") != str(error):  # else the last attempt has said so
+                log.warning("partition %s cannot be loaded: %s", key, error)
             if error.members.get("never_stored"):
                 self.lost[key] = token
                 self.scheduler.report()

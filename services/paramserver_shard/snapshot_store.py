@@ -44,7 +44,8 @@ from paramserver_shard.snapshot_format import (
 KEPT: Final = 2
 
 # KEYS: token, manifest, pending, saved, lsn, journal, then the blocks. ARGV: owner token, new manifest, the member of
-# `pending` for the new snapshot, its version, its lsn, the first journal entry to keep ('' keeps all).
+# `pending` for the new snapshot, its version, its lsn, the first journal entry to keep ('' keeps all), then members of
+# `pending` for the snapshots that the new manifest no longer names: they are swept even if nobody learns of the switch.
 _SWITCH: Final = """
 local owner = redis.call('GET', KEYS[1])
 if not owner or owner < ARGV[1] then return 1 end
@@ -54,6 +55,7 @@ for i = 7, #KEYS do
 end
 redis.call('SET', KEYS[2], ARGV[2])
 redis.call('SREM', KEYS[3], ARGV[3])
+for i = 7, #ARGV do redis.call('SADD', KEYS[3], ARGV[i]) end
 redis.call('SET', KEYS[4], ARGV[4])
 if tonumber(ARGV[5]) > tonumber(redis.call('GET', KEYS[5]) or '0') then redis.call('SET', KEYS[5], ARGV[5]) end
 if ARGV[6] ~= '' then redis.call('XTRIM', KEYS[6], 'MINID', '=', ARGV[6]) end
@@ -183,27 +185,35 @@ class SnapshotStore:
             }
             older = [e for e in manifest if pinned is not None and e["cut"] == pinned] or manifest
             kept = [entry, *older][:KEPT]
-            result = await self._switch(key, token, kept, fsync=fsync)
+            displaced = [old for old in found if all(old["name"] != e["name"] for e in kept)]
+            result = await self._switch(key, token, kept, displaced, fsync=fsync)
             if result is not SaveResult.STORED:
                 await self._delete_blocks(key, name, len(checksums))
-                await self._redis.srem(_key(key, "pending"), f"{name}:{len(checksums)}")
+                await self._redis.srem(_key(key, "pending"), _member(entry))
                 return result
-            for old in found:
-                if all(old["name"] != e["name"] for e in kept):
-                    await self._delete_blocks(key, str(old["name"]), len(old["crc32"]))
-                    self._damaged.discard((key, str(old["name"])))
+            self._damaged.difference_update((key, old["name"]) for old in displaced)
+            await self._delete_abandoned(key, token, kept, map(_member, displaced))
             return result
 
     async def _switch(
-        self, key: PartitionKey, token: Token, manifest: Sequence[Mapping[str, Any]], *, fsync: bool
+        self,
+        key: PartitionKey,
+        token: Token,
+        manifest: Sequence[Mapping[str, Any]],
+        displaced: Sequence[Mapping[str, Any]],
+        *,
+        fsync: bool,
     ) -> SaveResult:
-        """Replace the manifest, if the first of its entries is wholly written and `token` is still the owner's."""
+        """Replace the manifest, if the first of its entries is wholly written and `token` is still the owner's.
+
+        `displaced` become pending with that, so that the next save deletes them if this one does not get to it.
+        """
         new = manifest[0]
-        name, count = new["name"], len(new["crc32"])
         keep_from = f"{min(e['lsn'] for e in manifest) + 1}-0" if len(manifest) == KEPT else ""
         names = ("token", "manifest", "pending", "saved", "lsn", "journal")
-        keys = [_key(key, n) for n in names] + _blocks(key, name, count)
-        args = [token_text(token), pack_manifest(manifest), f"{name}:{count}", new["version"], new["lsn"], keep_from]
+        keys = [_key(key, n) for n in names] + _blocks(key, new["name"], len(new["crc32"]))
+        args = [token_text(token), pack_manifest(manifest), _member(new), new["version"], new["lsn"], keep_from]
+        args += map(_member, displaced)
         crash_point("shard.snapshot_before_switch")
         (result,) = await self._scripts.run([Script(_SWITCH, keys, args)], fsync=fsync)
         crash_point("shard.snapshot_after_switch")
@@ -284,7 +294,7 @@ class SnapshotStore:
     async def _delete_abandoned(
         self, key: PartitionKey, token: Token, manifest: Sequence[Mapping[str, Any]], pending: Iterable[bytes | str]
     ) -> None:
-        """Delete the blocks of snapshots that were abandoned before the manifest was switched.
+        """Delete pending snapshots that `manifest` does not name: abandoned before its switch, or displaced by it.
 
         A newer owner's unfinished snapshot looks the same, and its manifest may name it by now; so for an owner that
         was replaced the script deletes nothing.
@@ -313,6 +323,11 @@ def _entries(key: PartitionKey, text: bytes | str | None, saved: bytes | str | N
         version = bytes(saved).decode(errors="replace") if isinstance(saved, bytes) else str(saved)
         raise problem("corrupt_state", f"the manifest of partition {key} is gone; version {version} was stored")
     return []
+
+
+def _member(entry: Mapping[str, Any]) -> str:
+    """Return the member of `pending` for the snapshot of this entry."""
+    return f"{entry['name']}:{len(entry['crc32'])}"
 
 
 def _key(key: PartitionKey, name: str) -> str:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import paramserver as ps
 from paramserver import limits
-from paramserver.errors import AuthError, ConflictError, NotFoundError, PsError
+from paramserver.errors import AuthError, ConflictError, NotFoundError, PsError, Unavailable
 from paramserver_node.unwind import Terminated
 from paramserver_node.usage import Usage
 from paramserver_worker import entry
@@ -27,6 +27,8 @@ IDLE_POLL_S = 0.25
 """Polling interval while there is no place; a heartbeat is due at least every second."""
 RESTART_PAUSE_S = 1.0
 """Pause after a function has raised; during an outage of the shards it may be called again any number of times."""
+REPORT_PAUSE_S = 1.0
+"""Pause before a report is repeated that no scheduler could take."""
 STOP_GRACE_S = 10.0
 """Longest time a function may go on after its place is taken away; then the process exits and is to be restarted."""
 EXIT_OVERSTAYED = 75
@@ -96,48 +98,57 @@ class PoolMember:
             "place.begins run=%s place=%s entry=%s model=%s", *(place[k] for k in ("id", "place", "entry", "model"))
         )
         error = None
-        with self._heartbeats_during(place):
+        with self._heartbeats_during(place) as taken_away:
             try:
                 function = entry.load(place["entry"], self._allow)
                 entry.run(self._client, function, place.get("args") or {}, model=place["model"], place=place)
-            except Terminated:
+            except (Terminated, KeyboardInterrupt):
                 raise
             except SystemExit as e:  # the function ended by itself
                 error = None if e.code in (None, 0) else f"{place['entry']} ended with sys.exit({e.code!r})"
             except PsError as e:
                 error = f"{traceback.format_exc()[-TRACEBACK_CHARS:]}\n{e}"
-            except Exception:
+            except BaseException:  # asyncio.CancelledError, for one, is no Exception
                 error = traceback.format_exc()[-TRACEBACK_CHARS:]
-        if error is None:
-            log.info("place.done run=%s place=%s", place["id"], place["place"])
-        else:
-            log.error("place.failed run=%s place=%s\n%s", place["id"], place["place"], error)
-        self._report(place, error)
+            if error is None:
+                log.info("place.done run=%s place=%s", place["id"], place["place"])
+            else:
+                log.error("place.failed run=%s place=%s\n%s", place["id"], place["place"], error)
+            # A report that is given up, or a lease that ends meanwhile, would have all of the work done again.
+            while not self._report(place, error) and not taken_away.wait(REPORT_PAUSE_S):
+                pass
         if error is not None:
             time.sleep(RESTART_PAUSE_S)
 
-    def _report(self, place: dict[str, Any], error: str | None) -> None:
+    def _report(self, place: dict[str, Any], error: str | None) -> bool:
+        """Report how the work at the place has ended; return False if no scheduler could take the report."""
+        if error is not None:
+            error = error.encode(errors="replace").decode()  # half a character, as of a file's name, is no JSON
         body = {"member": self._member, "epoch": self._epoch, "error": error, "attempt": place.get("attempt")}
         try:
             path = f"/runs/{quote(place['id'], safe='')}/places/{place['place']}/done"
-            self._client.request("POST", path, body)
+            self._client.request("POST", path, body, timeout=CALL_TIMEOUT_S)
         except PsError as e:
-            # The place was given to another member, the run is over, or no scheduler answers: the lease settles it.
+            # Unless it is Unavailable, the place was given to another member, or the run is no longer known.
             log.warning("place.not_reported run=%s reason=%s", place["id"], e)
+            return not isinstance(e, Unavailable)
+        return True
 
     @contextmanager
-    def _heartbeats_during(self, place: dict[str, Any]) -> Iterator[None]:
-        """Send heartbeats from a thread while the block runs."""
-        ended = threading.Event()
-        thread = threading.Thread(target=self._heartbeat_loop, args=(place, ended), name="pool heartbeat", daemon=True)
+    def _heartbeats_during(self, place: dict[str, Any]) -> Iterator[threading.Event]:
+        """Send heartbeats from a thread while the block runs; the event is set while the place is not this member's."""
+        ended, taken_away = threading.Event(), threading.Event()
+        thread = threading.Thread(
+            target=self._heartbeat_loop, args=(place, ended, taken_away), name="pool heartbeat", daemon=True
+        )
         thread.start()
         try:
-            yield
+            yield taken_away
         finally:
             ended.set()
             thread.join()
 
-    def _heartbeat_loop(self, place: dict[str, Any], ended: threading.Event) -> None:
+    def _heartbeat_loop(self, place: dict[str, Any], ended: threading.Event, taken_away: threading.Event) -> None:
         taken_away_at: float | None = None
         while not ended.wait(limits.HEARTBEAT_S):
             try:
@@ -150,8 +161,10 @@ class PoolMember:
             assigned = answer["run"] if answer["state"] != "stop" else None
             if assigned is not None and (assigned["id"], assigned["place"]) == (place["id"], place["place"]):
                 taken_away_at = None
+                taken_away.clear()
             elif taken_away_at is None:
                 taken_away_at = time.monotonic()
+                taken_away.set()
                 log.info("place.taken_away run=%s place=%s", place["id"], place["place"])
             elif time.monotonic() - taken_away_at > STOP_GRACE_S:
                 log.error("place.overstayed entry=%s ignores worker.draining: ending the process", place["entry"])

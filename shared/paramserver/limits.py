@@ -9,7 +9,8 @@ MIB: Final = 1 << 20
 
 # Bounds of one request.
 BODY_BYTES_MAX: Final = 1 << 30
-"""Largest body of a frame, which carries one shard's whole slice of a model."""
+"""Largest body of a frame, which carries one shard's whole slice of a model; also the most that a shard collects from
+others for a pull by frame."""
 NAMED_BODY_BYTES_MAX: Final = 64 * MIB
 """Largest msgpack body of the name-level routes."""
 NPY_BODY_BYTES_MAX: Final = 64 * MIB + 16 * 1024
@@ -92,8 +93,8 @@ CONNECTIONS_MAX: Final = 16384
 CLIENT_REQUESTS_MAX: Final = 1024
 """Requests in flight in one shard per client address."""
 RECEIVING_BYTES_MAX: Final = 2 << 30
-"""Bytes of request bodies in flight in one shard, of what they unpack to, and of answers by name; less if its memory is
-small, and half of that per client address."""
+"""Bytes of request bodies in flight in one shard, of what they unpack to, of answers by name, and of values collected
+from other shards; less if its memory is small, and half of that per client address."""
 JOURNAL_QUEUE_BYTES_MAX: Final = 256 * MIB
 """Bytes of journal entries in one shard that are not durable yet; above it, pushes that need the journal get 503."""
 JOURNAL_GROUP_BYTES: Final = 64 * MIB

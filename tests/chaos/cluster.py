@@ -66,7 +66,7 @@ class ChaosCluster:
         return answer["ok"]
 
     def process(self, name: str) -> Mapping[str, Any]:
-        """Return pid, start count and deaths of one process."""
+        """Return pid and deaths of one process."""
         found: Mapping[str, Any] = self.order("status")["processes"][name]
         return found
 
@@ -110,10 +110,10 @@ class ChaosCluster:
         self.recorder.fault(f"delay {link} {seconds}")
         self.order("delay", link=link, seconds=seconds)
 
-    def heal(self, link: str | None = None) -> None:
-        """Let one link, or all, forward everything again."""
-        self.recorder.fault(f"heal {link or 'all'}")
-        self.order("heal", link=link)
+    def heal(self) -> None:
+        """Let all links forward everything again."""
+        self.recorder.fault("heal all")
+        self.order("heal")
 
     def links(self, of: str) -> list[str]:
         """Return the names of all links that start or end at that node."""
@@ -259,9 +259,9 @@ class ChaosCluster:
 
 
 @contextmanager
-def chaos_cluster(folder: Path, plan: Plan | None = None) -> Iterator[ChaosCluster]:
+def chaos_cluster(folder: Path, plan: Plan) -> Iterator[ChaosCluster]:
     """Yield a healthy cluster, which is stopped at the end of the block; its logs are printed if the block fails."""
-    running = ChaosCluster(folder, plan or Plan())
+    running = ChaosCluster(folder, plan)
     try:
         eventually(lambda: running.get("/livez"), within_s=60.0, what="the scheduler's start")
         running.client = ps.connect(running.url, timeout=60.0)

@@ -10,8 +10,6 @@ from .busy import KINDS, Busy, Kind
 from .cluster import chaos_cluster
 from .keeper import Plan
 
-Start = Callable[[Plan, Sequence[Kind]], Busy]
-
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Busy]]:
@@ -19,7 +17,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Busy]]:
     with ExitStack() as stack:
         started: list[Busy] = []
 
-        def begin(plan: Plan | None = None, kinds: Sequence[Kind] = KINDS) -> Busy:
+        def begin(plan: Plan, kinds: Sequence[Kind] = KINDS) -> Busy:
             cluster = stack.enter_context(chaos_cluster(tmp_path / "cluster", plan))
             started.append(Busy(cluster, kinds))
             return started[-1]

@@ -37,17 +37,14 @@ class Plan:
     schedulers: int = 1
     proxied: bool = False
     """Whether links lie between the nodes; otherwise they connect to each other directly."""
-    redis_options: tuple[str, ...] = ()
-    """Additional Redis command-line options."""
 
 
 @dataclass
 class Kept:
-    """A process to keep running, and the record of its starts and deaths."""
+    """A process to keep running, and the record of its deaths."""
 
     spec: ChildSpec
     child: subprocess.Popen[bytes] | None = None
-    starts: int = 0
     deaths: list[tuple[float, int]] = field(default_factory=list)
     """(time on the monotonic clock, exit status) of each death."""
     held: bool = False
@@ -74,7 +71,7 @@ class Keeper:
         folder = self.folder / "redis"
         folder.mkdir(parents=True, exist_ok=True)
         argv = redis_server.command(redis_server.find_binary(), self.redis_port, folder)
-        self._keep("redis", "redis", [*argv, *self.plan.redis_options])
+        self._keep("redis", "redis", argv)
         for i, port in enumerate(self.scheduler_ports):
             name = f"scheduler-{i}"
             redis = redis_server.url(await self._way(name, "redis", self.redis_port))
@@ -84,8 +81,8 @@ class Keeper:
         for i in range(self.plan.shards):
             await self.add_shard(i)
 
-    async def add_shard(self, index: int) -> str:
-        """Define the process of one shard, without starting it, and return its name."""
+    async def add_shard(self, index: int) -> None:
+        """Define the process of one shard, without starting it."""
         name, port = f"shard-{index}", self.shard_ports[index]
         ways = [await self._way(name, f"scheduler-{j}", p) for j, p in enumerate(self.scheduler_ports)]
         schedulers = ",".join(f"http://127.0.0.1:{p}" for p in ways)
@@ -93,7 +90,6 @@ class Keeper:
         own = await self._way("any", name, port)
         words = ["--name", name, "--port", str(port), "--scheduler", schedulers, "--redis", redis]
         self._keep(name, "shard", [*_module("shard"), *words, "--advertise", f"http://127.0.0.1:{own}"])
-        return name
 
     async def _way(self, source: str, target: str, port: int) -> int:
         """Return the port by which `source` reaches `target`, which listens on `port`."""
@@ -118,7 +114,6 @@ class Keeper:
                 env["PARAMSERVER_SHARED_MEMORY"] = "/dev/null/none"
             spec = ChildSpec(name, kept.spec.kind, argv, env)
             kept.child = start(spec, self.folder / f"{name}.log", self.guard)
-            kept.starts += 1
             while (code := kept.child.poll()) is None:
                 await asyncio.sleep(PROBE_S)
             kept.deaths.append((time.monotonic(), code))
@@ -153,26 +148,21 @@ class Keeper:
                 self.links[order["link"]].cut(order["way"])
             case "delay":
                 self.links[order["link"]].delay_s = float(order["seconds"])
-            case "reset":
-                self.links[order["link"]].reset()
             case "heal":
-                for link in [self.links[order["link"]]] if order.get("link") else self.links.values():
+                for link in self.links.values():
                     link.heal()
             case unknown:
                 raise ValueError(f"no such order: {unknown}")
         return None
 
     def status(self) -> dict[str, Any]:
-        """Return addresses, processes with their deaths, and links."""
+        """Return addresses, processes with their deaths, and the names of the links."""
         return {
             "redis_port": self.redis_port,
             "schedulers": [f"http://127.0.0.1:{p}" for p in self.scheduler_ports],
             "shards": [f"http://127.0.0.1:{p}" for p in self.shard_ports],
-            "processes": {
-                name: {"pid": k.child and k.child.pid, "starts": k.starts, "deaths": k.deaths, "held": k.held}
-                for name, k in self.kept.items()
-            },
-            "links": {name: {"port": link.port, "bytes": link.passed_bytes} for name, link in self.links.items()},
+            "processes": {name: {"pid": k.child and k.child.pid, "deaths": k.deaths} for name, k in self.kept.items()},
+            "links": list(self.links),
         }
 
     async def serve(self, orders: asyncio.StreamReader) -> None:
@@ -232,6 +222,4 @@ def words(folder: Path, plan: Plan) -> list[str]:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[2])
-    given["redis_options"] = tuple(given["redis_options"])
-    main(Path(sys.argv[1]), Plan(**given))
+    main(Path(sys.argv[1]), Plan(**json.loads(sys.argv[2])))

@@ -25,7 +25,6 @@ class Link:
         """Delay of each chunk in each direction."""
         self.bytes_per_s = float("inf")
         """Rate of each direction, which all connections share."""
-        self.passed_bytes = 0
         self._free_at = {"there": 0.0, "back": 0.0}
         self._open = {"there": asyncio.Event(), "back": asyncio.Event()}
         self._server: asyncio.Server | None = None
@@ -118,7 +117,6 @@ class Link:
             await passes.wait()
             writer.write(chunk)
             await writer.drain()
-            self.passed_bytes += len(chunk)
         await passes.wait()
         with suppress(OSError, NotImplementedError):
             writer.write_eof()

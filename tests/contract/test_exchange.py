@@ -9,6 +9,7 @@ import pytest
 from tests.waiting import eventually
 
 import paramserver as ps
+from paramserver.client import sends
 from paramserver.types import F32
 
 from .processes import Nodes, nodes, unique
@@ -90,6 +91,18 @@ def test_one_request_makes_the_same_bits_as_three(cluster: Nodes) -> None:
     ends = {train(cluster, 20, way, made(cluster)).tobytes() for way in (in_one, in_two, in_three)}
 
     assert len(ends) == 1
+
+
+@pytest.mark.parametrize("way", [in_one, in_two, in_three])
+def test_a_gradient_too_large_for_one_request_makes_the_same_bits(
+    cluster: Nodes, monkeypatch: pytest.MonkeyPatch, way: Callable[[ps.Worker, ps.Params, F32], ps.Params]
+) -> None:
+    """Synchronous rounds whose pushes take several requests to each shard end as those of one request do."""
+    name, other = made(cluster), made(cluster)
+    whole = train(cluster, 10, in_one, name)
+    monkeypatch.setattr(sends, "REQUEST_ELEMENTS_MAX", SIZE // 6)
+
+    assert train(cluster, 10, way, other).tobytes() == whole.tobytes()
 
 
 def test_a_round_asks_the_scheduler_nothing(cluster: Nodes) -> None:

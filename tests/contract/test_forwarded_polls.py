@@ -3,7 +3,6 @@
 import asyncio
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -16,19 +15,12 @@ from paramserver.wire.frame import PullFrame
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.peers import PeerClient
 
-from .processes import Nodes, nodes, unique
+from .processes import Nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 NEVER = 10**6
 """A version that no test reaches."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two shards."""
-    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
-        yield running
 
 
 def model_of(cluster: Nodes) -> tuple[str, str, str]:

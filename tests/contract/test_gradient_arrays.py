@@ -169,7 +169,7 @@ def test_a_norm_is_clipped_as_ever(client: ps.Client) -> None:
     assert model.pull().flat.any()
 
 
-def test_a_client_goes_on_when_a_model_begins_to_clip(either: ps.Client, cluster: Nodes) -> None:
+def test_a_client_goes_on_when_a_model_begins_to_clip(either: ps.Client) -> None:
     """A client that began to push before another one set `clip_norm` goes on, and its gradients are clipped."""
     model = made(either, optimizer=ps.SGD(lr=1.0))
     grads = model.gradients()
@@ -445,7 +445,7 @@ def test_the_asyncio_client_has_them_too(cluster: Nodes, client: ps.Client) -> N
     assert (model.pull().flat == 4.0).all()
 
 
-def test_without_shared_memory_they_are_plain_arrays(cluster: Nodes, client: ps.Client) -> None:
+def test_without_shared_memory_they_are_plain_arrays(client: ps.Client) -> None:
     """Over HTTP, or too small for a slot, gradient arrays are plain arrays."""
     model = made(client)
     small = client.create_model("small", params={"w": (10,)}, optimizer=ps.SGD(lr=1.0))

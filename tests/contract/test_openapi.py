@@ -16,7 +16,7 @@ ELSEWHERE = re.compile("/internal/|/events|/status| /metrics|/checkpoints/.*/|/p
 """Methods and paths of routes between nodes, streams and files, and of those with a declared schema."""
 
 
-def asked(face: Face, model: str, run: str) -> list[tuple[str, str, str, Any]]:
+def asked(model: str, run: str) -> list[tuple[str, str, str, Any]]:
     """Return (method, path of the route, path, body) of requests to all routes that answer in JSON, in a good order."""
     m, w = f"/models/{model}", f"{model}/w0"
     spec = {"name": model, "params": {"w": {"shape": [2]}}, "optimizer": {"name": "sgd"}, "partitions": 1}
@@ -129,7 +129,7 @@ def test_every_example_of_an_answer_looks_like_an_answer(rest_cluster: Nodes) ->
     face = Face(rest_cluster, rest_cluster.url, "json")
     model, run = unique("m"), ""
     document = face.http.get(face.url + "/openapi.json").json()
-    requests = asked(face, model, "RUN")
+    requests = asked(model, "RUN")
     routes = {(method.upper(), path) for path, ops in document["paths"].items() for method in ops}
     json_routes = {(m, p) for m, p in routes if m != "DELETE" and not ELSEWHERE.search(f"{m} {p}")}
     assert {(method, route) for method, route, _, _ in requests} == json_routes

@@ -7,7 +7,7 @@ from tests.waiting import eventually
 
 import paramserver
 from paramserver.core.shard_effects import AskWorker
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver.types import ModelKey
 from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink
@@ -72,7 +72,7 @@ async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
     """A shard that asks the scheduler about a worker learns its epoch and generation, and whether it is live."""
     name = made(cluster)
     me = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)
-    link = SchedulerLink([cluster.url], NO_CREDENTIALS)
+    link = SchedulerLink([cluster.url], Credentials())
     nothing: Any = None
     shard = Membership("s", [], link, nothing, Directory("s"), nothing, nothing, nothing, nothing)
     try:

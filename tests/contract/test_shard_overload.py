@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.waiting import eventually
 from paramserver.codecs.stage import pack
 from paramserver.errors import Unavailable
 from paramserver.limits import CLIENT_REQUESTS_MAX, MIB
-from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, PushPart, encode_header
 from paramserver_shard.inflight import MEMORY_SHARE, InFlight
 
 from .processes import Nodes, nodes, unique
@@ -28,7 +29,7 @@ MEMORY = 512 * MIB
 
 def test_requests_are_bounded_in_all_and_for_each_client() -> None:
     """Requests beyond a client's limit are 429, beyond the total limit 503; finished ones make room."""
-    in_flight = InFlight()
+    in_flight = InFlight(MEMORY)
     with ExitStack() as flood:
         for _ in range(CLIENT_REQUESTS_MAX):
             flood.enter_context(in_flight.request("a"))
@@ -88,12 +89,33 @@ def test_a_client_that_always_has_a_request_open_gets_its_bytes_back() -> None:
     assert not in_flight.clients
 
 
+def test_what_is_counted_elsewhere_by_now_makes_room() -> None:
+    """A request in flight that has given its bytes back counts none at its end, and may take others meanwhile."""
+    in_flight = InFlight(MEMORY)
+    with in_flight.request("a") as waiting, in_flight.request("a") as other:
+        waiting.grow(in_flight.client_bytes_max)
+        waiting.release()
+        other.grow(in_flight.client_bytes_max - 1)
+        waiting.grow(1)
+        assert in_flight.size_bytes == in_flight.client_bytes_max
+    assert in_flight.size_bytes == 0
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """One shard with a memory limit of 512 MiB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARAMSERVER_MEMORY_LIMIT", f"{MEMORY // MIB}MiB")
         with nodes(tmp_path_factory.mktemp("nodes"), shards=1) as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two such shards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMSERVER_MEMORY_LIMIT", f"{MEMORY // MIB}MiB")
+        with nodes(tmp_path_factory.mktemp("pair"), shards=2) as running:
             yield running
 
 
@@ -135,7 +157,8 @@ def test_a_flood_of_requests_leaves_room_for_others(cluster: Nodes) -> None:
     """Of 1,200 long polls of one address the excess gets 429 with Retry-After, and others are served."""
     name = unique("m")
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
-    poll = json.dumps({"model": name, "min_version": 1 << 40, "wait_s": 60}).encode()
+    asked = {"model": name, "min_version": 1 << 40}
+    poll, at_once = (json.dumps({**asked, "wait_s": wait_s}).encode() for wait_s in (60, 0))
     with ExitStack() as stack:
 
         def begun() -> socket.socket:
@@ -164,7 +187,7 @@ def test_a_flood_of_requests_leaves_room_for_others(cluster: Nodes) -> None:
         assert all(a.startswith(b"HTTP/1.1 429 ") and b"retry-after: " in a for a in answers)
         assert httpx.get(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/livez").status_code == 200
         served(cluster, name, 20)
-    eventually(lambda: _answer(cluster, poll.replace(b"60", b"0")).startswith(b"HTTP/1.1 412"), what="its own turn")
+    eventually(lambda: _answer(cluster, at_once).startswith(b"HTTP/1.1 412"), what="its own turn")
 
 
 def _answer(cluster: Nodes, content: bytes) -> bytes:
@@ -276,3 +299,69 @@ def test_a_flood_of_pulls_by_name_leaves_room_for_others(cluster: Nodes, by_path
     with ExitStack() as stack:
         eventually(lambda: begun(FLOODER, stack).startswith(b"HTTP/1.1 200 "), within_s=60, what="its own turn")
     cluster.call("DELETE", f"/models/{big}")
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("wait_s", [0.0, 5.0])
+def test_a_flood_of_pulls_from_other_shards_leaves_room_for_others(pair: Nodes, wait_s: float) -> None:
+    """Values that a shard collects from another one for an address, which does not read them, take only its share."""
+    name, big = unique("m"), unique("big")
+    pair.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
+    # 36 MiB in each of the shards; the share of an address is 64 MiB.
+    spec = {"name": big, "params": {"w": {"shape": [18 * MIB]}}, "optimizer": {"name": "sum"}, "partitions": 2}
+    pair.post("/models", spec)
+    frame = encode_header(PullFrame([(0, None), (1, None)], model=big, wait_s=wait_s))
+    head = f"POST /pull HTTP/1.1\r\nhost: x\r\ncontent-type: {MEDIA_TYPE}\r\ncontent-length: {len(frame)}\r\n\r\n"
+
+    def begun(address: str, stack: ExitStack) -> bytes:
+        to = ("127.0.0.1", pair.shard_ports["shard-0"])
+        s = stack.enter_context(closing(socket.create_connection(to, 30, (address, 0))))
+        s.sendall(head.encode() + frame)
+        return s.recv(1024)
+
+    with ExitStack() as stack:
+        assert begun(FLOODER, stack).startswith(b"HTTP/1.1 200 ")
+        assert begun(FLOODER, stack).startswith(b"HTTP/1.1 429 ")
+        assert begun("127.0.0.3", stack).startswith(b"HTTP/1.1 200 "), "a large pull of another client has room"
+        served(pair, name, 20)
+    with ExitStack() as stack:
+        eventually(lambda: begun(FLOODER, stack).startswith(b"HTTP/1.1 200 "), within_s=60, what="its own turn")
+    pair.call("DELETE", f"/models/{big}")
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_pushes_that_wait_for_their_commit_leave_room_for_the_one_it_needs(pair: Nodes) -> None:
+    """Four workers of one address end an iteration with 24 MiB each, although its share is 64 MiB.
+
+    Once staged, their pushes count as that; those that waited kept the last one out until they gave up.
+    """
+    name, workers, elements = unique("m"), 4, 6 * MIB
+    spec = {"name": name, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}, "partitions": 1}
+    pair.post("/models", {**spec, "consistency": {"mode": "sync", "min_workers": workers}})
+    joined = [pair.post(f"/models/{name}/workers", {"name": f"w{rank}", "rank": rank}) for rank in range(workers)]
+    frame = PushFrame(name, [PushPart(0, None, None)], clock=0, ends=(1, 60.0))
+    (owner,) = {p["shard"] for p in pair.get(f"/models/{name}")["partitions"]}
+    url = f"http://127.0.0.1:{pair.shard_ports[owner]}"
+    staged = f'paramserver_pushes_total{{model="{name}",state="staged"}}'
+
+    def pushed(worker: dict[str, Any]) -> httpx.Response:
+        head = encode_header(replace(frame, worker=worker["worker"], epoch=worker["epoch"], seq=1))
+        body = head + np.ones(elements, np.float32).tobytes()
+        while True:
+            answer = httpx.post(f"{url}/push", content=body, headers={"content-type": MEDIA_TYPE}, timeout=90)
+            if answer.status_code != 503:  # for want of CPU time, as in `served`
+                return answer
+
+    with ThreadPoolExecutor(workers) as pool:
+        answers = []
+        for count, worker in enumerate(joined, 1):
+            answers.append(pool.submit(pushed, worker))
+
+            def taken(count: int = count) -> bool:
+                return answers[-1].done() or f"{staged} {count}.0" in httpx.get(f"{url}/metrics").text
+
+            eventually(taken, what="the push")
+        assert [a.result().status_code for a in answers] == [200] * workers
+    pair.call("DELETE", f"/models/{name}")

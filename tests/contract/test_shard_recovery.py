@@ -318,6 +318,22 @@ async def test_a_partition_whose_snapshots_are_all_damaged_does_not_begin_anew(r
             await loader_of(redis).load(shard.load())
 
 
+async def test_why_a_partition_cannot_be_loaded_is_logged_once(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
+    """Each attempt to load a partition may find the same damage; only another reason is logged again."""
+    manifest = f"{{{PartitionKey(ModelKey('m', 3), 0)}}}:manifest"
+    await redis.set(manifest, "damaged")
+    async with running(redis) as shard, asyncio.timeout(20):
+        (p,) = shard.runtime.core.models["m"].partitions.values()
+        while p.load_again_s < 4.0:  # two attempts have failed
+            await asyncio.sleep(0.005)
+        assert [r.levelname for r in caplog.records] == ["WARNING"], caplog.text
+        await redis.delete(manifest)
+        await redis.set(f"{{{shard.key}}}:saved", "7")
+        while p.load_again_s < 8.0:
+            await asyncio.sleep(0.005)
+        assert ["is damaged" in r.message for r in caplog.records] == [True, False], caplog.text
+
+
 async def test_values_that_were_never_stored_are_not_made_up(redis: Redis) -> None:
     """A partition of uploaded values that was never stored is refused, because nothing can give it those values."""
     async with running(redis, ack="applied") as shard:

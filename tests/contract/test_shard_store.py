@@ -224,6 +224,39 @@ async def test_what_a_killed_writer_left_is_swept(redis: Redis) -> None:
     assert await redis.scard(f"{{{KEY}}}:pending") == 0
 
 
+@pytest.mark.parametrize("by", [TOKEN, TOKEN + 1])
+async def test_what_a_switch_displaced_is_swept_though_its_answer_was_lost(
+    redis: Redis, by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a writer never learns that it has switched the manifest, the next save deletes what it displaced.
+
+    Whether it goes on itself, or has died and another owner writes.
+    """
+    store = store_of(redis)
+    for version in (1, 2):
+        assert await save(store, version) == SaveResult.STORED
+    with monkeypatch.context() as patch:
+        run = ScriptRunner.run
+
+        async def lost(*args: Any, **kwargs: Any) -> list[Any]:
+            await run(*args, **kwargs)
+            raise TimeoutError("the disk of Redis took longer than 3000 ms")
+
+        patch.setattr(ScriptRunner, "run", lost)
+        with pytest.raises(TimeoutError):
+            await save(store, 3)
+    assert [name.split("-")[0] for name in await names(redis)] == ["3", "2"]
+
+    await redis.set(f"{{{KEY}}}:token", f"{by:020d}")
+    writer = store if by == TOKEN else store_of(redis)
+    assert await save(writer, 4, token=by) == SaveResult.STORED
+    assert [name.split("-")[0] for name in await blocks(redis)] == ["3", "4"]
+    assert await redis.scard(f"{{{KEY}}}:pending") == 0
+    loaded = await newest(writer)
+    assert loaded is not None
+    assert loaded.version == 4
+
+
 async def test_a_former_owner_sweeps_nothing(redis: Redis) -> None:
     """A former owner deletes no pending blocks, because they may be the new owner's."""
     store = store_of(redis)

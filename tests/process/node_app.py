@@ -13,7 +13,7 @@ import uvloop
 from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver_node import log, problems
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
@@ -120,7 +120,7 @@ async def main(port: int, upstreams: list[str]) -> None:
     stop_on_signals(stop)
     app = FastAPI(redirect_slashes=False)
     problems.install(app)
-    forwarder = Forwarder(NO_CREDENTIALS, stop)
+    forwarder = Forwarder(Credentials(), stop)
     if upstreams:
         handing_on(app, forwarder, upstreams)
     else:

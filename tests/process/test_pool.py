@@ -90,6 +90,83 @@ def test_a_training_function_may_end_by_exiting(
         worker.wait(30)
 
 
+ENDS_LATE = """
+import pathlib, time
+
+def train(worker, folder):
+    with open(pathlib.Path(folder, "calls"), "a") as calls:
+        calls.write("called\\n")
+    while not pathlib.Path(folder, "end").exists():
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("kind", ["redis", "scheduler"])
+def test_a_function_that_ends_in_an_outage_is_not_called_again(own_cluster: Cluster, tmp_path: Path, kind: str) -> None:
+    """A pool worker keeps its place and repeats its report until Redis and a scheduler are back, however long it takes.
+
+    The place was given away when the lease ended, or the report was given up: all of the training was done again.
+    """
+    (tmp_path / "ends_late.py").write_text(ENDS_LATE)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [*WORKER, "--name", "late", "--allow", "ends_late", "--url", own_cluster.url]
+    with (tmp_path / "log").open("w") as log:
+        worker = subprocess.Popen(command, env=env, stderr=log)
+    try:
+        with ps.connect(own_cluster.url) as client:
+            client.create_model("m", {"w": (4,)})
+            run = client.create_run("m", "ends_late:train", args={"folder": str(tmp_path)})["id"]
+            eventually(lambda: (tmp_path / "calls").exists(), what="the call")
+            away = own_cluster.present()["pids"][kind][0]
+            os.kill(away, signal.SIGSTOP)
+            try:
+                (tmp_path / "end").touch()
+                for_longer_than_a_lease = 4
+                eventually(
+                    lambda: (tmp_path / "log").read_text().count("place.not_reported") >= for_longer_than_a_lease,
+                    what="refused reports",
+                )
+            finally:
+                os.kill(away, signal.SIGCONT)
+            eventually(lambda: client.get_run(run)["state"] == "finished", what="the end of the run")
+        assert (tmp_path / "calls").read_text() == "called\n"
+    finally:
+        worker.terminate()
+        worker.wait(30)
+
+
+RAISES = """
+import asyncio
+
+def cancelled(worker):
+    raise asyncio.CancelledError("by itself")
+
+def named(worker):
+    raise ValueError("no file \\udcff.txt")
+"""
+
+
+@pytest.mark.parametrize(("function", "says"), [("cancelled", "by itself"), ("named", "no file ?.txt")])
+def test_whatever_a_function_raises_counts_as_its_exception(
+    shared_cluster: Cluster, tmp_path: Path, name: str, function: str, says: str
+) -> None:
+    """A cancellation, or a text with half a character in it, fails the run in the end; the worker process goes on."""
+    (tmp_path / "raises_rarely.py").write_text(RAISES)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [*WORKER, "--name", function, "--allow", "raises_rarely", "--url", shared_cluster.url]
+    worker = subprocess.Popen(command, env=env)
+    try:
+        with ps.connect(shared_cluster.url) as client:
+            client.create_model(name, {"w": (4,)})
+            run = client.create_run(name, f"raises_rarely:{function}")["id"]
+            eventually(lambda: client.get_run(run)["state"] == "failed", what="the end of the run")
+            assert says in client.get_run(run)["reason"]
+            assert worker.poll() is None
+    finally:
+        worker.terminate()
+        worker.wait(30)
+
+
 LEAVES_A_THREAD = """
 import sys, threading
 

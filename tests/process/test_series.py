@@ -6,12 +6,15 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.waiting import eventually
 
 import paramserver as ps
-from paramserver_cli.series import numbers
+from paramserver import limits
+from paramserver.errors import ConflictError
+from paramserver_cli.series import Series, numbers
 
 from .cluster import PSCTL, Cluster, cluster
 
@@ -29,6 +32,21 @@ def series(url: str, *args: str) -> Iterator["subprocess.Popen[str]"]:
             yield process
         finally:
             process.kill()
+
+
+def of(client: ps.Client, keep: int = 1, **spec: Any) -> Series:
+    """Return a series of models s-1, s-2, … whose runs no worker takes."""
+    spec = {"params": {"w": {"shape": [2]}}, **spec}
+    return Series(client, "s", "a.b:c", spec, ("async",), minutes=1.0, keep=keep, workers=1, evaluate_every=0)
+
+
+def trained(client: ps.Client, model: str) -> None:
+    """Create a model whose only run has had a worker, and has ended."""
+    made = client.create_model(model, {"w": (2,)}, checkpoint={"every_clocks": 1})
+    run = client.create_run(model, "a.b:c")["id"]
+    with made.worker(f"{run}/w0") as worker:
+        worker.step({"w": [1.0, 1.0]})
+    client.set_run(run, state="stopped")
 
 
 def ended(client: ps.Client) -> int:
@@ -90,6 +108,65 @@ def test_a_run_whose_model_is_deleted_gives_way_to_the_next(own_cluster: Cluster
 
     states = {r["model"]: r["state"] for r in client.runs()}
     assert states["digits-1"] == "stopped"
+
+
+def test_a_model_goes_with_its_checkpoints_but_for_those_with_a_name(own_cluster: Cluster) -> None:
+    """With an old model a series deletes the checkpoints that were written by rule, not those that a user has named.
+
+    Nothing else would: they filled the disk.
+    """
+    client = ps.connect(own_cluster.url)
+    folder = own_cluster.state_dir / "checkpoints" / "s-1"
+    trained(client, "s-1")
+    eventually(lambda: client.model("s-1").checkpoints(), what="a checkpoint by rule")
+    client.request("POST", "/models/s-1/checkpoints", {"name": "mine"})
+    trained(client, "s-2")
+    assert len(list(folder.iterdir())) >= 2
+
+    assert of(client).prune() == ["s-1"]
+
+    assert client.models() == ["s-2"]
+    assert [f.name for f in folder.iterdir()] == ["mine"]
+
+
+def test_a_series_makes_room_before_it_creates_a_model(own_cluster: Cluster) -> None:
+    """A model that does not fit beside those that a series keeps is created once the oldest of them is deleted.
+
+    The newest stays until its successor exists.
+    """
+    client = ps.connect(own_cluster.url)
+    for model in ("s-1", "s-2", "s-3"):
+        trained(client, model)
+    large = {"w": {"shape": [1 << 20, 1 << 16]}}
+    for keep, left in ((3, ["s-2", "s-3"]), (1, ["s-3"])):
+        with pytest.raises(ConflictError, match="free"):
+            of(client, keep, params=large).start()
+        assert client.models() == left
+
+    of(client).start()
+
+    assert client.models() == ["s-3", "s-4"]
+
+
+def test_a_model_whose_run_is_forgotten_is_still_one_of_the_series(own_cluster: Cluster) -> None:
+    """The cluster keeps 200 runs; models that older ones have trained are deleted all the same, and not trained again.
+
+    A user's model of such a name, which no run has trained, stays.
+    """
+    client = ps.connect(own_cluster.url)
+    for model in ("s-1", "s-3"):
+        trained(client, model)
+    client.create_model("s-2", {"w": (2,)})
+    client.create_model("other", {"w": (2,)})
+    for _ in range(limits.RUNS_KEPT_MAX):
+        client.set_run(client.create_run("other", "a.b:c")["id"], state="stopped")
+    assert not [r for r in client.runs() if r["model"] != "other"]
+    series = of(client)
+
+    assert series.start()["model"] == "s-4"
+    assert series.prune() == ["s-3"]
+
+    assert client.models() == ["other", "s-2", "s-4"]
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_an_answer_does_not_wait_for_an_empty_last_frame(upstream: Node) -> None
             assert (answer.status, answer.json()["size"]) == (200, size)
 
 
-def test_a_node_that_dies_in_the_middle_cuts_the_answer_off(upstream: Node) -> None:
+def test_a_node_that_dies_in_the_middle_cuts_the_answer_off() -> None:
     """If the other node dies in the middle of a response, the client sees it cut off; the next request gets 503."""
     with node() as dying, node(dying.url) as front:
         with pytest.raises(httpx.RemoteProtocolError):

@@ -161,6 +161,30 @@ def test_down_says_which_shard_could_not_store_everything(tmp_path: Path, monkey
         assert not of_state(state)
 
 
+def test_a_supervisor_that_cannot_write_its_state_goes_on_and_stops_in_turn(tmp_path: Path) -> None:
+    """On a full disk a dead process is restarted, and `down` has the shards store what only they have.
+
+    As nothing says so, `down` exits with 1. The supervisor ended, and killed all others.
+    """
+    state = tmp_path / "c"
+    with cluster(state, shards=1) as running:
+        supervisor = json.loads((state / "supervisor.json").read_text())["pid"]
+        (state / f".supervisor.{supervisor}").mkdir()  # in the way of the file that is written first
+        os.kill(int(running.info["pids"]["scheduler"][0]), signal.SIGKILL)
+        model = eventually(
+            lambda: ps.connect(running.url).create_model("kept", {"w": (4,)}, optimizer=ps.Sum()), what="the model"
+        )
+        assert model.push({"w": [1.0, 2.0, 3.0, 4.0]}).state == "applied"
+
+        down = running.psctl("down", "--state-dir", str(state))
+
+        assert down.returncode == 1
+        assert "supervisor.log" in down.stderr
+        assert not of_state(state)
+    with cluster(state, shards=1) as again:
+        assert list(ps.connect(again.url).model("kept").pull()["w"]) == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_two_clusters_start_at_once_on_different_ports(tmp_path: Path) -> None:
     """Two clusters started at the same moment in different folders share no port."""
     with ThreadPoolExecutor() as pool, _both(pool, tmp_path) as (one, two):

@@ -1,6 +1,7 @@
 """`ParameterServerOptimizer` on a real cluster: equality with torch alone, modes, codecs, and refused input."""
 
 import copy
+import gc
 import importlib.util
 import pickle
 import threading
@@ -22,6 +23,8 @@ if importlib.util.find_spec("torch") is None:
 import torch
 from torch import nn
 
+from paramserver.client.spec_builder import model_document
+from paramserver.client.uploads import put_values
 from paramserver.errors import problem
 from paramserver.torch import ParameterServerOptimizer
 
@@ -179,6 +182,34 @@ def test_one_worker_uploads_and_the_others_take(client: ps.Client, name: str) ->
 
     assert all(np.array_equal(first[n], second[n]) for n in first)
     assert any(all(np.array_equal(first[n], v) for n, v in _values(module(i)).items()) for i in range(WORKERS))
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_first_values_that_another_process_has_not_sent_are_sent_or_waited_for(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch, died: bool
+) -> None:
+    """If whoever was uploading a model's first values is gone, the next process creates it, with its own values.
+
+    One whose token does not allow that starts from the values that come.
+    """
+    body, values = model_document(name, _values(module(1)), ps.SGD(0.05), None, {})
+    token = client.request("POST", "/models", body)["upload_token"]
+    create = client.create_model
+
+    def meanwhile(*args: Any, **options: Any) -> Any:
+        if died:
+            client.model(name).delete()  # as if a minute had passed, after which the token is anybody's
+            return create(*args, **options)
+        until = client.deadline(None)
+        client.run(put_values(client.cluster, client.run(client.cluster.map_of(name, until)), values, until, token))
+        raise problem("forbidden", "the token's role is worker")
+
+    monkeypatch.setattr(client, "create_model", meanwhile)
+    net = module()
+    ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05)).close()
+
+    expected = _values(module(0 if died else 1))
+    assert all(np.array_equal(value, expected[n]) for n, value in _values(net).items())
 
 
 def test_what_does_not_fit_is_listed(client: ps.Client, name: str, shared_cluster: Cluster) -> None:
@@ -538,3 +569,25 @@ def test_it_cannot_be_copied_or_pickled(client: ps.Client, name: str, copied: Ca
         pytest.raises(TypeError, match="state_dict"),
     ):
         copied(opt)
+
+
+def test_an_optimizer_that_was_not_closed_leaves_whoever_collects_it(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer that is garbage leaves the cluster, though its own heartbeat collects it, and holds a lock."""
+    kept = [ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.05))]
+    worker = kept[0].worker
+    heartbeats, beat = worker._thread, worker._beat
+    assert heartbeats is not None
+
+    def collecting() -> Any:
+        with worker._session._lock:
+            kept.clear()
+            gc.collect()
+        return beat()
+
+    monkeypatch.setattr(worker, "_beat", collecting)
+    heartbeats.join(20.0)
+
+    assert not heartbeats.is_alive()
+    eventually(lambda: not any(w["alive"] for w in client.model(name).workers()), what="its leaving")

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
+from paramserver.core import shard_desk
 from paramserver.core.cluster import Cluster
 from paramserver.core.cuts import Cuts
 from paramserver.core.durability import Durability
@@ -27,6 +28,7 @@ from paramserver.core.shard_events import TaskResult
 from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.spec import ModelSpec
 from paramserver.core.tasks import Dataset
+from paramserver.core.timeline import go_back, reload
 from paramserver.core.window import PushMemory
 from paramserver.testing import shards
 from paramserver.testing.shard_driver import InMemoryStore, perform
@@ -165,6 +167,21 @@ def test_not_giving_up_a_cut_turns_the_checkers_red(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Cuts, "give_up", lambda self: None)
 
     assert turns_red("sync", "journaled", "emptied", first=16, within=30, checkpoints=2)  # 16, 35, 41
+
+
+def test_loading_the_newest_snapshots_after_a_restore_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If partitions start from their newest snapshots where a restore has no cut yet, they end in different states."""
+
+    def newest(cluster: Cluster, model: Model) -> bool:
+        if not model.cuts.skipped:
+            return go_back(cluster, model)
+        reload(cluster, model, "snapshot", model.next_phase_clock, opening=True)
+        return True
+
+    monkeypatch.setattr(shard_desk, "go_back", newest)
+
+    faults = Faults(crash=0.008)
+    assert turns_red("sync", "applied", "crashes", "restores", first=142, within=1, faults=faults, says="different")
 
 
 def test_listing_clocks_that_were_left_out_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

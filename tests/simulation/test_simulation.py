@@ -7,11 +7,11 @@ import pytest
 from paramserver.testing.reference import OPTIMIZERS
 from paramserver.testing.simulation import CHANGES, CONSISTENCY, LEVELS, Simulation
 from paramserver.testing.trouble import KINDS
+from paramserver.testing.world import Faults
 
 SEEDS = 500
 TOGETHER = 5
 """Seeds per test."""
-MODES = sorted(CONSISTENCY)
 STEP = 13
 """Between the seeds of a test, so that few of them have many modes, kinds and changes."""
 
@@ -128,6 +128,13 @@ def test_values_and_optimizer_state_are_those_after_a_number_of_steps(first: int
     for seed in range(first, 8 * STEP, STEP):
         run(Simulation(seed, optimizer=optimizer))
         run(Simulation(seed, change=("modes", "recreations", "restores")[seed % 3], optimizer=optimizer))
+
+
+@pytest.mark.parametrize("first", [135, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 50, 200))])
+def test_a_model_that_is_restored_ends_in_one_state(first: int) -> None:
+    """However often shards and leaders die around restores, all partitions end with the same number of steps."""
+    for seed in range(first, first + 15):
+        run(Simulation(seed, "sync", "applied", "crashes", "restores", deaths=True, faults=Faults(crash=0.004)))
 
 
 UNFINISHED = {

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from paramserver.core.scheduler import SchedulerCore
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver_node.forward import Forwarder
 from paramserver_node.redis import connect
 from paramserver_scheduler.app import make_app, served
@@ -34,4 +34,4 @@ def leading() -> tuple[Runtime, FastAPI, ASGIApp]:
     app.state.service = SimpleNamespace(
         runtime=runtime, read=core.read, large_bodies=LargeBodies(), leadership=SimpleNamespace(confirm=confirm)
     )
-    return runtime, app, served(app, lease, Forwarder(NO_CREDENTIALS, asyncio.Event()))
+    return runtime, app, served(app, lease, Forwarder(Credentials(), asyncio.Event()))

@@ -199,7 +199,7 @@ class Driver:
         """Let a worker join model m; return the reply."""
         return self.ask(lambda n: io.JoinWorker(n, "m", name, **fields))
 
-    def clock(self, worker: Any, clock: int, wait_s: float = 10.0, **fields: Any) -> int:
+    def clock(self, worker: Any, clock: int, wait_s: float = 10.0) -> int:
         """Report a worker's clock; return the request's number."""
         return self.send(lambda n: io.ReportClock(n, "m", worker["worker"], worker["epoch"], clock, None, wait_s))
 
@@ -217,9 +217,9 @@ class Driver:
         return [d for d in self.published if d["type"] == "commit"]
 
 
-def beyond_its_cut(after_s: float = 0.1) -> tuple[Driver, Any]:
+def beyond_its_cut(after_s: float = 0.1, **spec: Any) -> tuple[Driver, Any]:
     """Return a driver whose sync model reached clock 2 `after_s` after its cut at clock 1, and the model's worker."""
-    d = Driver.with_model(consistency={"mode": "sync"})
+    d = Driver.with_model(consistency={"mode": "sync"}, **spec)
     a = d.join("a")
     d.clock(a, 1)
     d.beats()
@@ -228,9 +228,9 @@ def beyond_its_cut(after_s: float = 0.1) -> tuple[Driver, Any]:
     return d, a
 
 
-def release_numbers(d: Driver, model: str = "m") -> dict[int, int]:
-    """Return the release numbers in the newest published document of a model, by partition."""
-    owners = d.document(model)["owners"]
+def release_numbers(d: Driver) -> dict[int, int]:
+    """Return the release numbers in the newest published document of model m, by partition."""
+    owners = d.document()["owners"]
     return {i: o[2]["release"] for i, o in enumerate(owners) if len(o) > 2 and "release" in o[2]}
 
 

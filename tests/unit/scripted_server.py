@@ -13,7 +13,7 @@ import pytest
 from paramserver.errors import PsError
 from paramserver.net import http2
 from paramserver.net.calls import Request, Response
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver.net.direct import AsyncDirectTransport, DirectTransport
 from paramserver.wire import http2 as wire
 
@@ -62,7 +62,7 @@ class Blocking(DirectTransport):
     """The blocking transport."""
 
     def __init__(self) -> None:
-        super().__init__(NO_CREDENTIALS)
+        super().__init__(Credentials())
 
 
 class OnLoop:
@@ -70,7 +70,7 @@ class OnLoop:
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
-        self.transport = AsyncDirectTransport(NO_CREDENTIALS)
+        self.transport = AsyncDirectTransport(Credentials())
 
     def send(self, request: Request, address: str) -> Response | PsError:
         """Send one request and return its outcome."""

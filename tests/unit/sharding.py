@@ -1,11 +1,15 @@
 """Two shards and a scheduler in memory that answer a client's calls, without sockets."""
 
+import asyncio
 import json
 from collections.abc import Callable
+from inspect import iscoroutine
 from typing import Any, TypeVar
 
 import numpy as np
 
+from paramserver.client.aio import AsyncClient
+from paramserver.client.client_base import ClientBase
 from paramserver.client.frames import PushTerms
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
@@ -47,13 +51,30 @@ def drive(call: Call[T], answer: Callable[[Request], Outcome], now: Now | None =
         call.close()  # as transports do
 
 
+def answered(kind: type[ClientBase], answer: Callable[[Request], Outcome], now: Now | None = None) -> Any:
+    """Return a client of this class, blocking or on asyncio, whose calls `drive` runs."""
+
+    def run(call: Call[T]) -> T:
+        return drive(call, answer, now)
+
+    async def run_on_loop(call: Call[T]) -> T:
+        return run(call)
+
+    client: Any = kind("http://given:1")  # type: ignore[call-arg, arg-type]  # as its subclasses are made
+    client.run = run_on_loop if issubclass(kind, AsyncClient) else run
+    return client
+
+
+def result(of: Any) -> Any:
+    """Return what a method of either client returns."""
+    return asyncio.run(of) if iscoroutine(of) else of
+
+
 class Shards:
     """Two shards and a scheduler that hold one model in memory and add pushed gradients to it."""
 
-    def __init__(
-        self, *, partitions: int = 4, dtype: str = "float32", clip: bool = False, w: tuple[int, ...] = (10, 5)
-    ) -> None:
-        params = {"w": {"shape": w, "dtype": dtype}, "b": {"shape": [14], "dtype": dtype}}
+    def __init__(self, *, partitions: int = 4, clip: bool = False, w: tuple[int, ...] = (10, 5)) -> None:
+        params = {"w": {"shape": w}, "b": {"shape": [14]}}
         optimizer = {"name": "sgd", "clip_norm": 1e9} if clip else {"name": "sgd"}
         self.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": partitions, "optimizer": optimizer})
         self.layout = Layout(self.spec)

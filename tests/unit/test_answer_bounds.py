@@ -18,11 +18,13 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
 from paramserver.limits import BODY_BYTES_MAX, JSON_ELEMENTS_MAX, MIB
 from paramserver.types import F32, AnyArray, ModelKey
+from paramserver.wire.frame import PullFrame
 from paramserver.wire.tensor import from_f32, to_msgpack
 from paramserver_shard import endpoints
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.endpoints import Pull, check_json, check_msgpack, packed
 from paramserver_shard.exchange import GotPart, WantedPart
+from paramserver_shard.frames import FrameService
 from paramserver_shard.inflight import InFlight
 from paramserver_shard.names import NameService, Pulled, PullRequest
 
@@ -87,6 +89,57 @@ async def test_a_large_pull_by_name_keeps_nobody_waiting() -> None:
     assert np.array_equal((await pulling).packed, values.values)
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 1.0])
+async def test_the_values_of_a_pull_by_name_count_once_and_before_they_take_memory(wait_s: float) -> None:
+    """Room is made for all values before they are collected; if the pull waits, for those of other shards as they come.
+
+    While it waits it has none.  The answer keeps none of what they were collected in.
+    """
+    made: list[int] = []
+    before: list[int] = []
+
+    class Owners:
+        async def pull(self, known: KnownModel, wanted: Any, make_room: Any = lambda _: None, **_: Any) -> Any:
+            before.extend(made)
+            make_room(MIB)  # a quarter of them are another shard's
+            return {part.partition: GotPart(part.partition, 1, 1, (np.zeros(MIB, np.float32),)) for part in wanted}
+
+    names = NameService(cast(Any, None), cast(Any, Owners()))
+    pulled = await names.fetch(KNOWN, PullRequest(select(KNOWN.layout), wait_s=wait_s), made.append)
+
+    assert (pulled.packed.nbytes, [part.pieces for part in pulled.parts]) == (4 * MIB, [()])
+    assert (before, made) == (([], [MIB, 3 * MIB]) if wait_s else ([4 * MIB], [4 * MIB]))
+
+
+class Elsewhere:
+    """A model whose partitions are all another shard's."""
+
+    shard = "me"
+
+    def __init__(self, elements: int, partitions: int) -> None:
+        spec = ModelSpec.parse({"name": "m", "params": {"w": {"shape": [elements]}}, "partitions": partitions})
+        owners = (("other", 1),) * partitions
+        self.known = KnownModel(ModelKey("m", 1), Layout(spec), 0, "ready", owners, None, None)
+
+    async def find(self, name: str, generation: int | None) -> KnownModel:
+        """Find it."""
+        return self.known
+
+    async def pull(self, known: KnownModel, wanted: Sequence[WantedPart], **_: Any) -> dict[int, GotPart]:
+        """Pull no elements of them."""
+        return {part.partition: GotPart(part.partition, 1, 1, ()) for part in wanted}
+
+
+async def test_a_shard_collects_no_more_than_a_body_from_others() -> None:
+    """A frame without a map that asks for more values of other shards than a body may hold is refused."""
+    model: Any = Elsewhere(BODY_BYTES_MAX // 4 + 1, 32)
+    frames = FrameService(model, model, cast(Any, None), model, cast(Any, None), None)
+    with refused_with("too_large", RequestError, "other shards"):
+        await frames.pull(PullFrame([(i, None) for i in range(32)], model="m"), lambda _: None)
+    fits: Any = [(0, [(1, model.known.layout.partition_size(0))]), *((i, None) for i in range(1, 32))]
+    await frames.pull(PullFrame(fits, model="m"), lambda _: None)
+
+
 async def test_a_large_answer_in_msgpack_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop goes on while a large answer is converted and packed; 256 MiB stopped it for 0.4 s and more."""
     converting, went_on = threading.Event(), threading.Event()
@@ -103,7 +156,7 @@ async def test_a_large_answer_in_msgpack_keeps_nobody_waiting(monkeypatch: pytes
     nothing: Any = SimpleNamespace(check=None, clock=None, pulled=lambda *_: None)
     route = Pull(nothing, nothing, nothing, cast(Any, SimpleNamespace(pull=pull)), nothing)
     accepts = [(b"accept", b"application/msgpack")]
-    state = {"account": InFlight().request("a")}
+    state = {"account": InFlight(1 << 30).request("a")}
     request = Request({"type": "http", "method": "POST", "path": "/pull", "headers": accepts, "state": state})
     answering = asyncio.ensure_future(route.by_name(request, {}, 0.0))
     while not converting.is_set():

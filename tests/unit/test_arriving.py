@@ -88,6 +88,26 @@ async def test_a_held_part_keeps_only_its_own_bytes_in_memory() -> None:
     assert held.data.tolist() == [1.0]
 
 
+async def test_a_push_that_was_taken_keeps_no_memory() -> None:
+    """Once its parts are handed over, a push that waits for its commit keeps none of them in memory.
+
+    Its body no longer counts as in flight then, and of one that was sent again nothing is staged that would count.
+    """
+    size, pool = 4 * KNOWN.layout.partition_size(0), BufferPool()
+    frame = PushFrame("m", [PushPart(0, None, None)])
+    arriving = Arriving(KNOWN, frame, True, [size], cast(Runtime, SimpleNamespace(threads=2)))
+    body = Body([size], arriving.check)
+    body.allocate(pool)
+    body.feed(memoryview(bytes(size)))
+    del body
+
+    (part,) = await arriving.parts()
+    assert pool.lent_bytes >= part.data.nbytes == size
+    del part
+
+    assert pool.lent_bytes == 0
+
+
 @pytest.mark.parametrize(("slot_elements", "shares"), [(40_000, True), (1_000_000, False)])
 async def test_a_held_part_keeps_no_slot_that_is_much_larger(slot_elements: int, shares: bool) -> None:
     """A held gradient stays in the slot that it came in, unless that is so much larger that a copy keeps less."""
@@ -192,7 +212,7 @@ async def test_a_frame_is_read_however_it_is_cut(piece: int) -> None:
         raise problem("unknown_model", "no model m")
 
     async def read(of: Any) -> Body:
-        with InFlight().request("") as account:
+        with InFlight(1 << 30).request("") as account:
             found: Body = await FrameReader(BufferPool()).read({"state": {"account": account}}, receive, PushFrame, of)
             assert account.size_bytes == 400
         return found

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from paramserver.core.balance import PartitionLoad, ShardLoad, missing_bytes, plan
+from paramserver.core.balance import PartitionLoad, ShardLoad, missing_bytes, plan, worst_loss
 
 MIB = 1 << 20
 
@@ -83,6 +83,42 @@ def test_a_drain_that_memory_forbids_is_told_with_figures() -> None:
     assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=4 * MIB)], "s0") is None
     assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=0), ShardLoad("s2")], "s0") is None
     assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=0, draining=True)], "s0") is None
+
+
+def test_the_loss_of_a_shard_that_memory_forbids_is_told_with_figures() -> None:
+    """`worst_loss` returns what `missing_bytes` does for the shard that the others could least replace.
+
+    It returns None if they could replace each, if the free memory of a shard is unknown, or if there is only one.
+    """
+
+    def loss(*free: int | None, draining: int | None = None) -> tuple[int, int] | None:
+        shards = [ShardLoad(f"s{i}", i == draining, None if f is None else f * MIB) for i, f in enumerate(free)]
+        return worst_loss({s.name: MIB * held for s, held in zip(shards, (4, 2, 0), strict=False)}, shards)
+
+    assert loss(4, 4) is None
+    assert loss(4, 3) == (4 * MIB, 3 * MIB), "without s0"
+    assert loss(1, 4) == (2 * MIB, 1 * MIB), "without s1"
+    assert loss(0, 3) == (2 * MIB, 0), "both lack memory for the other's, and without s1 more of it is missing"
+    assert loss(1, 3, 1) is None, "two take the place of one"
+    assert loss(1, 3, 0) == (4 * MIB, 3 * MIB)
+    assert loss(9, 3, 9, draining=2) == (4 * MIB, 3 * MIB), "what drains takes nothing"
+    assert loss(4, None) is None
+    assert loss(0) is None
+    assert loss() is None
+    assert worst_loss({"s0": 0, "s1": 0}, [ShardLoad("s0", free_bytes=0), ShardLoad("s1", free_bytes=0)]) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=5))
+def test_the_worst_loss_is_that_of_the_shard_with_the_most_missing(shards: list[tuple[int, int, bool]]) -> None:
+    """`worst_loss` is None exactly if `missing_bytes` is for every shard, and else its largest difference."""
+    loads = [ShardLoad(f"s{i}", draining, free) for i, (_, free, draining) in enumerate(shards)]
+    partitions = [PartitionLoad(("m", i), f"s{i}", size) for i, (size, _, _) in enumerate(shards)]
+    each = [short for s in loads if (short := missing_bytes(partitions, loads, s.name)) is not None]
+    worst = worst_loss({p.shard: p.bytes for p in partitions}, loads)
+
+    assert (worst is None) == (not each)
+    assert worst is None or worst[0] - worst[1] == max(needed - free for needed, free in each)
 
 
 def test_what_cannot_move_stays() -> None:

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 from tests.refusals import refused_with
 
+import paramserver as ps
 from paramserver.client import control, transfer
 from paramserver.client.arrays import Params
 from paramserver.client.cluster import Cluster
@@ -27,7 +28,7 @@ from paramserver.errors import (
 from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.wire.frame import PullReply, encode_header
 
-from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
+from .sharding import A, B, Now, Shards, answered, drive, expected, grads, refusal, result, terms
 
 
 def test_a_lost_answer_is_asked_for_again_without_a_second_step(shards: Shards, now: Now, cluster: Cluster) -> None:
@@ -318,7 +319,7 @@ def asked_for(call: str, cluster: Cluster, deadline: Deadline) -> Any:
         case "fetch":
             return control.fetch("/status", deadline)
         case "create":
-            return control.create_model(cluster, {"name": "m"}, {}, deadline, exist_ok=False)
+            return control.create_model(cluster, {"name": "m"}, {}, deadline, control.Creation(), exist_ok=False)
         case "delete":
             return control.delete_model(cluster, "m", deadline)
         case "once":
@@ -418,7 +419,7 @@ def test_a_call_whose_time_was_nearly_spent_before_its_request_says_so(now: Now,
     assert "longer timeout" in e.value.hint
 
 
-def test_a_cluster_that_is_gone_is_unreachable_whatever_it_said_before(now: Now, cluster: Cluster) -> None:
+def test_a_cluster_that_is_gone_is_unreachable_whatever_it_said_before(now: Now) -> None:
     """A call that was refused and then cannot connect raises Unreachable, not InDoubt, and gives the refusal, too."""
     outcomes: list[Outcome] = [refusal("storage_unavailable")]
     gone = problem("unreachable", "cannot reach it", hint="start it")
@@ -519,6 +520,31 @@ def test_what_does_something_anew_each_time_is_not_sent_twice(now: Now) -> None:
 
     assert [r.path for r in asked] == ["/runs", "/runs"]
     assert asked[0].timeout_s == 300.0
+
+
+@pytest.mark.parametrize("kind", [ps.Client, ps.AsyncClient])
+@pytest.mark.parametrize(
+    ("method", "path", "again"),
+    [
+        ("POST", "/runs", False),
+        ("POST", "/models/clock/checkpoints", False),
+        ("POST", "/models/m/clock?pretty=1", True),
+        ("POST", "/runs/r/places/0/done", True),
+        ("POST", "/pull", True),
+        ("PUT", "/shards/a", True),
+    ],
+)
+def test_a_request_in_doubt_is_made_again_only_if_it_cannot_count_twice(
+    kind: Any, method: str, path: str, again: bool, now: Now
+) -> None:
+    """Of the POSTs of `client.request`, only those that change nothing if they come again are sent once more."""
+    outcomes: list[Outcome] = [Response(200, {}, b"{}"), problem("in_doubt", "no answer")]
+    client = answered(kind, lambda _: outcomes.pop(), now)
+    if again:
+        assert result(client.request(method, path, {})) == {}
+    else:
+        with pytest.raises(InDoubt):
+            result(client.request(method, path, {}))
 
 
 def test_a_pull_that_is_not_told_to_wait_does_not(shards: Shards, now: Now, cluster: Cluster) -> None:

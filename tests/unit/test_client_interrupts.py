@@ -8,8 +8,10 @@ from itertools import count
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
+import paramserver as ps
 from paramserver import client
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
@@ -18,7 +20,8 @@ from paramserver.errors import ConflictError, InDoubt, problem
 from paramserver.net.calls import Call, Deadline
 
 from .session_node import GRAD, Node, ok, opened
-from .sharding import Now, drive
+from .sharding import Now, answered, drive
+from .test_client_uploads import Server
 
 CLIENT = client.__path__[0]
 LEASE = "/models/m/tasks/lease"
@@ -132,3 +135,16 @@ def test_a_loop_over_tasks_goes_on_after_ctrl_c() -> None:
         if not more:
             break
     assert n > 10
+
+
+def test_a_creation_that_ctrl_c_ends_leaves_nothing_unfinished() -> None:
+    """Wherever `create_model` is interrupted, the model is complete, or gone, so that its name is free."""
+    values = {"a": np.ones((2, 2), np.float32), "b": np.zeros(3, np.float32)}
+    for n in count(1):
+        server = Server(values, 1)
+        client = answered(ps.Client, server)
+        more = interrupted(n, partial(client.create_model, "m", values, partitions=1))
+        assert not server.here or server.complete, n
+        if not more:
+            break
+    assert n > 20

@@ -8,7 +8,7 @@ import pytest
 
 import paramserver as ps
 from paramserver.client.cluster import Cluster
-from paramserver.client.control import send
+from paramserver.client.control import request
 from paramserver.client.gradients import prepare
 from paramserver.client.membership import Membership
 from paramserver.client.spec_builder import model_document
@@ -83,7 +83,7 @@ def not_joined() -> Any:
             lambda: Membership(Cluster(("http://a:1",)), "m", cast(Any, 1), None, 1.0),
             r"text, not 1 \(rank=1 sets its rank",
         ),
-        (lambda: next(send("GET", "models", None, Deadline.after(1))), "'models' is not a path .*/models"),
+        (lambda: next(request("GET", "models", None, Deadline.after(1))), "'models' is not a path .*/models"),
         (lambda: urls_of("8700", {}), "http://127.0.0.1:8700"),
     ],
 )

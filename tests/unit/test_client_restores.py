@@ -1,19 +1,23 @@
 """A client that restores a checkpoint from its own disk, against shards and a scheduler in memory."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tests.refusals import refused_with
 
+import paramserver as ps
 from paramserver import checkpoint
 from paramserver.client.checkpointing import restore
 from paramserver.client.cluster import Cluster
+from paramserver.client.control import Creation
 from paramserver.errors import problem
 from paramserver.net.calls import Outcome, Request, Response
 
 from .session_node import deadline
-from .sharding import Shards, drive
+from .sharding import Shards, answered, drive, result
 
 RESTORED = "/internal/models/m/restored"
 SET = "/internal/set/m"
@@ -37,7 +41,7 @@ def restored(cluster: Cluster, shards: Shards, folder: Path, limit: int, changes
         full = changes.count(RESTORED) == limit
         return problem("too_large", "full") if full else Response(200, {}, json.dumps(shards.document()).encode())
 
-    drive(restore(cluster, str(folder / "c"), None, None, deadline(), exist_ok=True), answer)
+    drive(restore(cluster, str(folder / "c"), None, None, deadline(), Creation(), exist_ok=True), answer)
 
 
 def test_the_workers_states_are_brought_before_the_values(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:
@@ -67,7 +71,31 @@ def test_a_new_model_whose_restore_fails_is_removed(cluster: Cluster, shards: Sh
         return Response(201, {}, json.dumps(shards.document()).encode())
 
     with refused_with("non_finite"):
-        drive(restore(cluster, str(tmp_path / "c"), None, None, deadline(), exist_ok=False), answer)
+        drive(restore(cluster, str(tmp_path / "c"), None, None, deadline(), Creation(), exist_ok=False), answer)
     made, removed = (t.rpartition(" ") for t in tokens)
     assert (made[0], removed[0]) == ("POST /internal/models", "DELETE /models/m")
     assert made[2] == removed[2]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("kind", "own"), [(ps.Client, KeyboardInterrupt), (ps.AsyncClient, asyncio.CancelledError)])
+def test_a_new_model_whose_restore_is_interrupted_is_removed(
+    shards: Shards, tmp_path: Path, kind: type[ps.Client], own: type[BaseException], in_place: bool
+) -> None:
+    """If Ctrl-C or a cancelled task ends a restore, the model is deleted if the restore made it; another one is not."""
+    checkpoint.write(tmp_path / "c", shards.spec, {"w": np.zeros((10, 5)), "b": np.zeros(14)}, {}, {}, [1] * 4, {}, {})
+    made: list[str] = []
+
+    def answer(request: Request) -> Outcome:
+        if request.path == SET:
+            raise own
+        if request.path in (RESTORED, "/models/m") and request.method != "DELETE":
+            return shards(Request("GET", "/models/m"))
+        if request.path == "/livez":
+            return shards(request)
+        made.append(f"{request.method} {request.path}")
+        return Response(201, {}, json.dumps(shards.document()).encode())
+
+    with pytest.raises(own):
+        result(answered(kind, answer).restore(tmp_path / "c", exist_ok=in_place))
+    assert made == ([] if in_place else ["POST /internal/models", "DELETE /models/m"])

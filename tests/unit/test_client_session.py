@@ -521,3 +521,26 @@ def test_a_pushpull_of_some_parameters_pulls_all_of_them() -> None:
     values = drive(session.pushpull({"b": np.ones(3, np.float32)}, deadline()), node)
 
     assert (len(node.pushes), len(node.pulls), values.flat.size) == (1, 1, 4)
+
+
+@pytest.mark.parametrize("told", [[], [no("fenced", epoch=1)]])
+@pytest.mark.parametrize("way", ["step", "exchange", "advance"])
+def test_a_timeout_bounds_the_wait_for_a_silent_scheduler(way: str, told: list[Outcome]) -> None:
+    """A scheduler that falls silent is waited for no longer than the call's timeout says, and a second for its answer.
+
+    So is one that says before that the worker's lease is over.
+    """
+    (node, session), now = joined("ssp"), Now()
+    clock = "/models/m/clock"
+    node.script[clock] = told.copy()
+
+    def answer(request: Request) -> Outcome:
+        if request.path not in (clock, "/models/m/workers") or node.script[clock]:
+            return node(request)
+        now.s += request.timeout_s
+        return problem("in_doubt", "no answer")
+
+    until = Deadline.after(3.0, now)
+    with pytest.raises(Unavailable):
+        drive(getattr(Iterations(session), way)(*([] if way == "advance" else [GRAD, {}]), until, until), answer, now)
+    assert now() <= until.at + 1.0

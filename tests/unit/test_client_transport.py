@@ -11,9 +11,10 @@ from typing import TypeAlias
 import pytest
 
 import paramserver as ps
+from paramserver.client.cluster import Cluster
 from paramserver.errors import problem
-from paramserver.net.calls import Outcome, Request, Response
-from paramserver.net.credentials import NO_CREDENTIALS, Credentials
+from paramserver.net.calls import Call, Outcome, Pause, Request, Response
+from paramserver.net.credentials import Credentials
 from paramserver.net.transport import AsyncTransport, BlockingTransport
 from paramserver.wire import http2 as wire
 
@@ -92,7 +93,7 @@ def node() -> Iterator[Node]:
 
 def test_a_waiting_request_is_in_no_other_threads_way(node: Node) -> None:
     """Many threads have all their requests in flight at once while none of them is answered."""
-    transport = BlockingTransport((node.url,), NO_CREDENTIALS)
+    transport = BlockingTransport((node.url,), Credentials())
     outcomes: list[object] = []
 
     def ask() -> None:
@@ -143,7 +144,7 @@ def perform(request: pytest.FixtureRequest, node: Node) -> Perform:
 def test_each_request_has_its_own_outcome(node: Node, perform: Perform) -> None:
     """The outcomes of several requests are in their order, errors among answers; names of headers are lower case."""
     paths = ("/gone", "/cut", "/livez", "/elsewhere")
-    gone, cut, alive, elsewhere = perform([Request("GET", path) for path in paths], NO_CREDENTIALS)
+    gone, cut, alive, elsewhere = perform([Request("GET", path) for path in paths], Credentials())
 
     assert isinstance(gone, Response)
     assert (gone.status, gone.body, gone.headers["where"], gone.url) == (410, b"it is gone", "elsewhere", node.url)
@@ -158,7 +159,7 @@ def test_each_request_has_its_own_outcome(node: Node, perform: Perform) -> None:
 def test_a_body_is_sent_whole_and_the_token_with_it(perform: Perform) -> None:
     """A body in several pieces is sent as one; a client with a token sends it with each request."""
     request = Request("POST", "/echo", b"a", {"content-type": "x/y"}, rest=[memoryview(b"bc"), memoryview(b"d")])
-    (echo,) = perform([request], NO_CREDENTIALS)
+    (echo,) = perform([request], Credentials())
     (token,) = perform([Request("GET", "/token")], Credentials("secret"))
 
     assert isinstance(echo, Response)
@@ -204,7 +205,7 @@ def test_only_the_body_of_a_success_goes_into_a_sink(perform: Perform) -> None:
             Request("POST", "/echo", bytes(1001), sink=full),
             Request("GET", "/cut", sink=cut),
         ],
-        NO_CREDENTIALS,
+        Credentials(),
     )
 
     assert isinstance(good, Response)
@@ -238,14 +239,14 @@ def test_a_closed_transport_has_hung_up_on_shards() -> None:
 
     with serving(serve) as url:
         request = [Request("GET", "/livez", to=url)]
-        transport = BlockingTransport((url,), NO_CREDENTIALS)
+        transport = BlockingTransport((url,), Credentials())
         (outcome,) = transport.perform(request)
         assert isinstance(outcome, Response)
         transport.close()
         assert over.acquire(timeout=30.0)
 
         async def main() -> None:
-            transport = AsyncTransport((url,), NO_CREDENTIALS)
+            transport = AsyncTransport((url,), Credentials())
             (outcome,) = await transport.perform(request)
             assert isinstance(outcome, Response)
             await transport.close()
@@ -280,10 +281,33 @@ def test_a_closed_client_on_asyncio_says_so_at_once(node: Node) -> None:
     asyncio.run(main())
 
 
+def test_a_client_whose_close_is_interrupted_is_closed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C while shards take back what they lent leaves no client open, blocking or on asyncio."""
+
+    def interrupted(_: Cluster) -> Call[None]:
+        yield Pause(0.0)
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        client = ps.AsyncClient(node.url)
+        with pytest.raises(KeyboardInterrupt):
+            await client.close()
+        with pytest.raises(ps.ConflictError, match="this client is closed"):
+            await client.models()
+
+    monkeypatch.setattr(Cluster, "leave", interrupted)
+    asyncio.run(main())
+    client = ps.Client(node.url)
+    with pytest.raises(KeyboardInterrupt):
+        client.close()
+    with pytest.raises(ps.ConflictError, match="this client is closed"):
+        client.models()
+
+
 def test_a_client_that_was_closed_before_its_first_call_is_closed(node: Node) -> None:
     """A client that was closed before its first call refuses that call, blocking or on asyncio."""
     request = [Request("GET", "/livez")]
-    blocking = BlockingTransport((node.url,), NO_CREDENTIALS)
+    blocking = BlockingTransport((node.url,), Credentials())
     blocking.close()
     (outcome,) = blocking.perform(request)
     assert isinstance(outcome, ps.ConflictError)

@@ -1,5 +1,6 @@
 """Values that the client sends by name: in how many requests, and what becomes of a creation whose upload fails."""
 
+import asyncio
 import gc
 import io
 import json
@@ -12,13 +13,14 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 import pytest
 
+import paramserver as ps
 from paramserver.client import control, uploads
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.errors import InDoubt, PsError, RequestError, Unavailable, problem
 from paramserver.net.calls import Deadline, Outcome, Pause, Request, Response
 from paramserver.types import F32
 
-from .sharding import A, Now, drive, refusal
+from .sharding import A, Now, answered, drive, refusal, result
 
 Values = dict[str, F32]
 DONE = Response(200, {}, b"{}")
@@ -125,7 +127,12 @@ class Server:
         self.got = {n: np.full(v.size, np.nan, np.float32) for n, v in values.items()}
         self.log: list[str] = []
         self.refuse: Callable[[Request], Outcome | None] = lambda _: None
-        self.here, self.token = False, "secret"
+        self.here, self.token = False, ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all values have come."""
+        return not any(np.isnan(v).any() for v in self.got.values())
 
     def __call__(self, request: Request) -> Outcome:
         path = urlsplit(request.path)
@@ -142,23 +149,25 @@ class Server:
             query = dict(parse_qsl(path.query))
             self.got[name][int(query.get("start", 0)) : int(query.get("stop", sent.size))] = sent.reshape(-1)
             return DONE
+        missing = sorted(n for n, v in self.got.items() if np.isnan(v).any())
         if request.method == "DELETE":
-            if request.headers["x-upload-token"] != self.token:
+            if request.headers["x-upload-token"] != self.token or self.complete:
                 return refusal("upload_in_progress")
             self.here = False
             return Response(204, {})
-        missing = sorted(n for n, v in self.got.items() if np.isnan(v).any())
         state = "initializing" if missing else "ready"
         body = document(self.values, self.partitions, state=state, missing=missing)
         if request.method == "POST":
-            self.here = True
-            return Response(201, {}, json.dumps(body | {"upload_token": "secret"}).encode())
+            self.here, self.token = True, request.headers["x-upload-token"]
+            return Response(201, {}, json.dumps(body | {"upload_token": self.token}).encode())
         return Response(200, {}, json.dumps(body).encode())
 
     def create(self, cluster: Cluster, now: Now) -> ModelMap:
         """Create the model and upload its values."""
         spec = document(self.values, self.partitions)["spec"]
-        call = control.create_model(cluster, spec, self.values, Deadline.after(30, now), exist_ok=False)
+        call = control.create_model(
+            cluster, spec, self.values, Deadline.after(30, now), control.Creation(), exist_ok=False
+        )
         return drive(call, self, now)
 
 
@@ -214,16 +223,37 @@ def test_a_creation_whose_upload_fails_leaves_nothing_behind(
     assert server.log[-1] == "DELETE /models/m"
 
 
-@pytest.mark.parametrize(("code", "token"), [("upload_in_progress", "secret"), ("not_built", ""), ("not_built", "b")])
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [(ps.Client, KeyboardInterrupt), (ps.AsyncClient, asyncio.CancelledError), (ps.Client, MemoryError)],
+)
+def test_a_creation_that_is_interrupted_leaves_nothing_behind(
+    server: Server, kind: type[ps.Client], own: type[BaseException]
+) -> None:
+    """If Ctrl-C, a cancelled task or an error of Python's ends an upload, the new model is deleted."""
+
+    def interrupt(request: Request) -> Outcome | None:
+        if "/params/large" in request.path:
+            raise own
+        return None
+
+    server.refuse = interrupt
+    with pytest.raises(own):
+        result(answered(kind, server).create_model("m", server.values, partitions=5))
+
+    assert not server.here
+
+
+@pytest.mark.parametrize(("code", "token"), [("upload_in_progress", None), ("not_built", ""), ("not_built", "b")])
 def test_a_model_that_may_be_anothers_is_not_deleted(
-    now: Now, cluster: Cluster, server: Server, code: str, token: str
+    now: Now, cluster: Cluster, server: Server, code: str, token: str | None
 ) -> None:
     """After a failed upload a model stays if another client uploads its values, told or not, or all have come."""
 
     def refuse(request: Request) -> Outcome | None:
         if request.method != "PUT":
             return None
-        server.token = token
+        server.token = server.token if token is None else token
         return refusal(code)
 
     server.refuse = refuse

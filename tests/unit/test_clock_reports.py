@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Message, Receive, Scope, Send
 
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver.types import ModelKey, PushId
 from paramserver_node.forward import Forwarder
 from paramserver_node.redis import connect
@@ -66,7 +66,7 @@ async def test_reports_follow_the_scheduler_in_use() -> None:
             await asyncio.sleep(0.02)
 
     async with asyncio.timeout(WITHIN_S), Scheduler().listening() as still, Scheduler().listening() as other:
-        link = SchedulerLink([still.url, other.url], NO_CREDENTIALS)
+        link = SchedulerLink([still.url, other.url], Credentials())
         telling = asyncio.create_task(reports.run(link, "/clocks"))
         await report_until_told(still)
         link.switch_from(still.url)
@@ -94,7 +94,7 @@ async def test_a_report_that_a_connection_has_lost_is_sent_again() -> None:
 
     reports, server = ClockReports(), await asyncio.start_server(cut, "127.0.0.1", 0)
     async with asyncio.timeout(WITHIN_S), server:
-        link = SchedulerLink([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"], NO_CREDENTIALS)
+        link = SchedulerLink([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"], Credentials())
         telling = asyncio.create_task(reports.run(link, "/clocks"))
         await asyncio.sleep(0)  # it has begun: what was reported before is void
         reports.report(ModelKey("m", 1), PushId("m/w0", 1, 1), 1, 0, 1)
@@ -142,7 +142,7 @@ async def test_reports_go_through_a_standby_while_the_leader_cannot_be_reached()
             await asyncio.sleep(0.01)
 
     reports, stop, ports = ClockReports(), asyncio.Event(), (free_port(), free_port())
-    link = SchedulerLink([f"http://127.0.0.1:{port}" for port in ports], NO_CREDENTIALS)
+    link = SchedulerLink([f"http://127.0.0.1:{port}" for port in ports], Credentials())
     async with asyncio.timeout(WITHIN_S), asyncio.TaskGroup() as nodes:
         for app, port in zip((standby, leader), ports, strict=True):
             nodes.create_task(serve_tcp(app, "127.0.0.1", port, stop, grace_s=0.0))
@@ -171,7 +171,7 @@ async def test_a_standby_refuses_reports_without_waiting_for_their_end() -> None
         answers.append(message)
 
     redis = connect("redis://127.0.0.1:1/0")  # never asked
-    forwarder = Forwarder(NO_CREDENTIALS, asyncio.Event())
+    forwarder = Forwarder(Credentials(), asyncio.Event())
     lease = Lease(redis, name="s1", place="here", url="http://127.0.0.1:1")
     scope = {"type": "http", "method": "POST", "path": "/internal/shards/shard-0/clocks", "query_string": b"epoch=1"}
     headers = [(b"transfer-encoding", b"chunked")]

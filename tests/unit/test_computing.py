@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,3 +135,35 @@ def test_a_process_that_is_pinned_takes_no_more_threads_than_it_has_processors()
         assert processors() == 1
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_a_container_with_a_share_of_the_processors_takes_no_more_threads(tmp_path: Path) -> None:
+    """Threads beyond the quota of a control group (v1 or v2) around the process would be stopped for part of the time.
+
+    It took a thread for each processor of the machine.  Part of a processor counts as one.
+    """
+    allowed = processors(tmp_path, tmp_path / "own")
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text("0::/kubepods/pod7/c1\n")
+    inner = groups / "kubepods" / "pod7" / "c1"
+    inner.mkdir(parents=True)
+    (inner / "cpu.max").write_text("max 100000\n")
+    assert processors(groups, own) == allowed
+    (inner / "cpu.max").write_text(f"{(allowed + 5) * 100_000} 100000\n")
+    assert processors(groups, own) == allowed, "the process is pinned to fewer"
+    (inner.parent / "cpu.max").write_text("50000 100000\n")
+    assert processors(groups, own) == 1
+    (inner.parent / "cpu.max").write_text(f"{(allowed - 1) * 100_000 + 1} 100000\n")
+    assert processors(groups, own) == allowed
+    (groups / "cpu.max").write_text("100000 100000\n")
+    assert processors(groups, own) == 1, "what a container sees as its own root"
+    (groups / "cpu.max").unlink()
+
+    own.write_text("7:memory:/x\n4:cpu,cpuacct:/docker/ab\n")
+    old = groups / "cpu" / "docker" / "ab"
+    old.mkdir(parents=True)
+    (old / "cpu.cfs_period_us").write_text("50000\n")
+    (old / "cpu.cfs_quota_us").write_text("-1\n")
+    assert processors(groups, own) == allowed
+    (old / "cpu.cfs_quota_us").write_text("50000\n")
+    assert processors(groups, own) == 1

@@ -18,7 +18,7 @@ from tests.waiting import eventually
 from paramserver.client.uploads import AT_ONCE
 from paramserver.net.calls import Call, Request, Response
 from paramserver.net.concurrent_requests import CallerInterrupted, ConcurrentRequests, Helpers, Interruptible
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver.net.direct import DirectTransport
 from paramserver.net.plain import PlainTransport
 from paramserver.net.transport import BlockingTransport
@@ -27,10 +27,10 @@ from paramserver.wire import http2 as wire
 TRAINS_ON = """
 import atexit, sys, threading
 from paramserver.net.calls import Request
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver.net.transport import BlockingTransport
 
-transport = BlockingTransport(sys.argv[1:], NO_CREDENTIALS)
+transport = BlockingTransport(sys.argv[1:], Credentials())
 
 def ask():
     print([o.status for o in transport.perform([Request("GET", "/livez")] * 2)], flush=True)
@@ -102,7 +102,7 @@ def test_where_no_thread_can_be_had_requests_are_performed_in_turn(monkeypatch: 
         start(thread)
 
     with serving(answering) as url:
-        transport = BlockingTransport((url,), NO_CREDENTIALS)
+        transport = BlockingTransport((url,), Credentials())
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
             assert statuses(transport, *[Request("GET", "/livez")] * 3) == [200] * 3
@@ -141,7 +141,7 @@ def test_what_is_sent_at_once_again_and_again_connects_once(kind: type[DirectTra
                 together.wait(20.0)
                 peer.send(peer.answer(stream, b""))
 
-    transport, helpers = kind(NO_CREDENTIALS), Helpers(AT_ONCE)
+    transport, helpers = kind(Credentials()), Helpers(AT_ONCE)
     with serving(serve) as url:
         for _ in range(3):
             requests = [Request("GET", "/models")] * AT_ONCE
@@ -205,7 +205,7 @@ def test_an_interrupted_push_sends_nothing_any_more(answers: bool) -> None:
 
     first = partial(waiting, begun=begun, answers=answers)
     with Server(Blocking, first) as one, Server(Blocking, slow) as two:
-        transport = BlockingTransport((one.url,), NO_CREDENTIALS)
+        transport = BlockingTransport((one.url,), Credentials())
         with pytest.raises(KeyboardInterrupt):
             transport.perform([Request("POST", "/push", memoryview(gradient), to=s.url) for s in (one, two)])
         gradient[:] = b"new gradient" * (len(gradient) // 12) + b"    "
@@ -236,7 +236,7 @@ def test_what_a_thread_sends_for_another_one_ends_with_it() -> None:
             ended.append(type(e))
 
     with Server(Blocking, slow) as one, Server(Blocking, slow) as two:
-        transport = BlockingTransport((one.url,), NO_CREDENTIALS)
+        transport = BlockingTransport((one.url,), Credentials())
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
         begun.wait(20.0)
@@ -267,7 +267,7 @@ def test_an_interrupted_pull_writes_nothing_any_more(answers: bool) -> None:
 
     first = partial(waiting, begun=begun, answers=answers)
     with Server(Blocking, first) as one, Server(Blocking, slow) as two:
-        transport = BlockingTransport((one.url,), NO_CREDENTIALS)
+        transport = BlockingTransport((one.url,), Credentials())
         with pytest.raises(KeyboardInterrupt):
             transport.perform([Request("GET", "/pull", to=one.url), Request("GET", "/pull", to=two.url, sink=sink)])
         interrupted.set()
@@ -301,7 +301,7 @@ def test_neither_do_requests_over_http1() -> None:
     sink.feed = seen.append  # type: ignore[method-assign, assignment]
     end = weakref.ref(sink)
     with serving(serve) as url:
-        transport = BlockingTransport((url,), NO_CREDENTIALS)
+        transport = BlockingTransport((url,), Credentials())
         transport.perform([Request("GET", "/livez")])
         asked = [Request("GET", "/first"), Request("POST", "/second", memoryview(gradient), sink=sink)]
         with pytest.raises(KeyboardInterrupt):

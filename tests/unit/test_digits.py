@@ -11,8 +11,8 @@ from paramserver.examples import digits
 Values = dict[str, Any]
 
 
-def _values(hidden: tuple[int, ...], seed: int = 0) -> Values:
-    rng = np.random.default_rng(seed)
+def _values(hidden: tuple[int, ...]) -> Values:
+    rng = np.random.default_rng(0)
     values: Values = {}
     for i, (fan_in, fan_out) in enumerate(pairwise((64, *hidden, 10))):
         values[f"layers.{i}.weight"] = rng.normal(0, np.sqrt(2 / fan_in), (fan_in, fan_out))

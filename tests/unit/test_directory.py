@@ -54,7 +54,7 @@ async def test_what_is_told_of_an_earlier_creation_of_a_model_changes_nothing() 
     assert directory.models["m"].spec.optimizer.lr == 0.5
 
     d.ask(lambda n: io.DeleteModel(n, "m"))
-    gone: dict[str, Any] = {**d.published[-1], "name": "m"}
+    gone: dict[str, Any] = {**d.published[-1]}
     d.model(params={"w": {"shape": [8]}})
     follow(directory, d)
     new = directory.models["m"]
@@ -89,6 +89,6 @@ async def test_a_request_waits_for_the_owners_to_change_and_no_longer() -> None:
         assert await other is True
         now, waiting = directory.models["m"], asyncio.ensure_future(directory.newer(directory.models["m"], 60.0))
         await asyncio.sleep(0)
-        directory.update({"type": "gone", "name": "m", "generation": now.key.generation})
+        directory.update({"type": "gone", "model": "m", "generation": now.key.generation})
         with pytest.raises(FencedError, match="deleted or created again"):
             await waiting

@@ -25,7 +25,7 @@ CODEC = Codec.parse("int8")
 class Decoding(Shards):
     """Two shards that decode pushes and add them up in `arrived`; `says` can refuse a push or drop it as late."""
 
-    def __init__(self, mode: str, codec: Codec = CODEC) -> None:
+    def __init__(self, mode: str, codec: Codec) -> None:
         super().__init__()
         self.coding = codec.coding
         self.spec = ModelSpec.parse({**self.spec.document(), "consistency": {"mode": mode}})

@@ -10,7 +10,7 @@ from starlette.types import Message
 from tests.unit.scripted_server import serving
 
 from paramserver.errors import InDoubt
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver_node.forward import Forwarder
 
 
@@ -51,7 +51,7 @@ async def test_a_connection_is_used_again_until_the_node_closes_it() -> None:
             connected.sendall(OK)
 
     with serving(serve) as url:
-        forwarder = Forwarder(NO_CREDENTIALS, asyncio.Event())
+        forwarder = Forwarder(Credentials(), asyncio.Event())
         answers = [await forwarded(forwarder, url) for _ in range(3)]
         await forwarder.aclose()
 
@@ -86,7 +86,7 @@ async def test_a_lost_answer_says_whether_to_repeat_the_request(path: str, repea
         connected.recv(1 << 16)
 
     with serving(serve) as url:
-        forwarder = Forwarder(NO_CREDENTIALS, asyncio.Event())
+        forwarder = Forwarder(Credentials(), asyncio.Event())
         with pytest.raises(InDoubt) as raised:
             await forwarder.forward(Request(scope, receive), [url], by_shard=False)
         await forwarder.aclose()
@@ -104,5 +104,5 @@ async def test_a_closed_forwarder_finishes_what_it_has_begun() -> None:
         closed.set()
 
     with serving(serve) as url:
-        assert await forwarded(Forwarder(NO_CREDENTIALS, asyncio.Event()), url, close=True) == b"ok"
+        assert await forwarded(Forwarder(Credentials(), asyncio.Event()), url, close=True) == b"ok"
         assert await asyncio.to_thread(closed.wait, 20.0)

@@ -118,7 +118,7 @@ async def test_a_frame_whose_body_has_another_length_is_refused_once_it_is_here(
             return frame, Body((100,))
 
         status = 200
-        with InFlight().request("") as scope["state"]["account"]:
+        with InFlight(1 << 30).request("") as scope["state"]["account"]:
             try:
                 await FrameReader(BufferPool()).read(scope, receive, PushFrame, sized)
             except PsError as error:

@@ -27,7 +27,7 @@ async def test_a_document_is_encoded_once_for_all_feeds() -> None:
 
     assert [json.loads(line) for line in one] == [
         {"type": "model", "name": "m"},
-        {"type": "gone", "model": "m", "name": "m", "generation": 1},
+        {"type": "gone", "model": "m", "generation": 1},
     ]
     assert all(line.endswith(b"\n") for line in one)
     assert [id(line) for line in one] == [id(line) for line in other]

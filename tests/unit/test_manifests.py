@@ -21,52 +21,27 @@ from typer.main import get_command
 import paramserver
 from paramserver.core.runs import is_allowed
 from paramserver_cli import runs, series
-from paramserver_cli.supervisor import SHARD_SPARE_S
 from paramserver_node.setting_checks import size_bytes
 from paramserver_node.settings import PREFIX, SERVICES
 
-ROOT = Path(__file__).parents[2]
-PART, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
+from .manifests import GPU, ROOT, applied, compose_file, named, pods, read
+
+COMPONENT = "app.kubernetes.io/component"
 ONE_SHOTS = {"secrets"}
 SCHEDULERS = {"scheduler-1", "scheduler-2"}
 NODES = {*SCHEDULERS, "shard"}
-GPU = ROOT / "deploy" / "k8s-gpu"
 GRAFANA = ROOT / "deploy" / "grafana"
 MONITORING = ROOT / "deploy" / "k8s-monitoring" / "prometheus-operator.yaml"
 
 
-def read(path: Path) -> Any:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
-
-
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    found: dict[str, Any] = read(ROOT / "docker-compose.yml")
-    return found
+    return compose_file()
 
 
 @pytest.fixture(scope="module")
 def objects() -> list[dict[str, Any]]:
-    """Return every document of the folder `k8s`, in the order in which `kubectl apply -f` applies them."""
-    paths = sorted((ROOT / "k8s").iterdir())
-    assert [p.name for p in paths if not re.fullmatch(r"\d\d-[a-z-]+\.yaml", p.name)] == []
-    return [d for p in paths for d in yaml.safe_load_all(p.read_text(encoding="utf-8")) if d is not None]
-
-
-def pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the pod template of each workload, by kind and name."""
-    found = {
-        f"{d['kind']}/{d['metadata']['name']}": d["spec"]["template"]
-        for d in objects
-        if "template" in d.get("spec", {})
-    }
-    assert len(found) >= 6
-    return found
-
-
-def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
-    (found,) = [d for d in objects if d["kind"] == kind and d["metadata"]["name"] == name]
-    return found
+    return applied()
 
 
 def own_images(texts: Iterator[str]) -> set[str]:
@@ -325,17 +300,6 @@ def test_nodes_of_kubernetes_have_addresses_time_and_probes(objects: list[dict[s
     assert budgets.keys() >= {"scheduler", "shard"}
     # By default a pod that is not ready, such as one that crashes again and again, keeps its node from being drained.
     assert {b["unhealthyPodEvictionPolicy"] for b in budgets.values()} == {"AlwaysAllow"}
-
-
-def test_shards_are_killed_only_after_the_time_that_they_have_to_stop(
-    compose: dict[str, Any], objects: list[dict[str, Any]]
-) -> None:
-    """Compose and Kubernetes wait SHARD_SPARE_S longer than the shards' own `stop_s` before they kill them."""
-    shard, pod = compose["services"]["shard"], pods(objects)["StatefulSet/shard"]["spec"]
-    (variable,) = [e["value"] for e in pod["containers"][0]["env"] if e["name"] == "PARAMSERVER_STOP_S"]
-
-    assert shard["stop_grace_period"] == f"{float(shard['environment']['PARAMSERVER_STOP_S']) + SHARD_SPARE_S:g}s"
-    assert pod["terminationGracePeriodSeconds"] == float(variable) + SHARD_SPARE_S
 
 
 def memory_of(pod: dict[str, Any], kind: str) -> int:

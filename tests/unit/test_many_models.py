@@ -130,7 +130,7 @@ async def test_a_status_writes_no_models_settings(monkeypatch: pytest.MonkeyPatc
     assert [(m.parameters, m.lr) for m in status.models] == [(1, 1e-3)] * 2
 
 
-def test_the_list_of_shards_goes_through_the_partitions_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_shards_goes_through_the_partitions_once() -> None:
     """What `GET /shards` costs does not grow with shards times partitions."""
     d, _ = of_models(10)
     for i in range(1, 20):

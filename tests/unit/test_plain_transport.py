@@ -13,7 +13,7 @@ from tests.unit.scripted_server import Blocking, Kept, Peer, Server, serving
 from paramserver.client import control
 from paramserver.errors import InDoubt, Unreachable, problem
 from paramserver.net.calls import TIMEOUT_S_MAX, Deadline, Request, Response
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver.net.plain import PlainTransport, proxy_of
 from paramserver.net.transport import AsyncTransport, BlockingTransport, Protocols
 from paramserver.wire import http2 as wire
@@ -50,7 +50,7 @@ def asked(transport: PlainTransport, url: str, call: Any) -> Any:
 
 def test_what_may_have_been_done_is_not_sent_again() -> None:
     """If a kept connection breaks, a request that may have created a run raises InDoubt and is not sent again."""
-    node, transport = Node(), PlainTransport(NO_CREDENTIALS)
+    node, transport = Node(), PlainTransport(Credentials())
     with serving(node) as url:
         transport.send(Request("GET", "/livez"), url)
         with pytest.raises(InDoubt, match="broke before it answered"):
@@ -61,7 +61,7 @@ def test_what_may_have_been_done_is_not_sent_again() -> None:
 
 def test_what_changes_nothing_is_sent_again() -> None:
     """If a kept connection breaks, a GET is sent again at once on another connection."""
-    node, transport = Node(), PlainTransport(NO_CREDENTIALS)
+    node, transport = Node(), PlainTransport(Credentials())
     with serving(node) as url:
         outcomes = [transport.send(Request("GET", path), url) for path in ("/a", "/b")]
         transport.close()
@@ -78,7 +78,7 @@ def test_an_answer_that_ends_its_connection_is_read(ending: bytes, body: bytes) 
         connected.recv(65536)
         connected.sendall(ending + f"content-length: {len(body)}\r\n\r\n".encode() + body)
 
-    transport = PlainTransport(NO_CREDENTIALS)
+    transport = PlainTransport(Credentials())
     with serving(closing) as url:
         outcomes = [transport.send(Request("GET", "/livez"), url) for _ in range(2)]
         transport.close()
@@ -93,7 +93,7 @@ def test_a_connection_that_the_node_has_closed_is_not_used_again() -> None:
         heard.append(connected.recv(65536).split(b" HTTP")[0])
         connected.sendall(OK)
 
-    transport = PlainTransport(NO_CREDENTIALS)
+    transport = PlainTransport(Credentials())
     with serving(serve) as url:
         transport.send(Request("GET", "/livez"), url)
         (kept,) = transport._idle._kept[url]
@@ -106,7 +106,7 @@ def test_a_connection_that_the_node_has_closed_is_not_used_again() -> None:
 
 def blocking(url: str, *requests: Request) -> list[Any]:
     """Return the outcomes of these requests to the given URL, one after the other."""
-    transport = BlockingTransport((url,), NO_CREDENTIALS)
+    transport = BlockingTransport((url,), Credentials())
     try:
         return [outcome for r in requests for outcome in transport.perform([r])]
     finally:
@@ -117,7 +117,7 @@ def on_asyncio(url: str, *requests: Request) -> list[Any]:
     """Return the outcomes of these requests to the given URL, one after the other."""
 
     async def main() -> list[Any]:
-        transport = AsyncTransport((url,), NO_CREDENTIALS)
+        transport = AsyncTransport((url,), Credentials())
         try:
             return [outcome for r in requests for outcome in await transport.perform([r])]
         finally:
@@ -187,7 +187,7 @@ def test_an_answer_that_comes_in_drops_ends_at_the_timeout() -> None:
             while not over.wait(0.05):
                 connected.sendall(b".")
 
-    transport = PlainTransport(NO_CREDENTIALS)
+    transport = PlainTransport(Credentials())
     with serving(dripping) as url:
         for sink in (None, Kept()):
             outcome = transport.send(Request("GET", "/", timeout_s=0.3, sink=sink), url)
@@ -273,7 +273,7 @@ async def test_a_cancelled_request_over_http1_leaves_nothing_running() -> None:
 
     sink = Kept()
     with serving(slow) as url:
-        transport = AsyncTransport((url,), NO_CREDENTIALS)
+        transport = AsyncTransport((url,), Credentials())
         asking = asyncio.ensure_future(transport.perform([Request("GET", "/pull", sink=sink)]))
         assert await asyncio.to_thread(begun.wait, 20.0)
         asking.cancel()

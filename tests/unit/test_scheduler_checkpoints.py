@@ -359,16 +359,20 @@ def test_a_model_that_a_client_restores_is_ready_when_the_client_says_so(mode: s
     assert code(d, d.send(lambda n: io.DeleteModel(n, "m", "mine"))) == "upload_in_progress"
 
 
-def test_a_new_leader_begins_a_timeline_where_a_restore_was_under_way() -> None:
-    """Nobody ends a restore whose leader has died: sync goes on from what is set, as values of another timeline."""
-    d = Driver.with_model(**SYNC)
+@pytest.mark.parametrize("ack", ["applied", "journaled"])
+def test_a_new_leader_begins_a_timeline_where_a_restore_was_under_way(ack: str) -> None:
+    """Nobody ends a restore whose leader has died: at `applied` it is undone, else sync goes on from what is set."""
+    d = Driver.with_model(**SYNC, ack=ack)
     a = d.join("a")
     d.ask(lambda n: io.StartRestore(n, "m"))
     d.restart()
     d.beats()
     assert code(d, d.clock_of(a, 1)) == "rolled_back"
-    assert d.commits()[-1]["cut"]
     assert (d.core.read.model("m")["state"], d.core.read.model("m")["timeline"]) == ("ready", 1)
+    if ack == "applied":
+        assert (d.document()["source"], d.core.read.model("m")["clock"]) == ({"cut": 0}, 0)
+    else:
+        assert (d.document()["source"], d.commits()[-1]["cut"]) == ("init", True)
 
 
 @pytest.mark.parametrize("name", ["latest", "best"])

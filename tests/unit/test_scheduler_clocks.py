@@ -86,6 +86,28 @@ def test_quorum_late_workers_are_dropped_or_folded() -> None:
         assert [[w, c] for w, _, _, c, _ in d.commits()[1]["contributions"]] == listed
 
 
+def test_a_quorum_by_number_counts_reports_and_no_more_than_are_live() -> None:
+    """`quorum_count` reports end a clock, whatever the number of workers; if fewer are left, the reports of all do."""
+    d = Driver.with_model(consistency={"mode": "sync", "quorum_count": 2, "min_workers": 4})
+    workers = [d.join(name) for name in "abcd"]
+
+    def reports(clock: int, *of: int) -> list[int]:
+        """The number of commits after each of these workers' reports."""
+        made = []
+        for i in of:
+            d.clock(workers[i], clock)
+            made.append(len(d.commits()))
+        return made
+
+    assert reports(1, 0, 1) == [0, 1]
+    assert reports(2, 3, 2) == [1, 2]
+    for i in (1, 2):
+        d.ask(lambda n, w=workers[i]: io.LeaveWorker(n, "m", w["worker"], w["epoch"]))  # type: ignore[misc]
+    assert reports(3, 0, 3) == [2, 3]
+    d.ask(lambda n: io.LeaveWorker(n, "m", workers[3]["worker"], workers[3]["epoch"]))
+    assert reports(4, 0) == [4]
+
+
 @pytest.mark.parametrize("late", ["drop", "fold"])
 def test_a_worker_that_joins_during_a_clock_is_told_if_its_push_for_it_does_not_count(late: str) -> None:
     """A joiner works on the open clock, for which nobody waits; if its report is too late and dropped, it is told."""

@@ -6,8 +6,10 @@ import pytest
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.errors import problem
+from paramserver.types import ModelKey
 
-from .scheduling import Driver, beyond_its_cut, release_numbers
+from .scheduling import Driver, beyond_its_cut, code, release_numbers
 
 SYNC: dict[str, Any] = {"consistency": {"mode": "sync"}}
 
@@ -219,3 +221,95 @@ def test_a_sync_phase_that_is_left_before_its_first_commit_leaves_nothing_behind
     d.ask(lambda n: io.SetShardState(n, "s0", "draining"))
     d.wait(10)
     assert d.owners() == ["s1"] * 4
+
+
+def restore(d: Driver, version: int = 0) -> None:
+    """Restore model m in place."""
+    d.ask(lambda n: io.StartRestore(n, "m"))
+    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1), None, version))
+
+
+@pytest.mark.parametrize("leader", ["the same", "another"])
+def test_a_shard_that_dies_between_a_restore_and_its_first_cut_takes_the_model_back_to_the_cut_before(
+    leader: str,
+) -> None:
+    """A shard that dies between a restore and its first cut takes the model back to the cut before the restore.
+
+    Loaded from their newest snapshots, partitions would be in different states: some restored, others as before.
+    """
+    d, a = beyond_its_cut()
+    restore(d, version=50)
+    d.beat("s0")  # it has stored its part of the first cut
+    if leader == "another":
+        d.restart()
+    assert (d.document()["clock"], d.document()["cut"], d.document()["cut_asked"]) == (50, 1, 50)
+    assert d.core.read.model("m")["cut"] is None, "that cut has not the restored values"
+
+    d.shard("s1")
+    assert (d.document()["timeline"], d.document()["source"]) == (2, {"cut": 1})
+    assert len({token for _, token, *_ in d.document()["owners"]}) == 4
+    assert (d.document()["began"], d.document()["clock"], d.document()["opening"]) == (1, 1, False)
+    d.beats()
+    assert code(d, d.clock(a, 2)) == "rolled_back"
+    assert d.result(d.clock(a, 2))["released"]
+    assert (d.commits()[-1]["t"], d.commits()[-1]["timeline"]) == (1, 2)
+    d.beats()
+    assert d.core.read.model("m")["cut"] == 2
+
+
+@pytest.mark.parametrize("ends", ["its leader dies", "it fails"])
+@pytest.mark.parametrize("ack", ["applied", "journaled"])
+def test_a_restore_that_does_not_come_to_its_end_is_undone_as_a_whole(ends: str, ack: str) -> None:
+    """Where some values are set and some are not, a model at `applied` goes back to the cut before the restore.
+
+    At the other levels what is set is in the journal, and sync goes on from it.
+    """
+    d, _ = beyond_its_cut(ack=ack)
+    before = dict(d.tokens)
+    d.ask(lambda n: io.StartRestore(n, "m"))
+    if ends == "it fails":
+        lost = problem("unavailable", "a shard does not answer")
+        d.send(lambda n: io.RestoreFinished(n, ModelKey("m", 1), lost))
+    else:
+        d.restart()
+        d.do(io.Tick())
+    back = ack == "applied"
+    assert (d.document()["timeline"], d.document()["began"]) == (1, 1 if back else 3)
+    assert d.document()["source"] == ({"cut": 1} if back else "init")
+    assert [d.tokens[k] for k in sorted(d.tokens)] == [o[1] for o in d.document()["owners"]]
+    assert all((d.tokens[k] > before[k]) == back for k in before)
+    d.wait(1.0)
+    assert (d.core.read.model("m")["clock"], bool(d.commits()[-1]["contributions"])) == (1 if back else 4, back)
+
+
+def test_a_cut_that_a_restore_interrupts_does_not_count() -> None:
+    """A cut that is not whole when a restore begins is given up: a shard may reach its clock with restored values."""
+    d, _ = beyond_its_cut(after_s=6)
+    assert d.commits()[-1]["cut"]
+    d.ask(lambda n: io.StartRestore(n, "m"))
+    assert d.document()["cut_asked"] is None
+    d.beats()
+    assert d.core.read.model("m")["cut"] == 1
+
+
+def test_clocks_that_a_restore_skipped_are_not_a_runs_also_once_it_is_undone() -> None:
+    """A run that goes back to the cut before a restore has done as many of its clocks as it had there."""
+    d, a = beyond_its_cut()
+    d.ask(lambda n: io.CreateRun(n, "m", "a.b:c"))
+    d.ask(lambda n: io.JoinPool(n, "p", ["a.b"]))
+
+    def counted() -> int:
+        clock = d.core.read.model("m")["clock"]
+        return int(clock - d.core.read.run("run-1")["from_clock"])
+
+    d.clock(a, 3)
+    d.now += 6
+    d.clock(a, 4)
+    d.beats()
+    d.clock(a, 5)
+    assert (d.core.read.model("m")["cut"], counted()) == (4, 3)
+    restore(d, version=50)
+    assert counted() == 3
+    d.restart()
+    d.shard("s1")
+    assert (d.core.read.model("m")["clock"], counted()) == (4, 2)

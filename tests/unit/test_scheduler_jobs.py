@@ -23,7 +23,7 @@ from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, CorruptState, NotFoundError, PsError, problem
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.state import SetFrame, StateFrame
 from paramserver_scheduler.checkpoints import CheckpointStore, assignments
@@ -186,7 +186,7 @@ async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
     (tmp_path / "first.safetensors").write_bytes(tensor_file("F32", 4))
     layout = Layout(ModelSpec.parse(SPEC | {"params": FROM_FILE}))
     values = CheckpointStore(tmp_path).read_parameters(layout, {"w": "first.safetensors"})
-    shards = ShardClient(NO_CREDENTIALS)
+    shards = ShardClient(Credentials())
 
     with refused_with("unavailable"):
         await shards.states(ModelKey("m", 1), 2, lambda index: "http://shard:port", None)
@@ -207,7 +207,7 @@ async def test_what_a_restore_has_set_is_set_again_if_a_death_undoes_it(
     A request that is refused because of the new timeline names the present one then.
     """
     monkeypatch.setattr("paramserver_scheduler.shards.RETRY_S", 0.0)
-    shards, places = ShardClient(NO_CREDENTIALS), [(1, 5), (1, 7)]
+    shards, places = ShardClient(Credentials()), [(1, 5), (1, 7)]
     named: list[tuple[int, int]] = []
 
     async def receive(url: str, frame: SetFrame, arrays: Sequence[AnyArray]) -> None:

@@ -175,6 +175,22 @@ def test_shards_that_were_stopped_together_share_again_whoever_is_back_first() -
     assert d.owners() == ["s1"] * 4
 
 
+def test_partitions_that_wait_for_shards_are_placed_also_if_the_leader_changes_meanwhile() -> None:
+    """A leader that takes over while the first shard waits for the others gives it all partitions two seconds later.
+
+    Nothing did, until a shard joined or died: the model was not served.
+    """
+    d = Driver.with_model()
+    for name in ("s0", "s1"):
+        d.ask(lambda n, name=name: io.LeaveShard(n, name, d.shards.pop(name)))  # type: ignore[misc]
+    d.shard("s1")
+    d.restart()
+    d.wait(1.5)
+    assert d.owners() == [None] * 4
+    d.wait(0.5)
+    assert d.owners() == ["s1"] * 4
+
+
 def test_an_emptied_redis_gets_everything_back_and_owners_keep_their_memory() -> None:
     """After Redis is emptied the leader stores all fields, fences and new tokens again, and owners keep their memory.
 

@@ -8,6 +8,7 @@ from tests.refusals import refused_with
 from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import ConflictError, FencedError, NotFoundError, RequestError
+from paramserver.types import ModelKey
 
 from .scheduling import EIGHT, SPEC, Driver, code, release_numbers, row
 
@@ -87,6 +88,35 @@ def test_a_new_leader_knows_nothing_of_its_predecessors_release_requests() -> No
     assert d.owners()[index] == owner
     d.wait(10)
     assert sorted(d.owners().count(s) for s in ("s0", "s1", "s2")) == [2, 3, 3]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("busy", ["restored", "read"])
+def test_nothing_moves_while_a_model_is_restored_or_read(busy: str, mode: str) -> None:
+    """Moves of a model are withdrawn when its restore begins; none begins until that, or its checkpoint, has ended."""
+    d = Driver.with_model(**EIGHT, consistency={"mode": mode})
+    d.shard("s2")
+    assert release_numbers(d)
+    if busy == "restored":
+        d.ask(lambda n: io.StartRestore(n, "m"))
+        assert release_numbers(d) == {}
+    else:
+        drain(d, "s2")
+        d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+        d.wait(2)
+        drain(d, "s2", "active")
+    before = d.owners()
+    d.wait(10)
+    assert (d.owners(), release_numbers(d)) == (before, {})
+
+    if busy == "restored":
+        d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
+    else:
+        (effect,) = d.work
+        assert isinstance(effect, io.WriteCheckpoint)
+        d.do(io.CheckpointWritten(effect.model, effect.name, 10, [0] * 8, "/x"))
+    d.wait(10)
+    assert "s2" in d.owners()
 
 
 def test_a_target_that_dies_gets_nothing_and_the_owner_goes_on() -> None:

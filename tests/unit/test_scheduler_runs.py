@@ -493,6 +493,32 @@ def test_a_run_is_kept_until_its_workers_have_reported(monkeypatch: pytest.Monke
     assert [r["id"] for r in d.core.read.runs()] == ["run-5", "run-4"]
 
 
+def test_the_states_of_a_runs_workers_go_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that a worker of a run has left is kept as long as the run is; nobody joins under its name any more.
+
+    Those of other workers stay, and so does what is left of a live one.
+    """
+    monkeypatch.setattr(limits, "RUNS_KEPT_MAX", 1)
+    d = Driver.with_model()
+    run(d)
+    for name in ("run-1/w0", "run-1/w1", "run-10/w0", "a"):
+        w = d.join(name)
+        d.ask(lambda n, w=w: io.WorkerHeartbeat(n, "m", w["worker"], w["epoch"], state={"of": w["worker"]}))  # type: ignore[misc]
+        if name != "run-1/w1":
+            d.ask(lambda n, w=w: io.LeaveWorker(n, "m", w["worker"], None))  # type: ignore[misc]
+    d.ask(lambda n: io.PatchRun(n, "run-1", state="stopped"))
+    run(d)
+    for _ in range(2):
+        states = {w["worker"]: w["kept"] for w in d.core.read.workers("m", d.now, kept=True)}
+        assert states == {
+            "run-1/w0": None,
+            "run-1/w1": {"of": "run-1/w1"},
+            "run-10/w0": {"of": "run-10/w0"},
+            "m/a": {"of": "m/a"},
+        }
+        d.restart()
+
+
 def test_everything_survives_a_kill_of_the_scheduler() -> None:
     """After a kill of the scheduler, model, owners, worker, data, run, pool member and evaluation are as before."""
     d = Driver.with_model(evaluate_every=2, consistency={"mode": "sync"})

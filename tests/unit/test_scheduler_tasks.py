@@ -11,6 +11,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core import task_desk
 from paramserver.core.task_desk import EVALUATIONS_MAX
 from paramserver.errors import ConflictError, NotFoundError, Unavailable
+from paramserver.types import ModelKey
 
 from .scheduling import Driver
 
@@ -125,6 +126,30 @@ def test_who_gets_data_again_goes_on_where_the_others_are() -> None:
     assert d.core.read.worker("m", b["worker"], d.now)["clock"] == 50
     assert d.result(d.clock(a, 51))["released"]
     assert d.clock(a, 52) in d.open
+
+
+@pytest.mark.parametrize("back", ["to a cut", "to a checkpoint"])
+def test_what_was_done_stays_done_when_the_model_goes_back(back: str) -> None:
+    """Ranges that were done after the clock to which the model goes back are not handed out again."""
+    d = Driver.with_model(consistency={"mode": "sync"})
+    a = d.join("a")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", 30, 10))
+    first = lease(d, a, [])
+    d.clock(a, 1)
+    d.ask(lambda n: io.TaskDone(n, "m", a["worker"], a["epoch"], first["id"]))
+    held = lease(d, a, [])
+
+    if back == "to a cut":
+        d.shard("s1")
+    else:
+        d.ask(lambda n: io.StartRestore(n, "m"))
+        d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
+    assert d.core.read.model("m")["timeline"] == 1
+
+    for _ in range(2):
+        assert d.core.read.datasets("m")[0]["done"] == 1
+        assert [lease(d, a, holding)["start"] for holding in ([], [held["id"]])] == [10, 20]
+        d.restart()
 
 
 def test_an_evaluation_that_nobody_makes_does_not_slow_the_rounds() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_effects import LoadPartition, PushDone, StoreSnapshot
+from paramserver.core.shard_effects import LoadPartition, PullDone, PushDone, StoreSnapshot
 from paramserver.core.shard_events import (
     AssignPart,
     CaptureReceived,
@@ -17,7 +17,7 @@ from paramserver.core.shard_events import (
     SnapshotDone,
 )
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import F32, PushId
 
@@ -147,6 +147,47 @@ def test_a_failed_load_is_told_and_tried_again() -> None:
     assert refused(driver, push).code == refused(driver, pull).code == "storage_unavailable"
     driver.advance(1.0)
     assert [type(e) for e in driver.pending] == [LoadPartition]
+
+
+def test_stored_state_that_stays_corrupt_is_read_ever_less_often() -> None:
+    """The delay doubles up to a minute, and once it has begun to, requests are refused at once, not after it.
+
+    Any other failure, as when Redis is away or lacks initial values, begins again with a second.
+    """
+    driver = ShardDriver(eager=False)
+    driver.serve(spec())
+    (load,) = driver.pending
+    assert isinstance(load, LoadPartition)
+
+    def failed(after_s: float, error: PsError) -> None:
+        """Fail the pending load; the next one comes after that time."""
+        driver.pending.clear()
+        driver.send(LoadFailed(load.key, load.token, error))
+        driver.advance(after_s - 0.5)
+        assert driver.pending == []
+        driver.advance(0.5)
+        assert [type(e) for e in driver.pending] == [LoadPartition]
+
+    corrupt = problem("corrupt_state", "both snapshots are damaged")
+    early = driver.submit({0: ones()})
+    assert early not in driver.replies
+    failed(1.0, corrupt)
+    waiting = driver.ask((0,))
+    assert waiting not in driver.replies, "another owner token may be on its way"
+    for after_s in (2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
+        failed(after_s, corrupt)
+        push, pull = driver.submit({0: ones()}), driver.ask((0,), wait_s=30.0)
+        assert refused(driver, push).code == refused(driver, pull).code == "corrupt_state"
+        assert "both snapshots" in refused(driver, pull).detail
+    assert refused(driver, early).code == refused(driver, waiting).code == "corrupt_state"
+
+    failed(1.0, problem("storage_unavailable", "no Redis"))
+    failed(1.0, corrupt)
+    failed(1.0, problem("corrupt_state", "its initial values were never stored", never_stored=True))
+    failed(1.0, corrupt)
+    failed(2.0, corrupt)
+    driver.complete()
+    assert isinstance(driver.replies[driver.ask((0,))], PullDone)
 
 
 def test_initial_values_are_uploaded_before_anything_else() -> None:

@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from paramserver.net.aio_connection import RESTED_S
-from paramserver.net.credentials import NO_CREDENTIALS
+from paramserver.net.credentials import Credentials
 from paramserver_node import redis_server
 from paramserver_node.server import serve_tcp
 from paramserver_shard import link as link_module
@@ -30,7 +30,7 @@ async def test_connections_that_are_all_lost_at_once_cost_one_wait(monkeypatch: 
         await send({"type": "http.response.body", "body": body})
 
     stop, ports = asyncio.Event(), (redis_server.free_port(), redis_server.free_port())
-    link = SchedulerLink([f"http://127.0.0.1:{port}" for port in ports], NO_CREDENTIALS)
+    link = SchedulerLink([f"http://127.0.0.1:{port}" for port in ports], Credentials())
     async with asyncio.timeout(20), asyncio.TaskGroup() as nodes:
         for port in ports:
             nodes.create_task(serve_tcp(scheduler, "127.0.0.1", port, stop, grace_s=0.0))

@@ -63,7 +63,7 @@ class Shard:
         reader: Any = SimpleNamespace(read=self.read)
         app, asked = FastAPI(), Telemetry(time.monotonic, ())
         problems.install(app)
-        app.add_middleware(InFlightMiddleware, in_flight=InFlight())
+        app.add_middleware(InFlightMiddleware, in_flight=InFlight(1 << 30))
         for route, endpoint in (("/push", Push), ("/pushpull", PushPull), ("/pull", Pull)):
             here: Any = self
             app.router.routes.append(Route(route, endpoint(here, reader, frames, names, asked), methods=["POST"]))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.refusals import refused_with
 
+from paramserver import limits
 from paramserver.core.commit import Contribution
 from paramserver.core.shard_effects import PushDone
 from paramserver.core.shard_events import MapChanged, RosterChanged, WorkerAnswered
@@ -13,7 +14,7 @@ from paramserver.errors import FencedError, PsError, StaleMapError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import PushId
 
-from .partitions import ROSTER, refused, serving
+from .partitions import ROSTER, refused, serving, successor
 from .test_shard_core import ones, spec
 
 
@@ -86,6 +87,28 @@ def test_operations_that_share_a_partition_run_in_order_of_arrival() -> None:
     assert last not in driver.replies
     driver.complete()
     assert last in driver.replies
+
+
+def test_no_pull_of_a_shard_sees_a_push_on_one_of_its_partitions_only() -> None:
+    """Whatever is being computed or waits, a pull has each push of a request on all of its partitions or on none."""
+    driver = serving(spec(8, 2))
+    driver.eager = False
+    for i in range(3):
+        driver.submit({i % 2: ones(value=10.0)})
+        driver.submit({0: ones(), 1: ones()})
+    seen = []
+
+    def pull() -> None:
+        parts = driver.pull(0, 1).parts
+        seen.append(tuple(float(p.state.values[0]) % 10.0 for p in parts))
+
+    pull()
+    while driver.pending:
+        driver.complete()
+        pull()
+
+    assert {a for a, _ in seen} == {0.0, 1.0, 2.0, 3.0}
+    assert all(a == b for a, b in seen)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -217,6 +240,47 @@ def test_another_optimizer_starts_with_fresh_state() -> None:
     assert np.allclose(state.values, -1.1)
 
 
+CHANGES_OF_OPTIMIZER: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    ({"name": "adam"}, {"name": "adamw"}, True),
+    ({"name": "adamw"}, {"name": "adam", "lr": 0.2}, True),
+    ({"name": "momentum"}, {"name": "nesterov"}, True),
+    ({"name": "nesterov"}, {"name": "momentum"}, True),
+    ({"name": "rmsprop", "momentum": 0.9}, {"momentum": 0.5, "lr": 0.2}, True),
+    ({"name": "rmsprop", "momentum": 0.9}, {"momentum": 0.0}, False),
+    ({"name": "rmsprop"}, {"momentum": 0.9}, False),
+    ({"name": "rmsprop"}, {"centered": True}, False),
+    ({"name": "rmsprop", "centered": True}, {"centered": False}, False),
+    ({"name": "rmsprop", "centered": True}, {"name": "adam"}, False),
+]
+
+
+@pytest.mark.parametrize(("before", "change", "same"), CHANGES_OF_OPTIMIZER, ids=str)
+def test_state_is_kept_where_the_arrays_are_the_same_and_begins_afresh_where_they_are_not(
+    before: dict[str, Any], change: dict[str, Any], same: bool
+) -> None:
+    """Slots and step counts outlive a change between optimizers with the same arrays, and no other change.
+
+    Another owner, from the journal or from a snapshot, has the same.
+    """
+    for stored_s in (0.0, limits.SNAPSHOT_INTERVAL_S):
+        driver = serving(spec(optimizer=before, ack="journaled"))
+        driver.push({0: ones()})
+        old = driver.pull(0).parts[0].state
+
+        driver.patch({"optimizer": change})
+        driver.advance(stored_s)
+
+        found = [driver.pull(0)]
+        found.append(successor(driver).pull(0))
+        for state in (pulled.parts[0].state for pulled in found):
+            assert np.array_equal(state.values, old.values)
+            if same:
+                assert (state.steps, len(state.slots)) == ((1,), len(old.slots))
+                assert all(np.array_equal(a, b) for a, b in zip(state.slots, old.slots, strict=True))
+            else:
+                assert (sum(state.steps), sum(float(s.sum()) for s in state.slots)) == (0, 0.0)
+
+
 def test_clipping_by_norm_needs_the_whole_gradients_norm() -> None:
     """With `clip_norm`, a push is scaled by the norm in its frame, and refused without one."""
     driver = serving(spec(optimizer={"name": "sum", "clip_norm": 1.0}))
@@ -294,6 +358,22 @@ def test_buffered_applies_the_mean_of_every_k_pushes_in_order() -> None:
     driver.advance(0.5)
     assert driver.values() == [8.0] * 4
     assert driver.core.held_bytes == 0
+
+
+def test_changes_of_settings_do_not_put_off_what_is_buffered() -> None:
+    """A buffer is flushed an interval after its first push, however often settings change; a shorter one counts."""
+    driver = serving(spec(consistency={"mode": "buffered", "count": 9, "interval_ms": 1000}))
+
+    driver.push({0: ones()})
+    for live in range(3):
+        driver.advance(0.4)
+        driver.patch({}, workers=dict(list(ROSTER.items())[:live]))
+    assert driver.values() == [1.0] * 4
+    driver.push({0: ones()})
+    driver.patch({"consistency": {"interval_ms": 300}})
+    driver.advance(0.3)
+
+    assert driver.values() == [2.0] * 4
 
 
 def test_the_mean_of_pushes_that_adjoin_changes_what_each_of_them_names() -> None:

@@ -229,7 +229,7 @@ async def test_a_request_that_is_refused_gives_back_what_its_client_holds_no_lon
     unused = cast(Any, None)
     frames = FrameService(unused, cast(Any, SimpleNamespace(find=find)), unused, unused, unused, lending)
     with pytest.raises(NotFoundError):
-        await frames.pull(PullFrame([(0, None)], model="m", release=[pulled[0]]))
+        await frames.pull(PullFrame([(0, None)], model="m", release=[pulled[0]]), lambda _: None)
     with pytest.raises(NotFoundError):
         await frames.prepare_push(PushFrame("m", [PushPart(0, None, None)], release=[pushed[0]]))
     assert lending.leased_bytes == 0
@@ -373,7 +373,7 @@ async def test_a_large_body_keeps_nobody_waiting(folder: SharedFolder, monkeypat
         return frame, Body((size, size))
 
     async def read() -> None:
-        with InFlight().request("") as account:
+        with InFlight(1 << 30).request("") as account:
             await FrameReader(pool).read({"state": {"account": account}}, receive, PushFrame, sized)
 
     monkeypatch.setattr(folder, "allocate", slow)

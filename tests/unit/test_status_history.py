@@ -288,6 +288,33 @@ async def test_a_shard_of_another_version_is_a_problem() -> None:
     assert f"version 0.0.9, the leading scheduler {paramserver.__version__}" in problem
 
 
+async def test_shards_that_could_not_take_the_partitions_of_a_lost_one_are_a_problem() -> None:
+    """The status says once, before a shard is lost, that the others lack the memory for its partitions, and what to do.
+
+    Not for a few MiB, by which a process's memory varies anyway, nor while the limit of a shard is not known.
+    """
+    d, service = of_models(0)
+    d.shard("s1")
+    spec = {"name": "big", "params": {"w": {"shape": [50 << 20]}}, "partitions": 8, "optimizer": {"name": "momentum"}}
+    d.send(partial(io.CreateModel, spec=spec, nonce="secret"))
+
+    async def problems(free_mib: int, limit_mib: int = 1000) -> list[str]:
+        for name in d.shards:
+            d.beat(name, memory={"limit_bytes": limit_mib << 20, "used_bytes": (limit_mib - free_mib) << 20})
+        return (await overview.describe(service)).cluster.problems
+
+    assert await problems(200) == []
+    assert await problems(190) == []
+    (problem,) = await problems(100)
+    assert "200 MiB" in problem
+    assert "100 MiB" in problem
+    assert "add a shard" in problem
+    assert await problems(0, limit_mib=0) == []
+    del d.shards["s1"]
+    d.wait(limits.LEASE_S + 1)
+    assert not any("MiB" in p for p in await problems(0)), "nobody is left to take anything"
+
+
 async def test_prometheus_reads_how_many_problems_there_are() -> None:
     """The number of problems that the status lists is a metric, so a checkpoint that fails can raise an alert."""
     d, service = of_models(2)

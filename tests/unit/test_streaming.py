@@ -321,3 +321,30 @@ def test_a_push_that_a_rollback_drops_leaves_no_number_in_doubt() -> None:
     assert filled(PushStream(lambda call, _=None: drive(call, node), deadline, session), GRAD["w"]).state == "dropped"
     for _ in range(limits.WINDOW + 1):
         assert drive(session.push(GRAD, Deadline.after(0.0)), node).state == "applied"
+
+
+def test_a_gradient_that_is_not_contiguous_is_copied_once() -> None:
+    """A gradient is made contiguous as it is put, not again and again for each piece of it that is sent."""
+    node = TwoLayers(problem("unreachable", "cannot reach it"), 99)
+    node.spec = ModelSpec.parse({"name": "m", "params": {"w": {"shape": [1024, 2048]}}, "partitions": 2})
+    sent: list[Request] = []
+
+    def answer(request: Request) -> Outcome:
+        sent.append(request)
+        return node(request)
+
+    push = PushStream(lambda call, _=None: drive(call, answer), deadline, opened(node))
+    filled(push, np.arange(2 << 20, dtype=np.float32).reshape(2048, 1024).T)
+
+    pieces = [np.frombuffer(piece, np.float32) for request in sent for piece in request.rest]
+    assert [p.nbytes for p in pieces] == [BUCKET_BYTES] * 2
+    first, second = (p.__array_interface__["data"][0] for p in pieces)
+    assert second - first == BUCKET_BYTES
+
+
+def test_a_gradient_is_checked_as_if_it_were_pushed_whole() -> None:
+    """Masked elements and a wrong shape are refused, though an array without dimensions is like one of one element."""
+    node, session = joined("async")
+    for wrong, said in ((np.ma.masked_equal(np.arange(4.0), 0), "masked"), (np.array(1.0), r"shape \[\]")):
+        with pytest.raises(RequestError, match=said):
+            filled(PushStream(lambda call, _=None: drive(call, node), deadline, session), wrong)

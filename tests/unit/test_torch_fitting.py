@@ -39,6 +39,15 @@ def test_parameters_without_values_are_refused() -> None:
     assert "a batch" in said.hint
 
 
+def test_parameters_on_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module on a device other than a CPU or a CUDA GPU is refused at once, not by an error of its first step."""
+    monkeypatch.setattr(nn.Parameter, "device", torch.device("mps"))  # as on a Mac: this machine need not have it
+    said = refused(nn.Linear(3, 2))
+    assert {e["where"] for e in said.errors} == {"weight", "bias"}
+    assert "'weight' is on mps" in said.detail
+    assert "CPU and CUDA" in said.detail
+
+
 def test_parameters_that_cannot_be_trained_come_with_a_remedy() -> None:
     """Complex parameters, and frozen integers as of a quantized module, are refused with what to do instead."""
     said = refused({"c": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})

@@ -16,13 +16,11 @@ from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PushId
 
 
-def accept(
-    memory: PushMemory, seq: int, epoch: int = 1, crc: int = 7, version: int | None = None
-) -> EarlierAnswer | None:
+def accept(memory: PushMemory, seq: int, epoch: int = 1, crc: int = 7) -> EarlierAnswer | None:
     push_id = PushId("w", epoch, seq)
     seen = memory.check(push_id, None, crc)
     if seen is None:
-        memory.record(push_id, None, crc, seq if version is None else version)
+        memory.record(push_id, None, crc, seq)
     return seen
 
 

@@ -43,15 +43,15 @@ $("token").querySelector("form").addEventListener("submit", e => {
 /** Run a change; show in `host` what came of it: the text it returns, or its error.  `form` is disabled meanwhile. */
 export async function attempt(host, form, change) {
   const focused = document.activeElement;
-  host.className = "said dim";
+  host.className = "dim";
   host.textContent = "…";
   form.inert = true;
   try {
     host.textContent = await change();
-    host.className = "said good";
+    host.className = "good";
   } catch (error) {
     host.textContent = error.message;
-    host.className = "said bad";
+    host.className = "bad";
   } finally {
     form.inert = false;
     focusAgain(form, focused);

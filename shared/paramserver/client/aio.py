@@ -3,6 +3,7 @@
 The arguments are documented in `Client`, `Model` and `Worker`; only differences are noted here.
 """
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from paramserver.client import checkpointing, control, transfer
 from paramserver.client.aio_worker import AsyncWorker
 from paramserver.client.arrays import Params
 from paramserver.client.client_base import ClientBase
-from paramserver.client.cluster import model_path
+from paramserver.client.cluster import ModelMap, model_path
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
 from paramserver.client.gradient_arrays import GradientArrays
@@ -23,6 +24,7 @@ from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
 from paramserver.core.selection import Names, Ranges
+from paramserver.errors import PsError
 from paramserver.net.addresses import urls_of
 from paramserver.net.calls import Call
 from paramserver.net.credentials import Credentials
@@ -59,13 +61,25 @@ class AsyncClient(ClientBase):
 
     async def close(self) -> None:
         """Close all connections, and return slots and leases to shards on this machine."""
-        self.shared.drop()
-        await self.run(self.cluster.leave())
-        await self.transport.close()
+        try:
+            self.shared.drop()
+            await self.run(self.cluster.leave())
+        finally:  # also if this task is cancelled
+            await self.transport.close()
 
     async def run(self, call: Call[T]) -> T:
         """Run a call to completion and return its result."""
         return await self.transport.run(call)
+
+    async def _create(self, call: Call[ModelMap], creation: control.Creation) -> ModelMap:
+        """Run a call that makes a model; if it is interrupted, remove what it has made."""
+        try:
+            return await self.run(call)
+        except PsError:
+            raise  # the call itself has removed it
+        except (Exception, asyncio.CancelledError):
+            await self.run(creation.remove())
+            raise
 
     def model(self, name: str, *, codec: str | None = None) -> "AsyncModel":
         """Return a handle for the model of that name; the first call fails if there is none."""
@@ -88,7 +102,9 @@ class AsyncClient(ClientBase):
         """See `Client.create_model`."""
         others = {"partitions": partitions, "ack": ack, "evaluate_every": evaluate_every, "checkpoint": checkpoint}
         body, uploads = model_document(name, params, optimizer, consistency, others)
-        await self.run(control.create_model(self.cluster, body, uploads, self.deadline(timeout), exist_ok=exist_ok))
+        creation, deadline = control.Creation(), self.deadline(timeout)
+        call = control.create_model(self.cluster, body, uploads, deadline, creation, exist_ok=exist_ok)
+        await self._create(call, creation)
         return AsyncModel(self, name)
 
     async def models(self, *, timeout: float | None = None) -> list[str]:
@@ -109,10 +125,11 @@ class AsyncClient(ClientBase):
         timeout: float | None = None,
     ) -> "AsyncModel":
         """See `Client.restore`."""
+        creation, deadline = control.Creation(), self.deadline(timeout)
         call = checkpointing.restore(
-            self.cluster, os.fspath(path), as_, partitions, self.deadline(timeout), exist_ok=exist_ok
+            self.cluster, os.fspath(path), as_, partitions, deadline, creation, exist_ok=exist_ok
         )
-        return AsyncModel(self, (await self.run(call)).name)
+        return AsyncModel(self, (await self._create(call, creation)).name)
 
     async def create_run(
         self,
@@ -144,8 +161,8 @@ class AsyncClient(ClientBase):
         return dict(await self.run(control.send("PATCH", control.run_path(run), changes, self.deadline(timeout))))
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
-        """Return the JSON answer of any control route, with this client's retries and errors."""
-        return await self.run(control.send(method, path, body, self.deadline(timeout)))
+        """See `Client.request`."""
+        return await self.run(control.request(method, path, body, self.deadline(timeout)))
 
 
 class AsyncModel(ModelBase):

@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from secrets import token_urlsafe
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from msgspec.structs import replace
 
 from paramserver.client.cluster import Cluster, ModelMap, model_path
-from paramserver.client.control import listed, remove_unfinished
+from paramserver.client.control import Creation, listed
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
@@ -67,12 +66,20 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
 
 
 def restore(
-    cluster: Cluster, path: str, as_: str | None, partitions: int | None, deadline: Deadline, *, exist_ok: bool
+    cluster: Cluster,
+    path: str,
+    as_: str | None,
+    partitions: int | None,
+    deadline: Deadline,
+    creation: Creation,
+    *,
+    exist_ok: bool,
 ) -> Call[ModelMap]:
     """Create a model from a checkpoint folder; return its map.
 
-    The new model is `initializing` until the restore is complete; if that fails, it is removed again.  With `exist_ok`,
-    set an existing model to the checkpoint's values instead, whatever its current settings are.
+    The new model is `initializing` until the restore is complete; if that fails, it is removed again, and if it is
+    interrupted, the caller does that.  With `exist_ok`, set an existing model to the checkpoint's values instead,
+    whatever its current settings are.
     """
     from paramserver import checkpoint
     from paramserver.core.documents import check_states
@@ -87,17 +94,18 @@ def restore(
     if partitions is not None:
         document["partitions"] = partitions
     model_map = (yield from _existing_map(cluster, document["name"], deadline)) if exist_ok else None
-    made, token = model_map is None, token_urlsafe(24)
     if model_map is None:
+        creation.name = document["name"]
         try:
-            model_map = yield from _create(cluster, document, token, deadline)
+            model_map = yield from _create(cluster, document, creation.token, deadline)
         except ConflictError as e:
+            creation.name = None
             if e.code != "model_exists":
                 raise
             if not exist_ok:
                 hint = "as_= names another; exist_ok=True sets it to the checkpoint's values"
                 raise problem(e.code, f"model '{document['name']}' exists already", hint=hint) from None
-            made, model_map = False, (yield from cluster.fetch_map(document["name"], deadline))
+            model_map = yield from cluster.fetch_map(document["name"], deadline)
     elif partitions not in (None, model_map.spec.partitions):
         raise problem(
             "conflict", f"model '{model_map.name}' has {model_map.spec.partitions} partitions, which cannot be changed"
@@ -105,8 +113,7 @@ def restore(
     try:
         return (yield from _set_all(cluster, model_map, found, deadline))
     except PsError:
-        if made:
-            yield from remove_unfinished(model_map, token, deadline.clock)
+        yield from creation.remove(deadline.clock)
         raise
 
 

@@ -7,10 +7,12 @@ from typing import Any, NoReturn, Self, TypeVar
 from paramserver import limits
 from paramserver.client import checkpointing, control
 from paramserver.client.client_base import ClientBase
+from paramserver.client.cluster import ModelMap
 from paramserver.client.consistency import Consistency
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.spec_builder import ParamLike, model_document
+from paramserver.errors import PsError
 from paramserver.net.addresses import urls_of
 from paramserver.net.calls import Call
 from paramserver.net.credentials import Credentials
@@ -50,13 +52,25 @@ class Client(ClientBase):
 
     def close(self) -> None:
         """Close all connections, and return slots and leases to shards on this machine."""
-        self.shared.drop()
-        self.run(self.cluster.leave())
-        self.transport.close()
+        try:
+            self.shared.drop()
+            self.run(self.cluster.leave())
+        finally:  # also if Ctrl-C ends the wait for a shard
+            self.transport.close()
 
     def run(self, call: Call[T]) -> T:
         """Run a call to completion and return its result."""
         return self.transport.run(call)
+
+    def _create(self, call: Call[ModelMap], creation: control.Creation) -> ModelMap:
+        """Run a call that makes a model; if it is interrupted, remove what it has made."""
+        try:
+            return self.run(call)
+        except PsError:
+            raise  # the call itself has removed it
+        except BaseException:
+            self.run(creation.remove())
+            raise
 
     def model(self, name: str, *, codec: str | None = None) -> Model:
         """Return a handle for the model of that name; the first call fails if there is none.
@@ -96,7 +110,9 @@ class Client(ClientBase):
         """
         others = {"partitions": partitions, "ack": ack, "evaluate_every": evaluate_every, "checkpoint": checkpoint}
         body, uploads = model_document(name, params, optimizer, consistency, others)
-        self.run(control.create_model(self.cluster, body, uploads, self.deadline(timeout), exist_ok=exist_ok))
+        creation, deadline = control.Creation(), self.deadline(timeout)
+        call = control.create_model(self.cluster, body, uploads, deadline, creation, exist_ok=exist_ok)
+        self._create(call, creation)
         return Model(self, name)
 
     def models(self, *, timeout: float | None = None) -> list[str]:
@@ -128,10 +144,11 @@ class Client(ClientBase):
 
         Raises NotFoundError (`unknown_checkpoint`), CorruptState, ConflictError (`model_exists`).
         """
+        creation, deadline = control.Creation(), self.deadline(timeout)
         call = checkpointing.restore(
-            self.cluster, os.fspath(path), as_, partitions, self.deadline(timeout), exist_ok=exist_ok
+            self.cluster, os.fspath(path), as_, partitions, deadline, creation, exist_ok=exist_ok
         )
-        return Model(self, self.run(call).name)
+        return Model(self, self._create(call, creation).name)
 
     def create_run(
         self,
@@ -174,8 +191,12 @@ class Client(ClientBase):
         return dict(self.run(control.send("PATCH", control.run_path(run), changes, self.deadline(timeout))))
 
     def request(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
-        """Return the JSON answer of any control route, with this client's retries and errors."""
-        return self.run(control.send(method, path, body, self.deadline(timeout)))
+        """Return the JSON answer of any control route, with this client's retries and errors.
+
+        A POST that may have been done is not sent again, but raises InDoubt; except one that ends in `/clock`, `/done`,
+        `/drain` or `/pull`, which cannot count twice.
+        """
+        return self.run(control.request(method, path, body, self.deadline(timeout)))
 
 
 def connect(

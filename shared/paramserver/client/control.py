@@ -1,5 +1,6 @@
 """Calls other than push and pull: models and their settings, values, data, metrics, checkpoints, runs."""
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from operator import index
@@ -21,7 +22,9 @@ from paramserver.net.retry import Backoff, deliver, deliver_json, is_temporary, 
 from paramserver.types import AnyArray
 
 REMOVE_S: Final = 2.0
-"""How long a creation that has failed tries to remove what it made."""
+"""How long a creation that has failed, or was interrupted, tries to remove what it made."""
+REPEATABLE: Final = ("/clock", "/done", "/drain", "/pull")
+"""Ends of the paths of POSTs that change nothing if they come again; see `retryable` in docs/errors.md."""
 
 
 class Point(NamedTuple):
@@ -35,31 +38,56 @@ class Point(NamedTuple):
     value: float
 
 
+class Creation:
+    """A model that a call makes, for its caller to remove if the call is interrupted: the call itself cannot then."""
+
+    def __init__(self) -> None:
+        self.token: Final = token_urlsafe(24)
+        """One upload token for all attempts: if an answer is lost, the next one is told that model and upload are ours
+        (201)."""
+        self.name: str | None = None
+        """The model's name while the model may be ours and incomplete."""
+
+    def remove(self, clock: Clock = time.monotonic) -> Call[None]:
+        """Delete the model unless it is complete or another client's by now; if that fails, too, leave it."""
+        if self.name is not None:
+            with suppress(PsError):
+                path, headers = model_path(self.name), {"x-upload-token": self.token}
+                yield from delete(path, Deadline(clock() + REMOVE_S, clock), headers)
+
+
 def create_model(
-    cluster: Cluster, body: Mapping[str, Any], uploads: Mapping[str, AnyArray], deadline: Deadline, *, exist_ok: bool
+    cluster: Cluster,
+    body: Mapping[str, Any],
+    uploads: Mapping[str, AnyArray],
+    deadline: Deadline,
+    creation: Creation,
+    *,
+    exist_ok: bool,
 ) -> Call[ModelMap]:
     """Create a model and upload its initial values; return its map once it can be pulled.
 
-    If the upload fails, the model is removed again.  Raises ConflictError (`model_exists`) if a model of that name
-    exists with another spec, or with the same one and without `exist_ok`.
+    If the upload fails, the model is removed again; if it is interrupted, the caller does that.  Raises ConflictError
+    (`model_exists`) if a model of that name exists with another spec, or with the same one and without `exist_ok`.
     """
     backoff = Backoff(deadline)
     request = json_request("POST", "/models", body, timeout_s=deadline.attempt_s())
-    # One token for all attempts: if an answer is lost, the next attempt is told that model and upload are ours (201).
-    request = replace(request, headers={**request.headers, "x-upload-token": token_urlsafe(24)})
+    request = replace(request, headers={**request.headers, "x-upload-token": creation.token})
     while True:
+        creation.name = str(body["name"])
         answer = yield from deliver(request, deadline, backoff)
+        if answer.status != 201:
+            creation.name = None
         doc = json_of(answer)
         if answer.status == 200 and not exist_ok:
             raise problem("model_exists", f"model '{body['name']}' exists already", hint="pass exist_ok=True to use it")
-        token = doc.get("upload_token")
-        if token is not None:
+        if "upload_token" in doc:
             model_map = yield from cluster.store_document(doc, deadline)
             try:
-                return (yield from _upload(cluster, model_map, uploads, deadline, str(token)))
+                return (yield from _upload(cluster, model_map, uploads, deadline, creation.token))
             except PsError as e:
-                if answer.status == 201 and e.code != "upload_in_progress":
-                    yield from remove_unfinished(model_map, str(token), deadline.clock)
+                if e.code != "upload_in_progress":
+                    yield from creation.remove(deadline.clock)
                 raise
         if doc.get("state", "ready") == "ready":
             cluster.forget(str(body["name"]))
@@ -89,12 +117,6 @@ def _upload(
             raise problem("initializing", f"the first values of model '{name}' are not complete")
         yield Pause(0.05)
         missing = {n: uploads[n] for n in doc["missing"] if n in uploads}
-
-
-def remove_unfinished(made: ModelMap, token: str, clock: Clock) -> Call[None]:
-    """Delete the model unless it is complete or another client's by now; if that fails, too, leave it."""
-    with suppress(PsError):
-        yield from delete(model_path(made.name), Deadline(clock() + REMOVE_S, clock), {"x-upload-token": token})
 
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
@@ -155,10 +177,17 @@ def fetch(path: str, deadline: Deadline) -> Call[Any]:
     return (yield from deliver_json(json_request("GET", path, timeout_s=ATTEMPT_S), deadline))
 
 
-def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
-    """Send a control request, retrying transient failures; return the JSON value of the answer."""
+def request(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
+    """Send a request that a caller has put together; see `Client.request`."""
     if not path.startswith("/"):
         raise problem("malformed", f"'{path}' is not a path", hint=f"/{path}")
+    if method == "POST" and not path.partition("?")[0].endswith(REPEATABLE):
+        return (yield from post_unrepeatable(path, body, deadline))
+    return (yield from send(method, path, body, deadline))
+
+
+def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
+    """Send a control request, retrying transient failures; return the JSON value of the answer."""
     return (yield from deliver_json(json_request(method, path, body), deadline))
 
 

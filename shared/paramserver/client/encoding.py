@@ -52,11 +52,6 @@ class Feedback:
             if buffer is not None:
                 self._buffers[partition] = buffer
 
-    def norm(self) -> float:
-        """Return the 2-norm of all residuals."""
-        with self._lock:
-            return hypot(*(float(np.linalg.norm(a)) for a in self._residuals.values()))
-
 
 class Draft:
     """The residuals that one push has taken from a worker's feedback, and the new ones that it leaves.

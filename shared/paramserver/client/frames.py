@@ -60,11 +60,11 @@ class PullTerms(Struct, frozen=True):
 
     dtype: DType
     """Wire dtype of the values."""
-    min_version: int = 0
-    timeline: int | None = None
-    whole: bool = False
+    min_version: int
+    timeline: int | None
+    whole: bool
     """Whether the whole model is pulled; shards on this machine may then lend the values instead of sending them."""
-    min_clock: int = 0
+    min_clock: int
     """sync: number of commits that the values must include."""
 
 
@@ -83,6 +83,8 @@ class Outgoing:
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._piece = piece
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
+        self._is_finite = isinstance(gradient, Encoded)
+        """Whether all of the gradient is known to be finite."""
         self.selection: Final = gradient.selection
         self.memory: Final = gradient.memory if isinstance(gradient, Gradient) else None
         """The gradient's memory, if slots can be mapped over it; else None."""
@@ -101,25 +103,29 @@ class Outgoing:
         model_map: ModelMap,
         groups: Sequence[tuple[str | None, Sequence[Part]]],
         slots: Mapping[str | None, Slot],
-        pull: PullTerms | None,
-        wait_s: float,
+        pull: DType | None,
+        *,
+        more: bool = False,
     ) -> list[Request]:
         """Return one request for each (address, parts); raises RequestError (`non_finite`) before any is sent.
 
-        With `pull` they are pushpulls, whose sinks are added later.
+        `more`: other parts follow once these are done; then the push does not end the iteration, as no shard would know
+        when it has all of it.
+        With `pull`, a wire dtype, they are pushpulls of the whole model, whose sinks are added later.
         A gradient for a single shard is not always scanned, because that shard refuses NaN as a whole: see `explain`.
         """
         clips = self._clips(model_map)
-        scan = Scan(exact=clips, scan_unconverted=clips or len(groups) > 1)
+        alone = len(groups) == 1 and not more
+        scan = Scan(exact=clips, scan_unconverted=clips or not alone)
         drafts: list[tuple[str | None, PushFrame, bytes, AnyArray | None, Sequence[memoryview]]] = []
         # Only one complete attempt may end the iteration: parts of two attempts cannot be added up to one push.
         commit_wait_s, self._commit_wait_s = self._commit_wait_s, None
         # Nor does a part that one shard forwards to another, while the others would wait for its report.
         forwarded = len(groups) > 1 and any([to is None for to, _ in groups])
-        ends = None if commit_wait_s is None or forwarded else (len(groups), commit_wait_s)
+        ends = None if commit_wait_s is None or forwarded or more else (len(groups), commit_wait_s)
         for to, parts in groups:
             slot = slots.get(to)
-            header = self._frame(model_map, to, parts, pull, wait_s, ends, slot)
+            header = self._frame(model_map, to, parts, pull, ends, slot)
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 # A gradient already in its slot is only scanned, or written onto itself where `views` cannot scan it.
@@ -132,9 +138,12 @@ class Outgoing:
                 self._gradient.write(parts, body.data[len(prefix) :], scan)
             drafts.append((to, header, prefix, body, views or ()))
         scan.raise_for_bad()
-        if clips and self._norm is None:
+        if (clips and self._norm is None) or (more and not self._is_finite):
             self._scan_others([part.partition for _, parts in groups for part in parts], scan)
-            self._norm = scan.norm
+            scan.raise_for_bad()
+            self._is_finite = True
+            if clips:
+                self._norm = scan.norm
         path = "/pushpull" if pull is not None else "/push"
         out: list[Request] = []
         for to, header, prefix, body, rest in drafts:
@@ -150,7 +159,7 @@ class Outgoing:
         return model_map.spec.optimizer.clip_norm is not None and not self._piece
 
     def _scan_others(self, sent: Sequence[int], scan: Scan) -> None:
-        """Scan what other shards accepted before the model began to clip by norm: all parts except those partitions."""
+        """Scan all parts except those partitions: what other shards have accepted already, or what is sent later."""
         for part in self._gradient.selection.parts:
             if part.partition not in sent:
                 self._gradient.write([part], np.empty(self._gradient.body_bytes([part]), np.uint8).data, scan)
@@ -176,8 +185,7 @@ class Outgoing:
         model_map: ModelMap,
         to: str | None,
         parts: Sequence[Part],
-        pull: PullTerms | None,
-        wait_s: float,
+        pull: DType | None,
         ends: tuple[int, float] | None,
         slot: Slot | None,
     ) -> PushFrame:
@@ -198,14 +206,7 @@ class Outgoing:
             ack=self._terms.ack,
             pull=None
             if pull is None
-            else PullSpec(
-                [(p.partition, p.ranges) for p in parts],
-                pull.min_version,
-                wait_s,
-                pull.dtype,
-                _mapped(to, pull),
-                pull.min_clock,
-            ),
+            else PullSpec([(p.partition, p.ranges) for p in parts], dtype=pull, mapped=_mapped(to, pull)),
             encoding=self._gradient.codec.text if isinstance(self._gradient, Encoded) else None,
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
             release=self._same_host.take_ended(to),
@@ -220,8 +221,9 @@ def lacks_norm(refused: PsError) -> bool:
     return refused.code == "invalid_field" and refused.members.get("where") == "norm"
 
 
-def _mapped(to: str | None, terms: PullTerms) -> bool:
-    return terms.whole and terms.dtype == "float32" and is_same_host(to)
+def _mapped(to: str | None, dtype: DType) -> bool:
+    """Whether that shard may lend the values of the whole model instead of sending them."""
+    return dtype == "float32" and is_same_host(to)
 
 
 def pull_request(
@@ -244,7 +246,7 @@ def pull_request(
         min_clock=terms.min_clock,
         wait_s=wait_s,
         dtype=terms.dtype,
-        mapped=_mapped(to, terms),
+        mapped=terms.whole and _mapped(to, terms.dtype),
         release=same_host.take_ended(to),
     )
     return Request("POST", "/pull", encode_header(frame), _HEADERS, to, sink)

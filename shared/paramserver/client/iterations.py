@@ -65,7 +65,7 @@ class Iterations:
             wait_s = POLL_S if until is None else min(POLL_S, until.left_s())
             body = {"clock": done, "since": min(s.since, done), "timeline": timeline}
             s.reported = (epoch, timeline, done - 1)
-            doc = yield from s.ask(model_path(s.model, "clock"), body, epoch, timeline, wait_s, deadline.clock)
+            doc = yield from s.ask(model_path(s.model, "clock"), body, epoch, timeline, wait_s, deadline.clock, until)
             if doc is None:
                 s.pushed = s.reported = None
                 return False

@@ -13,6 +13,7 @@ calls, so state that both change is changed under a lock or by a single assignme
 import logging
 import threading
 from collections.abc import Mapping
+from math import inf
 from secrets import token_hex
 from typing import Any, Final
 from urllib.parse import quote
@@ -22,6 +23,7 @@ from paramserver.client.cluster import Cluster, model_path
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.reports import Reports, document, numbers_of, refused, send
 from paramserver.client.tasks import Holding
+from paramserver.client.transfer import ANSWER_S
 from paramserver.client.turns import Held, Turn
 from paramserver.errors import PsError, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
@@ -205,21 +207,30 @@ class Membership:
             yield from send(self.model, self.worker, (self.clock, values), deadline)
 
     def ask(
-        self, path: str, body: Mapping[str, Any], epoch: int, timeline: int, wait_s: float, clock: Clock
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        epoch: int,
+        timeline: int,
+        wait_s: float,
+        clock: Clock,
+        until: Deadline | None = None,
     ) -> Call[Any]:
         """Send a request to the scheduler, which may hold it for `wait_s`, and return the answer.
 
-        What the answer asks of the worker is adopted.  Returns None if the worker of this epoch and timeline was rolled
-        back or lost its membership; that has been followed (`_follow`).
+        A silent scheduler is given up after `silence_s` more, or `ANSWER_S` after `until`, if that is sooner.  What the
+        answer asks of the worker is adopted.  Returns None if the worker of this epoch and timeline was rolled back or
+        lost its membership; that has been followed (`_follow`).
         """
         now = clock()
+        ends = inf if until is None else max(now, until.at) + ANSWER_S
         request = _request("POST", path, {"worker": self.worker, "epoch": epoch, **body, "wait_s": wait_s}, wait_s)
         try:
-            doc = yield from deliver_json(request, Deadline(now + wait_s + self.silence_s, clock))
+            doc = yield from deliver_json(request, Deadline(min(now + wait_s + self.silence_s, ends), clock))
         except PsError as e:
             if not self._follows(e):
                 raise
-            yield from self._follow(e, epoch, timeline, Deadline(now + self.silence_s, clock))
+            yield from self._follow(e, epoch, timeline, Deadline(min(now + self.silence_s, ends), clock))
             return None
         self._adopt(doc)
         return doc

@@ -4,7 +4,8 @@ A shard that no longer owns a partition, or that cannot be reached, only delays 
 fetched again, and the parts that are not done are sent to their current owners, under the same push id.
 """
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
 from typing import Final
 
@@ -13,14 +14,18 @@ from msgspec.structs import replace
 from paramserver.client.arrays import Origin
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
-from paramserver.client.frames import Incoming, Outgoing, PullTerms, lacks_norm
+from paramserver.client.frames import Incoming, Outgoing, lacks_norm
 from paramserver.client.same_host import Leased, Slot, is_same_host
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
+from paramserver.limits import BODY_BYTES_MAX
 from paramserver.net.calls import Call, Deadline, Outcome, Response, error_of, json_of, json_request
 from paramserver.net.retry import NOT_AGAIN, Backoff, is_temporary, may_be_done, to_result, together
+from paramserver.types import ITEMSIZE, DType
 from paramserver.wire.frame import PullReply, PushReply
 
+REQUEST_ELEMENTS_MAX: Final = BODY_BYTES_MAX // max(ITEMSIZE.values())
+"""Elements of one request, which fit into a body in any element type; what a partition has always fits."""
 REFRESH_S: Final = 2.0
 """How long a call waits for a newer map before it retries with the old one."""
 _GONE: Final = ("model_replaced", "unknown_model")
@@ -42,12 +47,27 @@ class Transfer:
         self._moved = 0
         """How often some part could not be done where it was sent."""
 
-    def groups(self, parts: list[Part]) -> Groups:
-        """Group parts by route."""
+    def groups(self, parts: list[Part]) -> tuple[Groups, list[Part]]:
+        """Group parts by route; also return those that must wait, because a request has all that it may have."""
         out: dict[str | None, list[Part]] = {}
+        sizes: Counter[str | None] = Counter()
+        waiting: list[Part] = []
         for part in parts:
-            out.setdefault(self.cluster.route(self.model_map, part.partition), []).append(part)
-        return list(out.items())
+            to, size = self.cluster.route(self.model_map, part.partition), part.stop - part.start
+            if sizes[to] and sizes[to] + size > REQUEST_ELEMENTS_MAX and self._is_bounded(to):
+                waiting.append(part)
+            else:
+                out.setdefault(to, []).append(part)
+                sizes[to] += size
+        return list(out.items()), waiting
+
+    def fits(self) -> bool:
+        """Whether one request on each route may have everything."""
+        return self.selection.size <= REQUEST_ELEMENTS_MAX or not self.groups(list(self.selection.parts))[1]
+
+    def _is_bounded(self, to: str | None) -> bool:
+        """Whether a request on that route has a bound: a pull from the owner, who has the values anyway, has none."""
+        return to is None
 
     def again(self, failed: Sequence[Failed]) -> Call[list[Part]]:
         """Return the parts to send again; backs off first if needed.
@@ -71,7 +91,7 @@ class Transfer:
                 yield self._backoff.pause(*failures, *refusals)
             if silent or refusals or any(map(self._is_outdated, errors)):
                 yield from self._refresh()
-        return sorted((part for _, parts, _ in failed for part in parts), key=lambda part: part.partition)
+        return in_order(part for _, parts, _ in failed for part in parts)
 
     def _is_outdated(self, error: PsError) -> bool:
         """Whether the request was made from a map that is older than what the shard knows."""
@@ -131,6 +151,9 @@ class PushTransfer(Transfer):
         """All modes that the model is known to have been in during this call."""
         # In sync a push counts on all partitions or on none, so the draft cannot settle parts one by one.
         self._draft = draft if draft is not None and model_map.spec.consistency.mode != "sync" else None
+
+    def _is_bounded(self, to: str | None) -> bool:
+        return True
 
     def accepted(self, parts: Sequence[Part], state: str) -> None:
         """Note that a shard has accepted these parts, as applied, staged or buffered."""
@@ -216,17 +239,18 @@ class PushTransfer(Transfer):
                         found[to] = slot
 
     def sent(
-        self, groups: Groups, pull: PullTerms | None = None, sinks: Sequence[Incoming] = ()
+        self, groups: Groups, pull: DType | None = None, sinks: Sequence[Incoming] = (), *, more: bool = False
     ) -> Call[list[Outcome]]:
-        """Send the push, or with `pull` a pushpull into `sinks`, and return the outcome of each group.
+        """Send the push, or with `pull` a pushpull in that dtype into `sinks`, and return the outcome of each group.
 
+        `more`: other parts of the push will follow.
         Slots that belong to this client again afterwards are kept, the others abandoned.
         """
         slots: dict[str | None, Slot] = {}
         begun, outcomes = False, []
         try:
             yield from self._slots(groups, slots)  # if this is interrupted, `slots` has those found so far
-            bare = self._outgoing.requests(self.model_map, groups, slots, pull, 0.0)
+            bare = self._outgoing.requests(self.model_map, groups, slots, pull, more=more)
             requests = [self.deadline.bound(r, s) for r, s in zip_longest(bare, sinks)]
             begun = True
             outcomes = yield requests
@@ -253,6 +277,11 @@ class PushTransfer(Transfer):
         if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.model_map.spec.partitions:
             origin = Origin.of(self.model_map.name, self.model_map.generation, timelines.pop(), versions)
             self.cluster.lease_cache.pushed(origin, values, clock)
+
+
+def in_order(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts in order of partition, as requests list them."""
+    return sorted(parts, key=lambda part: part.partition)
 
 
 def good_and_failed(groups: Groups, outcomes: list[Outcome]) -> tuple[list[tuple[int, Response]], list[Failed]]:

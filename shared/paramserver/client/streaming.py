@@ -15,6 +15,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from paramserver.client.encoding import Encoding
 from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
@@ -117,6 +119,8 @@ class Stream:
         if self._pieces is None or self.over:
             when = "has ended" if self.over else "has not begun"
             raise problem("conflict", f"the `with` block of this stream {when}", hint=ANOTHER)
+        if type(grad) is np.ndarray:  # else each send would copy it whole; a masked array is refused as it is sent
+            grad = np.asarray(grad, order="C")
         with self._lock:
             self._pieces.put(name, grad)
 

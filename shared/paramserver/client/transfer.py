@@ -20,7 +20,7 @@ from paramserver.client.frames import (
 from paramserver.client.gradients import Content, Grads, apart_from
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.same_host import Leased
-from paramserver.client.sends import PushTransfer, Transfer, good_and_failed
+from paramserver.client.sends import PushTransfer, Transfer, good_and_failed, in_order
 from paramserver.client.values import sendable
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
@@ -30,7 +30,8 @@ from paramserver.types import LEVELS, DType, DTypeLike
 from paramserver.wire.frame import PushReply
 
 ANSWER_S: Final = 1.0
-"""Time of a call that no node is asked to wait in, so that its answer comes before the deadline; at most a fifth."""
+"""Time of a pull that no node is asked to wait in, so that its answer comes before the deadline; at most a fifth.  The
+answer to a worker who waits for others may come so long after it, because it says whom for."""
 _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
 
 
@@ -80,7 +81,7 @@ def pull(
     params: Params | None = None
     pending = list(selection.parts)
     while pending:
-        groups = transfer.groups(pending)
+        groups, waiting = transfer.groups(pending)
         left_s = max(0.0, min(wait_until - deadline.clock(), POLL_S))
         sinks = arrivals.sinks(groups)
         requests = [
@@ -99,6 +100,8 @@ def pull(
             continue
         for i, _ in good:
             arrivals.read(sinks[i], groups[i][0])
+        if waiting:
+            pending = in_order(pending + waiting)
         if not pending:
             arrivals.replies, pending = yield from transfer.of_one_timeline(arrivals.replies)
         if not pending and (params := arrivals.params(model)) is None:
@@ -149,8 +152,8 @@ def _push(
     leased: list[Leased] = []
     pending = list(gradient.selection.parts)
     while pending:
-        groups = transfer.groups(pending)
-        good, failed = good_and_failed(groups, (yield from transfer.sent(groups)))
+        groups, waiting = transfer.groups(pending)
+        good, failed = good_and_failed(groups, (yield from transfer.sent(groups, more=bool(waiting))))
         for i, response in good:
             to, parts = groups[i]
             try:
@@ -163,6 +166,8 @@ def _push(
             if (lease := leased_by(reply, to, model_map.layout)) is not None:
                 leased.append(lease)
         pending = yield from transfer.again(failed)
+        if waiting:
+            pending = in_order(pending + waiting)
     pushed = summed(replies)
     if leased:
         transfer.remember(replies, leased, _reached(pushed, terms))
@@ -218,8 +223,9 @@ def exchange(
 ) -> Call[tuple[Pushed, Params | None]]:
     """Push a gradient and, if one round trip can do both, return the values after it; None: they must be pulled.
 
-    They must be pulled if the gradient covers only a part of the model, if a push that ends an iteration was not
-    `released` in time, if leased values cannot be mapped, and if shards answered from different timelines.
+    They must be pulled if the gradient covers only a part of the model or is too large for one request, if a push that
+    ends an iteration was not `released` in time, if leased values cannot be mapped, and if shards answered from
+    different timelines.
     """
     model_map = yield from cluster.map_of(model, deadline)
     if out is not None:
@@ -229,23 +235,27 @@ def exchange(
         if out is not None:
             gradient = apart_from(out.flat, gradient)
         selection = gradient.selection
-        if len(selection.params) < len(model_map.spec.params) or selection.ranged:
-            return (yield from _push(cluster, model_map, deadline, gradient, terms, draft)), None
-        pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
-        arrivals = Arrivals(cluster.same_host, model_map.layout, selection, pull_terms.dtype, out, view=view)
         outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host)
         transfer = PushTransfer(cluster, model_map, outgoing, deadline, draft)
+        partial = len(selection.params) < len(model_map.spec.params) or selection.ranged
+        if partial or not transfer.fits():
+            return (yield from _push(cluster, model_map, deadline, gradient, terms, draft)), None
+        dtype = wire_dtype(selection, None)
+        arrivals = Arrivals(cluster.same_host, model_map.layout, selection, dtype, out, view=view)
         pending = list(selection.parts)
         try:
             while pending:
-                groups = transfer.groups(pending)
+                groups, waiting = transfer.groups(pending)
                 sinks = arrivals.sinks(groups)
-                good, failed = good_and_failed(groups, (yield from transfer.sent(groups, pull_terms, sinks)))
+                sending = transfer.sent(groups, dtype, sinks, more=bool(waiting))
+                good, failed = good_and_failed(groups, (yield from sending))
                 for i, _ in good:
                     to, parts = groups[i]
                     done = arrivals.read(sinks[i], to).push
                     transfer.accepted(parts, "" if done is None else done.state)
                 pending = yield from transfer.again(failed)
+                if waiting:  # a shard has lost its partitions to another meanwhile
+                    pending = in_order(pending + waiting)
         except PsError:
             arrivals.release_all()
             raise

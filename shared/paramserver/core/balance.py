@@ -4,7 +4,7 @@ Draining shards are emptied first, then bytes are balanced, then load.  Every ba
 strictly more equal, so planning terminates and no partition oscillates.  A move in progress counts as completed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from msgspec import Struct
@@ -81,7 +81,22 @@ def missing_bytes(
 
     Also None if no shard remains, or the free memory of one that does is unknown.
     """
-    needed = sum(p.bytes for p in partitions if p.shard == leaving)
+    return _missing(sum(p.bytes for p in partitions if p.shard == leaving), shards, leaving)
+
+
+def worst_loss(held: Mapping[str, int], shards: Sequence[ShardLoad]) -> tuple[int, int] | None:
+    """Return `missing_bytes` of the shard that the others could least take the place of; `held`: bytes of each.
+
+    None if they could take the place of any one.
+    """
+    # Of all free memory, that of a shard that drains, or is lost itself, does not count.
+    counted = {s.name: s.free_bytes or 0 for s in shards if not s.draining}
+    lost = [s.name for s in shards if len(counted) > (s.name in counted)]
+    worst = max(lost, key=lambda n: held[n] + counted.get(n, 0), default=None)
+    return None if worst is None else _missing(held[worst], shards, worst)
+
+
+def _missing(needed: int, shards: Iterable[ShardLoad], leaving: str) -> tuple[int, int] | None:
     free = [p.free_bytes for p in shards if p.name != leaving and not p.draining]
     known = [f for f in free if f is not None]
     if not free or len(known) < len(free) or needed <= sum(known):

@@ -20,7 +20,9 @@ class Cuts:
     wanted_now: bool = False
     """Make the current clock a cut without waiting for a commit, because a shard is about to stop."""
     lacks_first: bool = False
-    """The sync phase began with values other than the initial ones, and no cut has been stored since."""
+    """The sync phase began with values other than the initial ones, and there is no cut to go back to yet."""
+    skipped: int = 0
+    """Clocks that restores have skipped since the newest cut; who goes back to it has not skipped them."""
     moved: bool = False
     """A partition has moved since the newest cut, so its owner no longer holds that cut for a checkpoint."""
     began_s: float = float("-inf")
@@ -42,6 +44,7 @@ class Cuts:
             return False
         self.newest = self.pending
         self.lacks_first = self.moved = False
+        self.skipped = 0
         self._end()
         return True
 
@@ -55,6 +58,10 @@ class Cuts:
         """Note that there is no cut to go back to: a first one is wanted."""
         self.newest = None
         self.lacks_first = self.wanted = True
+
+    def want_first(self) -> None:
+        """Note that a sync phase begins, and wants a first cut; until it is whole, one from before is kept."""
+        self.lacks_first, self.wanted = self.newest is None, True
 
     def leave_sync(self) -> None:
         """Forget all cuts, and want none."""

@@ -14,10 +14,10 @@ class ServedRow(NamedTuple):
     token: Token
     version: int
     durable_version: int
-    revision: int | None = None
-    """Revision of the settings in force there; None: as reported last."""
-    durable_clock: int | None = None
-    """The clock at which a new owner would start; None: as reported last."""
+    revision: int
+    """Revision of the settings in force there."""
+    durable_clock: int
+    """The clock at which a new owner would start."""
 
 
 class CutRow(NamedTuple):

@@ -5,16 +5,18 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from paramserver.core.operation import record_settings_change
+from paramserver.core.partition import LOAD_AGAIN_S
 from paramserver.core.requests import RequestDesk
 from paramserver.core.shard_effects import LoadPartition, Report
 from paramserver.core.shard_events import LoadFailed, PartitionLoaded
 from paramserver.core.timers import Timers
-from paramserver.errors import PsError
+from paramserver.errors import CorruptState, PsError
 
 if TYPE_CHECKING:
     from paramserver.core.shard import ShardCore
 
-_RETRY_S = 1.0
+_AGAIN_S_MAX = 60.0
+"""Longest time until corrupt state is read again: reading it takes as long as loading it, and hardly ever helps."""
 
 
 class LoadDesk:
@@ -67,9 +69,14 @@ class LoadDesk:
         if model is None or p is None or p.state is not None:
             return
         self._requests.refuse(model, p, event.error)
+        p.load_error = event.error.plus()  # without its traceback, which refers to what was read
+        # Of values that were never stored the scheduler is told, which sees to others.
+        lasting = isinstance(event.error, CorruptState) and "never_stored" not in event.error.members
+        after_s = p.load_again_s if lasting else LOAD_AGAIN_S
+        p.load_again_s = min(2 * after_s, _AGAIN_S_MAX) if lasting else LOAD_AGAIN_S
 
         def again(at: float) -> None:
             if self._shard.find(p.key, p.token)[1] is p and p.state is None:
                 self._shard.perform(LoadPartition(p.key, p.token, p.source, model.spec, model.layout))
 
-        self._timers.at(now + _RETRY_S, again)
+        self._timers.at(now + after_s, again)

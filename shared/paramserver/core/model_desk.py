@@ -24,7 +24,7 @@ from paramserver.core.scheduler_io import (
 )
 from paramserver.core.shard_desk import ShardDesk
 from paramserver.core.spec import ModelSpec, differences
-from paramserver.core.timeline import begin_sync
+from paramserver.core.timeline import begin_sync, go_back
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem, validating
 from paramserver.types import ModelKey
@@ -303,6 +303,11 @@ class ModelDesk:
         for owner in model.owners:
             if owner.withdraw_move():
                 self.c.model_changed(model)
+        if model.cuts.pending is not None:
+            # A shard that has yet to reach its clock may do so after it has set the checkpoint's values.
+            model.cuts.give_up()
+            self.c.save_clock(model)
+            self.c.model_changed(model)
         self.c.save_model(model)
         self.c.answer(e.request, self.c.public(model))
 
@@ -322,12 +327,17 @@ class ModelDesk:
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
     def _end_restore(self, model: Model, version: int, *, failed: bool = False) -> None:
-        """Make the model complete, unless it has `failed`; in sync begin a timeline."""
+        """Make the model complete, unless it has `failed`; in sync begin a timeline.
+
+        If it has failed, only some values may be set: where there is a cut, the model goes back to the one before.
+        """
         # In a model that never had values no partition has reached or staged for any clock, so clock 0 is unused.
         first = RESTORED in model.missing and not model.lost and not model.gate.clock
         if not failed:
             self._filled(model, set(model.missing))
-        if model.gate.sync:
+        if model.gate.sync and failed and go_back(self.c, model):
+            self.c.place_changed(model)
+        elif model.gate.sync:
             # Also after a partial failure: the values are then not those of any clock of the old timeline.
             begin_sync(self.c, model, max(0 if first else model.next_phase_clock, version - 1))
 

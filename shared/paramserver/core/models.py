@@ -203,6 +203,14 @@ class Model:
         """Bytes of one partition's values and optimizer state."""
         return self.bytes_of(index) * (1 + slot_count(self.spec.optimizer))
 
+    def held_bytes(self) -> dict[str | None, int]:
+        """Bytes of values and optimizer state, by owner."""
+        held: dict[str | None, int] = {}
+        bounds, copies = self.layout.bounds, 1 + slot_count(self.spec.optimizer)
+        for i, owner in enumerate(self.owners):
+            held[owner.shard] = held.get(owner.shard, 0) + 4 * copies * (bounds[i + 1] - bounds[i])
+        return held
+
     def waiters(self) -> list[Waiter]:
         """All parked requests."""
         return [*self.creators, *self.clock_waiters, *self.task_waiters]
@@ -311,6 +319,7 @@ class Model:
             "cut": self.cuts.newest,
             "pending_cut": self.cuts.pending,
             "switched": self.cuts.lacks_first,
+            "skipped": self.cuts.skipped,
             "cut_wanted": self.cuts.wanted,
             "opening": self.gate.opening,
             "late": self.gate.late(self.roster),
@@ -340,6 +349,7 @@ class Model:
             clock["pending_cut"],
             wanted=clock["cut_wanted"],
             lacks_first=clock["switched"],
+            skipped=clock.get("skipped", 0),  # an earlier version stored none
             moved=True,  # Owners may have changed since.
         )
         m.evaluated = clock["evaluated"]
@@ -434,7 +444,7 @@ class Model:
             "clock": self.gate.first_clock,
             "min_clock": self.gate.min_clock(self.roster),
             "version": self.version,
-            "cut": self.cuts.newest,
+            "cut": self.cuts.newest if self.cuts.reached >= self.began else None,
             "state": "ready" if self.ready else "initializing",
             "missing": sorted(self.missing - {RESTORED}),
             "files_error": self.files_error,

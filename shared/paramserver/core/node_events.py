@@ -33,7 +33,7 @@ class ShardHeartbeat(Struct, frozen=True):
     epoch: int
     metrics: Json = field(default_factory=dict)
     partitions: Sequence[Sequence[Any]] = ()
-    """Of each partition it serves the fields of a `ServedRow`; the last two may be left out."""
+    """Of each partition it serves the fields of a `ServedRow`."""
     cuts: Sequence[Sequence[Any]] = ()
     """The fields of a `CutRow`; repeatable."""
     released: Sequence[Sequence[Any]] = ()

@@ -18,12 +18,14 @@ from paramserver.core.timers import Timer
 from paramserver.core.update import UpdateInput
 from paramserver.core.watermark import Watermark
 from paramserver.core.window import PushMemory
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.types import LEVELS, PartitionKey, PushId, Token
 
 if TYPE_CHECKING:
     from paramserver.core.operation import Operation
     from paramserver.core.pulls import WaitingPull
+
+LOAD_AGAIN_S = 1.0
 
 ContributionKey = tuple[str, int, int]
 """(worker, epoch, clock): identifies one contribution to a synchronous clock."""
@@ -45,6 +47,10 @@ class Partition:
     """Where its state is loaded from."""
     state: PartitionState | None = None
     """None until loaded."""
+    load_error: PsError | None = None
+    """Why the last attempt to load it failed."""
+    load_again_s: float = LOAD_AGAIN_S
+    """How long after its next failure loading is tried again, if its stored state is corrupt then, too."""
     version: int = 0
     clock: int = 0
     """sync: the next commit's `t`."""
@@ -95,6 +101,11 @@ class Partition:
     def held(self) -> bool:
         """Whether it is to be released: new operations wait, so that its state does not change."""
         return self.release_number > 0
+
+    @property
+    def corrupt(self) -> PsError | None:
+        """Why requests are refused at once, if its stored state was found corrupt in more than one attempt."""
+        return self.load_error if self.state is None and self.load_again_s > 2 * LOAD_AGAIN_S else None
 
     @property
     def answers(self) -> bool:

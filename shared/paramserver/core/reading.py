@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from math import inf
 from typing import Any, Final
 
+from paramserver.core.balance import ShardLoad, worst_loss
 from paramserver.core.checkpoints import no_checkpoint
 from paramserver.core.cluster import Cluster
 from paramserver.core.membership import JOIN_FIRST, Holder, Worker
@@ -51,6 +52,20 @@ class Reading:
         if found is None:
             raise problem("unknown_node", f"no shard {name!r:.80}")
         return self._c.shard_line(found, now)
+
+    def missing_after_loss(self) -> tuple[int, int] | None:
+        """(needed, free) bytes of the shard that the others have the least memory to take the place of.
+
+        None if they could take the partitions of any one.  A drain of that shard is refused; if it is lost, they are
+        given its partitions nevertheless, as otherwise nobody would serve them.
+        """
+        shards = [self._c.shards[n] for n in self._c.live_shards()]
+        held = {s.name: 0 for s in shards}
+        for model in self._c.models.values():
+            for name, size in model.held_bytes().items():
+                if name in held:
+                    held[name] += size
+        return worst_loss(held, [ShardLoad(s.name, s.draining, s.free_bytes) for s in shards])
 
     def models(self) -> list[dict[str, Any]]:
         """A summary of each model, by name."""

@@ -11,7 +11,7 @@ from paramserver.core.models import Model
 from paramserver.core.runs import Run
 from paramserver.core.series import Series
 from paramserver.core.tasks import Dataset
-from paramserver.core.timeline import begin_sync
+from paramserver.core.timeline import begin_sync, go_back
 from paramserver.errors import problem
 from paramserver.types import ModelKey
 
@@ -64,7 +64,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for model, _, doc in sorted(_of_models(c, groups["commit"]), key=lambda found: found[2]["t"]):
         model.commits.append((now, Commit.of(doc)))
     for model, dataset, doc in _of_models(c, groups["dataset"]):
-        model.datasets[dataset] = Dataset.of(doc, groups["tasks"].get(f"{model.name}:{dataset}"))
+        model.datasets[dataset] = Dataset.of(doc, groups["tasks"][f"{model.name}:{dataset}"])
     for model, record, doc in _of_models(c, groups["checkpoint"]):
         model.checkpoints.records[record] = Record.of(doc)
     for name, doc in groups["series"].items():
@@ -108,9 +108,12 @@ def _resume(c: Cluster, model: Model) -> None:
     if newest := model.checkpoints.find("latest", model.spec.checkpoint):
         model.checkpoints.last_version = min(newest.versions, default=0)
     if model.restoring:
-        # Nobody will finish that restore: the values it has set stay, and sync goes on from them.
+        # Nobody will finish that restore.  In sync the model goes back to the cut before it; without one, as in the
+        # other modes, the values that are set stay, and sync goes on from them.
         model.restoring = False
         c.save_model(model)
-        if model.gate.sync:
+        if model.gate.sync and go_back(c, model):
+            c.place_changed(model)
+        elif model.gate.sync:
             begin_sync(c, model)
     c.model_changed(model)

@@ -76,7 +76,7 @@ class RunDesk:
         self.c.answer(e.request, run.document(), 201)
 
     def _forget_runs(self) -> None:
-        """Forget ended runs beyond the bound, oldest first.
+        """Forget ended runs beyond the bound, oldest first, with what their workers have stored.
 
         One in which a member still has a place is kept, because heartbeat replies describe it.
         """
@@ -85,6 +85,20 @@ class RunDesk:
         for old in ended[: max(0, len(self.c.runs) - limits.RUNS_KEPT_MAX)]:
             del self.c.runs[old.id]
             self.c.drop(f"run:{old.id}")
+            self._forget_states(old)
+
+    def _forget_states(self, run: Run) -> None:
+        """Forget the states of an ended run's dead workers, which all checkpoints of the model would go on to have.
+
+        They are for the next incarnation of a worker, and nobody joins under a name of this run any more.
+        """
+        model = self.c.models.get(run.model)
+        if model is None:
+            return
+        for worker in model.roster:
+            if worker.name.startswith(f"{run.id}/") and not worker.alive and worker.state is not None:
+                worker.keep(None)
+                self.c.save_worker(model, worker)
 
     def patch(self, e: PatchRun, now: float) -> None:
         run = self.c.run(e.run)

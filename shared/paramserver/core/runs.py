@@ -162,9 +162,12 @@ class Run:
             self.ran_s += max(0.0, now - self.counted_s)
         self.counted_s = now
 
-    def clock_moved(self, before: int, after: int) -> None:
-        """Note that a new timeline goes on at clock `after`: clocks that it skips are not the run's."""
-        self.from_clock = min(self.from_clock + max(0, after - before), after)
+    def clock_moved(self, skipped: int, after: int) -> None:
+        """Note that a new timeline goes on at clock `after`: clocks that it skips are not the run's.
+
+        It may also return to before `-skipped` clocks that were skipped earlier.
+        """
+        self.from_clock = min(self.from_clock + skipped, after)
 
     def settle(self, now: float, how: str) -> None:
         """Set an active run to waiting or running; the reason says which workers are missing and how to start them."""

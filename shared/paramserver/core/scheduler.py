@@ -34,7 +34,7 @@ class SchedulerCore:
         self._now = now
         self.read = Reading(cluster)
         moves, runs = MoveDesk(cluster), RunDesk(cluster)
-        shards = ShardDesk(cluster, moves)
+        shards = ShardDesk(cluster, moves, now)
         models, workers = ModelDesk(cluster, shards, runs), WorkerDesk(cluster, runs)
         tasks, checkpoints = TaskDesk(cluster, runs, workers), CheckpointDesk(cluster, runs)
         self._shards, self._runs, self._models, self._workers = shards, runs, models, workers
@@ -171,6 +171,6 @@ class SchedulerCore:
         ends += [s.expires_s() for s in c.shards.values() if s.alive]
         ends += [m.expires_s() for m in c.members.values() if m.alive]
         for model in c.models.values():
-            ends += [w.expires_s() for w in model.roster if w.alive and w.open_polls <= 0]
+            ends += [w.expires_s() for w in model.roster.live() if w.open_polls <= 0]
             ends += [w.deadline_s for w in model.waiters()]
         return max(self._now, min(ends))

@@ -114,7 +114,7 @@ class ServedModel:
         """Return the partition, loaded or not.
 
         Raises RequestError (`invalid_range`) if the model has no such partition, StaleMapError (`wrong_owner`) if this
-        shard does not own it.
+        shard does not own it, CorruptState if its stored state stays unreadable: the next attempt may be far off.
         """
         if not 0 <= index < self.spec.partitions:
             detail = f"partition {index} does not exist: the model has {self.spec.partitions} partitions"
@@ -122,6 +122,8 @@ class ServedModel:
         partition = self.partitions.get(index)
         if partition is None:
             raise wrong_owner(self.key, index, map_epoch)
+        if (error := partition.corrupt) is not None:
+            raise error.plus()
         return partition
 
     def adopt(self, view: ModelView) -> None:

@@ -48,7 +48,8 @@ class SettingsOperation(Operation):
             shard.plan.cut(p)
             shard.committed(self.model, p, now)
         if p.buffered:
-            p.flush_at = now + new.interval_ms / 1000.0
+            at = now + new.interval_ms / 1000.0  # sooner perhaps, and never later: settings may change again and again
+            p.flush_at = at if p.flush_at is None else min(p.flush_at, at)
             shard.flush_by(p, p.flush_at, now)
         shard.settings_changed(p, now)
         return ()

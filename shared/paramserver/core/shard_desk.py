@@ -1,6 +1,7 @@
 """Shards: joins, reports and deaths; ownership of partitions, completion of cuts, refilling of an emptied Redis."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, Final
 
 from paramserver import limits
@@ -13,7 +14,7 @@ from paramserver.core.move_desk import MoveDesk
 from paramserver.core.owner import Owner
 from paramserver.core.placement import assign
 from paramserver.core.scheduler_io import JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
-from paramserver.core.timeline import begin_sync, restart
+from paramserver.core.timeline import begin_sync, go_back, reload
 from paramserver.core.urls import is_address, is_node_url
 from paramserver.errors import problem
 
@@ -29,12 +30,13 @@ GATHER_S: Final = 2.0
 class ShardDesk:
     """Handles shard events."""
 
-    def __init__(self, cluster: Cluster, moves: MoveDesk) -> None:
+    def __init__(self, cluster: Cluster, moves: MoveDesk, now: float) -> None:
         self.c = cluster
         self.moves = moves
         self._expected: set[str] = set()
         """Shards that have gone together with one that has come back; until they are back, nothing is placed."""
-        self._expected_until_s = 0.0
+        self._expected_until_s = now + GATHER_S
+        """When everything is placed, whoever is missing.  At first for partitions that the last leader left waiting."""
 
     def join(self, e: JoinShard, now: float) -> None:
         if not is_name(e.name):
@@ -99,7 +101,8 @@ class ShardDesk:
         for shard in live:
             shard.lease_s = limits.ALL_SILENT_S if cut_off else limits.LEASE_S
         self.mark_dead(expired(self.c.shards.values(), now), now)
-        if self._expected and now >= self._expected_until_s:
+        if now >= self._expected_until_s:
+            self._expected_until_s = inf
             self._expected.clear()
             self.place(*self.c.models.values())
         for shard in self.c.shards.values():
@@ -186,11 +189,10 @@ class ShardDesk:
             model.source = "snapshot"
             model.cuts.give_up()  # with its journal, a partition may start beyond that clock
             self.c.save_clock(model)
-        elif model.ready and model.cuts.newest is not None:
-            # sync at `applied`: every partition goes back to the newest clock that all have stored (semantics 4).
-            self._new_timeline(model, {"cut": model.cuts.newest}, model.cuts.newest)
+        elif go_back(self.c, model):
+            pass  # sync at `applied`: to the newest clock that all partitions have stored (semantics 4)
         elif model.ready and model.cuts.lacks_first:
-            self._new_timeline(model, "snapshot", model.next_phase_clock, opening=True)
+            reload(self.c, model, "snapshot", model.next_phase_clock, opening=True)
             model.cuts.wanted = True
         else:
             self._begin_anew(model)
@@ -207,16 +209,9 @@ class ShardDesk:
         self.c.load_files(model)
         # Partitions of a journaled model still load what is stored of them, which must not be ahead of the new clock.
         committed = model.durable and model.gate.sync and model.gate.clock > 0
-        self._new_timeline(model, "init", model.next_phase_clock if committed else 0)
+        clock = model.next_phase_clock if committed else 0
+        reload(self.c, model, "init", clock, opening=model.gate.opening)
         self.c.save_model(model)
-
-    def _new_timeline(self, model: Model, source: Any, clock: int, *, opening: bool = False) -> None:
-        """Begin a timeline at that clock, on which all partitions are loaded from `source` under new tokens."""
-        model.source = source
-        restart(self.c, model, clock, opening=opening)
-        for i, owner in enumerate(model.owners):
-            if owner.shard is not None:
-                self.c.give_token(model, i)
 
     def place(self, *models: Model) -> None:
         """Assign the partitions of these models that have no owner to live shards, unless others are expected."""
@@ -246,11 +241,11 @@ class ShardDesk:
 
     def heartbeat(self, e: ShardHeartbeat, now: float) -> None:
         shard = self.c.joined_shard(e.name, e.epoch)
-        served = [ServedRow(*_checked(r, (6, 7, 8), "partitions")) for r in e.partitions]
-        cuts = [CutRow(*_checked(r, (5,), "cuts")) for r in e.cuts]
-        released = [ReleasedRow(*_checked(r, (6,), "released")) for r in e.released]
-        lost = [LostRow(*_checked(r, (4,), "lost")) for r in e.lost]
-        loads = [_checked(_load_row(r), (4,), "loads") for r in e.loads]
+        served = [ServedRow(*_checked(r, 8, "partitions")) for r in e.partitions]
+        cuts = [CutRow(*_checked(r, 5, "cuts")) for r in e.cuts]
+        released = [ReleasedRow(*_checked(r, 6, "released")) for r in e.released]
+        lost = [LostRow(*_checked(r, 4, "lost")) for r in e.lost]
+        loads = [_checked(_load_row(r), 4, "loads") for r in e.loads]
         shard.heard_s = now
         shard.metrics = e.metrics
         shard.memory_limit_bytes, shard.memory_used_bytes = _memory(e.memory)
@@ -279,13 +274,12 @@ class ShardDesk:
             self.c.unbalanced = True  # it may be moved now
             self.c.mark_dirty(model)
             self._check_clock(model, row)
-        if row.revision is not None and owner.revision != row.revision:
+        if owner.revision != row.revision:
             owner.revision = row.revision
             self.c.mark_dirty(model)
-        if row.durable_clock is not None:
-            if model.durable and row.durable_clock > owner.durable_clock:
-                self.c.mark_dirty(model)  # Its commits may have waited for this.
-            owner.durable_clock = row.durable_clock
+        if model.durable and row.durable_clock > owner.durable_clock:
+            self.c.mark_dirty(model)  # Its commits may have waited for this.
+        owner.durable_clock = row.durable_clock
 
     def _check_clock(self, model: Model, row: ServedRow) -> None:
         """Begin a new sync phase if a journaled partition starts before the oldest kept commit.
@@ -296,7 +290,7 @@ class ShardDesk:
         the version tells which.
         """
         first = model.commits[0][1].t if model.commits else model.gate.clock
-        clock = row.version if row.durable_clock is None else row.durable_clock
+        clock = row.durable_clock
         reached = max(clock, model.began) if clock or row.durable_version else row.version
         if model.gate.sync and model.durable and model.ready and not model.gate.opening and reached < first:
             begin_sync(self.c, model)
@@ -342,15 +336,14 @@ def _held(model: Model, shards: Sequence[str]) -> dict[str, int]:
     return held
 
 
-def _checked(row: Any, lengths: tuple[int, ...], where: str) -> tuple[Any, ...]:
+def _checked(row: Any, length: int, where: str) -> tuple[Any, ...]:
     if (
         not isinstance(row, list | tuple)
-        or len(row) not in lengths
+        or len(row) != length
         or not isinstance(row[0], str)
         or not all([type(n) is int for n in row[1:]])
     ):
-        count = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"{lengths[0]}"
-        detail = f"{where}: each must be a list of {count} values: a model name, then integers"
+        detail = f"{where}: each must be a list of {length} values: a model name, then integers"
         raise problem("invalid_field", detail, where=where)
     return tuple(row)
 

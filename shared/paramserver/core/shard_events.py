@@ -142,7 +142,10 @@ class PartitionLoaded(Struct, frozen=True):
 
 
 class LoadFailed(Struct, frozen=True):
-    """`LoadPartition` failed: it is retried after a second, and the requests that wait for it get the error."""
+    """`LoadPartition` failed: the requests that wait for it get the error, and it is retried after a second.
+
+    State that stays corrupt is read ever less often.
+    """
 
     key: PartitionKey
     token: Token

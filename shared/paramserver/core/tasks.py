@@ -246,10 +246,8 @@ class Dataset:
         }
 
     @classmethod
-    def of(cls, spec: Mapping[str, Any], progress: Mapping[str, Any] | None) -> "Dataset":
+    def of(cls, spec: Mapping[str, Any], progress: Mapping[str, Any]) -> "Dataset":
         """Return the dataset that its two stored documents describe."""
-        if progress is None:
-            return cls(DatasetSpec.of(spec))
         return cls(
             DatasetSpec.of(spec),
             progress.get("number", 0),  # an earlier version stored none

@@ -147,7 +147,7 @@ class WorkerDesk:
     def expire(self, now: float) -> None:
         """Remove workers whose lease has expired; one with a parked request counts as alive."""
         for model in self.c.models.values():
-            for worker in expired(model.roster, now):
+            for worker in expired(model.roster.live(), now):
                 if worker.open_polls <= 0:
                     self._remove(model, worker)
 

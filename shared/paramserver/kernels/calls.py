@@ -86,7 +86,7 @@ def _code(a: AnyArray, dtype: str | None) -> int:
         warm_up()
     if a.ndim != 1 or not a.flags.c_contiguous or not a.dtype.isnative:
         raise ValueError(f"need a contiguous vector in native byte order, not shape {a.shape} of {a.dtype}")
-    name = dtype or ("bfloat16" if a.dtype == np.uint16 else a.dtype.name)
+    name = dtype or a.dtype.name
     code, held_by = _CODES.get(name, (-1, ""))
     if a.dtype.char not in held_by:
         raise ValueError(f"an array of {a.dtype} does not hold {name}")
@@ -305,7 +305,7 @@ def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32,
 def all_finite(a: AnyArray, dtype: str | None = None) -> bool:
     """Whether the vector is finite in float32: no NaN, no infinity, and no float64 value that rounds to infinity.
 
-    `dtype` is needed for codecs, and for float16 given as bits.
+    `dtype` is needed for codecs, and for float16 and bfloat16 given as bits.
     """
     code = _code(a, dtype)
     return bool(loops.finite(a.view(_U8), code))

@@ -65,10 +65,6 @@ class Credentials:
         return context
 
 
-NO_CREDENTIALS: Final = Credentials()
-"""No token, and only the system's authorities."""
-
-
 def is_token(text: str) -> bool:
     """Whether `text` can be sent as a token in a header; an empty string, meaning no token, is accepted."""
     return text.isascii() and text.isprintable() and " " not in text

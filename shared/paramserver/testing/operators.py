@@ -1,5 +1,6 @@
 """A simulated operator, who changes a model during training: restores, assignments, mode changes, new creations."""
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,6 +40,9 @@ class SimOperator(SimClient):
         self.layout = Layout(simulation.spec)
         self.restored: int | None = None
         """The timeline that the last restore began; None if a leader died during it, or another timeline began."""
+        self.mixed = False
+        """Whether the partitions may be in different states (promises): a restore was cut short, or a shard died after
+        it, and there was no cut to go back to."""
         self.over = False
         self.value = ASSIGNED
         self.generation = 0
@@ -71,12 +75,21 @@ class SimOperator(SimClient):
     def _restore(self, turn: int) -> Script:
         self.restored = None
         begun = yield from self._insist(lambda r: io.StartRestore(r, self.sim.spec.name))
+        returns = self._cut() is not None
         if begun is not None:  # else the restore began but its answer was lost, so no values are set
             yield from self._set(self._schedulers[0], LATER * turn)
         key = ModelKey(self.sim.spec.name, self.generation)
         ended = yield from self._insist(lambda r: io.RestoreFinished(r, key, None, LATER * turn))
         if begun is not None and ended["timeline"] == begun["timeline"] + 1:
             self.restored = ended["timeline"]
+        complete = self.restored is not None
+        kept = returns if self.sim.level == "applied" else complete
+        self.mixed = not kept or (self.mixed and not complete)
+
+    def _cut(self) -> int | None:
+        """The model's newest cut, as stored."""
+        stored = self.sim.redis.state.get(f"clock:{self.sim.spec.name}")
+        return None if stored is None else json.loads(stored)["cut"]
 
     def _set(self, leader: SimScheduler, version: int) -> Script:
         """Set all values, as the leader does itself; after a refusal (a new timeline), retry while it still leads."""

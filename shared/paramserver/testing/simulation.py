@@ -276,7 +276,12 @@ class Simulation:
         assert value <= most, f"partition {part.partition}: {value}, but at most {most} is possible"
 
     def _check_end(self) -> None:
-        for p in self._final():
+        found = list(self._final())
+        excused = self.operator.mixed or self.redis.times_emptied
+        if self.mode == "sync" and self.change == "restores" and not excused:
+            values = [self.reference.steps(p.state) for p in found]
+            assert len(set(values)) == 1, f"the partitions end in different states: {values}"
+        for p in found:
             if self.changed:
                 self._check_changed(p)
                 lost = self._lost(p) if self.own_elements and self.lossless else []

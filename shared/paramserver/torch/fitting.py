@@ -18,6 +18,7 @@ _DTYPES: Final = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+_DEVICES: Final = ("cpu", "cuda")
 _WRAPPERS: Final = ("module.", "_orig_mod.")
 """What DataParallel, DistributedDataParallel and torch.compile put before the names of what they wrap."""
 
@@ -25,8 +26,8 @@ _WRAPPERS: Final = ("module.", "_orig_mod.")
 def named_parameters(net: Any) -> dict[str, Tensor]:
     """Return the parameters by name of a module, a mapping, or what `named_parameters()` returned, but empty ones.
 
-    Raises RequestError (`invalid_field`) if there are none, they have no names, or they hold no values yet,
-    (`invalid_dtype`) for dtypes that a model cannot have, such as integers.
+    Raises RequestError (`invalid_field`) if there are none, they have no names, hold no values yet, or are neither on
+    CPU nor CUDA, (`invalid_dtype`) for dtypes that a model cannot have, such as integers.
     """
     if isinstance(net, torch.nn.Module):
         return _checked(dict(net.named_parameters()))
@@ -67,6 +68,9 @@ def _unfit(name: str, p: Tensor) -> PsError | None:
     if p.is_meta:
         hint = "net.to_empty(device=...), then initialize or load it"
         return problem("invalid_field", f"'{name}' is on the meta device and has no values", hint=hint, where=name)
+    if p.device.type not in _DEVICES:
+        detail = f"'{name}' is on {p.device}: only modules on CPU and CUDA can be trained here"
+        return problem("invalid_field", detail, hint="net.cpu(), or worker.step() with .cpu() gradients", where=name)
     if p.dtype in _DTYPES:
         return None
     hint = "torch.view_as_real of it is two real parameters in one"

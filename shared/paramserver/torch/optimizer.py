@@ -3,10 +3,12 @@
 The cluster holds the optimizer's state and makes its steps; this class sends gradients and receives parameters.
 """
 
+import atexit
 import logging
+import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -117,7 +119,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._device, self._pull_coding = device, pull.coding if pull else None
             self._allocate_values(model_map)
             self.pull()
-            self._leave = weakref.finalize(self, stack.pop_all().close)
+            self._leave = stack.pop_all().close
+            atexit.register(self._leave)
+            self._unclosed = weakref.finalize(self, _leave_in_thread, self._leave)
+            self._unclosed.atexit = False
         self._warned_of_ignored = self._may_not_set_rate = False
         self.pushed: Pushed | None = None
         """The result of the last push; None before the first."""
@@ -134,7 +139,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Leave the cluster, unless the worker was passed in; the module keeps its current parameters."""
-        self._leave()
+        if self._unclosed.detach() is not None:
+            self._leave()
+            atexit.unregister(self._leave)
 
     def __enter__(self) -> "ParameterServerOptimizer":
         return self
@@ -233,14 +240,19 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._rate = rate
 
     def _create(self, optimizer: Optimizer | None, consistency: Any, partitions: int | None, ack: str | None) -> None:
-        """Create the model if it does not exist; without `optimizer`, raise NotFoundError instead."""
+        """Create the model unless it is there, with its values; without `optimizer`, raise NotFoundError if it is not.
+
+        If its first values are not complete, whoever was sending them may have died: then this process sends its own.
+        """
+        there = True
         try:
-            self._map()
+            ready = self._map().document.get("state", "ready") == "ready"
         except NotFoundError as e:
             if optimizer is None:
                 hint = "pass an optimizer, such as optimizer=ps.Adam(lr=1e-3), to create it"
                 raise problem(e.code, e.detail, hint=hint) from None
-        else:
+            there = ready = False
+        if ready or optimizer is None:
             return
         try:
             self._client.create_model(
@@ -255,6 +267,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         except ConflictError as e:
             if e.code != "model_exists":  # another worker has created it meanwhile, with other settings
                 raise
+        except AuthError:
+            if not there:
+                raise  # else another worker, whose token allows it, may be uploading: the pull waits for that
 
     def _warn_of_other_settings(self, differences: list[str]) -> None:
         """Log a warning that the model, which existed, was not given the settings that were passed."""
@@ -326,6 +341,20 @@ class _Values:
         with torch.no_grad():  # not through `p.data`: a graph that needs the old values must notice
             torch._foreach_copy_([params[n] for n in self._views], list(self._views.values()))
         self._side.wait()  # the next pull overwrites the host memory
+
+
+def _leave_in_thread(leave: Callable[[], None]) -> None:
+    """Leave the cluster for an optimizer that was not closed, in a thread, which the end of the process waits for.
+
+    Whoever collects it may hold a lock that this takes, or be the thread of heartbeats that this waits for.
+    """
+
+    def leave_once() -> None:
+        leave()
+        atexit.unregister(leave)
+
+    with suppress(RuntimeError):  # no thread can be started: it leaves at exit
+        threading.Thread(target=leave_once, name="leaving").start()
 
 
 def _resolve_model(model: Model | Worker | str, timeout: float | None, stack: ExitStack) -> tuple[Client, str]:
