@@ -436,14 +436,15 @@ def test_a_snapshot_carries_what_is_buffered() -> None:
     """A snapshot contains buffered pushes, so after a crash every push in the window is applied or buffered."""
     store = InMemoryStore()
     driver = ShardDriver(store)
-    buffered = spec(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000})
+    buffered = spec(consistency={"mode": "buffered", "count": 3, "interval_ms": 3_600_000})
     driver.serve(buffered)
-    driver.push({0: ones()}, PushId("w", 1, 0))
-    driver.advance(6.0)
+    for seq in range(2):
+        driver.push({0: ones()}, PushId("w", 1, seq))
+        driver.advance(6.0)
 
     after = ShardDriver(store)
     after.serve(buffered, owned={0: 2}, source="snapshot")
-    assert after.push({0: ones()}, PushId("w", 1, 0)).duplicate
-    after.push({0: ones(value=3.0)}, PushId("w", 1, 1))
+    assert [after.push({0: ones()}, PushId("w", 1, seq)).duplicate for seq in range(2)] == [True, True]
+    after.push({0: ones(value=4.0)}, PushId("w", 1, 2))
 
     assert after.values() == [2.0] * 4
