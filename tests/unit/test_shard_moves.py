@@ -79,6 +79,22 @@ def test_what_is_buffered_moves_along_with_its_deadline() -> None:
     assert after.core.held_bytes == driver.core.held_bytes == 0
 
 
+def test_a_push_that_waits_while_a_partition_enters_sync_is_in_its_commit() -> None:
+    """If buffered mode ends while a partition is held, a push held up meanwhile is staged, and no flush takes it."""
+    driver = serving(spec(consistency={"mode": "buffered", "count": 9, "interval_ms": 60_000}), workers=ROSTER)
+    driver.push({0: ones(8.0)}, PushId("w", 1, 0))
+    request_release(driver, 0)
+    driver.patch({"consistency": {"mode": "sync"}}, timeline=1, clock=5, began=5)
+
+    driver.submit({0: ones(2.0)}, PushId(WORKERS[0], 1, 0), clock=5)
+    request_release(driver)
+    assert driver.values() == [8.0] * 4
+    stage(driver, 1, 5, 4.0)
+    driver.commit(5, listed(0, 5), listed(1, 5))
+
+    assert driver.values() == [11.0] * 4
+
+
 @pytest.mark.parametrize("ack", LEVELS)
 def test_what_is_staged_moves_along_and_commits_catch_up(ack: str) -> None:
     """Staged parts move, and the next owner applies a commit decided during the move, with the same bytes."""
