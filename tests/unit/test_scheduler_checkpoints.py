@@ -106,6 +106,19 @@ def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
     assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
 
 
+def test_an_optimizer_with_other_state_is_not_set_while_a_model_is_restored() -> None:
+    """A restore brings the state of the optimizer that the model had when it began, whose arrays another would take."""
+    d = Driver.with_model(optimizer={"name": "momentum"})
+    d.ask(lambda n: io.StartRestore(n, "m"))
+    with refused_with("conflict", match="being restored"):
+        d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"name": "adagrad"}}))
+    d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}))
+    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
+
+    body = d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"name": "adagrad"}}))
+    assert (body["spec"]["optimizer"]["name"], body["spec"]["optimizer"]["lr"]) == ("adagrad", 0.5)
+
+
 def test_who_looks_at_a_model_changes_nothing_of_it() -> None:
     """Reading what workers wait for while no commit may be made fixes no roster: who joins next is waited for."""
     d, a, _, effect = reading_current()

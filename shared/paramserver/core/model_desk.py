@@ -8,7 +8,7 @@ from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.documents import check_states, size_of
 from paramserver.core.models import RESTORED, Model
-from paramserver.core.optimizer import slot_count
+from paramserver.core.optimizer import slot_count, slot_names
 from paramserver.core.owner import Owner
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
@@ -163,6 +163,10 @@ class ModelDesk:
         with validating():
             spec = model.spec.patched(e.patch)
         if spec != model.spec:
+            if model.restoring and slot_names(spec.optimizer) != slot_names(model.spec.optimizer):
+                # The shards would take the arrays that the restore brings for those of the new optimizer.
+                hint = "change its optimizer once that has ended"
+                raise problem("conflict", f"model '{model.name}' is being restored", hint=hint)
             more = slot_count(spec.optimizer) - slot_count(model.spec.optimizer)
             if more > 0:
                 self._check_memory(spec, more)
