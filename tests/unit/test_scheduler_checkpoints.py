@@ -375,6 +375,32 @@ def test_a_new_leader_begins_a_timeline_where_a_restore_was_under_way(ack: str) 
         assert (d.document()["source"], d.commits()[-1]["cut"]) == ("init", True)
 
 
+def test_a_model_that_a_leader_was_restoring_when_it_died_is_removed() -> None:
+    """Nobody would set its values, and its name would be in use: the restore can be asked for again.
+
+    One that a client restores, and one that had values and lost them, stay.
+    """
+    d = Driver("s0")
+    for name, nonce in (("m", ""), ("clients", "mine"), ("lost", "")):
+        made = d.send(lambda n, m=name, k=nonce: io.CreateModel(n, SPEC | SYNC | {"name": m}, k, restore=True))  # type: ignore[misc]
+        d.beats()
+        key = ModelKey(name, d.result(made)["generation"])
+    d.ask(lambda n: io.RestoreFinished(n, key, None))
+    d.shard("s0")  # it was restarted, and finds nothing stored
+    place = d.core.read.model("lost")["partitions"]
+    d.beat("s0", lost=[["lost", key.generation, p["index"], p["incarnation"]] for p in place])
+    d.beats()
+    assert d.core.read.model("lost")["state"] == "initializing"
+
+    d.restart()
+    d.beats()
+
+    assert [m["name"] for m in d.core.read.models()] == ["clients", "lost"]
+    again = d.send(lambda n: io.CreateModel(n, SPEC | SYNC, "", restore=True))
+    d.beats()
+    assert d.result(again)["state"] == "initializing"
+
+
 @pytest.mark.parametrize("name", ["latest", "best"])
 def test_no_checkpoint_is_called_as_the_newest_or_the_best_is(name: str) -> None:
     """`latest` and `best`, which stand for other checkpoints, are refused as names."""

@@ -129,6 +129,11 @@ class Model:
         return not self.missing
 
     @property
+    def awaits_restore(self) -> bool:
+        """Whether a restore that created it has yet to set its first values."""
+        return RESTORED in self.missing and not self.lost
+
+    @property
     def served(self) -> bool:
         """Whether every partition's owner has reported that it serves it."""
         return all(o.from_version is not None for o in self.owners)

@@ -96,7 +96,9 @@ class SchedulerCore:
         `new_id`: a random id for a cluster that starts for the first time.
         Everyone who was alive gets one full lease from `now`.  Raises CorruptState if the fields cannot be read.
         """
-        return cls(restore(documents, now, term, unix_s, new_id), now)
+        core = cls(restore(documents, now, term, unix_s, new_id), now)
+        core._models.end_orphaned_restores(now)
+        return core
 
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
         """Handle one event and return its effects, to be performed in order.
