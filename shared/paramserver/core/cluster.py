@@ -6,6 +6,7 @@ The desks (`shard_desk`, `model_desk`, ...) change the `Cluster` and record what
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final
 
 from paramserver import limits
@@ -65,6 +66,8 @@ class Cluster:
     _late: list[Effect] = field(default_factory=list)
     dirty: dict[str, None] = field(default_factory=dict)
     """Models whose gates, checkpoints and waiters are to be advanced once the event is handled."""
+    waits_end_s: float = inf
+    """No parked request's wait ends before; the first one's end as of the last tick."""
     unbalanced: bool = False
     """Whether shards or owners have changed, or an owner has begun to serve, since a plan found nothing to move."""
 
@@ -249,6 +252,12 @@ class Cluster:
         """Answer a request without waiting for stores; the answer must reveal nothing that is not stored yet."""
         status = outcome.status if isinstance(outcome, PsError) else 200
         self._early.append(Reply(request, outcome, status, waits=False))
+
+    def park(self, queue: list[Waiter], waiter: Waiter, now: float) -> None:
+        """Have a request wait; one that is not to wait is answered once the event has been handled."""
+        queue.append(waiter)
+        if waiter.deadline_s > now:
+            self.waits_end_s = min(self.waits_end_s, waiter.deadline_s)
 
     def answer_waiter(self, model: Model, waiter: Waiter, outcome: Mapping[str, Any] | PsError, now: float) -> None:
         """Answer a worker's long poll and end it."""

@@ -63,7 +63,7 @@ class Gate:
         if len(roster.live()) >= self.rule.min_workers:
             self.opened = True
         if not self.sync and counted and (self.opened or self.rule.mode != "ssp"):
-            self.clock = max(self.clock, min(w.done for w in counted))
+            self.clock = max(self.clock, min([w.done for w in counted]))
         return self.opened and not was_open
 
     def join_clock(self, roster: Roster) -> int:
@@ -73,7 +73,7 @@ class Gate:
             return self.first_clock
         if not self.opened or not counted:
             return self.clock
-        return min(w.done for w in counted)
+        return min([w.done for w in counted])
 
     def min_clock(self, roster: Roster) -> int:
         """Iterations finished by the slowest worker.
@@ -84,7 +84,7 @@ class Gate:
         counted = roster.barrier_members()
         if not counted or (not self.opened and self.rule.mode == "ssp"):
             return self.clock
-        return min(w.done for w in counted)
+        return min([w.done for w in counted])
 
     def check(self, worker: Worker, done: int, since: int | None) -> None:
         """Raise RequestError (`invalid_field`) if the worker cannot report these numbers; see `report`."""
@@ -184,7 +184,7 @@ class Gate:
         if not self.members.issuperset(present := {(w.name, w.epoch) for w in members}):
             self.members = present
         t = self.clock
-        if sum(w.done > t for w in members) < self.needed(len(members)):
+        if sum([w.done > t for w in members]) < self.needed(len(members)):
             return None
         listed: list[Contribution] = []
         for w in roster.live():

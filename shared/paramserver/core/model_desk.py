@@ -136,7 +136,7 @@ class ModelDesk:
 
     def _park(self, model: Model, request: int, status: int, token: str | None, now: float) -> None:
         deadline = now + limits.CLIENT_TIMEOUT_S
-        model.creators.append(Waiter(request, deadline, status=status, token=token))
+        self.c.park(model.creators, Waiter(request, deadline, status=status, token=token), now)
         self.c.mark_dirty(model)
 
     def advance(self, model: Model, now: float) -> None:

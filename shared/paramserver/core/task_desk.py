@@ -87,7 +87,8 @@ class TaskDesk:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
         if e.holding is not None:
             self._free(model, worker, e.dataset, e.holding)
-        model.task_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, dataset=e.dataset))
+        waiter = Waiter(e.request, now + wait_s, worker.name, worker.epoch, dataset=e.dataset)
+        self.c.park(model.task_waiters, waiter, now)
         worker.open_polls += 1
         self.c.mark_dirty(model)
 

@@ -266,7 +266,8 @@ class WorkerDesk:
         if len(model.clock_waiters) >= limits.WAITERS_MAX:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
         self._report(model, worker, e.clock, e.since)
-        model.clock_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock))
+        waiter = Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock)
+        self.c.park(model.clock_waiters, waiter, now)
         worker.open_polls += 1
         self.c.mark_dirty(model)
 
