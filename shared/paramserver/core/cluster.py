@@ -66,6 +66,8 @@ class Cluster:
     _late: list[Effect] = field(default_factory=list)
     dirty: dict[str, None] = field(default_factory=dict)
     """Models whose gates, checkpoints and waiters are to be advanced once the event is handled."""
+    storage_away: bool = False
+    """Whether nothing can be stored now."""
     waits_end_s: float = inf
     """No parked request's wait ends before; the first one's end as of the last tick."""
     unbalanced: bool = False

@@ -148,7 +148,7 @@ class SchedulerCore:
         self._runs.expire(now)
         for model in self._c.models.values():
             self._c.mark_dirty(model)
-            if self._moves.storage_away:
+            if self._c.storage_away:
                 continue
             if model.series.due(now):
                 self._c.save(f"series:{model.name}", model.series.stored)
