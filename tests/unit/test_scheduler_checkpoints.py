@@ -296,6 +296,39 @@ def test_a_checkpoint_by_rule_has_the_result_of_the_evaluation_of_its_clock() ->
     assert [finish(d).name, finish(d).name] == ["000003-clock-31", "mine"]
 
 
+def test_checkpoints_by_rule_are_written_one_after_the_other() -> None:
+    """The leader has the whole state of a model in memory while it writes it, and after its start all are due at once.
+
+    The one that has waited for longest comes next; one that somebody asks for waits for none.
+    """
+
+    def clock(name: str, clock: int) -> None:
+        d.send(lambda n: io.ReportClock(n, name, f"{name}/a", 1, clock))
+
+    d = Driver("s0")
+    for name in "abc":
+        spec = SPEC | {"name": name, "checkpoint": {"every_clocks": 10}}
+        d.send(lambda n, s=spec: io.CreateModel(n, s, "x"))  # type: ignore[misc]
+        d.beats()
+        d.ask(lambda n, m=name: io.JoinWorker(n, m, "a"))  # type: ignore[misc]
+    for name in "cab":
+        clock(name, 10)
+        d.wait(0.5)
+
+    written: list[tuple[str, int]] = []
+    while d.work:
+        assert len(d.work) == 1
+        effect = finish(d)
+        written.append((effect.model.name, effect.document["clock"]))
+        if written == [("c", 10)]:
+            clock("c", 20)
+
+    assert written == [("c", 10), ("a", 10), ("b", 10), ("c", 20)]
+    clock("c", 30)
+    d.send(lambda n: io.RequestCheckpoint(n, "a"))
+    assert len(d.work) == 2
+
+
 @pytest.mark.parametrize(("taken", "wait_s"), [(False, 3.0), (True, 60.0)])
 def test_an_evaluation_that_does_not_end_keeps_no_checkpoint_from_being_written(taken: bool, wait_s: float) -> None:
     """A checkpoint by rule waits a few seconds for an evaluation to be taken, and a minute for its result."""
