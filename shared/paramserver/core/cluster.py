@@ -385,7 +385,11 @@ class Cluster:
 
     def public(self, model: Model) -> dict[str, Any]:
         """The model's public document."""
-        return {**model.public(self.map_epoch, self.addresses()), "cluster": self.id}
+        return {**self.outline(model), "spec": model.spec.document()}
+
+    def outline(self, model: Model) -> dict[str, Any]:
+        """The model's public document without its spec."""
+        return {**model.outline(self.map_epoch, self.addresses()), "cluster": self.id}
 
     def model_document(self, model: Model, all_commits: bool = False) -> dict[str, Any]:
         """The feed's `model` document."""

@@ -439,8 +439,8 @@ class Model:
             "live_workers": len(self.roster.live()),
         }
 
-    def public(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        """Body of `GET /models/{m}`."""
+    def outline(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+        """Body of `GET /models/{m}`, without the spec."""
         return {
             "name": self.name,
             "generation": self.generation,
@@ -456,7 +456,6 @@ class Model:
             "served": self.served,
             "live_workers": len(self.roster.live()),
             "created_s": self.unix_s,
-            "spec": self.spec.document(),
             "bounds": list(self.layout.bounds),
             "map_epoch": map_epoch,
             "partitions": self.partition_lines(),
