@@ -109,7 +109,7 @@ def accepted(request: Request) -> str:
     If Accept leaves the choice, a msgpack body is answered in msgpack, and anything else in JSON.
     """
     own = MSGPACK if media_type(request) in _MSGPACK_NAMES else JSON
-    header = request.headers.get("accept", "").strip()
+    header = ", ".join(request.headers.getlist("accept")).strip()
     if not header:
         return own
     # The most specific range that matches a type gives its quality (RFC 9110, 12.5.1).
