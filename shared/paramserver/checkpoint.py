@@ -20,8 +20,9 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -44,6 +45,8 @@ PARAMS: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 WORKERS: Final = "workers.json"
 
+_ABANDONED_S: Final = 86400.0
+"""Age from which an unfinished folder is taken for that of a process that was killed: no write pauses for so long."""
 _RESERVED: Final = "__metadata__"
 """The one key that a safetensors file cannot hold; a parameter of that name is stored with a '~' appended."""
 
@@ -139,6 +142,11 @@ def write(
 def _replacing(target: Path) -> Iterator[Path]:
     """Yield a new folder to write files to, which then takes the place of `target`; after an error it is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    for left in _beside(target, "part"):
+        with suppress(OSError):  # another writer has finished it
+            newest_s = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+            if time.time() - newest_s > _ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     part.mkdir()
     try:
