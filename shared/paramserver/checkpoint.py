@@ -109,7 +109,7 @@ def write(
     Raises ConflictError (`conflict`) if `path` exists and may not be replaced, RequestError if the parameters do not
     fit the spec, OSError with a file name if writing fails.
     """
-    target = Path(path)
+    target = _place(path)
     held, state = _arrays(spec, params, slots)
     existing = _folder(target)
     if existing.exists() and not (overwrite and (existing / MANIFEST).is_file()):
@@ -191,7 +191,7 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState (`corrupt_state`) if it is damaged or has
     another format, OSError with a file name if the OS refuses to read it.
     """
-    file = _folder(Path(path)) / MANIFEST
+    file = _folder(_place(path)) / MANIFEST
     try:
         with _naming(file):
             data = file.read_bytes()
@@ -215,7 +215,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState (`corrupt_state`) naming the file that
     does not match, OSError with a file name if the OS refuses to read one that is there.
     """
-    folder = _folder(Path(path))
+    folder = _folder(_place(path))
     manifest = read_manifest(folder)
     try:
         for name in (PARAMS, OPTIMIZER, WORKERS):
@@ -330,6 +330,12 @@ def _rename(part: Path, target: Path) -> None:
 def _beside(target: Path, suffix: str) -> list[Path]:
     """Return the folders that `target` was moved to, with that suffix."""
     return sorted(target.parent.glob(f".{escape(target.name)}.{'[0-9a-f]' * 8}.{suffix}"))
+
+
+def _place(path: str | os.PathLike[str]) -> Path:
+    """Return `path`, or where it leads if it is a link: a new folder must not take the place of the link."""
+    target = Path(path)
+    return Path(os.path.realpath(target)) if target.is_symlink() else target
 
 
 def _folder(target: Path) -> Path:

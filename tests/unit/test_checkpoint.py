@@ -257,6 +257,20 @@ def test_what_a_killed_write_has_left_goes_with_a_later_one(tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == [".ckpt.2.01234567.part", ".ckpt.89abcdef.part", "ckpt"]
 
 
+def test_a_link_to_a_checkpoint_stays_one(tmp_path: Path) -> None:
+    """What is written at a link replaces the folder where it leads, say on a larger disk, and is read through it."""
+    disk, link = tmp_path / "disk", tmp_path / "ckpt"
+    link.symlink_to(disk / "ckpt")
+    for _ in range(2):
+        _write(link, overwrite=True)
+    _killed_while_replacing(disk / "ckpt")
+
+    assert checkpoint.read(link).versions == [3, 4]
+    _write(link, overwrite=True)
+    assert link.is_symlink()
+    assert sorted(p.name for p in (*tmp_path.iterdir(), *disk.iterdir())) == ["ckpt", "ckpt", "disk"]
+
+
 def test_a_previous_checkpoint_that_could_not_be_deleted_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
