@@ -281,6 +281,17 @@ def test_state_is_kept_where_the_arrays_are_the_same_and_begins_afresh_where_the
                 assert (sum(state.steps), sum(float(s.sum()) for s in state.slots)) == (0, 0.0)
 
 
+def test_a_key_may_have_as_many_bytes_as_its_header() -> None:
+    """An `Idempotency-Key` of 256 bytes is accepted, whatever its letters: it comes as one character per byte."""
+    driver = serving(spec())
+    letter = "é".encode().decode("latin-1")
+
+    driver.push({0: ones()}, key=128 * letter)
+
+    with refused_with("invalid_field"):
+        driver.push({0: ones()}, key=129 * letter)
+
+
 def test_clipping_by_norm_needs_the_whole_gradients_norm() -> None:
     """With `clip_norm`, a push is scaled by the norm in its frame, and refused without one."""
     driver = serving(spec(optimizer={"name": "sum", "clip_norm": 1.0}))
