@@ -8,7 +8,7 @@ import pytest
 from .processes import Nodes, unique
 from .rest import Face
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.process
 
 FREE = ("params", "shards", "metrics", "args", "stop", "state", "kept", "memory")
 """Keys of objects whose own keys are names, or up to the user."""

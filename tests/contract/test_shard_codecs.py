@@ -22,7 +22,7 @@ from paramserver.wire.frame import MEDIA_TYPE, Header, PushFrame, PushPart, Push
 
 from .processes import Nodes, nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 PARTITIONS = 4
 
 

@@ -26,7 +26,7 @@ from paramserver.wire.frame import (
 from .processes import Nodes, unique
 from .routes import MSGPACK, SHARDS, Model, problem, unchanged
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 
 def test_both_shards_answer_for_the_whole_model(model: Model) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from .cluster import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 MUTATIONS = 2000
 SPEC: dict[str, Any] = {
