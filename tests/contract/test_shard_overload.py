@@ -353,7 +353,8 @@ def test_pushes_that_wait_for_their_commit_leave_room_for_the_one_it_needs(pair:
     """
     workers, elements = 4, 6 * MIB
     name = made(pair, elements, partitions=1, consistency={"mode": "sync", "min_workers": workers})
-    joined = [pair.post(f"/models/{name}/workers", {"name": f"w{rank}", "rank": rank}) for rank in range(workers)]
+    join = {"lease_s": 120}  # nobody sends heartbeats
+    joined = [pair.post(f"/models/{name}/workers", {**join, "name": f"w{i}", "rank": i}) for i in range(workers)]
     frame = PushFrame(name, [PushPart(0, None, None)], clock=0, ends=(1, 60.0))
     (owner,) = {p["shard"] for p in pair.get(f"/models/{name}")["partitions"]}
     url = f"http://127.0.0.1:{pair.shard_ports[owner]}"
