@@ -277,7 +277,7 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
         else:
             ends = not received.due and bool(received.flags & wire.END_STREAM)
             stream.fetched(received.size, ends=ends, paused=received.size < requested)
-        self.flush()
+        self.feed(memoryview(b""))  # the thread may have read a whole frame of another kind, if that is empty
         self._resume()
 
     def _control(self, kind: int, flags: int, number: int, payload: memoryview) -> None:

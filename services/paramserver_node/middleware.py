@@ -148,6 +148,7 @@ class _Exchange:
 
     async def into(self, sink: Destination) -> bool:
         """See `BodyTransfer`; raises like `_received_in_time`."""
+        self._sender_waits = False
         counted = _Counted(self, sink)
         while True:
             try:
@@ -195,6 +196,7 @@ class _Exchange:
             if self._scope["method"] in ("GET", "HEAD") and not _has_cache_control(message):
                 message["headers"] = [*message.get("headers", []), _NOT_STORED]
             if self._sender_waits and not self._body_ended:  # it has sent no body and need not; what follows is unclear
+                # Over HTTP/2, which drops this header, the stream alone ends.
                 message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
             elif not self._body_ended and not self._too_slow and _NO_DEADLINE not in self._scope["state"]:
                 await self._drain()
@@ -292,6 +294,6 @@ class _Head(NamedTuple):
             elif name == b"x-request-id":
                 given = value.decode("latin-1")
             elif name == b"expect":
-                waits = value.lower() == b"100-continue" and scope["http_version"] == "1.1"
+                waits = value.lower() == b"100-continue" and scope["http_version"] != "1.0"
         named = given != "" and _ID.fullmatch(given) is not None
         return cls(None if chunked else size, given if named else f"{_PROCESS}-{next(_NUMBERS):x}", named, waits)

@@ -34,10 +34,13 @@ def announced(request: Request) -> int | None:
 
 
 async def read_body(request: Request, size_max: int, hint: str = "") -> bytes:
-    """Return the whole body; raises RequestError: `too_large` above `size_max`, `malformed` if it is incomplete.
+    """Return the whole body.
 
-    The middleware reads the rest of a body that is too large, so that the answer reaches the client.
+    Raises RequestError: `unsupported_media_type` if it is compressed, `too_large` above `size_max`, `malformed` if it
+    is incomplete.  The middleware reads the rest of a body that is too large, so that the answer reaches the client.
     """
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise problem("unsupported_media_type", "compressed bodies are not understood", hint="send it uncompressed")
     length = announced(request)
     if length is not None and length > size_max:
         raise problem("too_large", f"the body has {length} bytes; the limit is {size_max}", hint=hint)
@@ -81,8 +84,6 @@ async def read_encoded(
         raise problem(
             "unsupported_media_type", f"Content-Type '{kind:.80}' is not understood", hint=f"{JSON} or {MSGPACK}"
         )
-    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise problem("unsupported_media_type", "compressed bodies are not understood", hint="send it uncompressed")
     raw = await read_body(request, size_max, "" if numbers_max is None else _MORE)
     if numbers_max is not None and raw.count(b",") >= numbers_max + _FIELDS:
         raise problem("too_large", f"a JSON body holds at most {numbers_max} numbers", hint=_MORE)
@@ -109,7 +110,7 @@ def accepted(request: Request) -> str:
     If Accept leaves the choice, a msgpack body is answered in msgpack, and anything else in JSON.
     """
     own = MSGPACK if media_type(request) in _MSGPACK_NAMES else JSON
-    header = request.headers.get("accept", "").strip()
+    header = ", ".join(request.headers.getlist("accept")).strip()
     if not header:
         return own
     # The most specific range that matches a type gives its quality (RFC 9110, 12.5.1).

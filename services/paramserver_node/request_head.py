@@ -29,6 +29,8 @@ class RequestHead(NamedTuple):
     """The request's part of the ASGI scope."""
     length: int | None
     """Announced length of the body, if any."""
+    waits: bool = False
+    """Whether the client waits to be told to send the body (RFC 9110, 10.1.1)."""
 
 
 TRAILERS: Final = RequestHead({}, None)
@@ -82,6 +84,7 @@ def request_of(headers: Sequence[Header]) -> RequestHead | None:
     cookies: list[bytes] = []
     length: int | None = None
     host: bytes | None = None
+    waits = False
     for name, value in headers:
         if name.startswith(b":"):
             if rest or cookies or name in special or name not in _OF_A_REQUEST or _UNFIT.search(value):
@@ -103,6 +106,8 @@ def request_of(headers: Sequence[Header]) -> RequestHead | None:
                 if host is not None:
                     return None
                 host = value
+            elif name == b"expect":
+                waits = value.lower() == b"100-continue"
     if cookies:  # they may be split into several fields (RFC 9113, 8.2.3)
         rest.append((b"cookie", b"; ".join(cookies)))
     if not special:
@@ -123,7 +128,7 @@ def request_of(headers: Sequence[Header]) -> RequestHead | None:
         "query_string": query,
         "headers": rest,
     }
-    return RequestHead(scope, length)
+    return RequestHead(scope, length, waits)
 
 
 def scope_of(transport: asyncio.Transport, root_path: str) -> dict[str, Any]:

@@ -64,6 +64,8 @@ class Stream:
         """Whether the client has sent all of the body."""
         self._due = head.length
         """Bytes of the body that are still to come, if its length was announced."""
+        self._client_waits = head.waits and not body_ended
+        """Whether the client waits for an interim answer, 100, before it sends the body."""
         self.send_window = client.initial_send_window
         """Send window of the stream, in bytes."""
         self._receive_window = self._window_size = UNREAD_BYTES_MAX
@@ -209,6 +211,7 @@ class Stream:
             self.used(len(piece))
             sink.feed(memoryview(piece))
         self._sink = sink
+        self._tell_to_send()
         try:
             while not (self.body_ended or self._cut or self._failed is not None):
                 if not self._fetch(sink):
@@ -244,12 +247,21 @@ class Stream:
     async def receive(self) -> Message:
         """Return the next ASGI event."""
         while not self._pieces and not self._cut and (self._end_delivered or not self.body_ended):
+            self._tell_to_send()
             self._client.flush_soon()
             await _clear_and_wait(self._may_continue)
         if self._cut and (self._end_delivered or not self.body_ended):
             return {"type": "http.disconnect"}
         self._end_delivered = self.body_ended
         return {"type": "http.request", "body": self._take_pieces(), "more_body": not self._end_delivered}
+
+    def _tell_to_send(self) -> None:
+        """Send the interim answer that the client waits for, now that its body is wanted."""
+        if self._client_waits and not self.body_ended:
+            block = self._client.block_prefix + wire.encoded([(b":status", b"100")])
+            self._client.queue_frame(wire.frame(wire.HEADERS, wire.END_HEADERS, self._number, block))
+            self._client.flush_soon()
+        self._client_waits = False
 
     def _take_pieces(self) -> bytes:
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -262,6 +274,7 @@ class Stream:
         if self._cut:
             return
         if message["type"] == "http.response.start":
+            self._client_waits = False
             own = [h for h in message.get("headers", ()) if h[0] not in OF_A_CONNECTION]
             block = wire.encoded([(b":status", b"%d" % message["status"]), *self._client.server.default_headers, *own])
             block = self._client.block_prefix + block

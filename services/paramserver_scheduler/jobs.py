@@ -94,10 +94,16 @@ class Jobs:
         """Restore a checkpoint of model `source` into model `target`, which is created if it does not exist.
 
         Without `exist_ok`, one that exists is refused unless it is `source`.  Runs to its end even if the client hangs
-        up.  Raises PsError.
+        up.  Raises PsError; InDoubt if this scheduler ceases to lead meanwhile.
         """
-        work = self._restore(source, name, target, partitions, exist_ok or source == target)
-        outcome = await asyncio.shield(self._group.create_task(work))
+        work = self._group.create_task(self._restore(source, name, target, partitions, exist_ok or source == target))
+        try:
+            outcome = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if not work.cancelled():
+                raise  # the request itself is
+            detail = f"this scheduler leads no more, and model '{target}' may be restored in part"
+            raise problem("in_doubt", detail, hint="restore it again", retryable=False) from None
         if isinstance(outcome, PsError):
             raise outcome
         return outcome

@@ -135,7 +135,7 @@ class Runtime:
 
         Raises the PsError that the core replied or `on_reply` raised, the reason for which the runtime was closed, or
         Unavailable: `storage_unavailable` if Redis is away for too long, `too_many_requests` if too many requests are
-        pending.
+        pending, except for heartbeats: whoever parks long polls must not end the leases of all others.
         """
         number = next(self._request_numbers)
         event = make(number)
@@ -145,7 +145,7 @@ class Runtime:
             await self._wait_for_redis()
             if self.stopped is not None:
                 raise self.stopped
-        if len(self._waiters) >= limits.WAITERS_MAX:
+        if len(self._waiters) >= limits.WAITERS_MAX and not isinstance(event, _LEASES):  # those end soon
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         since = None if isinstance(event, _ACCEPTED_WHILE_AWAY) else monotonic()

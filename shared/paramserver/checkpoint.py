@@ -20,8 +20,9 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -44,6 +45,8 @@ PARAMS: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 WORKERS: Final = "workers.json"
 
+_ABANDONED_S: Final = 86400.0
+"""Age from which an unfinished folder is taken for that of a process that was killed: no write pauses for so long."""
 _RESERVED: Final = "__metadata__"
 """The one key that a safetensors file cannot hold; a parameter of that name is stored with a '~' appended."""
 
@@ -106,7 +109,7 @@ def write(
     Raises ConflictError (`conflict`) if `path` exists and may not be replaced, RequestError if the parameters do not
     fit the spec, OSError with a file name if writing fails.
     """
-    target = Path(path)
+    target = _place(path)
     held, state = _arrays(spec, params, slots)
     existing = _folder(target)
     if existing.exists() and not (overwrite and (existing / MANIFEST).is_file()):
@@ -139,6 +142,11 @@ def write(
 def _replacing(target: Path) -> Iterator[Path]:
     """Yield a new folder to write files to, which then takes the place of `target`; after an error it is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    for left in _beside(target, "part"):
+        with suppress(OSError):  # another writer has finished it
+            newest_s = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+            if time.time() - newest_s > _ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     part.mkdir()
     try:
@@ -183,7 +191,7 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState (`corrupt_state`) if it is damaged or has
     another format, OSError with a file name if the OS refuses to read it.
     """
-    file = _folder(Path(path)) / MANIFEST
+    file = _folder(_place(path)) / MANIFEST
     try:
         with _naming(file):
             data = file.read_bytes()
@@ -207,7 +215,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState (`corrupt_state`) naming the file that
     does not match, OSError with a file name if the OS refuses to read one that is there.
     """
-    folder = _folder(Path(path))
+    folder = _folder(_place(path))
     manifest = read_manifest(folder)
     try:
         for name in (PARAMS, OPTIMIZER, WORKERS):
@@ -322,6 +330,12 @@ def _rename(part: Path, target: Path) -> None:
 def _beside(target: Path, suffix: str) -> list[Path]:
     """Return the folders that `target` was moved to, with that suffix."""
     return sorted(target.parent.glob(f".{escape(target.name)}.{'[0-9a-f]' * 8}.{suffix}"))
+
+
+def _place(path: str | os.PathLike[str]) -> Path:
+    """Return `path`, or where it leads if it is a link: a new folder must not take the place of the link."""
+    target = Path(path)
+    return Path(os.path.realpath(target)) if target.is_symlink() else target
 
 
 def _folder(target: Path) -> Path:

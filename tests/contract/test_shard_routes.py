@@ -1,5 +1,6 @@
 """The shards' REST API in a real rest_cluster of two shards: by name and as arrays."""
 
+import gzip
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -239,6 +240,9 @@ def test_a_value_is_assigned_as_json_msgpack_or_npy(model: Model) -> None:
     broken = {"content-type": "application/x-npy"}
     problem(model.http.put(path, content=file.getvalue()[:-1], headers=broken), 400, "malformed")
     problem(model.http.put(path, content=b"\x93NUMPY\x01\x00\x02\x00{}", headers=broken), 400, "malformed")
+    zipped = gzip.compress(file.getvalue())
+    answer = model.http.put(path, content=zipped, headers=broken | {"content-encoding": "gzip"})
+    problem(answer, 415, "unsupported_media_type")
     assert np.array_equal(model.values("w"), want + 2)
 
 

@@ -242,6 +242,35 @@ def test_what_is_left_of_an_interrupted_deletion_goes_with_the_next_one(tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == [".ckpt.2.0123abcd.gone", "ckpt"]
 
 
+def test_what_a_killed_write_has_left_goes_with_a_later_one(tmp_path: Path) -> None:
+    """The hidden folder of a write that was killed is deleted by one on another day; others may still be written."""
+    _write(tmp_path / "ckpt")
+    for name in (".ckpt.01234567.part", ".ckpt.89abcdef.part", ".ckpt.2.01234567.part"):
+        shutil.copytree(tmp_path / "ckpt", tmp_path / name)
+    for path in (tmp_path / ".ckpt.01234567.part").iterdir():
+        os.utime(path, (1e9, 1e9))
+    for name in (".ckpt.01234567.part", ".ckpt.89abcdef.part"):
+        os.utime(tmp_path / name, (1e9, 1e9))
+
+    _write(tmp_path / "ckpt", overwrite=True)
+
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".ckpt.2.01234567.part", ".ckpt.89abcdef.part", "ckpt"]
+
+
+def test_a_link_to_a_checkpoint_stays_one(tmp_path: Path) -> None:
+    """What is written at a link replaces the folder where it leads, say on a larger disk, and is read through it."""
+    disk, link = tmp_path / "disk", tmp_path / "ckpt"
+    link.symlink_to(disk / "ckpt")
+    for _ in range(2):
+        _write(link, overwrite=True)
+    _killed_while_replacing(disk / "ckpt")
+
+    assert checkpoint.read(link).versions == [3, 4]
+    _write(link, overwrite=True)
+    assert link.is_symlink()
+    assert sorted(p.name for p in (*tmp_path.iterdir(), *disk.iterdir())) == ["ckpt", "ckpt", "disk"]
+
+
 def test_a_previous_checkpoint_that_could_not_be_deleted_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

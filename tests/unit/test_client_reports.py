@@ -22,6 +22,18 @@ def test_state_is_sent_when_it_has_changed() -> None:
     assert "state" not in beats[1]
 
 
+def test_a_state_is_sent_until_it_is_stored() -> None:
+    """A state that the scheduler says it may not have stored goes with the next heartbeat, too."""
+    node, session = joined()
+    session.reports.state["seen"] = 7
+    node.script[BEAT] = [ok({"state": "active", "state_kept": kept}) for kept in (False, True)]
+
+    for _ in range(3):
+        drive(session.beat(deadline()), node)
+
+    assert ["state" in b for b in node.bodies(BEAT)] == [True, True, False]
+
+
 def test_a_refused_state_does_not_cost_the_lease(caplog: pytest.LogCaptureFixture) -> None:
     """A heartbeat whose state is refused is sent again without it; one warning is logged.
 

@@ -104,6 +104,18 @@ async def test_a_body_that_nobody_wants_any_more_holds_up_nothing(threads: bool)
         assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
+@pytest.mark.parametrize("threads", WAYS)
+async def test_a_body_may_end_with_an_empty_frame_before_its_place_is_full(threads: bool) -> None:
+    """A body shorter than its place ends with an empty DATA frame that has END_STREAM; nothing more need come."""
+    sink = Into()
+    async with connected(into([sink]), threads=threads) as (theirs, connection), asyncio.timeout(10.0):
+        await asked(theirs, connection, 1)
+        await tell(theirs, frames_of(1, bytes(BODY_BYTES - 1), 1 << 20, ends=False))
+        await tell(theirs, wire.frame(wire.DATA, wire.END_STREAM, 1))
+        assert await answered(theirs, 1) == [wire.encoded([(b":status", b"200")])]
+        assert sink.at == BODY_BYTES - 1
+
+
 async def test_what_follows_the_end_of_a_body_is_not_taken_for_it() -> None:
     """DATA after END_STREAM closes the connection and is not added to the body, even before the app sees the end."""
     sink = Into()

@@ -143,8 +143,8 @@ def test_a_request_is_what_asgi_calls_it() -> None:
         "method": "POST", "path": "/p q", "raw_path": b"/p%20q", "query_string": b"x=1",
         "headers": [(b"host", b"a:1"), (b"a", b"b")],
     }  # fmt: skip
-    assert request_of(ASKED) == (scope, None)
-    assert request_of([*ASKED[:4], (b"host", b"a:1"), *ASKED[4:]]) == (scope, None)
+    assert request_of(ASKED) == (scope, None, False)
+    assert request_of([*ASKED[:4], (b"host", b"a:1"), *ASKED[4:]]) == (scope, None, False)
     asked = request_of([*ASKED, (b"te", b"trailers"), (b"content-length", b"7")])
     assert asked is not None
     assert asked.length == 7

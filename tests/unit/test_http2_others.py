@@ -9,10 +9,11 @@ from tests.unit.http2_connection import ASKED, connected, tell
 from tests.unit.scripted_server import OK, Kind, Peer, Server, both_clients
 from tests.unit.test_http2_limits import heard, nothing
 
-from paramserver.errors import InDoubt, PsError
+from paramserver.errors import InDoubt, PsError, problem
 from paramserver.net.calls import Response
 from paramserver.wire import http2 as wire
 from paramserver_node.frame_abuse import COUNT_MAX, FrameAbuseLimit
+from paramserver_node.middleware import NodeMiddleware
 
 ENDS = wire.END_HEADERS | wire.END_STREAM
 NO_TABLE = wire.settings({wire.HEADER_TABLE_SIZE: 0})
@@ -48,6 +49,35 @@ def test_a_server_without_a_table_of_headers_is_told_that_none_is_used(kind: Kin
 
     with Server(kind, script) as server:
         assert [a.status for _ in range(2) if isinstance(a := server.ask(), Response)] == [200, 200]
+
+
+async def test_who_asks_before_sending_a_body_is_told_to_send_it() -> None:
+    """A request with `Expect: 100-continue` gets a 100 once its body is wanted (RFC 9110, 10.1.1), else the refusal."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/refused":
+            raise problem("too_large", "that is too much")
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+        await receive()  # the client's end, of which it must not be told anything
+
+    def asking(path: bytes) -> bytes:
+        head = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b"expect", b"100-Continue")]
+        return wire.encoded([*head, (b"content-length", b"5")])
+
+    async with connected(NodeMiddleware(app)) as (theirs, _), asyncio.timeout(5.0):
+        decoder = hpack.Decoder()
+
+        async def status(number: int) -> bytes:
+            return dict(decoder.decode((await heard(theirs, wire.HEADERS, number))[1], raw=True))[b":status"]
+
+        await tell(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, 1, asking(b"/refused")))
+        assert await status(1) == b"413"
+        await tell(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, 3, asking(b"/taken")))
+        assert await status(3) == b"100"
+        await tell(theirs, wire.frame(wire.DATA, wire.END_STREAM, 3, b"hello"))
+        assert await status(3) == b"200"
 
 
 @both_clients

@@ -262,6 +262,14 @@ async def test_the_most_specific_range_of_a_type_gives_its_quality(accept: str, 
         assert answer.headers["content-type"] == answered
 
 
+async def test_accept_may_come_in_several_lines() -> None:
+    """Several `Accept` lines are one list (RFC 9110, 5.3), as clients send them that add one line for each type."""
+    lines = [("accept", "text/html"), ("accept", "application/msgpack")]
+    answer = await ask("POST", "/echo", content=b"{}", headers=lines)
+
+    assert (answer.status_code, answer.headers["content-type"]) == (200, negotiate.MSGPACK)
+
+
 @pytest.mark.parametrize(
     "headers",
     [

@@ -106,6 +106,19 @@ def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
     assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
 
 
+def test_an_optimizer_with_other_state_is_not_set_while_a_model_is_restored() -> None:
+    """A restore brings the state of the optimizer that the model had when it began, whose arrays another would take."""
+    d = Driver.with_model(optimizer={"name": "momentum"})
+    d.ask(lambda n: io.StartRestore(n, "m"))
+    with refused_with("conflict", match="being restored"):
+        d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"name": "adagrad"}}))
+    d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}))
+    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
+
+    body = d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"name": "adagrad"}}))
+    assert (body["spec"]["optimizer"]["name"], body["spec"]["optimizer"]["lr"]) == ("adagrad", 0.5)
+
+
 def test_who_looks_at_a_model_changes_nothing_of_it() -> None:
     """Reading what workers wait for while no commit may be made fixes no roster: who joins next is waited for."""
     d, a, _, effect = reading_current()
@@ -296,6 +309,39 @@ def test_a_checkpoint_by_rule_has_the_result_of_the_evaluation_of_its_clock() ->
     assert [finish(d).name, finish(d).name] == ["000003-clock-31", "mine"]
 
 
+def test_checkpoints_by_rule_are_written_one_after_the_other() -> None:
+    """The leader has the whole state of a model in memory while it writes it, and after its start all are due at once.
+
+    The one that has waited for longest comes next; one that somebody asks for waits for none.
+    """
+
+    def clock(name: str, clock: int) -> None:
+        d.send(lambda n: io.ReportClock(n, name, f"{name}/a", 1, clock))
+
+    d = Driver("s0")
+    for name in "abc":
+        spec = SPEC | {"name": name, "checkpoint": {"every_clocks": 10}}
+        d.send(lambda n, s=spec: io.CreateModel(n, s, "x"))  # type: ignore[misc]
+        d.beats()
+        d.ask(lambda n, m=name: io.JoinWorker(n, m, "a"))  # type: ignore[misc]
+    for name in "cab":
+        clock(name, 10)
+        d.wait(0.5)
+
+    written: list[tuple[str, int]] = []
+    while d.work:
+        assert len(d.work) == 1
+        effect = finish(d)
+        written.append((effect.model.name, effect.document["clock"]))
+        if written == [("c", 10)]:
+            clock("c", 20)
+
+    assert written == [("c", 10), ("a", 10), ("b", 10), ("c", 20)]
+    clock("c", 30)
+    d.send(lambda n: io.RequestCheckpoint(n, "a"))
+    assert len(d.work) == 2
+
+
 @pytest.mark.parametrize(("taken", "wait_s"), [(False, 3.0), (True, 60.0)])
 def test_an_evaluation_that_does_not_end_keeps_no_checkpoint_from_being_written(taken: bool, wait_s: float) -> None:
     """A checkpoint by rule waits a few seconds for an evaluation to be taken, and a minute for its result."""
@@ -373,6 +419,32 @@ def test_a_new_leader_begins_a_timeline_where_a_restore_was_under_way(ack: str) 
         assert (d.document()["source"], d.core.read.model("m")["clock"]) == ({"cut": 0}, 0)
     else:
         assert (d.document()["source"], d.commits()[-1]["cut"]) == ("init", True)
+
+
+def test_a_model_that_a_leader_was_restoring_when_it_died_is_removed() -> None:
+    """Nobody would set its values, and its name would be in use: the restore can be asked for again.
+
+    One that a client restores, and one that had values and lost them, stay.
+    """
+    d = Driver("s0")
+    for name, nonce in (("m", ""), ("clients", "mine"), ("lost", "")):
+        made = d.send(lambda n, m=name, k=nonce: io.CreateModel(n, SPEC | SYNC | {"name": m}, k, restore=True))  # type: ignore[misc]
+        d.beats()
+        key = ModelKey(name, d.result(made)["generation"])
+    d.ask(lambda n: io.RestoreFinished(n, key, None))
+    d.shard("s0")  # it was restarted, and finds nothing stored
+    place = d.core.read.model("lost")["partitions"]
+    d.beat("s0", lost=[["lost", key.generation, p["index"], p["incarnation"]] for p in place])
+    d.beats()
+    assert d.core.read.model("lost")["state"] == "initializing"
+
+    d.restart()
+    d.beats()
+
+    assert [m["name"] for m in d.core.read.models()] == ["clients", "lost"]
+    again = d.send(lambda n: io.CreateModel(n, SPEC | SYNC, "", restore=True))
+    d.beats()
+    assert d.result(again)["state"] == "initializing"
 
 
 @pytest.mark.parametrize("name", ["latest", "best"])

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import RequestError
 
@@ -248,3 +249,20 @@ def test_what_cannot_be_given_back_is_not_taken() -> None:
     d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], 1, metrics={"loss": float("nan"), "x": 1}, state={"i": 3}))
     assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"loss": None, "x": 1.0}
     assert d.join("a")["state"] == {"i": 3}
+
+
+def test_a_scheduler_wakes_when_the_first_wait_or_lease_ends() -> None:
+    """`deadline` is at most the end of a wait that has just begun, and at most that of every lease."""
+    d = Driver.with_model(consistency={"mode": "sync"})
+    a, _ = d.join("a"), d.join("b")
+    d.wait(0.5)
+    asked = d.clock(a, 1, wait_s=0.1)
+    assert d.core.deadline() == d.now + 0.1
+    d.now += 0.1
+    d.do(io.Tick())
+    assert not d.result(asked)["released"]
+    assert d.core.deadline() == d.now + limits.HEARTBEAT_S
+
+    d.wait(limits.LEASE_S - 1.0)
+    b_ends_s = d.core._c.models["m"].roster.workers["m/b"].expires_s()
+    assert d.now < d.core.deadline() == b_ends_s < d.now + limits.HEARTBEAT_S

@@ -152,6 +152,26 @@ def test_what_was_done_stays_done_when_the_model_goes_back(back: str) -> None:
         d.restart()
 
 
+def test_of_those_that_wait_each_gets_what_there_is_for_it() -> None:
+    """One that gets nothing keeps nobody behind it from a range of its own, of another dataset, or an evaluation."""
+    d = Driver.with_model()
+    workers = [d.join(name) for name in "abcd"]
+    for dataset, ranges, assignment in (("own", 2, "static"), ("any", 1, "dynamic"), ("later", 1, "dynamic")):
+        size = {"size": ranges, "task_size": 1}
+        d.ask(lambda n, s=dataset, z=size, a=assignment: io.RegisterDataset(n, "m", s, **z, assignment=a))  # type: ignore[misc]
+    for worker, dataset in zip(workers, ("own", "own", "any", "later"), strict=True):
+        assert d.result(d.lease(worker, dataset))["task"]["dataset"] == dataset
+
+    waiting = [d.lease(w, s, 60.0) for w, s in zip(workers, ("own", "later", "any", "evaluate"), strict=True)]
+    d.ask(lambda n: io.LeaveWorker(n, "m", workers[3]["worker"], 1))  # its range of `later` is free
+    d.ask(lambda n: io.LeaveWorker(n, "m", workers[2]["worker"], 1))
+    waiting.append(d.lease(workers[0], "any", 60.0))
+
+    assert waiting[0] in d.open
+    assert d.result(waiting[1])["task"]["dataset"] == "later"
+    assert d.result(waiting[4])["task"]["dataset"] == "any"
+
+
 def test_an_evaluation_that_nobody_makes_does_not_slow_the_rounds() -> None:
     """Only the next commit has the workers ask the scheduler whether there is an evaluation; then heartbeats tell."""
     d = Driver.with_model(consistency={"mode": "sync"})

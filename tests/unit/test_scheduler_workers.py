@@ -130,6 +130,22 @@ def test_the_states_of_all_workers_together_are_bounded(monkeypatch: pytest.Monk
     d.ask(lambda n: io.WorkerHeartbeat(n, "other", c["worker"], c["epoch"], state="x" * 90_000))
 
 
+def test_a_state_counts_as_kept_only_once_it_is_stored() -> None:
+    """Answers to heartbeats wait for no store, so a worker is told to send its state again while Redis may lack it."""
+    d = Driver.with_model()
+    a = d.join("a")
+
+    def kept(state: Any) -> bool:
+        beat = d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], a["epoch"], state=state))
+        return bool(beat["state_kept"])
+
+    assert [kept(None), kept({"seen": 1}), kept({"seen": 1})] == [True, False, True]
+    d.do(io.StorageChanged("Redis does not answer"))
+    assert [kept({"seen": 2}), kept({"seen": 2}), kept(None)] == [False, False, True]
+    d.do(io.StorageChanged(""))
+    assert kept({"seen": 2})
+
+
 def test_a_state_that_has_not_changed_is_not_stored_again() -> None:
     """A heartbeat with an unchanged state stores nothing, because a plain client may send it with every heartbeat."""
     d = Driver.with_model()

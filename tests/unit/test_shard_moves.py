@@ -79,6 +79,43 @@ def test_what_is_buffered_moves_along_with_its_deadline() -> None:
     assert after.core.held_bytes == driver.core.held_bytes == 0
 
 
+def test_a_partition_that_enters_sync_at_its_next_owner_takes_all_commits_of_the_phase() -> None:
+    """If a phase has begun when a partition is loaded with a buffer, pulls wait for its flush and the commits."""
+    driver = serving(spec(consistency={"mode": "buffered", "count": 9, "interval_ms": 60_000}))
+    driver.push({0: ones(8.0)}, PushId("w", 1, 0))
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+    after = ShardDriver(driver.store, eager=False)
+    sync = view(driver).spec.patched({"consistency": {"mode": "sync"}})
+    phase = {"timeline": 1, "began": 5, "clock": 6, "commits": (Commit(5, 1, (), 2, 0, False),)}
+
+    after.send(replace(view(driver), owned={0: 2}, source="snapshot", spec=sync, revision=2, **phase))
+    complete(after, LoadPartition)
+    pull = after.ask((0,), min_clock=6, wait_s=5.0)
+    after.send(view(after))
+    assert pull not in after.replies
+    after.settle()
+
+    pulled = after.outcome(pull)
+    assert isinstance(pulled, PullDone)
+    assert (pulled.version, after.values(), after.resyncs) == (6, [8.0] * 4, 0)
+
+
+def test_a_push_that_waits_while_a_partition_enters_sync_is_in_its_commit() -> None:
+    """If buffered mode ends while a partition is held, a push held up meanwhile is staged, and no flush takes it."""
+    driver = serving(spec(consistency={"mode": "buffered", "count": 9, "interval_ms": 60_000}), workers=ROSTER)
+    driver.push({0: ones(8.0)}, PushId("w", 1, 0))
+    request_release(driver, 0)
+    driver.patch({"consistency": {"mode": "sync"}}, timeline=1, clock=5, began=5)
+
+    driver.submit({0: ones(2.0)}, PushId(WORKERS[0], 1, 0), clock=5)
+    request_release(driver)
+    assert driver.values() == [8.0] * 4
+    stage(driver, 1, 5, 4.0)
+    driver.commit(5, listed(0, 5), listed(1, 5))
+
+    assert driver.values() == [11.0] * 4
+
+
 @pytest.mark.parametrize("ack", LEVELS)
 def test_what_is_staged_moves_along_and_commits_catch_up(ack: str) -> None:
     """Staged parts move, and the next owner applies a commit decided during the move, with the same bytes."""

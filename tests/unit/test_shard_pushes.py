@@ -281,6 +281,17 @@ def test_state_is_kept_where_the_arrays_are_the_same_and_begins_afresh_where_the
                 assert (sum(state.steps), sum(float(s.sum()) for s in state.slots)) == (0, 0.0)
 
 
+def test_a_key_may_have_as_many_bytes_as_its_header() -> None:
+    """An `Idempotency-Key` of 256 bytes is accepted, whatever its letters: it comes as one character per byte."""
+    driver = serving(spec())
+    letter = "é".encode().decode("latin-1")
+
+    driver.push({0: ones()}, key=128 * letter)
+
+    with refused_with("invalid_field"):
+        driver.push({0: ones()}, key=129 * letter)
+
+
 def test_clipping_by_norm_needs_the_whole_gradients_norm() -> None:
     """With `clip_norm`, a push is scaled by the norm in its frame, and refused without one."""
     driver = serving(spec(optimizer={"name": "sum", "clip_norm": 1.0}))
@@ -436,14 +447,15 @@ def test_a_snapshot_carries_what_is_buffered() -> None:
     """A snapshot contains buffered pushes, so after a crash every push in the window is applied or buffered."""
     store = InMemoryStore()
     driver = ShardDriver(store)
-    buffered = spec(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000})
+    buffered = spec(consistency={"mode": "buffered", "count": 3, "interval_ms": 3_600_000})
     driver.serve(buffered)
-    driver.push({0: ones()}, PushId("w", 1, 0))
-    driver.advance(6.0)
+    for seq in range(2):
+        driver.push({0: ones()}, PushId("w", 1, seq))
+        driver.advance(6.0)
 
     after = ShardDriver(store)
     after.serve(buffered, owned={0: 2}, source="snapshot")
-    assert after.push({0: ones()}, PushId("w", 1, 0)).duplicate
-    after.push({0: ones(value=3.0)}, PushId("w", 1, 1))
+    assert [after.push({0: ones()}, PushId("w", 1, seq)).duplicate for seq in range(2)] == [True, True]
+    after.push({0: ones(value=4.0)}, PushId("w", 1, 2))
 
     assert after.values() == [2.0] * 4

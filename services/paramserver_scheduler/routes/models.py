@@ -9,13 +9,16 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
+from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler.requests import PAGED, page, read_json, reply, request_body, respond, response_doc, service
 
 router = APIRouter(tags=["models"])
 
+SPECS_KEPT_MAX: Final = 16
 TOKEN_CHARS: Final = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
 SPEC = {
@@ -103,6 +106,30 @@ LISTED = {
 }
 
 
+class SpecTexts:
+    """Specs in JSON, of the models asked for last.
+
+    Each worker asks for its model every few seconds, and that of a thousand parameters takes 4 ms to make and encode.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[ModelSpec, bytes]] = {}
+        """By model's name, the one asked for last at the end."""
+
+    def text(self, spec: ModelSpec) -> bytes:
+        """Return the document of a spec in JSON."""
+        kept = self._kept.pop(spec.name, None)
+        if kept is None or kept[0] is not spec:  # every change makes a new object
+            kept = spec, negotiate.json_text(spec.document())
+        self._kept[spec.name] = kept
+        if len(self._kept) > SPECS_KEPT_MAX:
+            del self._kept[next(iter(self._kept))]
+        return kept[1]
+
+
+_SPECS: Final = SpecTexts()
+
+
 @router.post(
     "/models",
     status_code=201,
@@ -159,7 +186,11 @@ async def list_models(request: Request) -> Response:
 @role("reader")
 async def get_model(request: Request, m: str) -> Response:
     """Return one model: its settings, its versions, and which shard owns each partition."""
-    return respond(request, service(request).read.model(m))
+    outline, spec = service(request).read.outline(m)
+    if negotiate.accepted(request) != negotiate.JSON:
+        return respond(request, {**outline, "spec": spec.document()})
+    whole = b'%b,"spec":%b}' % (negotiate.json_text(outline)[:-1], _SPECS.text(spec))
+    return Response(whole, media_type=negotiate.JSON)
 
 
 @router.patch(

@@ -162,7 +162,7 @@ class Membership:
                 raise
             yield from self._follow(e, epoch, timeline, deadline)
             return
-        if state is not None:
+        if state is not None and doc.get("state_kept", True):  # else it is sent again: that leader alone may know it
             self.reports.mark_sent(state)
         self._adopt(doc)
         now = deadline.clock()

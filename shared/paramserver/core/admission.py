@@ -34,7 +34,7 @@ def check_push(event: PushReceived, layout: Layout) -> None:
         raise problem("invalid_field", f"weight: must be a number from 0 to {NUMBER_MAX:g}, not {event.weight!r}")
     if event.push_id is not None:
         _check_id(event.push_id)
-    if event.key is not None and not 0 < len(event.key.encode()) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
+    if event.key is not None and not 0 < len(event.key) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
         raise problem("invalid_field", f"Idempotency-Key: must have 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
     if event.clock is not None and not 0 <= event.clock <= INTEGER_MAX:
         raise problem("invalid_field", f"clock: must be from 0 to {INTEGER_MAX}, not {event.clock}")

@@ -68,7 +68,7 @@ class CheckpointDesk:
         if points.due(model.spec.checkpoint, every, clock, lambda: model.version, now):
             points.last_clock, points.last_version, points.last_s = clock, model.version, now
             points.pending.append(PendingCheckpoint(now, clock=clock))
-        if not points.pending or points.writing or _awaits_evaluation(model, now):
+        if not points.pending or points.writing or _awaits_evaluation(model, now) or self._must_wait(model):
             return
         if not model.gate.sync:
             self._begin(model, None, clock, now)
@@ -86,6 +86,13 @@ class CheckpointDesk:
             else:
                 # The cut made for it is complete; training has moved on a little since.
                 self._begin(model, cuts.newest, cuts.newest, now)
+
+    def _must_wait(self, model: Model) -> bool:
+        """Whether another model's checkpoint is to be written before this one, for which nobody waits.
+
+        The leader has all of a model in memory while it writes it, and by rule many may be due at the same time.
+        """
+        return not model.checkpoints.asked and any(m.checkpoints.writing for m in self.c.models.values())
 
     def _begin(self, model: Model, cut: int | None, clock: int, now: float) -> None:
         points = model.checkpoints
@@ -162,12 +169,13 @@ class CheckpointDesk:
             self.c.answer(request, e.error)
 
     def _finish(self, model: Model, name: str) -> PendingCheckpoint | None:
-        points = model.checkpoints
-        self.c.mark_dirty(model)
-        if not points.pending or points.pending[0].written != name:
-            return None
-        points.reading_current = False
-        return points.pending.pop(0)
+        points, done = model.checkpoints, None
+        if points.pending and points.pending[0].written == name:
+            points.reading_current, done = False, points.pending.pop(0)
+        waiting = [m for m in self.c.models.values() if m.checkpoints.pending]
+        for next_one in [*sorted(waiting, key=lambda m: m.checkpoints.pending[0].since_s), model]:
+            self.c.mark_dirty(next_one)  # in this order they are advanced
+        return done
 
     def forget(self, request: int) -> None:
         """Drop a request whose client is gone; its checkpoint is still written."""
@@ -179,11 +187,10 @@ class CheckpointDesk:
 
 def _awaits_evaluation(model: Model, now: float) -> bool:
     """Whether nobody waits for a checkpoint and an evaluation is open, whose result is to be the next one's metric."""
-    pending = model.checkpoints.pending
-    if not model.evaluations or any(p.requests or p.name is not None for p in pending):
+    if not model.evaluations or model.checkpoints.asked:
         return False
     taken = any(v.leased is not None for v in model.evaluations)
-    return now - pending[0].since_s < (EVALUATION_DONE_S if taken else EVALUATION_TAKEN_S)
+    return now - model.checkpoints.pending[0].since_s < (EVALUATION_DONE_S if taken else EVALUATION_TAKEN_S)
 
 
 def _went_back(model: str) -> PsError:

@@ -1,8 +1,8 @@
 """When a model's checkpoints are written, and which are kept.
 
-One is written at a time.  A checkpoint of a sync model is of a single clock: a cut (requested with the next commit)
-while training continues, the current state if the model is idle.  No commit is made while the current state is read,
-and no cut is begun while any checkpoint is written.
+One of a model is written at a time; by rule, one of all models.  A checkpoint of a sync model is of a single clock: a
+cut (requested with the next commit) while training continues, the current state if the model is idle.  No commit is
+made while the current state is read, and no cut of a model is begun while its checkpoint is written.
 """
 
 from collections.abc import Callable, Mapping
@@ -117,6 +117,11 @@ class Checkpoints:
     def writing(self) -> bool:
         """Whether one is being written now."""
         return bool(self.pending) and self.pending[0].written is not None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a pending one was asked for, and is not due by rule alone."""
+        return any(p.requests or p.name is not None for p in self.pending)
 
     def void_current(self) -> None:
         """Void a checkpoint of the current state: a new timeline has begun, or sync has ended; a cut stays valid."""

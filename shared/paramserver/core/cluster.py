@@ -6,6 +6,7 @@ The desks (`shard_desk`, `model_desk`, ...) change the `Cluster` and record what
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final
 
 from paramserver import limits
@@ -65,6 +66,10 @@ class Cluster:
     _late: list[Effect] = field(default_factory=list)
     dirty: dict[str, None] = field(default_factory=dict)
     """Models whose gates, checkpoints and waiters are to be advanced once the event is handled."""
+    storage_away: bool = False
+    """Whether nothing can be stored now."""
+    waits_end_s: float = inf
+    """No parked request's wait ends before; the first one's end as of the last tick."""
     unbalanced: bool = False
     """Whether shards or owners have changed, or an owner has begun to serve, since a plan found nothing to move."""
 
@@ -250,6 +255,12 @@ class Cluster:
         status = outcome.status if isinstance(outcome, PsError) else 200
         self._early.append(Reply(request, outcome, status, waits=False))
 
+    def park(self, queue: list[Waiter], waiter: Waiter, now: float) -> None:
+        """Have a request wait; one that is not to wait is answered once the event has been handled."""
+        queue.append(waiter)
+        if waiter.deadline_s > now:
+            self.waits_end_s = min(self.waits_end_s, waiter.deadline_s)
+
     def answer_waiter(self, model: Model, waiter: Waiter, outcome: Mapping[str, Any] | PsError, now: float) -> None:
         """Answer a worker's long poll and end it."""
         (model.clock_waiters if waiter in model.clock_waiters else model.task_waiters).remove(waiter)
@@ -374,7 +385,11 @@ class Cluster:
 
     def public(self, model: Model) -> dict[str, Any]:
         """The model's public document."""
-        return {**model.public(self.map_epoch, self.addresses()), "cluster": self.id}
+        return {**self.outline(model), "spec": model.spec.document()}
+
+    def outline(self, model: Model) -> dict[str, Any]:
+        """The model's public document without its spec."""
+        return {**model.outline(self.map_epoch, self.addresses()), "cluster": self.id}
 
     def model_document(self, model: Model, all_commits: bool = False) -> dict[str, Any]:
         """The feed's `model` document."""

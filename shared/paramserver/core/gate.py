@@ -28,8 +28,8 @@ class Gate:
     """sync: whether the open clock's commit is the one that begins the phase, which lists nothing."""
     folds_from: int = 0
     """sync: clocks below are never folded, because the policy was `drop` when the others passed them."""
-    members: set[tuple[str, int]] = field(default_factory=set)
-    """sync: (worker, epoch) of the open clock's roster."""
+    members: list[Worker] = field(default_factory=list)
+    """sync: the incarnations in the open clock's roster."""
 
     @property
     def sync(self) -> bool:
@@ -63,7 +63,7 @@ class Gate:
         if len(roster.live()) >= self.rule.min_workers:
             self.opened = True
         if not self.sync and counted and (self.opened or self.rule.mode != "ssp"):
-            self.clock = max(self.clock, min(w.done for w in counted))
+            self.clock = max(self.clock, min([w.done for w in counted]))
         return self.opened and not was_open
 
     def join_clock(self, roster: Roster) -> int:
@@ -73,7 +73,7 @@ class Gate:
             return self.first_clock
         if not self.opened or not counted:
             return self.clock
-        return min(w.done for w in counted)
+        return min([w.done for w in counted])
 
     def min_clock(self, roster: Roster) -> int:
         """Iterations finished by the slowest worker.
@@ -84,7 +84,7 @@ class Gate:
         counted = roster.barrier_members()
         if not counted or (not self.opened and self.rule.mode == "ssp"):
             return self.clock
-        return min(w.done for w in counted)
+        return min([w.done for w in counted])
 
     def check(self, worker: Worker, done: int, since: int | None) -> None:
         """Raise RequestError (`invalid_field`) if the worker cannot report these numbers; see `report`."""
@@ -165,9 +165,10 @@ class Gate:
         The roster is fixed when the previous clock commits.  The roster of clock 0 stays open until a worker has
         reported.  If all its workers are gone, the present ones take their place.
         """
-        counted = roster.barrier_members()
-        live = [w for w in counted if (w.name, w.epoch) in self.members]
-        return counted if not live or (self.clock == 0 and not any(w.done for w in counted)) else live
+        live = [w for w in self.members if w.alive and not w.resting]
+        if live and (self.clock or any(w.done for w in roster.barrier_members())):
+            return live
+        return roster.barrier_members()
 
     def needed(self, live: int) -> int:
         """sync: how many workers of a live roster of that size must have reported."""
@@ -181,10 +182,10 @@ class Gate:
         if not self.opened:
             return None
         members = self._roster(roster)
-        if not self.members.issuperset(present := {(w.name, w.epoch) for w in members}):
-            self.members = present
+        if not {*self.members}.issuperset(members):
+            self.members = members
         t = self.clock
-        if sum(w.done > t for w in members) < self.needed(len(members)):
+        if sum([w.done > t for w in members]) < self.needed(len(members)):
             return None
         listed: list[Contribution] = []
         for w in roster.live():
@@ -210,7 +211,7 @@ class Gate:
     ) -> Commit:
         commit = Commit(self.clock, timeline, listed, revision, len(roster.live()), cut)
         self.clock += 1
-        self.members = {(w.name, w.epoch) for w in roster.barrier_members()}
+        self.members = roster.barrier_members()
         return commit
 
     def released(self, clock: int, min_clock: int) -> bool:

@@ -46,6 +46,8 @@ class LoadDesk:
         self._shard.held_bytes += p.held_bytes
         if cut and loaded.stored:
             p.cut_stored = p.clock
+        elif model.sync and p.spec.consistency.mode != "sync":
+            p.clock = model.began  # where it enters sync, once what it has buffered is applied
         elif loaded.settings is None or p.spec.consistency.mode != "sync":
             p.clock = p.clock if p.clock in model.commits else model.clock
         if p.level and loaded.settings is None:

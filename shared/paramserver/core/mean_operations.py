@@ -75,7 +75,8 @@ class FlushOperation(Operation):
     def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         (p,) = self.partitions
         rule = p.spec.consistency
-        full = rule.mode != "buffered" or len(p.buffered) >= rule.count or self.early
+        # The flush of a buffer may start when pushes after it are staged already: these wait for their commits.
+        full = rule.mode not in ("buffered", "sync") or len(p.buffered) >= rule.count or self.early
         held = p.unapplied
         if not held or not (full or (p.flush_at is not None and now >= p.flush_at)):
             return ()

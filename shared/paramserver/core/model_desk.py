@@ -8,7 +8,7 @@ from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.documents import check_states, size_of
 from paramserver.core.models import RESTORED, Model
-from paramserver.core.optimizer import slot_count
+from paramserver.core.optimizer import slot_count, slot_names
 from paramserver.core.owner import Owner
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
@@ -136,7 +136,7 @@ class ModelDesk:
 
     def _park(self, model: Model, request: int, status: int, token: str | None, now: float) -> None:
         deadline = now + limits.CLIENT_TIMEOUT_S
-        model.creators.append(Waiter(request, deadline, status=status, token=token))
+        self.c.park(model.creators, Waiter(request, deadline, status=status, token=token), now)
         self.c.mark_dirty(model)
 
     def advance(self, model: Model, now: float) -> None:
@@ -163,6 +163,10 @@ class ModelDesk:
         with validating():
             spec = model.spec.patched(e.patch)
         if spec != model.spec:
+            if model.restoring and slot_names(spec.optimizer) != slot_names(model.spec.optimizer):
+                # The shards would take the arrays that the restore brings for those of the new optimizer.
+                hint = "change its optimizer once that has ended"
+                raise problem("conflict", f"model '{model.name}' is being restored", hint=hint)
             more = slot_count(spec.optimizer) - slot_count(model.spec.optimizer)
             if more > 0:
                 self._check_memory(spec, more)
@@ -317,8 +321,7 @@ class ModelDesk:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
         if e.error is not None and not model.restoring and RESTORED not in model.missing:
             raise e.error  # that restore never began, or has already ended
-        never_had_values = RESTORED in model.missing and not model.lost
-        if e.error is not None and never_had_values:
+        if e.error is not None and model.awaits_restore:
             self.remove(model, e.error, now)
         else:
             model.restoring = False
@@ -332,7 +335,7 @@ class ModelDesk:
         If it has failed, only some values may be set: where there is a cut, the model goes back to the one before.
         """
         # In a model that never had values no partition has reached or staged for any clock, so clock 0 is unused.
-        first = RESTORED in model.missing and not model.lost and not model.gate.clock
+        first = model.awaits_restore and not model.gate.clock
         if not failed:
             self._filled(model, set(model.missing))
         if model.gate.sync and failed and go_back(self.c, model):
@@ -340,6 +343,15 @@ class ModelDesk:
         elif model.gate.sync:
             # Also after a partial failure: the values are then not those of any clock of the old timeline.
             begin_sync(self.c, model, max(0 if first else model.next_phase_clock, version - 1))
+
+    def end_orphaned_restores(self, now: float) -> None:
+        """Remove the models that the last leader was creating from a checkpoint: nobody sets their values any more.
+
+        A client that creates one itself has a token for it, and may go on with its restore.
+        """
+        why = problem("unknown_model", "the scheduler that was restoring this model has ended")
+        for model in [m for m in self.c.models.values() if m.awaits_restore and not m.creator]:
+            self.remove(model, why, now)
 
     def restored(self, e: ModelRestored, now: float) -> None:
         model = self.c.created(ModelKey(e.model, e.generation))

@@ -129,6 +129,11 @@ class Model:
         return not self.missing
 
     @property
+    def awaits_restore(self) -> bool:
+        """Whether a restore that created it has yet to set its first values."""
+        return RESTORED in self.missing and not self.lost
+
+    @property
     def served(self) -> bool:
         """Whether every partition's owner has reported that it serves it."""
         return all(o.from_version is not None for o in self.owners)
@@ -434,8 +439,8 @@ class Model:
             "live_workers": len(self.roster.live()),
         }
 
-    def public(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        """Body of `GET /models/{m}`."""
+    def outline(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+        """Body of `GET /models/{m}`, without the spec."""
         return {
             "name": self.name,
             "generation": self.generation,
@@ -451,7 +456,6 @@ class Model:
             "served": self.served,
             "live_workers": len(self.roster.live()),
             "created_s": self.unix_s,
-            "spec": self.spec.document(),
             "bounds": list(self.layout.bounds),
             "map_epoch": map_epoch,
             "partitions": self.partition_lines(),

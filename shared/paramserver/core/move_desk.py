@@ -30,7 +30,6 @@ class MoveDesk:
 
     def __init__(self, cluster: Cluster) -> None:
         self.c = cluster
-        self.storage_away = False
         self._loads_due_s = 0.0
         self._blocked = False
         """Whether the last plan found partitions that could not be moved then; each tick has them looked at again."""
@@ -88,8 +87,8 @@ class MoveDesk:
 
     def storage(self, e: StorageChanged, now: float) -> None:
         """Withdraw all moves while Redis is away: nothing can be handed over, and held partitions should be served."""
-        self.storage_away = bool(e.reason)
-        if self.storage_away:
+        self.c.storage_away = bool(e.reason)
+        if self.c.storage_away:
             self._withdraw(self._moves())
         self.c.unbalanced = True
 
@@ -117,7 +116,7 @@ class MoveDesk:
     def advance(self, now: float) -> None:
         """Begin the moves that are due."""
         loads = now >= self._loads_due_s
-        if self.storage_away or not (self.c.unbalanced or loads):
+        if self.c.storage_away or not (self.c.unbalanced or loads):
             return
         if loads:
             self._loads_due_s = now + limits.BALANCE_INTERVAL_S

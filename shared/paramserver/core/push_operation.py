@@ -149,7 +149,7 @@ class PushOperation(RequestOperation):
         if p.level:
             head = hold_head(event, part, p.version, held, late)
             shard.durability.executed(p, "hold", head, () if late else (part.data,))
-            shard.plan.changed(p, now)
+        shard.plan.changed(p, now)
         if late:
             return
         shard.held_bytes += part.data.nbytes

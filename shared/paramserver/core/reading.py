@@ -75,6 +75,11 @@ class Reading:
         """The full document of `GET /models/{m}`."""
         return self._c.public(self._c.model(name))
 
+    def outline(self, name: str) -> tuple[dict[str, Any], ModelSpec]:
+        """The full document without `spec`, and what that is made of."""
+        model = self._c.model(name)
+        return self._c.outline(model), model.spec
+
     def key(self, name: str) -> ModelKey:
         """The present creation of a model."""
         return self._c.model(name).key

@@ -5,6 +5,7 @@ it makes the commits that are possible and answers the requests whose wait is ov
 """
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any, Self
 
 from paramserver import limits
@@ -32,6 +33,8 @@ class SchedulerCore:
     def __init__(self, cluster: Cluster, now: float) -> None:
         self._c = cluster
         self._now = now
+        self._leases_end_s = inf
+        """When the first lease ends, as of the last tick; what has begun since ends later than the next tick is due."""
         self.read = Reading(cluster)
         moves, runs = MoveDesk(cluster), RunDesk(cluster)
         shards = ShardDesk(cluster, moves, now)
@@ -96,7 +99,9 @@ class SchedulerCore:
         `new_id`: a random id for a cluster that starts for the first time.
         Everyone who was alive gets one full lease from `now`.  Raises CorruptState if the fields cannot be read.
         """
-        return cls(restore(documents, now, term, unix_s, new_id), now)
+        core = cls(restore(documents, now, term, unix_s, new_id), now)
+        core._models.end_orphaned_restores(now)
+        return core
 
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
         """Handle one event and return its effects, to be performed in order.
@@ -117,6 +122,8 @@ class SchedulerCore:
             (self._c.answer if e.code == "rolled_back" else self._c.answer_now)(request, e)
         self._advance(now)
         self._moves.advance(now)
+        if isinstance(event, io.Tick):
+            self._look_ahead()
         return self._c.effects()
 
     def _advance(self, now: float) -> None:
@@ -141,7 +148,7 @@ class SchedulerCore:
         self._runs.expire(now)
         for model in self._c.models.values():
             self._c.mark_dirty(model)
-            if self._moves.storage_away:
+            if self._c.storage_away:
                 continue
             if model.series.due(now):
                 self._c.save(f"series:{model.name}", model.series.stored)
@@ -159,18 +166,26 @@ class SchedulerCore:
             if model.forget(event.request, now):
                 return
 
+    def _look_ahead(self) -> None:
+        """Find out when the first lease and the first wait end.
+
+        Only at each tick: after each event, with a thousand models or workers, it would take most of the event's time.
+        """
+        c = self._c
+        holders = [*c.shards.values(), *c.members.values()]
+        leases = [h.expires_s() for h in holders if h.alive]
+        waits: list[float] = []
+        for model in c.models.values():
+            leases += [w.heard_s + w.lease_s for w in model.roster.live() if w.open_polls <= 0]
+            waits += [w.deadline_s for w in model.waiters()]
+        self._leases_end_s, c.waits_end_s = min(leases, default=inf), min(waits, default=inf)
+
     def deadline(self) -> float:
-        """Latest time for the next `Tick`: a lease or a wait ends, or `limits.HEARTBEAT_S` has passed.
+        """Latest time for the next `Tick`: a lease or a wait may end, or `limits.HEARTBEAT_S` has passed.
 
         It is due at once if the last event left dirty models.
         """
         c = self._c
         if c.dirty:
             return self._now
-        ends = [self._now + limits.HEARTBEAT_S]
-        ends += [s.expires_s() for s in c.shards.values() if s.alive]
-        ends += [m.expires_s() for m in c.members.values() if m.alive]
-        for model in c.models.values():
-            ends += [w.expires_s() for w in model.roster.live() if w.open_polls <= 0]
-            ends += [w.deadline_s for w in model.waiters()]
-        return max(self._now, min(ends))
+        return max(self._now, min(self._now + limits.HEARTBEAT_S, self._leases_end_s, c.waits_end_s))

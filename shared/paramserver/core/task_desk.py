@@ -87,7 +87,8 @@ class TaskDesk:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
         if e.holding is not None:
             self._free(model, worker, e.dataset, e.holding)
-        model.task_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, dataset=e.dataset))
+        waiter = Waiter(e.request, now + wait_s, worker.name, worker.epoch, dataset=e.dataset)
+        self.c.park(model.task_waiters, waiter, now)
         worker.open_polls += 1
         self.c.mark_dirty(model)
 
@@ -112,8 +113,8 @@ class TaskDesk:
             evaluation.leased = holder
             self.c.save_clock(model)
             return evaluation.task()
-        live = model.roster.live()
-        task = model.datasets[dataset].lease(*holder, live.index(worker), len(live))
+        live, found = model.roster.live(), model.datasets[dataset]
+        task = found.lease(*holder, live.index(worker) if found.static else 0, len(live))
         if task is not None:
             self.c.save_dataset(model, dataset)
         return task
@@ -172,14 +173,18 @@ class TaskDesk:
     def hand_out(self, model: Model, now: float) -> None:
         """Answer the waiting workers that get a task, are finished, have reached their deadline, or are gone."""
         rested = False
+        empty: set[str] = set()  # what has no task for one worker has none for the next, however many wait
         for w in list(model.task_waiters):
             worker = model.worker_of(w)
             if worker is None or not worker.alive:
                 self.c.answer_waiter(model, w, not_a_member(w), now)
                 continue
             asked = self.workers.state(model, worker)
-            task = self._next_task(model, worker, w.dataset) if asked == "active" else None
-            dataset = model.datasets.get(w.dataset)
+            dataset, task = model.datasets.get(w.dataset), None
+            if asked == "active" and w.dataset not in empty:
+                task = self._next_task(model, worker, w.dataset)
+                if task is None and not (dataset is not None and dataset.static):
+                    empty.add(w.dataset)
             finished = asked in ("stop", "draining") or (dataset is not None and dataset.finished)
             if task is not None:
                 model.gate.resume(worker, model.roster)

@@ -173,8 +173,13 @@ class Dataset:
         """Whether every range of every pass is done."""
         return self.spec.passes is not None and self.complete >= self.spec.passes
 
+    @property
+    def static(self) -> bool:
+        """Whether a range is for one worker alone."""
+        return self.spec.assignment == "static"
+
     def _free(self, number: int, position: int, workers: int) -> int | None:
-        static = self.spec.assignment == "static"
+        static = self.static
         first = 0 if static else self.cursor.get(number, 0)
         for i in self.done[number].missing(first, len(self.spec.ranges)):
             if (number, i) not in self.leases and (not static or i % workers == position):
@@ -184,7 +189,10 @@ class Dataset:
         return None
 
     def lease(self, worker: str, epoch: int, position: int, workers: int) -> dict[str, Any] | None:
-        """Lease the next range to the worker at that position among the live ranks; None if it has none for now."""
+        """Lease the next range to the worker; None if it has none for now.
+
+        `position`: if `static`, the worker's among the live ranks.
+        """
         while True:
             for number in range(self.complete, self.opened):
                 index = self._free(number, position, workers)

@@ -190,6 +190,8 @@ class WorkerDesk:
         if e.clock is not None:
             self._check_timeline(model, worker, e.timeline)
             self._report(model, worker, e.clock, e.since)
+        # The answer does not wait for the store, so a state counts as kept only once it comes again.
+        kept = e.state is None or (e.state == worker.state and not self.c.storage_away)
         if e.state is not None and e.state != worker.state:
             worker.keep(e.state)
             self.c.save_worker(model, worker)
@@ -201,6 +203,7 @@ class WorkerDesk:
             "timeline": worker.timeline,
             "evaluate": model.awaits_evaluation,
             "first": model.roster.live()[0] is worker,
+            "state_kept": kept,
         }
         self.c.answer_now(e.request, body)
 
@@ -266,7 +269,8 @@ class WorkerDesk:
         if len(model.clock_waiters) >= limits.WAITERS_MAX:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
         self._report(model, worker, e.clock, e.since)
-        model.clock_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock))
+        waiter = Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock)
+        self.c.park(model.clock_waiters, waiter, now)
         worker.open_polls += 1
         self.c.mark_dirty(model)
 
