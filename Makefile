@@ -4,6 +4,7 @@ unexport PYTHONPATH PYTHONHOME
 export PIP_USER := 0
 BIN := .venv/bin
 STAMP := .venv/.installed
+COMPILE := $(BIN)/python -P -c 'from paramserver.kernels import sockets, warm_up; warm_up(); sockets.warm_up()'
 HAVE := $(shell test -x $(BIN)/python && cat $(STAMP) 2>/dev/null)
 PYTHON := $(or $(PYTHON),$(word 1,$(HAVE)),python3)
 EXTRAS := $(or $(EXTRAS),$(word 2,$(HAVE)),dev)
@@ -35,10 +36,13 @@ demo: $(STAMP)
 	@$(BIN)/psctl demo $(ARGS)
 # Most wait for real processes, so two at a time; those whose times would suffer by it run alone (tests/conftest.py).
 # In the order of their folders: the files of fewest tests, which xdist would take last, are the slowest.
+# Kernels that have changed are compiled first, once: else each of the first tests' processes compiles them at the same time.
 test: lint
+	@$(COMPILE)
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone' $(ARGS) || test $$? = 5
 	@$(BIN)/pytest -m alone $(ARGS) || test $$? = 5
 test-fast: $(STAMP)
+	@$(COMPILE)
 	@$(BIN)/pytest -n 2 --dist loadfile -m 'not process and not slow' $(ARGS)
 lint: $(STAMP)
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy
@@ -63,5 +67,5 @@ $(STAMP): pyproject.toml shared/paramserver/__init__.py
 	@echo 'installing into .venv (about a minute, once)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[$(EXTRAS)]'
 	@echo 'compiling the kernels (about 10 seconds, once)'
-	@$(BIN)/python -P -c 'from paramserver.kernels import sockets, warm_up; warm_up(); sockets.warm_up()'
+	@$(COMPILE)
 	@echo '$(WANT)' > $@

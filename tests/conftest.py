@@ -1,8 +1,8 @@
 """Configuration of all tests.
 
 Hypothesis examples have no deadline, and on CI they are the same in every run. SIGINT raises KeyboardInterrupt even
-where the parent process ignores it, as a shell does for background jobs: child processes inherit an ignored signal,
-and some tests interrupt theirs.
+where the parent process ignores it, as a shell does for background jobs, and SIGHUP ends child processes also under
+nohup: they inherit an ignored signal, and some tests interrupt theirs.
 """
 
 import os
@@ -17,6 +17,8 @@ settings.load_profile("paramserver")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)  # unlike an ignored one, not inherited
 
 ALONE: Final = ("chaos", "test_browser", "test_scheduler_leader", "test_shard_overload")
 """Folders and modules whose tests measure how soon real processes react: no other test runs beside them."""

@@ -85,7 +85,7 @@ class ChaosCluster:
         """Send SIGKILL and wait until the process is dead; it is restarted unless `hold`."""
         before = len(self.process(who)["deaths"])
         self.signal(who, signal.SIGKILL, **how)
-        self.end_of(who, before, within_s=10.0)
+        self.end_of(who, before, within_s=30.0)
 
     def end_of(self, who: str, after: int, within_s: float) -> int:
         """Wait until a process has died more than `after` times and return the exit status of that death."""

@@ -15,7 +15,7 @@ from .busy import KINDS, Busy
 from .cluster import ChaosCluster, chaos_cluster
 from .keeper import Plan
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DRAINED = "shard.release_stored"
 """The crash point that a shard reaches only when it hands over partitions."""

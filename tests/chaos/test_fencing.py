@@ -10,7 +10,7 @@ from .busy import JOURNALED, Busy
 from .keeper import Plan
 from .proxy import Way
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 Start = Callable[..., Busy]
 
@@ -32,7 +32,7 @@ def test_one_way_cuts(start: Start) -> None:
         c.heal()
         c.until_healthy()
     c.cut("shard-0>scheduler-0", "there")
-    eventually(lambda: not c.owned("shard-0"), within_s=30.0, what="the fencing of the shard that is cut off")
+    eventually(lambda: not c.owned("shard-0"), what="the fencing of the shard that is cut off")
     c.until_progress()
     c.heal()
     c.until_healthy()
@@ -51,7 +51,7 @@ def test_a_leader_cut_off_from_redis(start: Start) -> None:
     c = run.cluster
     leader = c.leader()
     c.cut(f"{leader}>redis")
-    eventually(lambda: c.leader() != leader, within_s=15.0, what="another leader")
+    eventually(lambda: c.leader() != leader, what="another leader")
     c.until_progress()
     c.heal()
     c.until_healthy()
@@ -67,7 +67,7 @@ def test_a_shard_cut_off_from_the_leader_alone(start: Start) -> None:
     ways: tuple[Way, ...] = ("there", "back", "both")
     for way in ways:
         c.cut(f"shard-0>{c.leader()}", way)
-        c.until_progress(more=20, within_s=15.0)
+        c.until_progress(more=20)
         c.heal()
         c.until_healthy()
     run.finish()
@@ -81,8 +81,8 @@ def test_a_leader_that_reaches_only_redis(start: Start) -> None:
     leader = c.leader()
     for source in ("shard-0", "shard-1", "any"):
         c.cut(f"{source}>{leader}")
-    eventually(lambda: c.leader() != leader, within_s=10.0, what="another leader")
-    c.until_progress(within_s=15.0)
+    eventually(lambda: c.leader() != leader, what="another leader")
+    c.until_progress()
     c.heal()
     c.until_healthy()
     assert c.leader() != leader

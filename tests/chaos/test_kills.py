@@ -14,7 +14,7 @@ from .busy import KINDS, Busy
 from .checkers import stale
 from .keeper import Plan
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 Start = Callable[..., Busy]
 

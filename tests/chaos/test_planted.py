@@ -17,7 +17,7 @@ from .keeper import Plan
 from .load import Job
 from .planted import BUGS
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 WORKERS = 3
 """Two workers push all the time; the third number belongs to the stale client in `provoke`."""

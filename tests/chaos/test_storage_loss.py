@@ -16,7 +16,7 @@ from .busy import JOURNALED, Busy
 from .cluster import chaos_cluster
 from .keeper import Plan
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 Start = Callable[..., Busy]
 TAIL_BYTES = 20_000

@@ -85,7 +85,7 @@ class Face:
 
     def join(self, model: str, name: str) -> str:
         """Join a worker, which must get epoch 1, and return its id."""
-        joined = self.call("POST", f"/models/{model}/workers", {"name": name}, 201)
+        joined = self.call("POST", f"/models/{model}/workers", {"name": name, "lease_s": 60}, 201)
         assert joined["epoch"] == 1
         return str(joined["worker"])
 

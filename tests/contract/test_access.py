@@ -22,7 +22,7 @@ from paramserver_shard.main import assemble
 
 from .processes import Nodes, nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 SECRET = tokens.new_key()
 KEYS = tokens.keys_of(SECRET)

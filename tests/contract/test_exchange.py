@@ -14,7 +14,7 @@ from paramserver.types import F32
 
 from .processes import Nodes, nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 SIZE = 1000
 CLOCK = "/models/{m}/clock"

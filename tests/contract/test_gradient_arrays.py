@@ -183,7 +183,7 @@ def test_a_client_goes_on_when_a_model_begins_to_clip(either: ps.Client) -> None
         model.push(grads)
         return bool(before - model.pull().flat[0] < 0.5)
 
-    eventually(clipped, within_s=5.0, what="the new setting")
+    eventually(clipped, what="the new setting")
     before = model.pull().flat
     model.push(grads)
     np.testing.assert_allclose(before - model.pull().flat, SIZE**-0.5, rtol=1e-2)

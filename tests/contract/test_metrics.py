@@ -68,7 +68,8 @@ def test_the_page_lists_what_each_process_tells(rest_cluster: Nodes) -> None:
     eventually(leading, what="the model in the scheduler's metrics")
     used = re.compile(r"^paramserver_redis_memory_bytes [1-9]", re.M)
     eventually(lambda: used.search(httpx.get(f"{rest_cluster.url}/metrics").text), what="the memory of Redis")
-    assert told(rest_cluster.url) == everywhere | _filled(listed("### Scheduler"), told(rest_cluster.url))
+    live = told(rest_cluster.url)
+    assert live == everywhere | _filled(listed("### Scheduler"), live)
     assert told(shard) == everywhere | listed("### Shard")
 
 

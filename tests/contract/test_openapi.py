@@ -8,7 +8,7 @@ import pytest
 from .processes import Nodes, unique
 from .rest import Face
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.process
 
 FREE = ("params", "shards", "metrics", "args", "stop", "state", "kept", "memory")
 """Keys of objects whose own keys are names, or up to the user."""
@@ -34,7 +34,7 @@ def asked(model: str, run: str) -> list[tuple[str, str, str, Any]]:
         ("POST", "/push", "", push),
         ("POST", "/pull", "", {"model": model}),
         ("POST", "/pushpull", "", push),
-        ("POST", "/models/{m}/workers", f"{m}/workers", {"name": "w0"}),
+        ("POST", "/models/{m}/workers", f"{m}/workers", {"name": "w0", "lease_s": 60}),
         ("GET", "/models/{m}/workers", f"{m}/workers", None),
         ("PUT", "/models/{m}/workers/{w}", f"{m}/workers/{w}", {"epoch": 1, "metrics": {"loss": 0.5}}),
         ("GET", "/models/{m}/workers/{w}", f"{m}/workers/{w}", None),

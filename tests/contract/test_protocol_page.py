@@ -13,7 +13,7 @@ import pytest
 
 from .processes import Nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.process
 
 KIND = "application/vnd.paramserver.frame"
 

@@ -12,7 +12,7 @@ from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_heade
 from .processes import Nodes, unique
 from .rest import Face
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.process
 
 MODES: list[dict[str, Any]] = [
     {"mode": "async"},
@@ -73,7 +73,7 @@ def test_a_mode_changes_into_every_other_while_it_runs(rest_cluster: Nodes, befo
             clock, timeline = document["clock"], document["timeline"]
         return bool(document.get("state") == STATE[MODES[after]["mode"]])
 
-    eventually(in_force, within_s=5.0, what="the new mode")
+    eventually(in_force, what="the new mode")
     if MODES[after]["mode"] == "sync":
         assert timeline == 1, "entering sync is told to who holds an older clock"
     last = {"clock": clock, "seq": next(seqs), "timeline": timeline}
@@ -81,7 +81,7 @@ def test_a_mode_changes_into_every_other_while_it_runs(rest_cluster: Nodes, befo
     assert face.clock(model, worker, clock + 1, timeline=timeline)["released"]
     # A buffer may average the last push with one of zeros.
     least = 1.25 if MODES[after]["mode"] == "buffered" else 2.0
-    eventually(lambda: face.pull(model, names=["b"])["b"] >= least, within_s=5.0, what="both pushes")
+    eventually(lambda: face.pull(model, names=["b"])["b"] >= least, what="both pushes")
 
 
 def test_an_older_timeline_is_told_the_new_one(face: Face) -> None:
@@ -94,8 +94,7 @@ def test_an_older_timeline_is_told_the_new_one(face: Face) -> None:
         lambda: (
             face.raw("POST", "/push", {"model": model, "grads": {"b": face.value(1.0)}, "seq": 1} | push).status_code
             == 409
-        ),
-        within_s=5.0,
+        )
     )
 
     told = face.push(model, {"b": 1.0}, 409, seq=2, **push)
@@ -212,9 +211,12 @@ def test_every_node_answers_for_itself_and_the_cluster(face: Face) -> None:
     for path in ("/livez", "/readyz", "/version", "/metrics", "/", "/docs", "/docs/swagger-ui-bundle.js"):
         assert face.http.get(face.url + path).status_code == 200, path
     assert face.http.get(face.url + "/docs/__init__.py").status_code == 404
-    status = face.call("GET", "/status")
-    assert {n["name"] for n in status["nodes"]} >= {"scheduler", "shard-0", "shard-1"}
-    assert all(n["heartbeat_age_s"] < 5 for n in status["nodes"] if n["role"] != "pool")
+
+    def told_of_all() -> bool:
+        ages = {n["name"]: n["heartbeat_age_s"] for n in face.call("GET", "/status")["nodes"] if n["role"] != "pool"}
+        return ages.keys() >= {"scheduler", "shard-0", "shard-1"} and max(ages.values()) < 5
+
+    eventually(told_of_all, what="a status with recent heartbeats of all nodes")
     assert "paramserver_http_requests_total" in face.http.get(face.url + "/metrics").text
     document = face.http.get(face.url + "/openapi.json").json()
     refs = {word.split('"')[0] for word in json.dumps(document).split('"$ref": "')[1:]}

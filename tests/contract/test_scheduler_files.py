@@ -10,7 +10,7 @@ from tests.waiting import eventually
 
 from .processes import nodes
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize("way", ["the file", "its values"])

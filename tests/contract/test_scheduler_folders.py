@@ -16,7 +16,7 @@ from paramserver_node import redis_server, tokens
 
 from .processes import Nodes, leader, signal_to, summing_model
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from paramserver_shard.membership import Membership
 
 from .processes import Nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 
 def made(cluster: Nodes) -> str:

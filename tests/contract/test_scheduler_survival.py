@@ -15,7 +15,7 @@ from paramserver_node import redis_server
 
 from .processes import Nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 
 
 def train(cluster: Nodes, model: str, worker: str, epoch: int, first: int, last: int) -> None:

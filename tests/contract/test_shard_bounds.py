@@ -10,7 +10,7 @@ from paramserver.wire.frame import MEDIA_TYPE, encode_header
 from .processes import Nodes
 from .routes import MSGPACK, Model, problem, unchanged
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 
 def test_the_name_of_a_frame_is_read_as_any_media_type(model: Model) -> None:

@@ -16,7 +16,7 @@ from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, 
 from .processes import Nodes
 from .routes import MSGPACK, Model, problem, unchanged
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 
 def test_a_frame_without_a_map_epoch_is_split_and_one_with_it_is_not(model: Model) -> None:

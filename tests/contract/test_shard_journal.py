@@ -25,7 +25,7 @@ from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.scripts import Script, ScriptRunner
 from paramserver_shard.telemetry import JOURNALED
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.process
 
 KEY = PartitionKey(ModelKey("m", 3), 7)
 OTHER = PartitionKey(ModelKey("m", 3), 8)

@@ -1,10 +1,13 @@
 """If a client floods a shard, its excess is refused and other clients are served."""
 
 import json
+import select
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from typing import Any
 
 import httpx
@@ -119,20 +122,68 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
             yield running
 
 
+def made(cluster: Nodes, elements: int = 10, **spec: Any) -> str:
+    """Create a model that adds up what is pushed, once there is memory: what a test needed is kept for a minute."""
+    name = unique("m")
+    body = {"name": name, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}, **spec}
+    eventually(lambda: cluster.post("/models", body), within_s=120, what="room for the model")
+    return name
+
+
+def connection(cluster: Nodes, sent: bytes, address: str = FLOODER) -> socket.socket:
+    """Open a connection from that address and send that, as far as it is taken: a refusal may come before its end."""
+    s = socket.create_connection(("127.0.0.1", cluster.shard_ports["shard-0"]), 30, (address, 0))
+    with suppress(ConnectionError):
+        s.sendall(sent)
+    return s
+
+
 def flooding(cluster: Nodes, content: bytes, kind: str, length: int | None = None) -> socket.socket:
     """Begin a request of `length` bytes (default: all of `content`) on a new connection of the flooder."""
     path = "/push" if kind == MEDIA_TYPE else "/pull"
     size = len(content) if length is None else length
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\ncontent-length: {size}\r\n\r\n"
-    s = socket.create_connection(("127.0.0.1", cluster.shard_ports["shard-0"]), 30, (FLOODER, 0))
-    s.sendall(head.encode() + content)
-    return s
+    return connection(cluster, head.encode() + content)
+
+
+class Flood:
+    """Requests that are never finished."""
+
+    def __init__(self, count: int, begin: Callable[[], socket.socket]) -> None:
+        self._count, self._begin = count, begin
+        self._open: list[socket.socket] = []
+
+    def __enter__(self) -> "Flood":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for s in self._open:
+            s.close()
+
+    def rise(self) -> None:
+        """Begin all requests, and those again that were answered: with 503 for want of CPU time, as in `served`."""
+        answered, _, _ = select.select(self._open, [], [], 0)
+        for s in answered:
+            self._open.remove(s)
+            s.close()
+        while len(self._open) < self._count:
+            self._open.append(self._begin())
+
+
+def answer_of(cluster: Nodes, request: bytes, address: str, stack: ExitStack) -> bytes:
+    """Send a request from that address, again if it is 503 for want of CPU time, and read its answer's beginning."""
+    while True:
+        s = stack.enter_context(closing(connection(cluster, request, address)))
+        answer = s.recv(1024)
+        if not answer.startswith(b"HTTP/1.1 503 ") or b"queue_full" in answer:
+            return answer
 
 
 def served(cluster: Nodes, name: str, count: int) -> None:
     """Push and pull as another client; fail if a request is refused because of the flood."""
     url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"
     refused: list[str] = []
+    pause = threading.Event()
     with httpx.Client(timeout=30.0) as http:
 
         def asked(path: str, body: dict[str, object]) -> Any:
@@ -143,7 +194,8 @@ def served(cluster: Nodes, name: str, count: int) -> None:
                 refused.append(answer.json()["code"])
                 # A shard that got no CPU time for 3 s is 503 until it is confirmed again, also on a busy machine.
                 assert refused[-1] == "unavailable", answer.text
-                assert len(refused) < 50
+                assert len(refused) < 300
+                pause.wait(0.1)
 
         version = asked("/pull", {})["version"]
         for _ in range(count):
@@ -152,11 +204,9 @@ def served(cluster: Nodes, name: str, count: int) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.timeout(240)
 def test_a_flood_of_requests_leaves_room_for_others(cluster: Nodes) -> None:
     """Of 1,200 long polls of one address the excess gets 429 with Retry-After, and others are served."""
-    name = unique("m")
-    cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
+    name = made(cluster)
     asked = {"model": name, "min_version": 1 << 40}
     poll, at_once = (json.dumps({**asked, "wait_s": wait_s}).encode() for wait_s in (60, 0))
     with ExitStack() as stack:
@@ -196,42 +246,33 @@ def _answer(cluster: Nodes, content: bytes) -> bytes:
 
 
 @pytest.mark.process
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes, packed: bool) -> None:
     """Large pushes that an address never finishes only take its share of memory, and others are served.
 
     Small ones that unpack to large ones take as much.
     """
-    name, big = unique("m"), unique("big")
     elements = 4 * MIB  # 16 MiB each; its share is 64 MiB
-    cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
-    cluster.post(
-        "/models", {"name": big, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}, "partitions": 1}
-    )
+    name, big = made(cluster), made(cluster, elements, partitions=1)
     frame = PushFrame(big, [PushPart(0, None, None)])
     plain = np.ones(elements, np.float32).view(np.uint8)
     body = pack("zstd", plain).tobytes() if packed else plain.tobytes()
     if packed:
         frame = replace(frame, encoding="fp32+zstd", sizes=[(len(body), plain.size)])
     head = encode_header(frame)
-    with ExitStack() as stack:
-        for _ in range(4):
-            begun = head + body[: min(1 << 20, len(body) - 1)]
-            stack.enter_context(closing(flooding(cluster, begun, MEDIA_TYPE, len(head) + len(body))))
+    begun = head + body[: min(1 << 20, len(body) - 1)]
+    with Flood(4, lambda: flooding(cluster, begun, MEDIA_TYPE, len(head) + len(body))) as flood:
 
         def refused() -> bool:
+            flood.rise()
             with closing(flooding(cluster, head + body, MEDIA_TYPE)) as s:
                 return s.recv(4096).startswith(b"HTTP/1.1 429 ")
 
         eventually(refused, within_s=60, what="the refusal of what is too much")
         served(cluster, name, 20)
-        pushed = httpx.post(
-            f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push",
-            content=head + body,
-            headers={"content-type": MEDIA_TYPE},
-            timeout=60,
-        )
+        url, kind = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push", {"content-type": MEDIA_TYPE}
+        while (pushed := httpx.post(url, content=head + body, headers=kind, timeout=60)).status_code == 503:
+            assert pushed.json()["code"] == "unavailable"  # as in `served`
         assert pushed.status_code == 200, "a big push of another client has room"
 
     def taken() -> bool:
@@ -239,57 +280,40 @@ def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes, packed: bool) 
             return s.recv(4096).startswith(b"HTTP/1.1 200 ")
 
     eventually(taken, within_s=60, what="its own turn, when what it had begun is gone")
+    cluster.call("DELETE", f"/models/{big}")
 
 
 @pytest.mark.process
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("request_line", ["POST /pull", "PUT /models/{name}/params/w"])
 def test_a_flood_of_bodies_of_unknown_length_leaves_room_for_others(cluster: Nodes, request_line: str) -> None:
     """Unfinished chunked bodies count as they arrive: the address gets 429, and others are served."""
-    name = unique("m")
-    cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
+    name = made(cluster)
     kind = "content-type: application/msgpack\r\ntransfer-encoding: chunked\r\n\r\n"
     head = f"{request_line.format(name=name)} HTTP/1.1\r\nhost: x\r\n{kind}".encode()
     chunk = b"100000\r\n" + b" " * MIB + b"\r\n"
 
-    def begun(chunks: int) -> socket.socket:
-        s = socket.create_connection(("127.0.0.1", cluster.shard_ports["shard-0"]), 30, (FLOODER, 0))
-        s.sendall(head + chunks * chunk)
-        return s
-
-    with ExitStack() as stack:
-        for _ in range(2):
-            stack.enter_context(closing(begun(31)))
+    with Flood(2, lambda: connection(cluster, head + 31 * chunk)) as flood:
 
         def refused() -> bool:
-            with closing(begun(8)) as s:
-                s.sendall(b"0\r\n\r\n")
+            flood.rise()
+            with closing(connection(cluster, head + 8 * chunk + b"0\r\n\r\n")) as s:
                 return s.recv(4096).startswith(b"HTTP/1.1 429 ")
 
-        eventually(refused, within_s=30, what="the refusal of what is too much")
+        eventually(refused, within_s=60, what="the refusal of what is too much")
         served(cluster, name, 20)
 
 
 @pytest.mark.process
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("by_path", [True, False])
 def test_a_flood_of_pulls_by_name_leaves_room_for_others(cluster: Nodes, by_path: bool) -> None:
     """Large answers that an address does not read take its share of memory only: it gets 429, and others are served."""
-    name, big = unique("m"), unique("big")
-    elements = 9 * MIB  # 36 MiB each; its share is 64 MiB
-    cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
-    cluster.post("/models", {"name": big, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}})
+    name, big = made(cluster), made(cluster, 9 * MIB)  # 36 MiB; its share is 64 MiB
     body, asked = b"", f"GET /pull/{big}/w"
     if not by_path:
         body, asked = json.dumps({"model": big}).encode(), "POST /pull"
     kinds = "content-type: application/json\r\naccept: application/x-npy, application/msgpack"
-    head = f"{asked} HTTP/1.1\r\nhost: x\r\n{kinds}\r\ncontent-length: {len(body)}\r\n"
-
-    def begun(address: str, stack: ExitStack) -> bytes:
-        to = ("127.0.0.1", cluster.shard_ports["shard-0"])
-        s = stack.enter_context(closing(socket.create_connection(to, 30, (address, 0))))
-        s.sendall(f"{head}\r\n".encode() + body)
-        return s.recv(1024)
+    head = f"{asked} HTTP/1.1\r\nhost: x\r\n{kinds}\r\ncontent-length: {len(body)}\r\n\r\n"
+    begun = partial(answer_of, cluster, head.encode() + body)
 
     with ExitStack() as stack:
         assert begun(FLOODER, stack).startswith(b"HTTP/1.1 200 ")
@@ -302,23 +326,14 @@ def test_a_flood_of_pulls_by_name_leaves_room_for_others(cluster: Nodes, by_path
 
 
 @pytest.mark.process
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("wait_s", [0.0, 5.0])
 def test_a_flood_of_pulls_from_other_shards_leaves_room_for_others(pair: Nodes, wait_s: float) -> None:
     """Values that a shard collects from another one for an address, which does not read them, take only its share."""
-    name, big = unique("m"), unique("big")
-    pair.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
     # 36 MiB in each of the shards; the share of an address is 64 MiB.
-    spec = {"name": big, "params": {"w": {"shape": [18 * MIB]}}, "optimizer": {"name": "sum"}, "partitions": 2}
-    pair.post("/models", spec)
+    name, big = made(pair), made(pair, 18 * MIB, partitions=2)
     frame = encode_header(PullFrame([(0, None), (1, None)], model=big, wait_s=wait_s))
     head = f"POST /pull HTTP/1.1\r\nhost: x\r\ncontent-type: {MEDIA_TYPE}\r\ncontent-length: {len(frame)}\r\n\r\n"
-
-    def begun(address: str, stack: ExitStack) -> bytes:
-        to = ("127.0.0.1", pair.shard_ports["shard-0"])
-        s = stack.enter_context(closing(socket.create_connection(to, 30, (address, 0))))
-        s.sendall(head.encode() + frame)
-        return s.recv(1024)
+    begun = partial(answer_of, pair, head.encode() + frame)
 
     with ExitStack() as stack:
         assert begun(FLOODER, stack).startswith(b"HTTP/1.1 200 ")
@@ -331,16 +346,15 @@ def test_a_flood_of_pulls_from_other_shards_leaves_room_for_others(pair: Nodes, 
 
 
 @pytest.mark.process
-@pytest.mark.timeout(240)
 def test_pushes_that_wait_for_their_commit_leave_room_for_the_one_it_needs(pair: Nodes) -> None:
     """Four workers of one address end an iteration with 24 MiB each, although its share is 64 MiB.
 
     Once staged, their pushes count as that; those that waited kept the last one out until they gave up.
     """
-    name, workers, elements = unique("m"), 4, 6 * MIB
-    spec = {"name": name, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}, "partitions": 1}
-    pair.post("/models", {**spec, "consistency": {"mode": "sync", "min_workers": workers}})
-    joined = [pair.post(f"/models/{name}/workers", {"name": f"w{rank}", "rank": rank}) for rank in range(workers)]
+    workers, elements = 4, 6 * MIB
+    name = made(pair, elements, partitions=1, consistency={"mode": "sync", "min_workers": workers})
+    join = {"lease_s": 120}  # nobody sends heartbeats
+    joined = [pair.post(f"/models/{name}/workers", {**join, "name": f"w{i}", "rank": i}) for i in range(workers)]
     frame = PushFrame(name, [PushPart(0, None, None)], clock=0, ends=(1, 60.0))
     (owner,) = {p["shard"] for p in pair.get(f"/models/{name}")["partitions"]}
     url = f"http://127.0.0.1:{pair.shard_ports[owner]}"

@@ -23,7 +23,7 @@ from . import impatient
 from .impatient import PATIENCE_S
 from .processes import Nodes, nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 ELEMENTS = 16 * MIB

@@ -21,7 +21,7 @@ from paramserver_shard.peers import PeerClient
 
 from .processes import Nodes, nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 SIZE = MIB // 2
 """Number of elements in 2 MiB."""

@@ -48,7 +48,7 @@ from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.snapshot_format import pack_manifest, to_stored
 from paramserver_shard.snapshot_store import SaveResult, SnapshotStore
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "stored"
 TOKEN = make_token(1, 5)

@@ -27,7 +27,7 @@ from paramserver.wire.frame import (
 from .processes import Nodes, unique
 from .routes import MSGPACK, SHARDS, Model, problem, unchanged
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 
 def test_both_shards_answer_for_the_whole_model(model: Model) -> None:
@@ -173,7 +173,7 @@ def test_a_pull_waits_for_its_version(model: Model) -> None:
 def test_a_pull_waits_for_its_clock_whatever_the_version(rest_cluster: Nodes) -> None:
     """A pull with `min_clock` waits for commits, not assignments, by name or by frame, on either shard."""
     model = Model(rest_cluster, consistency={"mode": "sync"})
-    w = rest_cluster.post(f"/models/{model.name}/workers", {"name": "a"})
+    w = rest_cluster.post(f"/models/{model.name}/workers", {"name": "a", "lease_s": 60})
     for i in range(4):
         assert model.http.put(f"{model.url(0)}/models/{model.name}/params/w", json=[[float(i)] * 4] * 6).is_success
 
@@ -353,7 +353,7 @@ def test_an_upload_that_comes_again_changes_nothing_once_the_model_is_complete(r
 def test_a_synchronous_push_is_staged_until_its_clock_commits(rest_cluster: Nodes) -> None:
     """Synchronous pushes are staged (202) until both workers report; then both shards have their mean."""
     model = Model(rest_cluster, consistency={"mode": "sync", "min_workers": 2})
-    workers = [rest_cluster.post(f"/models/{model.name}/workers", {"name": n}) for n in ("a", "b")]
+    workers = [rest_cluster.post(f"/models/{model.name}/workers", {"name": n, "lease_s": 60}) for n in ("a", "b")]
     for i, w in enumerate(workers):
         ident: dict[str, Any] = {"worker": w["worker"], "epoch": w["epoch"], "seq": 0, "clock": 0}
         answer = model.push({"w": [[2.0 + 2 * i] * 4] * 6, "b": 1.0}, shard=i, **ident)

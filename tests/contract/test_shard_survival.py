@@ -16,7 +16,7 @@ from paramserver_node import redis_server
 
 from .processes import Nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 
 STOPPED_S = 60.0
 """Longest wait for the end of a shard that is told to stop; it gives up what it cannot hand over or store sooner."""
@@ -152,9 +152,9 @@ def test_without_redis_and_scheduler_a_shard_stops_answering(lone: Nodes) -> Non
         assert httpx.get(f"{url(lone, 0)}/livez").status_code == 200
     finally:
         os.kill(pid, signal.SIGCONT)
-    eventually(serves, within_s=20, what="serving again")
+    eventually(serves, what="serving again")
     lone.start_scheduler()
-    eventually(lambda: push(lone, name, 1)["version"] == 1, within_s=20)
+    eventually(lambda: push(lone, name, 1)["version"] == 1, what="a push")
 
 
 @pytest.mark.parametrize("later", [None, 0, 3], ids=["empty", "same term", "later term"])
@@ -221,7 +221,7 @@ def test_a_deletion_is_heard_of_by_shards_that_were_cut_off(cluster: Nodes) -> N
         assert answer.status_code == 404, f"shard {shard}: {answer.status_code} {answer.text}"
         return bool(answer.json()["code"] == "unknown_model")
 
-    eventually(lambda: all(map(forgotten, range(2))), within_s=20.0, what="the news of the deletion")
+    eventually(lambda: all(map(forgotten, range(2))), what="the news of the deletion")
 
 
 def test_a_shard_that_still_compiles_its_kernels_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

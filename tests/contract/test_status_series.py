@@ -88,7 +88,7 @@ def test_what_a_model_did_can_be_read_later(rest_cluster: Nodes, model: str, wor
         "model.version": "versions",
     }
     assert answer["step_s"] == 1
-    assert abs(answer["start_s"] + answer["count"] - time.time()) < 5
+    assert abs(answer["start_s"] + answer["count"] - time.time()) < 15
     by_name = {i["metric"]: {"count": answer["count"], "items": [i]} for i in answer["items"]}
     assert 3 <= max(values(by_name["model.version"], model=model)) <= work.steps
     assert max(values(by_name["model.pushes_per_s"], model=model)) > 0
@@ -163,16 +163,18 @@ def test_the_stream_tells_every_second_from_any_node(rest_cluster: Nodes, model:
     shard = f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}"
     for url in (rest_cluster.url, shard):
         seen: list[Any] = []
-        with httpx.stream("GET", f"{url}/status/stream", timeout=10.0) as answer:
+        watched: Any = {"version": 0}
+        with httpx.stream("GET", f"{url}/status/stream", timeout=30.0) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     seen.append(json.loads(line.removeprefix("data: ")))
-                if len(seen) == 3:
+                    watched = next(m for m in seen[-1]["models"] if m["name"] == model)
+                # The newest version is told with the next heartbeats of the shards.
+                if (len(seen) >= 3 and watched["version"] >= work.steps) or len(seen) == 20:
                     break
         times = [s["cluster"]["now"] for s in seen]
         assert times == sorted(set(times))
-        watched = next(m for m in seen[-1]["models"] if m["name"] == model)
         assert (watched["version"], watched["series"]) == (work.steps, [])
         assert watched["latest"]["loss"][1] <= 1.0
         assert sorted(watched["shards"]) == ["shard-0", "shard-1"]

@@ -12,7 +12,7 @@ import paramserver as ps
 
 from .processes import Nodes, unique
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 SIZE = 1000
 

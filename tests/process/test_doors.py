@@ -19,7 +19,7 @@ from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize("service", ["scheduler", "shard"])

@@ -9,7 +9,7 @@ import pytest
 
 from paramserver import examples
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("name", ["async_parameter_server", "sync_parameter_server"])

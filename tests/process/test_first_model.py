@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 TEXT = (Path(__file__).parents[2] / "docs" / "first-model.md").read_text()
 
 

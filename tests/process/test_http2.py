@@ -91,6 +91,7 @@ def data(stream: int, payload: bytes, *, ends: bool = False) -> bytes:
     return wire.frame(wire.DATA, int(ends), stream, payload)
 
 
+ENDS = wire.END_HEADERS | wire.END_STREAM
 HEAD = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, block("POST", "/push"))
 UNREAD = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, block("GET", "/slow?seconds=2"))
 BEGUN = wire.frame(wire.HEADERS, 0, 1, block("POST", "/push"))
@@ -161,8 +162,9 @@ def test_requests_that_are_given_up_without_end_are_cut_off(server: Node) -> Non
 def test_more_requests_at_once_than_are_taken_are_refused_one_by_one(server: Node) -> None:
     """The 257th concurrent stream is reset with REFUSED_STREAM, and the other 256 are answered."""
     with Client(server) as client:
-        for i in range(1, 2 * 257, 2):
-            client.ask(i, "GET", "/slow?seconds=0.5")
+        asked = block("GET", "/slow?seconds=0.5")
+        # Sent at once, so that the first is not answered before the last is there.
+        client.send(b"".join(wire.frame(wire.HEADERS, ENDS, i, asked) for i in range(1, 2 * 257, 2)))
         assert int.from_bytes(client.until(wire.RST_STREAM, 2 * 256 + 1)) == wire.REFUSED_STREAM
         assert {client.answer(i)[0] for i in range(1, 2 * 256, 2)} == {200}
 

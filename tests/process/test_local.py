@@ -15,7 +15,7 @@ from tests.waiting import eventually
 import paramserver as ps
 from paramserver_cli.state_directory import StateDir
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 
 def gone(url: str) -> bool:

@@ -15,7 +15,7 @@ import pytest
 import paramserver as ps
 from paramserver.types import F32, AnyArray
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 SIZES = {"a": 63, "scalar": 1, "c": 23}
 SHAPES: dict[str, tuple[int, ...]] = {"a": (9, 7), "scalar": (), "c": (23,)}

@@ -13,7 +13,7 @@ import paramserver as ps
 
 from .cluster import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 WORKER = [sys.executable, "-P", "-m", "paramserver_worker"]
 LONG = "ip-10-0-12-34.a-rather-long-department.an-example-company.internal"

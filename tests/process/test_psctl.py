@@ -22,7 +22,7 @@ from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 SPEC = """
 params:

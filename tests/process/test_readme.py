@@ -15,7 +15,7 @@ import paramserver as ps
 
 from .cluster import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ import paramserver as ps
 from .cluster import Cluster, ones
 from .gateway import Gateway, gateway
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 
 def test_values_go_in_and_come_out(client: ps.Client, name: str) -> None:

@@ -19,7 +19,7 @@ import paramserver as ps
 
 from .cluster import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 DOCS = Path(__file__).parents[2] / "docs"
 ADDRESSES = re.compile(r"https://ps\.example\.org|http://a:8700,http://b:8700|http://localhost:8700")
 

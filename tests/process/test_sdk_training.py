@@ -21,7 +21,7 @@ from paramserver.client import checkpointing
 
 from .cluster import Cluster, ones
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 
 def test_two_workers_in_step_get_the_mean(client: ps.Client, name: str) -> None:

@@ -18,7 +18,7 @@ from paramserver_cli.series import Series, numbers
 
 from .cluster import PSCTL, Cluster, cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 SHORT = ["--modes", "async,sync", "--minutes", "0.02", "--keep", "3", "--workers", "2", "--evaluate-every", "0"]
 

@@ -10,7 +10,7 @@ import paramserver as ps
 
 from .cluster import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 SHAPES = {"first": (3000,), "second": (50, 60), "third": (3000,)}
 

@@ -11,7 +11,7 @@ import paramserver as ps
 
 from .cluster import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 WORKERS = 2
 ENDLESS = 1 << 40

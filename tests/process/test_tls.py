@@ -33,7 +33,7 @@ from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from paramserver.client.uploads import put_values
 from paramserver.errors import problem
 from paramserver.torch import ParameterServerOptimizer
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 WORKERS = 2
 BATCH = 8
 
