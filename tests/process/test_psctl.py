@@ -212,6 +212,17 @@ def test_doctor_lists_misspelled_variables(monkeypatch: pytest.MonkeyPatch) -> N
     assert "PARAMSERVER_HOTS (did you mean PARAMSERVER_HOST?)" in found[0].detail
 
 
+def test_doctor_asks_shards_past_the_proxies_of_the_environment(
+    shared_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`doctor` reaches each shard as clients do: at its own address, by no proxy that HTTP_PROXY or ALL_PROXY names."""
+    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    done = shared_cluster.psctl("doctor", "--json")
+    shards = [f for f in json.loads(done.stdout)["items"] if f["check"].startswith("shard-")]
+    assert [("MiB/s" in f["detail"]) for f in shards] == [True, True], shards
+
+
 def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluster) -> None:
     """With a full or unresponsive Redis, the failed bandwidth check is one finding, and the other checks still run.
 
