@@ -41,6 +41,11 @@ def console() -> Console:
     return Console(width=None if at_terminal() else 200, markup=False, emoji=False)
 
 
+def redraws(console: Console) -> bool:
+    """Whether this console is a terminal that can redraw lines; at a dumb one, as in Emacs, a `Live` shows nothing."""
+    return console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
+
+
 def last_line(reason: str) -> str:
     """Return the last line of why a run has ended: of a traceback, the error."""
     return (reason.strip().splitlines() or [""])[-1]
@@ -48,8 +53,8 @@ def last_line(reason: str) -> str:
 
 @contextmanager
 def display(page: str) -> Iterator[Display]:
-    """Yield a live display at a terminal, else a plain one; `page` is the address of the status page."""
-    if not at_terminal():
+    """Yield a live display at a terminal that can redraw, else a plain one; `page` is the status page's address."""
+    if not redraws(console()):
         yield PlainDisplay()
         return
     with Live(console=console(), refresh_per_second=8, transient=True) as live:

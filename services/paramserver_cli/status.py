@@ -17,7 +17,7 @@ import paramserver as ps
 from paramserver.errors import Unavailable
 from paramserver.limits import MIB
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import at_terminal, console, last_line, natural
+from paramserver_cli.display import console, last_line, natural, redraws
 
 WATCH_S = 1.0
 WAITED_FOR_SHOWN = 8
@@ -45,7 +45,7 @@ def status(
         else:
             console().print(table(found))
         return
-    if as_json or not at_terminal():
+    if as_json or not redraws(console()):
         _print_each_second(client, as_json)
     with Live(console=console(), auto_refresh=False, screen=False) as live:
         while True:

@@ -151,6 +151,21 @@ def test_a_status_that_is_watched_goes_into_a_pipe_each_second(shared_cluster: C
     assert watch.returncode == 130
 
 
+def test_a_status_that_is_watched_shows_at_a_dumb_terminal(shared_cluster: Cluster) -> None:
+    """At a terminal that cannot redraw lines, `status --watch` prints one status after another, too."""
+    argv = [*PSCTL, "status", "--watch", "--url", shared_cluster.url]
+    screen, terminal = os.openpty()
+    with (
+        open(terminal, "wb") as out,
+        open(screen, "rb", buffering=0) as lines,
+        subprocess.Popen(argv, stdout=out, env=os.environ | {"TERM": "dumb"}) as watch,
+    ):
+        shown = b""
+        while shown.count(b"cluster ") < 2:
+            shown += lines.read(4096)
+        watch.send_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize(("full", "result"), [(0.5, "ok"), (0.95, "warning"), (1.5, "failed")])
 def test_doctor_compares_what_redis_holds_with_its_bound(tmp_path: Path, full: float, result: str) -> None:
     """`doctor` warns if Redis is nearly full and fails if it is full, because a full Redis refuses every write."""
