@@ -116,7 +116,10 @@ def _secret(settings: ClientSettings) -> str:
     if settings.secret:
         return settings.secret
     state = StateDir(Path(settings.state_dir))
-    cluster = state.cluster()
+    try:
+        cluster = state.cluster()
+    except PermissionError:  # another user's cluster
+        return ""
     return state.secret() if cluster is not None and all(map(cluster.is_at, settings.url.split(","))) else ""
 
 
