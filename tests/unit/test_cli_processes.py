@@ -1,11 +1,14 @@
-"""What the processes of `psctl up` are told."""
+"""What the processes of `psctl up` are told, and what is told of one that said nothing."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from paramserver_cli import ports
+from paramserver_cli import launch, ports
+from paramserver_cli.launch import Failed
 from paramserver_cli.processes import Processes
 from paramserver_cli.state_directory import Plan, StateDir
 
@@ -28,3 +31,10 @@ def test_no_two_nodes_advertise_one_url(
     own = [block.shard(0), block.shard(1), *(block.schedulers if schedulers > 1 else ())]
     assert told == [f"http://{advertised}:{port}" for port in own]
     assert ("--advertise" in alone) == (schedulers > 1)
+
+
+def test_a_supervisor_that_ended_without_a_word_is_told_with_a_likely_cause(tmp_path: Path) -> None:
+    """On a full disk the supervisor can write neither its state nor a log; `up` names the log, and asks for the disk."""
+    state = StateDir(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended, pytest.raises(Failed, match=r"log: is the disk full\?"):
+        launch.wait_ready(launch.Launched(state, ended, None))
