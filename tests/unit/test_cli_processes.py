@@ -34,7 +34,7 @@ def test_no_two_nodes_advertise_one_url(
 
 
 def test_a_supervisor_that_ended_without_a_word_is_told_with_a_likely_cause(tmp_path: Path) -> None:
-    """On a full disk the supervisor can write neither its state nor a log; `up` names the log, and asks for the disk."""
+    """On a full disk the supervisor can write neither its state nor a log; `up` names the log and asks for the disk."""
     state = StateDir(tmp_path)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended, pytest.raises(Failed, match=r"log: is the disk full\?"):
         launch.wait_ready(launch.Launched(state, ended, None))

@@ -31,6 +31,8 @@ UNANSWERED = ("drain shard-0", "status", "models", "run list --json")
         (f"--url {NOBODY} status", 2, "--url"),
         (f"set m lrr=1 --url {NOBODY}", 2, "did you mean 'lr'"),
         (f"set m lr --url {NOBODY}", 2, "name=value"),
+        ("token --days 99999999", 2, "--days"),  # it would expire so late that no node reads the number
+        ("token --days inf", 2, "--days"),
         (f"train nothing.py --model m --url {NOBODY}", 2, "nothing.py"),
     ],
 )
