@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paramserver_cli.training import Sample, Training
@@ -39,6 +39,11 @@ def console() -> Console:
     It prints text as it is: an error such as `[/data] is missing` is no markup.
     """
     return Console(width=None if at_terminal() else 200, markup=False, emoji=False)
+
+
+def columns(*titles: str | Column) -> Table:
+    """Return an empty table; what is too wide for a column, such as a path, is continued below, and not cut off."""
+    return Table(*(Column(t, overflow="fold") if isinstance(t, str) else t for t in titles), box=None)
 
 
 def redraws(console: Console) -> bool:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from paramserver_cli import moves
+from paramserver_cli import moves, up
 from paramserver_cli.display import LiveDisplay, PlainDisplay, display
+from paramserver_cli.state_directory import Cluster
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it has no such terminals")
 
@@ -43,3 +44,18 @@ def test_moves_are_told_in_lines_where_none_can_be_redrawn() -> None:
             show(1, 4, "3.0 MiB left on shard-1")
         shown = screen()
     assert shown == b"1 of 4 partitions moved; 3.0 MiB left on shard-1\r\n"
+
+
+def test_a_path_in_a_list_is_whole_at_a_narrow_terminal() -> None:
+    """In 80 columns `psctl list` continues a long state directory, which `down` needs, below; nothing is cut off."""
+    folder = "/home/somebody/projects/deep-learning/experiments/.paramserver"
+    cluster = Cluster(
+        "http://127.0.0.1:8700", [], "redis://127.0.0.1:8799/0", None, {}, folder, ["http://127.0.0.1:8700"]
+    )
+    with terminal("xterm") as screen, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        patch.setattr(up, "_clusters", lambda: [cluster])
+        up.list_clusters()
+        shown = screen().decode()
+    assert "…" not in shown
+    assert ".paramserver" in "".join(line.split()[-1] for line in shown.splitlines() if line.strip())
