@@ -7,8 +7,9 @@ address listened on.  Only one process can be there, so a scheduler that finds t
 at once.
 
 A lease that was not renewed for 3 s is taken over only by a scheduler that has been getting answers from Redis for
-1.5 s: after an outage of Redis the leader can renew its lease before another takes it.  The same holds for a renewal
-that lies in the future, because the clock of Redis' machine was put back.
+1.5 s: after an outage of Redis the leader can renew its lease before another takes it.  This time begins anew if the
+lease was seen with a later renewal before: Redis has come back with older data, which only the leader can make up for.
+A renewal that lies in the future, because the clock of Redis' machine was put back, is like an old one.
 
 A leader may reach Redis and be cut off from everyone else.  When it has heard of no shard for 3 s, directly or through
 a standby, it says so as it renews, and a standby that hears of one, and did before that, takes over.
@@ -66,8 +67,8 @@ local leader = redis.call('GET', KEYS[1])
 
 # ARGV 6: highest known term, 7: '1' to lead even if Redis has lost that term, 8: '1' if Redis must hold a state,
 # 9 and 10: since when Redis has answered this scheduler without a gap, and when it last did, 11: for how many ms it has
-# been hearing of shards.  What a standby hears it forwards, so a leader that says it hears nothing half a second after
-# the standby began to hear is cut off from both.
+# been hearing of shards, 12: the renewal that it saw last.  What a standby hears it forwards, so a leader that says it
+# hears nothing half a second after the standby began to hear is cut off from both.
 _ACQUIRE: Final = (
     _LIST_SCHEDULERS
     + """
@@ -75,6 +76,7 @@ local free = not leader
 if leader then
   local held = cjson.decode(leader)
   local watched = now - tonumber(ARGV[9]) >= 1500 and now - tonumber(ARGV[10]) <= 2000
+    and held.renewed >= tonumber(ARGV[12])
   free = held.place == ARGV[1] or held.renewed == 0 or (watched and math.abs(now - held.renewed) > tonumber(ARGV[5]))
     or (held.deaf and held.renewed - (now - tonumber(ARGV[11])) > 500)
 end
@@ -179,6 +181,8 @@ class Lease:
         """When the last request of a shard came, directly or through another scheduler, and since when they come."""
         self._answered_ms = (_NEVER_MS, 0)
         """Since when Redis has answered without a gap, and when it last did; by Redis' clock."""
+        self._renewed_ms = 0
+        """The last renewal of the lease when this scheduler last saw it; by Redis' clock."""
         self.schedulers: tuple[Scheduler, ...] = (Scheduler(name, url),)
         """All schedulers seen within the 10 s before the last answer from Redis, by name."""
         self._expect_state = expect_state
@@ -194,14 +198,16 @@ class Lease:
         `even_if_emptied`.  Raises CorruptState if there is no state although one is expected.
         """
         hears_s = monotonic() - self._hears_since_s if self._heard_ago_s() < HEARS_S else 0.0
-        since = (*self._answered_ms, int(hears_s * 1000))
+        before_ms = self._renewed_ms
+        since = (*self._answered_ms, int(hears_s * 1000), before_ms)
         flags = [self.known_term, int(even_if_emptied), int(self._expect_state), *since]
         won, term, leader, others, now_ms = await self._run(self._acquire_script, *self._identity, *flags)
         since_ms, last_ms = self._answered_ms
-        self._answered_ms = (since_ms if 0 <= now_ms - last_ms <= 2000 else now_ms, now_ms)
         self.emptied = int(term) < self.known_term
         self.known_term = max(self.known_term, int(term))
         self._note(leader, others)
+        gapless = 0 <= now_ms - last_ms <= 2000 and self._renewed_ms >= before_ms
+        self._answered_ms = (since_ms if gapless else now_ms, now_ms)
         if won:
             self.term, self.written = int(term), ""
             self.hear()
@@ -264,6 +270,7 @@ class Lease:
     def _note(self, leader: bytes, others: Sequence[bytes]) -> None:
         if leader:
             found = json.loads(leader)
+            self._renewed_ms = int(found["renewed"])
             before, self.leader = self.leader, Leader(found["id"], found["place"], found["url"], int(found["term"]))
             self.known_term = max(self.known_term, self.leader.term)
             if before is None or before.id != self.leader.id:

@@ -325,22 +325,30 @@ class Membership:
         """Return the clock of each model's newest cut that all its owners have stored."""
         return {known.key: known.cut for known in self._directory.models.values()}
 
-    async def drain(self, *, cut: bool) -> int:
-        """Ask the scheduler to move all partitions away; returns how many shards can take them. Raises PsError.
+    async def drain(self, *, cut: bool) -> tuple[int, int]:
+        """Ask the scheduler to move all partitions away. Raises PsError.
 
-        With `cut`, synchronous models at level `applied` are to be stored where they stand as well.
+        Returns how many shards can take them, and how many this shard has by the scheduler's map, of which the feed may
+        not have told yet. With `cut`, synchronous models at level `applied` are to be stored where they stand as well.
         """
         asked = {"epoch": self.epoch, "cut": int(cut)}
         answer = await self.link.request("POST", f"/internal/shards/{self.name}/drain", params=asked)
-        return int(answer["targets"])
+        return int(answer["targets"]), int(answer["partitions"])
 
-    async def leave(self) -> None:
-        """Tell the scheduler that this shard leaves, so that its partitions are reassigned at once."""
+    async def leave(self, *, stored: bool) -> bool:
+        """Tell the scheduler that this shard leaves, so that its partitions are reassigned at once.
+
+        With `stored`, only if no model loses a commit by that; False if one would: it is being stored, ask again.
+        """
         if self.epoch:
+            asked = {"epoch": self.epoch, "stored": int(stored)}
             try:
-                await self.link.request("DELETE", f"/internal/shards/{self.name}", params={"epoch": self.epoch})
+                answer = await self.link.request("DELETE", f"/internal/shards/{self.name}", params=asked)
             except PsError as error:
                 log.info("cannot deregister from the scheduler: %s", error)
+            else:
+                return bool(answer.get("left", True))
+        return True
 
 
 def _as_fenced(error: PsError) -> PsError:

@@ -39,6 +39,7 @@ class Stopping:
         self._membership = membership
         self._runtime = runtime
         self._store_s = stop_s - LEAVE_S - GRACE_S
+        self._left = False
         self._trouble = ""
         """Why the scheduler was asked in vain the last time."""
 
@@ -53,8 +54,9 @@ class Stopping:
             await _until(began + HAND_OVER * self._store_s, self._hand_over())
             self._membership.serving.close()
             await _until(began + self._store_s, self._store())
-            self._tell_losses()
-            await _until(began + self._store_s + LEAVE_S, self._membership.leave())
+            if not self._left:
+                self._tell_losses()
+                await _until(began + self._store_s + LEAVE_S, self._leave(stored=False))
         self._membership.serving.close()
         self._runtime.close()
         stop.set()
@@ -65,44 +67,58 @@ class Stopping:
         If the scheduler refuses, it is asked again for `AWAY_S`: another one may be taking over.
         """
         now, refused_at = asyncio.get_running_loop().time, None
-        while self._owned:
-            targets = await self._drain(cut=False)
-            if targets is None:
+        while True:
+            found = await self._drain(cut=False)  # also without partitions: one may be on its way here
+            if found is None:
+                if not self._owned:
+                    return
                 refused_at = now() if refused_at is None else refused_at
                 if now() - refused_at >= AWAY_S:
                     log.warning("cannot hand over: %s", self._trouble)
                     return
-            elif not targets:
-                log.info("no other shard can take %d partitions", self._owned)
+                await asyncio.sleep(ASK_S)
+                continue
+            targets, mapped = found
+            if not self._owned and not mapped:
                 return
-            else:
-                refused_at = None
-            for _ in range(round(ASK_S / _LOOK_S)):
-                if self._owned:
+            if not targets:
+                log.info("no other shard can take %d partitions", max(self._owned, mapped))
+                return
+            refused_at = None
+            for look in range(round(ASK_S / _LOOK_S)):
+                if self._owned or not look:
                     await asyncio.sleep(_LOOK_S)
 
     async def _store(self) -> None:
-        """Store in Redis everything that exists only in this process.
+        """Store in Redis everything that exists only in this process, then leave.
 
-        Synchronous models at level `applied` need a cut of all owners for that, which the scheduler requests.
+        Synchronous models at level `applied` need a cut of all owners for that, which the scheduler requests; it also
+        knows of commits that have not come here yet.
         """
         loop, ask_at = asyncio.get_running_loop(), 0.0
-        while self._unsaved or self._runtime.writer.waiting or self._beyond_cuts:
+        while True:
+            if not (self._unsaved or self._runtime.writer.waiting or self._beyond_cuts):
+                await self._leave(stored=True)
+                if self._left:
+                    return
             self._runtime.feed(SaveAll())
             if self._beyond_cuts and loop.time() >= ask_at:
                 await self._drain(cut=True)
                 ask_at = loop.time() + ASK_S
             await asyncio.sleep(_LOOK_S)
 
-    async def _drain(self, *, cut: bool) -> int | None:
-        """Ask the scheduler to move all partitions away; return how many shards can take them, None if it refuses."""
+    async def _leave(self, *, stored: bool) -> None:
+        self._left = await self._membership.leave(stored=stored)
+
+    async def _drain(self, *, cut: bool) -> tuple[int, int] | None:
+        """Ask the scheduler to move all partitions away; return what `Membership.drain` does, None if it refuses."""
         try:
-            targets = await self._membership.drain(cut=cut)
+            found = await self._membership.drain(cut=cut)
         except PsError as error:
             self._trouble = str(error)
             return None
         self._trouble = ""
-        return targets
+        return found
 
     def _tell_losses(self) -> None:
         """Log what only this process holds, and which models will continue from before that."""

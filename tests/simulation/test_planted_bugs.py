@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from paramserver import limits
 from paramserver.core import shard_desk
 from paramserver.core.cluster import Cluster
 from paramserver.core.cuts import Cuts
@@ -15,15 +16,18 @@ from paramserver.core.gate import Gate
 from paramserver.core.membership import Roster
 from paramserver.core.model_desk import ModelDesk
 from paramserver.core.models import Model
+from paramserver.core.move_desk import MoveDesk
 from paramserver.core.optimizer import initial_slots
 from paramserver.core.partition import Partition
 from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.reading import Reading
-from paramserver.core.scheduler_io import CreateModel
+from paramserver.core.scheduler_io import CreateModel, ParameterUploaded
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_effects import LoadPartition, Task, UpdateTask
 from paramserver.core.shard_events import TaskResult
+from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.spec import ModelSpec
+from paramserver.core.tasks import Dataset
 from paramserver.core.timeline import go_back, reload
 from paramserver.core.window import PushMemory
 from paramserver.testing import shards
@@ -198,6 +202,78 @@ def test_counting_commits_as_durable_by_versions_turns_the_checkers_red(monkeypa
     )
 
     assert turns_red("sync", "journaled", "pauses", "puts", within=3)
+
+
+def test_leaving_before_the_last_commit_is_stored_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a shard that stops leaves although commits would go with it, the run fails."""
+    monkeypatch.setattr(MoveDesk, "cut_if_beyond", lambda *_: False)
+
+    assert turns_red("sync", "applied", "stops", first=4, within=1, clocks=20, says="went back behind commits")
+
+
+def test_stopping_without_storing_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a shard that stops takes nothing for unsaved, pushes that it has acknowledged are found missing."""
+    monkeypatch.setattr(ShardCore, "unsaved", lambda _: iter(()))
+
+    assert turns_red("async", "applied", "stops", within=4)
+
+
+def test_two_snapshots_of_a_partition_at_a_time_turn_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a slow snapshot can be overtaken by a newer one of the same partition, the run fails."""
+    monkeypatch.setattr(SnapshotPlan, "_first", lambda self, waiting, other: next(iter(waiting), None))
+
+    assert turns_red("async", "applied", "stores", first=7, within=1, clocks=20, says="applied")
+
+
+def test_forgetting_what_a_redis_that_went_back_has_lost_turns_the_checkers_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If owners load a snapshot after a return of Redis with older data, instead of keeping their state, it fails."""
+    give = Cluster.give_token
+
+    monkeypatch.setattr(Cluster, "renew_token", lambda self, model, index: give(self, model, index, "snapshot"))
+
+    assert turns_red(kind="restarts", within=2, clocks=20)
+
+
+def test_cuts_that_are_too_rare_turn_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a synchronous model is stored once a minute, a death takes it back too far and the run fails."""
+    monkeypatch.setattr(limits, "SNAPSHOT_INTERVAL_S", 60.0)
+
+    faults = Faults(crash=0.0015, drop=0.0)
+    assert turns_red("sync", "applied", "crashes", first=1, within=2, clocks=60, faults=faults, says="went back behind")
+
+
+def test_losing_leases_of_data_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a new leader does not know which ranges are leased, some are worked on twice and the run fails."""
+    of = Dataset.of
+
+    def without_leases(spec: Any, progress: Any) -> Dataset:
+        return of(spec, progress and {**progress, "leases": []})
+
+    monkeypatch.setattr(Dataset, "of", without_leases)
+
+    assert turns_red("ssp", kind="crashes", first=10, within=1, data=True, says="was worked on 2 times")
+
+
+def test_losing_ranges_of_the_dead_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the ranges of dead workers are never leased again, the data is never finished and the run fails."""
+    monkeypatch.setattr(Dataset, "release", lambda *_: False)
+
+    assert turns_red("async", kind="moves", within=1, data=True, deaths=True, says="0 workers finished")
+
+
+def test_believing_an_upload_whose_shard_has_died_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the leader does not compare who has got the first values with who owns the partitions, zeros are trained."""
+    uploaded = ModelDesk.uploaded
+
+    def believed(self: ModelDesk, e: ParameterUploaded, now: float) -> None:
+        owners = self.c.models[e.model].owners
+        uploaded(self, replace(e, given=[(i, o.token) for i, o in enumerate(owners)]), now)
+
+    monkeypatch.setattr(ModelDesk, "uploaded", believed)
+
+    assert turns_red(kind="births", first=11, within=1, upload=True, says="partition 0: -999.0")
 
 
 def test_losing_the_state_of_the_optimizer_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

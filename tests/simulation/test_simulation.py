@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from paramserver.testing.reference import OPTIMIZERS
-from paramserver.testing.simulation import CHANGES, CONSISTENCY, KINDS, LEVELS, Simulation
+from paramserver.testing.simulation import CHANGES, CONSISTENCY, LEVELS, Simulation
+from paramserver.testing.trouble import KINDS
 from paramserver.testing.world import Faults
 
 SEEDS = 500
@@ -189,6 +190,46 @@ def test_a_quorum_under_faults_divides_by_what_was_pushed(late: str, first: int)
     """With a quorum of two of three workers, each commit is a mean of whole contributions, late ones folded or not."""
     for seed in range(first, first + 12):
         run(Simulation(seed, "sync", checkpoints=2 * (seed % 3), late=late))
+
+
+@pytest.mark.parametrize("first", spread(6))
+def test_shards_that_are_told_to_stop_lose_nothing(first: int) -> None:
+    """One or all shards stop, again and again: no acknowledged push and no commit is lost at any level."""
+    for seed in range(first, 8 * STEP, STEP):
+        run(Simulation(seed, kind="stops", clocks=16))
+
+
+@pytest.mark.parametrize("first", spread(2))
+def test_snapshots_that_take_seconds_keep_what_was_promised(first: int) -> None:
+    """Snapshots, cuts among them, that are overtaken by moves, deaths, stops and other cuts replace nothing newer."""
+    for seed in range(first, 8 * STEP, STEP):
+        run(Simulation(seed, kind="stores", clocks=16))
+
+
+@pytest.mark.parametrize("first", spread(1))
+def test_a_redis_that_comes_back_with_older_data_loses_nothing(first: int) -> None:
+    """What Redis has lost of state, journals and snapshots is stored again from memory, before anybody misses it."""
+    for seed in range(first, 8 * STEP, STEP):
+        run(Simulation(seed, kind="restarts", clocks=20))
+
+
+@pytest.mark.parametrize("first", spread(10))
+def test_each_range_of_the_data_is_worked_on_in_each_pass(first: int) -> None:
+    """Whatever dies, no range is left out in any pass; none is done twice if no worker joins again or goes back."""
+    for seed in range(first, 8 * STEP, STEP):
+        run(Simulation(seed, change="none", data=True, deaths=seed % 3 == 2))
+
+
+@pytest.mark.parametrize("first", spread(9))
+def test_no_push_is_applied_to_first_values_that_are_lost(first: int) -> None:
+    """First values that are lost before they are stored are uploaded again, and only then can be trained or pulled."""
+    for seed in range(1000 + first, 1000 + 10 * STEP, STEP):
+        run(Simulation(seed, kind="births", change="none", upload=True))
+
+
+def test_a_push_that_waited_for_lost_first_values_is_refused() -> None:
+    """The run in which a push was applied to zeros, acknowledged, and gone with the second upload passes."""
+    run(Simulation(1113, kind="births", change="none", upload=True))
 
 
 @pytest.mark.parametrize("mode", CONSISTENCY)

@@ -154,6 +154,20 @@ def test_moves_go_on_where_a_shard_that_stops_has_its_cut_already() -> None:
     assert release_numbers(d) == moves
 
 
+def test_a_shard_that_stops_stays_until_no_commit_goes_with_it() -> None:
+    """A stopping shard that has stored all it knows leaves once the last commit is in a cut, which is asked for."""
+    d = Driver.with_model(**SYNC)
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beats()
+    d.clock(a, 2)  # of which the shard has not heard
+    assert d.ask(lambda n: io.LeaveShard(n, "s0", d.shards["s0"], stored=True)) == {"left": False}
+    assert (d.document("m")["cut_asked"], d.document("m")["cut_urgent"]) == (2, True)
+    d.beats()
+    assert d.ask(lambda n: io.LeaveShard(n, "s0", d.shards.pop("s0"), stored=True)) is None
+    assert d.core.read.model("m")["clock"] == 2
+
+
 def journaled_and_cut() -> tuple[Driver, Any]:
     """Return a journaled model whose second commit is a cut that no shard has stored yet, and its worker."""
     d = Driver.with_model(**SYNC, ack="journaled", checkpoint={"every_clocks": 1})

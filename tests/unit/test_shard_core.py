@@ -208,6 +208,20 @@ def test_initial_values_are_uploaded_before_anything_else() -> None:
     assert driver.pull(0).version == 0
 
 
+def test_a_push_that_waits_for_a_partition_is_not_applied_to_lost_values() -> None:
+    """A push that waits for a partition whose first values turn out to be lost is refused, not applied to zeros."""
+    driver = ShardDriver(eager=False)
+    view = driver.serve(spec())
+    push = driver.submit({0: ones()})
+
+    driver.send(replace(view, ready=False))
+    driver.settle()
+
+    assert refused(driver, push).code == "initializing"
+    driver.send(replace(view, ready=True))
+    assert driver.pull(0).version == 0
+
+
 def test_an_assignment_to_a_value_that_has_changed_changes_nothing() -> None:
     """An assignment with expected versions is refused as a whole if one partition has another version or owner."""
     driver = serving(spec(8, 2))

@@ -58,10 +58,20 @@ class SlowStore:
 class Leader:
     """Stands in for `Membership` and the scheduler behind it, which other shards may follow, too."""
 
-    def __init__(self, view: ModelView, *, clock: int = CLOCK, targets: int = 0, away_until_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        view: ModelView,
+        *,
+        clock: int = CLOCK,
+        targets: int = 0,
+        away_until_s: float = 0.0,
+        mapped: int = PARTITIONS,
+        stored_s: float = 0.0,
+    ) -> None:
         """The model has reached `clock`; `targets` other shards could take partitions, but never do.
 
-        Until `away_until_s` nobody answers.
+        Until `away_until_s` nobody answers.  `mapped`: how many partitions the shard has by the leader's map.  By
+        `stored_s` the last commit is stored of which the leader knows.
         """
         self.epoch, self.stopping = 1, False
         self.serving = Serving()
@@ -73,26 +83,32 @@ class Leader:
         self.left_at: float | None = None
         self.runtime: Runtime
         self._view, self._clock, self._targets, self._away_until_s = view, clock, targets, away_until_s
+        self._mapped, self._stored_s = mapped, stored_s
 
-    async def drain(self, *, cut: bool) -> int:
+    async def drain(self, *, cut: bool) -> tuple[int, int]:
         if asyncio.get_running_loop().time() < self._away_until_s:
             raise problem("no_leader", "no scheduler answers")
         if cut:
             self.runtime.feed(replace(self._view, cut_asked=self._clock, cut_urgent=True))
-        return self._targets
+        return self._targets, self._mapped
 
     def cuts(self) -> dict[ModelKey, int | None]:
         stored = {row.partition for row in self.runtime.core.cuts() if row.clock == self._clock}
         return {KEY: self._clock if len(stored) == PARTITIONS else None}
 
-    async def leave(self) -> None:
-        self.left_at = asyncio.get_running_loop().time()
+    async def leave(self, *, stored: bool) -> bool:
+        now = asyncio.get_running_loop().time()
+        if stored and now < self._stored_s:
+            return False
+        self.left_at = now
+        return True
 
 
 def stopped(
     mode: str = "sync",
     *,
     clock: int = CLOCK,
+    owned: int = PARTITIONS,
     stop_s: float = 25.0,
     redis_s: float = 0.0,
     budget_s: float = 1e-9,
@@ -103,8 +119,8 @@ def stopped(
     async def work() -> tuple[Leader, Stopping]:
         fields = {"params": {"w": {"shape": [8 * PARTITIONS]}}, "partitions": PARTITIONS}
         spec = ModelSpec.parse({"name": "m", "optimizer": {"name": "sum"}, "consistency": {"mode": mode}} | fields)
-        owned = {i: make_token(1, 1 + i) for i in range(PARTITIONS)}
-        view = ModelView(KEY, spec, Layout(spec), 0, 0, 0, True, owned, "init", {})
+        tokens = {i: make_token(1, 1 + i) for i in range(owned)}
+        view = ModelView(KEY, spec, Layout(spec), 0, 0, 0, True, tokens, "init", {})
         async with asyncio.TaskGroup() as group:
             member = Leader(view, clock=clock, **leader)
             store, unused = cast(Any, SlowStore(redis_s, budget_s)), cast(Any, AsyncMock())
@@ -184,6 +200,19 @@ def test_most_of_the_time_to_store_is_for_handing_over(stop_s: float, served_s: 
     leader, _ = stopped("async", stop_s=stop_s, targets=1)
 
     assert leader.closed[0][0] == pytest.approx(served_s, abs=0.2)
+
+
+def test_a_partition_that_is_on_its_way_to_a_shard_that_stops_is_waited_for() -> None:
+    """A shard that has nothing, but by the leader's map, serves on until that is moved away, too."""
+    leader, _ = stopped("async", owned=0, targets=1, mapped=1)
+
+    assert leader.closed[0][0] == pytest.approx(15.0, abs=0.2)
+
+
+def test_a_commit_that_only_the_leader_knows_is_waited_for() -> None:
+    """A shard that has stored all it knows leaves when the leader says that no commit goes with it, or at the end."""
+    assert stopped(owned=0, mapped=0, stored_s=3.0)[0].left_at == pytest.approx(3.0, abs=0.2)
+    assert stopped(owned=0, mapped=0, stored_s=1e9)[0].left_at == pytest.approx(20.0, abs=0.2)
 
 
 def test_a_cut_that_moves_wait_for_is_not_held_up_by_the_budget() -> None:

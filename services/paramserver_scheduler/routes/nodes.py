@@ -146,9 +146,13 @@ async def drain_shard(request: Request, name: str) -> Response:
 @router.delete("/shards/{name}", status_code=204, responses=response_doc(204, "Left"))
 @role("node")
 async def leave_shard(request: Request, name: str) -> Response:
-    """Deregister a shard that stops, with its `?epoch=`; its partitions are given to other shards at once."""
-    epoch = _needed_epoch(request)
-    return await reply(request, lambda n: io.LeaveShard(n, name, epoch))
+    """Deregister a shard that stops, with its `?epoch=`; its partitions are given to other shards at once.
+
+    With `?stored=1`, which a shard sends once it has stored everything, the answer may be 200 `{"left": false}`: a
+    synchronous model would lose a commit that the shard has not heard of.  That is being stored; ask again.
+    """
+    epoch, stored = _needed_epoch(request), bool(number_of(request, "stored", 0))
+    return await reply(request, lambda n: io.LeaveShard(n, name, epoch, stored))
 
 
 @router.post(

@@ -76,6 +76,13 @@ class MoveDesk:
                 self._withdraw([m for m in self._moves() if m[0] is model])
             self.c.mark_dirty(model)
 
+    def cut_if_beyond(self, shard: Shard) -> bool:
+        """Whether a model would go back behind a commit if this shard left now; if so, request cuts."""
+        beyond = any(m.ready and not m.durable and m.gate.clock > m.cuts.reached for m in self._sync_on(shard))
+        if beyond:
+            self._cut_before_stop(shard)
+        return beyond
+
     def _sync_on(self, shard: Shard) -> list[Model]:
         return [m for m in self.c.models.values() if m.gate.sync and any(o.shard == shard.name for o in m.owners)]
 

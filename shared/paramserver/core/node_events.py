@@ -47,11 +47,16 @@ class ShardHeartbeat(Struct, frozen=True):
 
 
 class LeaveShard(Struct, frozen=True):
-    """DELETE /internal/shards/{name}?epoch=. Answer 204; its partitions go to other shards at once."""
+    """DELETE /internal/shards/{name}?epoch=. Answer 204; its partitions go to other shards at once.
+
+    With `stored`, it has stored all that it knows of and serves no more. If a model would still lose commits, because
+    they or the partition have not been heard of, the answer is {"left": false}, and that model's clock becomes a cut.
+    """
 
     request: int
     name: str
     epoch: int
+    stored: bool = False
 
 
 class SetShardState(Struct, frozen=True):

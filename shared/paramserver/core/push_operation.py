@@ -13,6 +13,7 @@ from paramserver.core.mean_operations import FlushOperation
 from paramserver.core.operation import RequestOperation
 from paramserver.core.partition import Partition
 from paramserver.core.partition_state import HeldPart
+from paramserver.core.served_model import no_values_yet
 from paramserver.core.shard_effects import PushDone, Task
 from paramserver.core.shard_events import PushPart, PushReceived, TaskResult, WorkerAnswered
 from paramserver.core.spec import ModelSpec
@@ -80,6 +81,8 @@ class PushOperation(RequestOperation):
         """Return the settings in force, or raise if the push cannot be accepted now, whatever it contains."""
         event, spec = self.event, self.partitions[0].spec
         self.model.check(event.generation, event.timeline)
+        if not self.model.ready:  # a partition that it waited for has lost its first values
+            raise no_values_yet()
         mode = spec.consistency.mode
         for p in self.partitions:
             if p.spec is not spec and p.spec.consistency.mode != mode:

@@ -83,6 +83,9 @@ class ShardDesk:
 
     def leave(self, e: LeaveShard, now: float) -> None:
         shard = self.c.joined_shard(e.name, e.epoch)
+        if e.stored and self.moves.cut_if_beyond(shard):
+            self.c.answer(e.request, {"left": False})
+            return
         shard.left = True
         self.mark_dead([shard], now)
         self.c.answer(e.request, None, 204)

@@ -63,7 +63,7 @@ class Node:
 
         def act() -> None:
             action()
-            if self.up and self.world.chance(self.world.faults.crash):
+            if self.up and self.world.chance(self.world.faults.crash) and self.world.now >= self.world.calm_until_s:
                 self.crash()
 
         self._free_at = max(self._free_at, self.world.now) + self.world.rng.uniform(1e-5, 2e-3)

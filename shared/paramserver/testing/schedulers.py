@@ -9,7 +9,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import PsError, problem
 from paramserver.testing.nodes import Node
-from paramserver.testing.storage import SimRedis, Verdict
+from paramserver.testing.storage import Number, SimRedis, Verdict
 from paramserver.testing.world import Answer, Call, World
 from paramserver.types import ModelKey, PartitionKey, Token
 
@@ -18,9 +18,10 @@ TICK_S = 0.5
 RETRY_S = 0.25
 EMPTIED_S = 10.0
 """Time that a leader has to refill an emptied Redis before a standby takes over without any state."""
-ONCE = (io.JoinShard, io.StartRestore, io.RestoreFinished, io.DeleteModel)
-"""Events never delivered twice.  Restores are among them because the leading process does them without a network, and
-deletions because a late copy would delete the next model of that name."""
+ONCE = (io.JoinShard, io.StartRestore, io.RestoreFinished, io.DeleteModel, io.LeaseTask)
+"""Events never delivered twice.  Restores are among them because the leading process does them without a network,
+deletions because a late copy would delete the next model of that name, and requests for a task because a late copy
+would free the one that the worker has got."""
 
 
 @dataclass
@@ -31,18 +32,29 @@ class Ledger:
     revisions: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """(generation, timeline, t) -> revision of the settings that the commit names."""
 
-    def note(self, document: Document) -> None:
+    made_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    """When each was published first."""
+
+    def note(self, document: Document, now: float) -> None:
         """Record a published document.  A model's document includes commits, even those whose leader died before it
         could publish them."""
         for commit in [document] if document["type"] == "commit" else document.get("commits", ()):
             key = (document["generation"], commit["timeline"], commit["t"])
             self.revisions[key] = commit["revision"]
+            self.made_s.setdefault(key, now)
             before = self.commits.setdefault(key, commit["contributions"])
             assert before == commit["contributions"], f"commit {key} was published with two lists"
 
     def sums(self, generation: int, timeline: int) -> int:
         """Return the number of commits of that timeline that have contributions."""
         return sum(at[:2] == (generation, timeline) and bool(listed) for at, listed in self.commits.items())
+
+    def undone(self, generation: int) -> dict[int, float]:
+        """Return clock -> for how long its timeline went on, of commits with contributions that were made again."""
+        made = [at for at, listed in self.commits.items() if at[0] == generation and listed]
+        again = {(line, t) for _, line, t in made if any(other[2] == t and other[1] > line for other in made)}
+        end_s = {line: max(s for at, s in self.made_s.items() if at[1] == line) for line, _ in again}
+        return {t: end_s[line] - self.made_s[generation, line, t] for line, t in again}
 
 
 @dataclass
@@ -68,7 +80,8 @@ class SimScheduler(Node):
     def start(self) -> None:
         """Start as a standby; once nobody leads, load the state from Redis and lead under a new term."""
         self.up, self.leading = True, False
-        self.seen_term, self._missing_since_s, self._answered_s = 0, None, (float("inf"), float("-inf"))
+        self.seen_term, self._missing_since_s = 0, None
+        self._answered_s = (float("inf"), float("-inf"), 0.0)
         self._reset()
         self._beat(self.deaths)
 
@@ -78,6 +91,9 @@ class SimScheduler(Node):
         self._writing = False
         self._refilling = False
         """Redis was emptied and is not refilled yet."""
+        self._writes = 0
+        self._acknowledged: Number = (0, 0)
+        """Number of the newest write of this term that Redis has acknowledged."""
         self._storage_down = False
         self._confirmed = True
         """Whether its lease has been renewed since its last pause."""
@@ -86,8 +102,8 @@ class SimScheduler(Node):
     # --- the lease
 
     _missing_since_s: float | None
-    _answered_s: tuple[float, float]
-    """(since when Redis has answered without a gap, when it last answered)."""
+    _answered_s: tuple[float, float, float]
+    """(since when Redis has answered without a gap, when it last answered, until when it then had the lease)."""
 
     def _beat(self, life: int) -> None:
         if life != self.deaths:
@@ -100,16 +116,18 @@ class SimScheduler(Node):
         seen, answered_s = self.seen_term, self._answered_s
 
         def work(redis: SimRedis) -> Any:
-            return redis.term, redis.acquire_lease(self.name, seen, patient, answered_s, self.world.now)
+            lease_s = redis.lease_until_s
+            return redis.term, lease_s, redis.acquire_lease(self.name, seen, patient, answered_s, self.world.now)
 
         self.ask_redis("take", work, self._lease_answered)
 
     def _lease_answered(self, answer: Any) -> None:
         if answer is None or self.leading:
             return
-        since_s, last_s = self._answered_s
-        self._answered_s = (since_s if self.world.now - last_s <= 2.0 else self.world.now, self.world.now)
-        term, outcome = answer
+        term, lease_s, outcome = answer
+        since_s, last_s, before_s = self._answered_s
+        gapless = self.world.now - last_s <= 2.0 and lease_s >= before_s
+        self._answered_s = (since_s if gapless else self.world.now, self.world.now, lease_s)
         if isinstance(outcome, str):
             if term < self.seen_term and self._missing_since_s is None:
                 self._missing_since_s = self.world.now
@@ -139,16 +157,23 @@ class SimScheduler(Node):
                 return
             self._confirmed = True
             self._storage("")
-            if verdict is Verdict.EMPTIED and not self._refilling:
-                self._refilling = True
-                self.term = self.seen_term = self.term + 1
-                self._tick(self.term)
-                self.handle(io.RedisEmptied(self.term, {key for batch in self._queue for key in batch.tokens}))
+            if verdict is Verdict.EMPTIED:
+                self._data_lost()
             deferred, self._deferred = self._deferred, []
             for action in deferred:
                 action()
 
-        self.ask_redis("renew", lambda redis: redis.renew(self.name, term, self.world.now), renewed)
+        acknowledged = self._acknowledged
+        self.ask_redis("renew", lambda redis: redis.renew(self.name, term, acknowledged, self.world.now), renewed)
+
+    def _data_lost(self) -> None:
+        """Begin a new term, in which everything is written again."""
+        if not self._refilling:
+            self._refilling = True
+            self._writes, self._acknowledged = 0, (0, 0)
+            self.term = self.seen_term = self.term + 1
+            self._tick(self.term)
+            self.handle(io.RedisEmptied(self.term, {key for batch in self._queue for key in batch.tokens}))
 
     def _step_down(self) -> None:
         self.leading = False
@@ -209,6 +234,8 @@ class SimScheduler(Node):
             return
         self._writing = True
         term, queue, count, full = self.term, self._queue, len(self._queue), self._refilling
+        self._writes += 1
+        number, acknowledged = (term, self._writes), self._acknowledged
         merged = _Batch()
         for batch in self._queue:
             merged.fields.update(batch.fields)
@@ -224,6 +251,8 @@ class SimScheduler(Node):
                 if verdict is None:
                     self._storage("no answer to a write")
                 self._writing = False
+                if verdict is Verdict.EMPTIED and term == self.term:
+                    self._data_lost()
                 self.later(RETRY_S, "write again", self._write)
             else:
                 for _ in range(count):
@@ -231,10 +260,13 @@ class SimScheduler(Node):
                         self._do(effect)
                 self._writing = False
                 self._refilling &= not full
+                if term == self.term:
+                    self._acknowledged = number
                 self._storage("")
                 self._write()
 
-        work = lambda redis: redis.write(term, merged.fields, merged.tokens, merged.fences, full)  # noqa: E731
+        changes = merged.fields, merged.tokens, merged.fences
+        work = lambda redis: redis.write(self.name, number, acknowledged, *changes, full)  # noqa: E731
         self.ask_redis("write", work, written)
 
     def _do(self, effect: io.Effect) -> None:
@@ -246,13 +278,13 @@ class SimScheduler(Node):
     def _perform(self, effect: io.Effect) -> None:
         match effect:
             case io.Publish(document):
-                self.ledger.note(document)
+                self.ledger.note(document, self.world.now)
                 for feed in list(self.feeds.values()):
                     feed(document)
             case io.Reply(request, outcome):
                 if isinstance(outcome, Mapping):
                     for document in outcome.get("documents", ()):
-                        self.ledger.note(document)
+                        self.ledger.note(document, self.world.now)
                 self.answer(request, outcome)
             case io.WriteCheckpoint(model, name):
                 # Files are not simulated: a checkpoint only serves to request a cut.

@@ -47,103 +47,15 @@ from paramserver.core.shard_events import (
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.limits import SERVE_WITHOUT_CONTACT_S
+from paramserver.testing.feeds import RETRY_S, Feed
 from paramserver.testing.nodes import Node
-from paramserver.testing.schedulers import Document, SimScheduler
+from paramserver.testing.schedulers import SimScheduler
 from paramserver.testing.shard_driver import check_superseded, checked_part, perform, pullable
 from paramserver.testing.storage import SimRedis, Verdict
 from paramserver.testing.world import Answer, Call, Delivery, World
 from paramserver.types import ModelKey, PartitionKey, Token
 
-RETRY_S = 0.3
-FEED_SILENCE_S = 3.0
 Ownership = tuple[PartitionKey, Token]
-
-
-class _Feed:
-    """A shard's feed: its documents arrive in order until it is cut; after `FEED_SILENCE_S` of silence it is replaced.
-
-    Once the shard follows another one, or has crashed, nothing comes of what this one still brings.
-    """
-
-    def __init__(self, shard: "SimShard", scheduler: SimScheduler) -> None:
-        self._shard, self._scheduler, self._world = shard, scheduler, shard.world
-        self._epoch = shard.epoch
-        self._arrives_s = self._heard_s = self._world.now
-        self._untold = set(shard.views)
-        """Models of which it has not brought a document yet."""
-
-    @property
-    def followed(self) -> bool:
-        return self._shard.up and self._shard._feed is self
-
-    def open(self) -> None:
-        shard = self._shard
-        shard._send(self._scheduler.call("OpenFeed", shard.name, self._subscribe), self._opened)
-        shard.later(1.0, "feed watch", self._watch)
-
-    def _subscribe(self, answer: Answer) -> None:
-        """At the scheduler: have every document sent from now on, after those that it answers with."""
-        scheduler, name = self._scheduler, self._shard.name
-        if not scheduler.leading:
-            answer(problem("no_leader", "not this one"))
-            return
-
-        def seen(outcome: Any) -> None:
-            if not isinstance(outcome, PsError):
-                scheduler.feeds[name] = self._sent
-                for doc in outcome["documents"]:
-                    self._sent(doc)
-            answer(outcome)
-
-        scheduler.handle(io.OpenFeed(scheduler.number(seen), name, self._epoch))
-
-    def _opened(self, outcome: Any) -> None:
-        if not self.followed or not isinstance(outcome, PsError):
-            return
-        if outcome.code in ("fenced", "unknown_node"):
-            self._shard._end_membership()
-        else:
-            self._shard._switch_scheduler()
-            self._shard.later(RETRY_S, "feed again", lambda: self._shard._follow() if self.followed else None)
-
-    def _sent(self, doc: Document) -> None:
-        """At the scheduler: send a document, which arrives after those before it, unless the feed is cut."""
-        world, shard, feeds = self._world, self._shard, self._scheduler.feeds
-        cut = world.cuts.get((self._scheduler.name, shard.name), 0.0) > world.now
-        if not self.followed or cut or world.chance(world.faults.feed_cut):
-            if feeds.get(shard.name) == self._sent:
-                del feeds[shard.name]
-            return
-        self._arrives_s = max(self._arrives_s, world.now + world.delay())
-        shard.later(self._arrives_s - world.now, f"feed {doc['type']}", lambda: self._take(doc))
-
-    def _take(self, doc: Document) -> None:
-        if not self.followed:
-            return
-        self._heard_s, shard = self._world.now, self._shard
-        if doc.get("term", shard.term) < shard.term:
-            self._replace()
-            return
-        shard.term = max(shard.term, doc.get("term", 0))
-        if doc["type"] == "model":
-            self._untold.discard(doc["name"])
-        elif doc["type"] == "ping":  # the first follows the complete state: the others were deleted
-            while self._untold:
-                view = shard.views[self._untold.pop()]
-                shard._take({"type": "gone", "model": view.model.name, "generation": view.model.generation})
-        shard._take(doc)
-
-    def _watch(self) -> None:
-        if not self.followed:
-            return
-        if self._world.now - self._heard_s > FEED_SILENCE_S:
-            self._replace()
-        else:
-            self._shard.later(1.0, "feed watch", self._watch)
-
-    def _replace(self) -> None:
-        self._shard._switch_scheduler()
-        self._shard._follow()
 
 
 class SimShard(Node):
@@ -162,12 +74,18 @@ class SimShard(Node):
         self.views: dict[str, ModelView] = {}
         """The newest of each model that exists, by name."""
         self.layouts: dict[ModelKey, Layout] = {}
-        self._feed: _Feed | None = None
+        self.feed: Feed | None = None
         """The one that is followed, if any."""
-        self._cuts: dict[ModelKey, int | None] = {}
+        self.cuts: dict[ModelKey, int | None] = {}
         """The newest cut stored on all partitions, per model that may roll back to it, as its document says."""
         self._queues: dict[Ownership, deque[JournalEntry]] = {}
         self._writing = False
+        self.lost: dict[PartitionKey, Token] = {}
+        """Owned partitions whose uploaded values were never stored."""
+        self.hurried = False
+        """Whether it stores snapshots as fast as Redis takes them."""
+        self._redis_process: int | None = None
+        """The process of Redis that answered last."""
         self._wakes_at = float("inf")
         self._confirmed_s = float("-inf")
         self.up = True
@@ -179,7 +97,7 @@ class SimShard(Node):
         """The scheduler in use."""
         return self.schedulers[0]
 
-    def _switch_scheduler(self) -> None:
+    def switch_scheduler(self) -> None:
         self.schedulers = [*self.schedulers[1:], self.schedulers[0]]
 
     @property
@@ -187,9 +105,14 @@ class SimShard(Node):
         """Whether the fence key or a heartbeat has confirmed this shard recently enough to serve (semantics 6)."""
         return self.epoch > 0 and self.world.now - self._confirmed_s <= SERVE_WITHOUT_CONTACT_S
 
+    @property
+    def journaling(self) -> bool:
+        """Whether any entry is not written yet."""
+        return bool(self._queues)
+
     # --- membership
 
-    def _send(self, call: Call, on_answer: Answer) -> None:
+    def send(self, call: Call, on_answer: Answer) -> None:
         """Send a request; its answer is dropped if this process crashes in the meantime."""
         life = self.deaths
 
@@ -203,23 +126,23 @@ class SimShard(Node):
         if not self.up or life != self.deaths:
             return
         self.epoch = 0
-        self._feed = None
+        self.feed = None
         asked_s = self.world.now
 
         def answered(outcome: Any) -> None:
             if isinstance(outcome, PsError):
-                self._switch_scheduler()
+                self.switch_scheduler()
                 self.later(RETRY_S, "join again", lambda: self._join(life))
                 return
             self.epoch, self.term, self._confirmed_s = outcome["epoch"], outcome["term"], asked_s
             self._heartbeat(self.epoch)
-            self._follow()
+            self.follow()
 
-        self._send(
+        self.send(
             self.scheduler.ask(self.name, lambda r: io.JoinShard(r, self.name, [f"http://{self.name}"])), answered
         )
 
-    def _end_membership(self) -> None:
+    def end_membership(self) -> None:
         """End this membership: give up all partitions and join again."""
         self.epoch, self._confirmed_s = 0, float("-inf")
         for view in list(self.views.values()):
@@ -238,32 +161,59 @@ class SimShard(Node):
             if not isinstance(outcome, PsError):
                 self._confirmed_s = max(self._confirmed_s, asked_s)
             elif outcome.code in ("fenced", "unknown_node"):
-                self._end_membership()
+                self.end_membership()
             else:
-                self._switch_scheduler()
+                self.switch_scheduler()
 
-        make = lambda r: io.ShardHeartbeat(r, self.name, epoch, {}, partitions, cuts, released)  # noqa: E731
-        self._send(self.scheduler.ask(self.name, make), answered)
+        lost = [
+            (k.model.name, k.model.generation, k.index, token)
+            for k, token in self.lost.items()
+            if self.core.owns(k, token)
+        ]
+        make = lambda r: io.ShardHeartbeat(r, self.name, epoch, {}, partitions, cuts, released, lost)  # noqa: E731
+        self.send(self.scheduler.ask(self.name, make), answered)
         if again:
             self.later(1.0, "heartbeat", lambda: self._heartbeat(epoch))
 
     def _fence(self) -> None:
         asked_s, epoch = self.world.now, self.epoch
 
-        def answered(fence: int | None) -> None:
+        def answered(found: tuple[int, int, int] | None) -> None:
             if epoch != self.epoch or not epoch:
                 return
-            if fence is None:
+            if found is None:
                 self._storage("Redis does not answer")
-            elif fence >= epoch:
-                self._end_membership()
-            else:
+                return
+            fence, term, process = found
+            if self._redis_process not in (None, process):
+                self._check_after_restart()
+            self._redis_process = process
+            if fence >= epoch:
+                self.end_membership()
+                return
+            if term:  # else it has lost its fences, too
                 self._confirmed_s = max(self._confirmed_s, asked_s)
-                if not self._queues:
-                    self._storage("")
+            if not self._queues:
+                self._storage("")
 
-        self.ask_redis("fence", lambda redis: redis.fences.get(self.name, 0), answered)
+        work = lambda redis: (redis.fences.get(self.name, 0), redis.term, redis.process)  # noqa: E731
+        self.ask_redis("fence", work, answered)
         self.later(1.0, "fence", self._fence)
+
+    def _check_after_restart(self) -> None:
+        """Have partitions stored again of which a new process of Redis has lost something."""
+        parts = [p for m in self.core.models.values() for p in m.partitions.values() if p.state is not None]
+        known = [(p.key, p.token, p.mark.stored) for p in parts]
+
+        def answered(found: list[int] | None) -> None:
+            if found is None:
+                self._redis_process = -1  # of no process, so this is done again
+                return
+            for (key, token, lsn), there in zip(known, found, strict=True):
+                if there < lsn:
+                    self.handle(JournalLost(key, token, restarted=True))
+
+        self.ask_redis("lsns", lambda redis: [redis.store.last_lsn(key) for key, _, _ in known], answered)
 
     def _storage(self, reason: str) -> None:
         if self.core.durability.storage != reason:
@@ -271,18 +221,18 @@ class SimShard(Node):
 
     # --- the feed
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Open the feed of the scheduler in use, in place of the one before."""
-        self._feed = _Feed(self, self.scheduler)
-        self._feed.open()
+        self.feed = Feed(self, self.scheduler)
+        self.feed.open()
 
-    def _take(self, doc: Mapping[str, Any]) -> None:
+    def take(self, doc: Mapping[str, Any]) -> None:
         match doc["type"]:
             case "map":
                 self.handle(MapChanged(doc["map_epoch"]))
             case "model":
                 key = ModelKey(doc["name"], doc["generation"])
-                self._cuts[key] = doc["cut"] if doc["spec"]["ack"] == "applied" else None
+                self.cuts[key] = doc["cut"] if doc["spec"]["ack"] == "applied" else None
                 spec = ModelSpec.parse(doc["spec"])
                 layout = self.layouts.setdefault(key, Layout(spec))
                 self._view(ModelView.from_document(doc, self.name, spec, layout))
@@ -346,7 +296,7 @@ class SimShard(Node):
             case Report():
                 self._heartbeat(self.epoch, again=False)
             case Resync():
-                self._follow()
+                self.follow()
             case AskWorker(request, model, worker):
                 self._ask_worker(request, model, worker)
 
@@ -359,8 +309,12 @@ class SimShard(Node):
 
         def done(outcome: LoadedState | PsError | None) -> None:
             if isinstance(outcome, LoadedState):
+                self.lost.pop(effect.key, None)
                 self.handle(PartitionLoaded(effect.key, effect.token, outcome))
             else:
+                if outcome is not None and outcome.members.get("never_stored"):
+                    self.lost[effect.key] = effect.token
+                    self._heartbeat(self.epoch, again=False)
                 error = outcome or problem("storage_unavailable", "Redis does not answer")
                 self.handle(LoadFailed(effect.key, effect.token, error))
 
@@ -368,12 +322,19 @@ class SimShard(Node):
 
     def _store(self, effect: StoreSnapshot) -> None:
         capture = effect.capture
-        pinned, view = self._cuts.get(capture.key.model), self.views.get(capture.key.model.name)
+        pinned, view = self.cuts.get(capture.key.model), self.views.get(capture.key.model.name)
 
         def done(verdict: Verdict | None) -> None:
             self.handle(SnapshotDone(capture.key, capture.token, verdict is Verdict.DONE, effect.urgent))
 
-        self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned, view), done)
+        def switch() -> None:
+            self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned, view), done)
+
+        longest = 0.0 if effect.urgent or self.hurried else self.world.faults.store_s
+        if longest:  # its blocks are written before the manifest is switched
+            self.later(self.world.rng.uniform(0.0, longest), "blocks stored", switch)
+        else:
+            switch()
 
     def _write(self) -> None:
         """Group commit: at most one write in flight, with all waiting entries of all partitions."""
@@ -431,12 +392,12 @@ class SimShard(Node):
             elif found.code == "unknown_worker":
                 answer = WorkerAnswered(request, None)
             else:
-                self._switch_scheduler()
+                self.switch_scheduler()
                 answer = WorkerAnswered(request, None, error=problem("no_leader", "no scheduler answers"))
             self.handle(answer)
 
         read = lambda core: core.read.membership(model.name, worker, self.world.now)  # noqa: E731
-        self._send(self.scheduler.query(self.name, "worker", read), done)
+        self.send(self.scheduler.query(self.name, "worker", read), done)
 
     # --- requests
 

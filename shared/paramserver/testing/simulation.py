@@ -10,31 +10,36 @@ unless given.  With `--change modes`, each push adds to an element of its own, a
 with `--deaths` as well, he also removes workers right after that.  With `--change recreations`, he deletes the model
 and creates it again under the same name, and the elements show which pushes each creation has.  With another
 `--optimizer`, all pushes are ones, values and optimizer state must be what some number of steps gives, and that number
-counts.  With `--models 2`, another model is trained by workers of its own on the same shards.
+counts.  With `--models 2`, another model is trained by workers of its own on the same shards.  With `--data`, workers
+lease a range of data for each iteration, and end with the data.  With `--upload`, the first values are not 0 but are
+uploaded, again if they are lost before they are stored; for `sum` without an operator.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
 from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import SchedulerCore
 from paramserver.core.shard_effects import PulledPart
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
-from paramserver.testing.nodes import Node
+from paramserver.testing.data import PASSES, RANGES, Tasks
 from paramserver.testing.operators import ASSIGNED, SimOperator
 from paramserver.testing.reference import OPTIMIZERS, Reference
 from paramserver.testing.schedulers import Ledger, SimScheduler
-from paramserver.testing.shards import SimShard
+from paramserver.testing.stopping import StoppableShard
 from paramserver.testing.storage import SimRedis
-from paramserver.testing.workers import SimClient, SimWorker, element_of
+from paramserver.testing.trouble import KINDS, RARE_KINDS, Trouble, drain
+from paramserver.testing.uploads import FIRST, Uploader
+from paramserver.testing.workers import DATASET, SimClient, SimWorker, element_of
 from paramserver.testing.world import Faults, Script, World
-from paramserver.types import ModelKey, PartitionKey, PushId
+from paramserver.types import ModelKey, PushId
 
 MODEL: Final = "count"
 OTHER: Final = "other"
@@ -47,17 +52,6 @@ CONSISTENCY: Final[dict[str, dict[str, Any]]] = {
 LEVELS: Final = ("applied", "journaled")
 CLOCKS: Final = 8
 """Iterations of each worker."""
-KINDS: Final[dict[str, Faults]] = {
-    "crashes": Faults(),
-    "moves": Faults(crash=0.0, feed_cut=0.002, drop=0.005, drain=0.15),
-    "cuts": Faults(crash=0.0002, cut=0.3, drain=0.05),
-    "pauses": Faults(crash=0.0002, pause=0.2, drain=0.05),
-    "redis": Faults(crash=0.0003, redis_away=0.15, drain=0.05),
-    "emptied": Faults(crash=0.0, drop=0.005, feed_cut=0.002, redis_away=0.05, empty_at_s=12.0, drain=0.05),
-}
-"""Fault mixes, named by what goes wrong most."""
-RARE_KINDS: Final[dict[str, Faults]] = {"slow": Faults(compute_s=1.0), "feeds": Faults(crash=0.001, feed_cut=0.1)}
-"""Fault mixes that are used only if they are asked for."""
 CHANGES: Final = ("none", "restores", "puts", "flips")
 """What an operator does to a model; chosen by the seed if that is synchronous."""
 MODES: Final = "modes"
@@ -68,6 +62,11 @@ RECREATIONS: Final = "recreations"
 """A change that is made only if it is asked for: the model is deleted and created again, in any mode, at any level."""
 DECAY: Final = 0.9
 """Factor of the learning rate from one update to the next, where an update is a step."""
+UNDONE_MAX_S: Final = 15.0
+"""For how long a synchronous model may have gone on since it was stored, when a death takes it back: 5 s, what comes
+until the next commit, and two attempts to store each partition."""
+DATA_CLOCKS_MAX: Final = 400
+"""More than the data lasts for, whatever is worked on twice."""
 REST_S: Final = 20.0
 """Longer than the lease of a dead shard, the rest before a cut, and the storing of it together."""
 _SHARES: Final = np.array([0.0, *(1 / n for n in range(1, 25))], np.float32)
@@ -98,6 +97,10 @@ class Simulation:
     """One of `OPTIMIZERS`."""
     models: int = 1
     """2: another model is trained at the same time, in another mode."""
+    data: bool = False
+    """Whether an iteration needs a range of a dataset; the workers end with its last pass, whatever their clocks."""
+    upload: bool = False
+    """Whether the first values are uploaded, all of them `FIRST`."""
     beside: "Simulation | None" = None
     """The run on whose cluster this one trains the other model; None: it has a cluster of its own."""
     world: World = field(init=False)
@@ -135,7 +138,7 @@ class Simulation:
             self.redis, self.ledger = SimRedis(), Ledger()
             self.schedulers = [SimScheduler(self.world, f"scheduler-{i}", self.redis, self.ledger) for i in range(2)]
             self.shards = {
-                name: SimShard(self.world, name, self.redis, self.schedulers[::turn])
+                name: StoppableShard(self.world, name, self.redis, self.schedulers[::turn])
                 for name, turn in (("shard-0", 1), ("shard-1", -1), ("shard-2", 1))
             }
         else:
@@ -144,11 +147,20 @@ class Simulation:
         self.prefix = "" if self.beside is None else f"{OTHER} "
         """Of the names of this model's clients."""
         self.reference = Reference(self.optimizer, 1.0 if self.changed else DECAY)
-        self.workers = 3
+        self.workers, self.restarts = 3, 0
+        """Of workers that train, and how often one of them joined again or went back."""
+        self.tasks = Tasks() if self.data else None
+        assert not self.upload or (self.optimizer == "sum" and not self.changed), "a reference begins at 0"
+        self.first = FIRST if self.upload else 0.0
+        self.clocks = DATA_CLOCKS_MAX if self.data else self.clocks
+        init = {"kind": "upload" if self.upload else "zeros"}
         self.spec = ModelSpec.parse(
             {
                 "name": MODEL if self.beside is None else OTHER,
-                "params": {"w": {"shape": [4 * 160 if self.own_elements else 20]}, "b": {"shape": [4]}},
+                "params": {
+                    "w": {"shape": [4 * 160 if self.own_elements else 20], "init": init},
+                    "b": {"shape": [4], "init": init},
+                },
                 "optimizer": self.reference.spec,
                 "consistency": CONSISTENCY[first] | ({"quorum": 0.6, "late": self.late} if self.late else {}),
                 "partitions": 4,
@@ -171,6 +183,8 @@ class Simulation:
         chosen += f" --clocks {self.clocks} --checkpoints {self.checkpoints}"
         chosen += f" --late {self.late}" if self.late else ""
         chosen += " --deaths" if self.deaths else ""
+        chosen += " --data" if self.data else ""
+        chosen += " --upload" if self.upload else ""
         chosen += f" --optimizer {self.optimizer} --models {self.models}"
         return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
 
@@ -181,9 +195,7 @@ class Simulation:
             node.start()
         # The third shard joins during training, so partitions move to it.
         world.after(world.rng.uniform(2.0, 20.0), "start shard-2", self.shards["shard-2"].start)
-        world.after(1.0, "trouble", self._inject_faults)
-        if world.faults.empty_at_s is not None:
-            world.after(world.faults.empty_at_s, "Redis is emptied", self._empty)
+        Trouble(self).begin()
         for run in self.runs:
             world.play(run._create())
         world.run(self.patience_s, lambda: all(run.over for run in self.runs))
@@ -201,52 +213,6 @@ class Simulation:
         """Whether the workers and the operator are done."""
         return self.finished == self.workers and (not self.changed or self.operator.over)
 
-    # --- faults other than lost messages and crashes
-
-    def _inject_faults(self) -> None:
-        world, faults = self.world, self.world.faults
-        nodes: list[Node] = [n for n in (*self.schedulers, *self.shards.values()) if n.up]
-        if nodes and world.chance(faults.pause):
-            world.rng.choice(nodes).pause(world.fault_duration())
-        if nodes and world.chance(faults.cut):
-            names = [*(n.name for n in nodes), "redis"]
-            a, b = world.rng.sample(names, 2)
-            world.cuts[a, b] = world.now + world.fault_duration()
-        if world.chance(faults.redis_away):
-            self.redis.down = True
-            world.after(world.fault_duration(), "Redis is back", self._redis_back)
-        if world.chance(faults.drain):
-            name = world.rng.choice(list(self.shards))
-            world.play(self._drain(name, world.fault_duration()))
-        if world.faults_active:
-            world.after(1.0, "trouble", self._inject_faults)
-
-    def _redis_back(self) -> None:
-        self.redis.down = False
-
-    def _empty(self) -> None:
-        held = {
-            (PartitionKey(ModelKey(row.model, row.generation), row.partition), row.token)
-            for s in self.shards.values()
-            if s.up
-            for row in s.core.partitions()
-        }
-        if not self.redis.tokens or not set(self.redis.tokens.items()) <= held:
-            # State that no shard has in memory right now would be lost, which is allowed (semantics 6): try later.
-            self.world.after(0.2, "Redis is emptied", self._empty)
-            return
-        self.redis.empty()
-        self.redis.times_emptied += 1
-
-    def _drain(self, shard: str, seconds: float) -> Script:
-        operator = SimClient(self, "operator")
-        for state, wait_s in (("draining", seconds), ("active", 0.0)):
-            for _ in range(5):
-                outcome = yield from operator.ask(lambda r, s=state: io.SetShardState(r, shard, s))
-                if not isinstance(outcome, PsError) or not outcome.retryable:
-                    break
-            yield wait_s
-
     # --- clients
 
     def _create(self) -> Script:
@@ -257,6 +223,13 @@ class Simulation:
                 break
             yield 0.5
         self.operator.generation = made["generation"]
+        data = self.spec.name, DATASET, RANGES, 1
+        while self.tasks is not None:
+            if not isinstance((yield from creator.ask(lambda r: io.RegisterDataset(r, *data, passes=PASSES))), PsError):
+                break
+            yield 0.5
+        if self.upload:
+            self.world.play(Uploader(self, f"{self.prefix}uploader").work())
         for i in range(self.workers):
             self.world.play(SimWorker(self, i).train())
         if self.changed:
@@ -275,12 +248,12 @@ class Simulation:
             if self.changed:
                 self._check_changed(p)
                 continue
-            value = self.reference.steps(p.state)
+            value = self.reference.steps(p.state) - self.first
             if self.mode == "sync":
                 assert value == p.version, f"partition {p.partition}: {value} after {p.version} commits"
             else:
                 sent = len(self.sent[p.partition])
-                assert value <= sent, f"partition {p.partition}: {value} of at most {sent} pushes"
+                assert 0 <= value <= sent, f"partition {p.partition}: {value} of at most {sent} pushes"
 
     def _check_changed(self, part: PulledPart) -> None:
         """Check a value of a changed model: each commit, flush or push adds one to whatever was there."""
@@ -318,7 +291,7 @@ class Simulation:
                     value = self.reference.steps(p.state)
                     assert value == ASSIGNED + sums, f"partition {p.partition}: {value} after {sums} commits"
                 continue
-            value = self.reference.steps(p.state)
+            value = self.reference.steps(p.state) - self.first
             if self.mode in ("sync", "buffered"):
                 assert value == p.version, f"partition {p.partition} ends at {value} in version {p.version}"
                 assert value == (self._last_clock or value), f"{value} after {self.clocks} clocks"
@@ -326,6 +299,13 @@ class Simulation:
                 least = len(self.acknowledged[p.partition]) if self.lossless else 0
                 most = len(self.sent[p.partition])
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
+        if self.tasks is not None:
+            self.tasks.check(self._read(lambda core: core.read.datasets(self.spec.name)[0]), once=not self.restarts)
+        if not self.changed:
+            undone = self.ledger.undone(self.operator.generation)
+            prompt = self.kind in ("crashes", "moves") and not self.world.faults.store_s  # else storing takes longer
+            too_many = self.lossless or (prompt and max(undone.values(), default=0.0) > UNDONE_MAX_S)
+            assert not undone or not too_many, f"the model went back behind commits {undone}"
         for (generation, _, clock), listed in self.ledger.commits.items():
             strangers = [c for c in listed if self.epochs.get((c[0], c[1]), generation) != generation]
             assert not strangers, f"commit {clock} of generation {generation} lists workers of others: {strangers}"
@@ -340,7 +320,7 @@ class Simulation:
         self._rest()
         world.play(self.operator.assign(value))
         world.run(self.patience_s * 4, lambda: self.operator.over)
-        world.play(self._drain(world.rng.choice(list(self.shards)), world.rng.uniform(0.0, 9.0)))
+        world.play(drain(self, world.rng.choice(list(self.shards)), world.rng.uniform(0.0, 9.0)))
         self._rest()
         world.rng.choice(list(self.shards.values())).crash()
         self._rest()
@@ -396,7 +376,7 @@ class Simulation:
         At `applied`, a shard's death after the last clock may roll the model back, and no worker is left to go on.
         """
         complete = self.lossless or self.level != "applied"
-        return self.clocks if self.mode == "sync" and complete else 0
+        return self.clocks if self.mode == "sync" and complete and not self.data else 0
 
     @property
     def any_mode(self) -> bool:
@@ -426,6 +406,17 @@ class Simulation:
     def changed(self) -> bool:
         """Whether an operator changes the model, so that its versions say nothing about its values."""
         return self.change != "none"
+
+    def _read(self, read: Callable[[SchedulerCore], Any]) -> Any:
+        """What the leader reads."""
+        found: list[Any] = []
+
+        def ask() -> Script:
+            found.append((yield from SimClient(self, "reader").read("end", read)))
+
+        self.world.play(ask())
+        self.world.run(self.patience_s * 2, lambda: bool(found))
+        return found[0]
 
     def _final(self) -> Iterator[PulledPart]:
         """Pull every partition at the end; in runs with an operator, at the clock in the scheduler's document."""
@@ -465,12 +456,15 @@ def main() -> int:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sum", help="the model's optimizer")
     parser.add_argument("--models", type=int, choices=(1, 2), default=1, help="models trained at the same time")
     parser.add_argument("--deaths", action="store_true", help="workers die, too")
+    parser.add_argument("--data", action="store_true", help="each iteration needs a range of a dataset")
+    parser.add_argument("--upload", action="store_true", help="the first values are uploaded; with --change none")
     parser.add_argument("--quiet", action="store_true", help="print only failures")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
         chosen = (args.mode, args.level, args.kind, args.change, args.clocks, args.checkpoints, args.late, args.deaths)
-        simulation = Simulation(seed, *chosen, optimizer=args.optimizer, models=args.models)
+        more = {"models": args.models, "data": args.data, "upload": args.upload}
+        simulation = Simulation(seed, *chosen, optimizer=args.optimizer, **more)
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:
             trace = simulation.run()

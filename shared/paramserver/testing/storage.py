@@ -17,6 +17,8 @@ from paramserver.testing.shard_driver import InMemoryStore, loaded, perform
 from paramserver.types import ModelKey, PartitionKey, Token
 
 LEASE_S = 3.0
+Number = tuple[int, int]
+"""Number of a leader's write: (term, count)."""
 
 
 class Verdict(Enum):
@@ -28,14 +30,33 @@ class Verdict(Enum):
     GAP = "gap"
 
 
+_HELD = ("term", "written", "leader", "leader_term", "lease_until_s", "state", "tokens", "fences")
+_STORED = ("kept", "cuts", "journals")
+
+
+def copied(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy whose dicts, and the lists in them, are its own."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: list(v) if isinstance(v, list) else v for k, v in value.items()}
+        return value
+
+    return {name: copy(value) for name, value in held.items()}
+
+
 class SimRedis:
     """State that outlives every process: the lease, the scheduler's fields, tokens, fences, snapshots and journals."""
 
     def __init__(self) -> None:
         self.down = False
         self.times_emptied = 0
+        self.process = 0
+        """Number of its process: a shard asks again what a new one still has."""
         self.memberships_ended = False
-        """Whether any shard was ever declared dead."""
+        """Whether any shard was ever declared dead that had not stored or handed over all it had."""
+        self.left: set[tuple[str, int]] = set()
+        """(shard, epoch) of those that had, and stopped."""
         self.issued: dict[Token, PartitionKey] = {}
         """What each owner token was ever given for."""
         self.empty()
@@ -43,53 +64,90 @@ class SimRedis:
     def empty(self) -> None:
         """Lose everything."""
         self.term = 0
-        self.leader = ""
+        self.written: Number = (0, 0)
+        """Number of the last write of a leader."""
+        self.leader, self.leader_term = "", 0
         self.lease_until_s = 0.0
         self.state: dict[str, str] = {}
         self.tokens: dict[PartitionKey, Token] = {}
         self.fences: dict[str, int] = {}
         self.store = InMemoryStore()
 
+    def image(self) -> dict[str, Any]:
+        """Return a copy of all that it holds, as an append-only file does."""
+        held = {name: vars(self)[name] for name in _HELD}
+        return copied(held) | {"store": copied({name: vars(self.store)[name] for name in _STORED})}
+
+    def restart_with(self, image: Mapping[str, Any]) -> None:
+        """Begin a new process that has what the image has."""
+        vars(self).update({name: image[name] for name in _HELD})
+        vars(self.store).update(image["store"])
+        self.process += 1
+
     # --- schedulers
 
     def acquire_lease(
-        self, who: str, seen: int, patient: bool, answered_s: tuple[float, float], now: float
+        self, who: str, seen: int, patient: bool, answered_s: tuple[float, float, float], now: float
     ) -> tuple[int, dict[str, Any]] | str:
         """Take the lease if it is free, and return (new term, all fields); else return the leader's name.
 
         `seen` is the highest term that the scheduler knows of.  If Redis has a lower one, it was emptied; the leader
         has everything in memory, so the lease is left to it for a while (`patient`).  An expired lease is taken by a
-        scheduler that has had answers for 1.5 s (`answered_s`: since when, and when last); one in its own name is taken
-        at once, because then only the answer was lost.
+        scheduler that has had answers for 1.5 s (`answered_s`: since when, when last, and the lease's end then);
+        one in its own name is taken at once, because then only the answer was lost.
         """
-        since_s, last_s = answered_s
-        watched = now - since_s >= 1.5 and now - last_s <= 2.0
+        since_s, last_s, lease_s = answered_s
+        watched = now - since_s >= 1.5 and now - last_s <= 2.0 and self.lease_until_s >= lease_s
         free = self.leader in ("", who) or (watched and now >= self.lease_until_s)
         if not free or (self.term < seen and patient):
             return self.leader
         self.term, self.leader, self.lease_until_s = max(self.term, seen) + 1, who, now + LEASE_S
+        self.leader_term = self.term
         return self.term, {k: json.loads(v) for k, v in self.state.items()}
 
-    def renew(self, who: str, term: int, now: float) -> tuple[Verdict, int]:
-        """Renew the lease; FENCED: another scheduler leads; EMPTIED: everything was lost and must be written again."""
+    def renew(self, who: str, term: int, acknowledged: Number, now: float) -> tuple[Verdict, int]:
+        """Renew the lease; FENCED: another scheduler leads; EMPTIED: everything must be written again, because all was
+        lost, or the write that was acknowledged last."""
         if self.term > term:
             return Verdict.FENCED, self.term
-        self.leader, self.lease_until_s = who, now + LEASE_S
-        return Verdict.DONE if self.term == term else Verdict.EMPTIED, term
+        if (verdict := self._standing(who, term, acknowledged)) is not Verdict.DONE:
+            return verdict, term
+        self.leader, self.leader_term, self.lease_until_s = who, term, now + LEASE_S
+        return Verdict.DONE if self.term == term and self.written >= acknowledged else Verdict.EMPTIED, term
+
+    def _standing(self, who: str, term: int, acknowledged: Number) -> Verdict:
+        """Whether another scheduler has the lease, in a newer term or in this one, in which who has written leads."""
+        if not self.leader or self.leader == who or self.leader_term < term:
+            return Verdict.DONE
+        return Verdict.FENCED if self.leader_term > term or acknowledged == (0, 0) else Verdict.EMPTIED
 
     def write(
         self,
-        term: int,
+        who: str,
+        number: Number,
+        acknowledged: Number,
         fields: Mapping[str, Any],
         tokens: Mapping[PartitionKey, Token],
         fences: Mapping[str, int],
         full: bool,
     ) -> Verdict:
-        """Write one group of decisions; `full`: it contains the whole state, for a Redis that was emptied."""
+        """Write one group of decisions; `full`: it contains the whole state, for a Redis that has lost some of it.
+
+        One that arrives late, after its successor, changes nothing.
+        """
+        term = number[0]
+        if term < self.term:
+            return Verdict.FENCED
+        if (verdict := self._standing(who, term, acknowledged)) is not Verdict.DONE:
+            return verdict
         if full and term > self.term:
-            self.term = term
-        if term != self.term:
-            return Verdict.FENCED if term < self.term else Verdict.EMPTIED
+            self.term, self.leader, self.leader_term = term, who, term
+            self.state, self.written, self.fences = {}, (0, 0), {}
+        if term > self.term or self.written < acknowledged:
+            return Verdict.EMPTIED
+        if self.written >= number:
+            return Verdict.DONE
+        self.written = number
         for name, value in fields.items():
             self.state.pop(name, None)
             if value is not None:
@@ -99,7 +157,7 @@ class SimRedis:
             assert self.issued.setdefault(token, key) == key, f"a token of {self.issued[token]} is given for {key}"
             self.tokens[key] = token
         self.fences.update(fences)
-        self.memberships_ended |= any(fences.values())
+        self.memberships_ended |= any(epoch and (shard, epoch) not in self.left for shard, epoch in fences.items())
         return Verdict.DONE
 
     def forget(self, model: ModelKey) -> bool:
@@ -155,7 +213,19 @@ class SimRedis:
         assert again.clock == capture.clock or not sync, f"the journal of {key} gives clock {again.clock}"
 
     def load(self, effect: LoadPartition) -> LoadedState:
-        """Return the state that a partition starts from; raises CorruptState (`corrupt_state`) for an unknown cut."""
+        """Return the state that a partition starts from.
+
+        Raises CorruptState (`corrupt_state`) for an unknown cut, and for uploaded values that were never stored,
+        Unavailable (`storage_unavailable`) while there is no owner token.
+        """
+        key, params = effect.key, effect.spec.params
+        if effect.source != "init" or effect.spec.ack != "applied":
+            if self.tokens.get(key, 0) < effect.token:
+                raise problem("storage_unavailable", "Redis has lost its state")
+            stored = self.store.kept.get(key) or self.store.journals.get(key)
+            uploaded = any(params[s.param].init.kind == "upload" for s in effect.layout.segments[key.index])
+            if not stored and uploaded and effect.source != "init":
+                raise problem("corrupt_state", f"{key}: its initial values were never stored", never_stored=True)
         try:
             return self.store.load(effect)
         except KeyError as e:

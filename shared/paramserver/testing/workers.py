@@ -1,5 +1,6 @@
 """A simulated worker: it pushes ones, clock by clock, and repeats each push under its id until it is answered."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -7,6 +8,7 @@ from msgspec.structs import replace
 
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
+from paramserver.core.scheduler import SchedulerCore
 from paramserver.core.shard_effects import PullDone, PulledPart, PushDone
 from paramserver.core.shard_events import PullReceived, PushReceived
 from paramserver.errors import PsError, problem
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 SEQS_MAX: Final = 40
 """Bound on the pushes of one worker where each has an element of its own."""
+DATASET: Final = "data"
 DIES: Final = 0.02
 """Probability that a worker dies before a request."""
 
@@ -68,9 +71,12 @@ class SimClient:
 
     def model(self) -> Script:
         """Return the model's public document."""
+        return (yield from self.read("model", lambda core: core.read.model(self.sim.spec.name)))
+
+    def read(self, what: str, read: Callable[[SchedulerCore], Any]) -> Script:
+        """Return what a leader reads."""
         while True:
-            query = self._schedulers[0].query(self.name, "model", lambda core: core.read.model(self.sim.spec.name))
-            doc = yield from self._switch_if_not_leading((yield query))
+            doc = yield from self._switch_if_not_leading((yield self._schedulers[0].query(self.name, what, read)))
             if not isinstance(doc, PsError):
                 return doc
             yield 0.2
@@ -137,14 +143,26 @@ class SimWorker(SimClient):
             beating.over = True
             if over:
                 break
+            self.sim.restarts += 1
+        if sim.tasks is not None:  # the others have ranges left, perhaps, and would wait for its lease to end
+            yield from self.ask(lambda r: io.LeaveWorker(r, sim.spec.name, me["worker"], me["epoch"]))
         sim.finished += 1
 
     def _work(self, me: Any, beating: "_Heartbeat") -> Script:
         """Train clock by clock; return False if the worker has to join again."""
-        sync, operator = self.sim.mode == "sync", self.sim.operator
+        sync, operator, task = self.sim.mode == "sync", self.sim.operator, None
         clock, timeline, generation = int(me["clock"]), int(me["timeline"]), int(me["generation"])
         since, self.layout = clock, Layout(self.sim.spec)
         while clock < self.sim.clocks and (not self.sim.own_elements or self.seq < SEQS_MAX - 1):
+            if self.sim.tasks is not None:
+                leased = yield from self._lease(me)
+                if isinstance(leased, PsError):
+                    return False
+                if (task := leased["task"]) is None:
+                    break
+                if sync and leased["timeline"] == timeline and leased["clock"] > clock:
+                    since = clock = int(leased["clock"])  # the others have not waited for this one meanwhile
+                    beating.at = clock, timeline, since
             self.seq += 1
             ends = sync and self.sim.world.chance(0.7)
             push_id = PushId(me["worker"], me["epoch"], self.seq)
@@ -158,6 +176,7 @@ class SimWorker(SimClient):
             if isinstance(outcome, PsError):
                 if outcome.code != "rolled_back":
                     return False
+                self.sim.restarts += 1
                 clock, timeline = int(outcome.members["clock"]), int(outcome.members["timeline"])
                 since = clock
                 if self.sim.any_mode:  # else it perhaps loses its lease, which is to be seen, too
@@ -168,11 +187,41 @@ class SimWorker(SimClient):
             since = since if clock == before + 1 else clock
             beating.at = clock, timeline, since
             self.sim.observe(self.index, (yield from self.pull(clock if sync else 0)))
+            if self.sim.tasks is not None and not (yield from self._task_done(me, task)):
+                return False
             if self.sim.any_mode:
                 yield self.sim.world.rng.uniform(0.0, 0.6)
         while self.sim.created_again and not operator.over and operator.generation == generation:
             yield 0.5
         return operator.generation == generation
+
+    def _lease(self, me: Any) -> Script:
+        """Lease the next range of the data; return the answer once it has one, or all data is done, or an error."""
+        wanted: tuple[Any, ...] = (self.sim.spec.name, me["worker"], me["epoch"], DATASET, 3.0, ())
+        while True:
+            self._may_die()
+            answer = yield from self.ask(lambda r: io.LeaseTask(r, *wanted))
+            if isinstance(answer, PsError):
+                if not answer.retryable:
+                    return answer
+                yield 0.2
+            elif answer["task"] is not None or answer["finished"]:
+                return answer
+
+    def _task_done(self, me: Any, task: Any) -> Script:
+        """Report a range as done; return False if the worker has to join again."""
+        assert self.sim.tasks is not None
+        self.sim.tasks.worked_on(task)
+        while True:
+            self._may_die()
+            done = yield from self.ask(
+                lambda r: io.TaskDone(r, self.sim.spec.name, me["worker"], me["epoch"], task["id"])
+            )
+            if not isinstance(done, PsError):
+                return True
+            if not done.retryable:
+                return False
+            yield 0.2
 
     def _gradient(self, seq: int, size: int) -> F32:
         """Ones; with own elements, a one in the element that only this push has, for means hide how many there were."""

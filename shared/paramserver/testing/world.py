@@ -34,8 +34,15 @@ class Faults:
     """Per second: Redis does not answer for a while."""
     empty_at_s: float | None = None
     """When Redis loses everything, once."""
+    redis_restarts_s: tuple[float, float] | None = None
+    """Range of the time between restarts of Redis, which then lacks the last of what was written, up to `lag_s`."""
+    lag_s: float = 1.5
     drain: float = 0.0
     """Per second: a shard is drained for a while."""
+    stop: float = 0.0
+    """Per second: a shard is asked to stop, as by SIGTERM; it hands over or stores what it has, and starts again."""
+    store_s: float = 0.0
+    """Longest time to write the blocks of a snapshot for which nobody waits."""
     compute_s: float = 0.05
     """Longest time to compute the tasks of one event."""
     delay_s: tuple[float, float] = (0.001, 0.05)
@@ -76,6 +83,8 @@ class World:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.events = 0
+        self.calm_until_s = 0.0
+        """No node crashes before."""
         self.cuts: dict[tuple[str, str], float] = {}
         """(from, to) -> the time until which no message gets through."""
         self.log: list[str] = []

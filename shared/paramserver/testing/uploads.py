@@ -1,0 +1,66 @@
+"""A simulated client that uploads a model's first values, and those that are lost before they are stored."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from msgspec.structs import replace
+
+from paramserver.core import scheduler_io as io
+from paramserver.core.layout import Layout
+from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.selection import select
+from paramserver.core.shard_events import AssignPart, SetReceived
+from paramserver.errors import PsError
+from paramserver.testing.workers import SimClient
+from paramserver.testing.world import Script
+
+FIRST: Final = 1000.0
+"""The value of every element."""
+SEND_S: Final = 2.0
+"""Longest time that the values for one shard take."""
+
+
+class Uploader(SimClient):
+    """Uploads whatever the model lacks, as long as it is trained."""
+
+    def work(self) -> Script:
+        """Upload until the run is over."""
+        document = self.sim.spec.document()
+        while not self.sim.over:
+            missing, lost = yield from self.read("missing", self._lacks)
+            if missing:
+                made = yield from self.ask(lambda r: io.CreateModel(r, document, "nonce"))
+                for name in missing if not isinstance(made, PsError) else ():
+                    yield from self._upload(name, lost, made.get("upload_token"))
+            yield 0.3
+
+    def _lacks(self, core: SchedulerCore) -> tuple[Sequence[str], set[int]]:
+        model = core._c.models[self.sim.spec.name]
+        return sorted(model.missing), set(model.lost)
+
+    def _upload(self, name: str, lost: set[int], token: str | None) -> Script:
+        """Send a parameter's values to their owners, only to those that lost them if any did, and tell the leader."""
+        parts: dict[int, AssignPart] = {}
+        for p in select(Layout(self.sim.spec), [name]).parts:
+            if not lost or p.partition in lost:
+                values = np.full(p.stop - p.start, FIRST, np.float32)
+                parts[p.partition] = AssignPart(p.partition, values, "float32", True, p.ranges)
+        given: list[tuple[int, int]] = []
+        left = set(parts)
+        while left:
+            for shard, indices in (yield from self.owners(left)).items():
+                sent = tuple(parts[i] for i in indices)
+                event = SetReceived(0, self.sim.spec.name, sent, self.sim.operator.generation)
+                done = yield self.sim.shards[shard].ask(
+                    self.name,
+                    f"upload {name} {indices}",
+                    lambda r, e=event: replace(e, request=r),  # type: ignore[misc]
+                )
+                if isinstance(done, PsError):
+                    yield from self.failed()
+                    return  # as the shard that sends them on does
+                given += [(p.partition, p.incarnation) for p in done.parts]
+                left -= set(indices)
+                yield self.sim.world.rng.uniform(0.0, SEND_S)
+        yield from self.ask(lambda r: io.ParameterUploaded(r, self.sim.spec.name, name, token, given))
