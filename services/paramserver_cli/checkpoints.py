@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from paramserver.errors import NotFoundError, problem
 from paramserver.limits import MIB
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import console
+from paramserver_cli.display import columns, console
 from paramserver_cli.exits import Group
 
 app = typer.Typer(
@@ -119,7 +118,7 @@ def list_checkpoints(model: ModelName, as_json: Json = False, url: Url = None) -
     if as_json:
         typer.echo(json.dumps({"items": items, "next": None}))
         return
-    table = Table("checkpoint", "clock", "MiB", "path", box=None)
+    table = columns("checkpoint", "clock", "MiB", "path")
     for c in items:
         table.add_row(c["name"], str(c.get("clock", "")), f"{c.get('bytes', 0) / MIB:.1f}", str(c.get("path", "")))
     console().print(table)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 import paramserver as ps
-from paramserver_cli.display import console
+from paramserver_cli.display import columns, console
 from paramserver_cli.state_directory import StateDir
 from paramserver_node import tokens
 from paramserver_node.setting_checks import check_ca, shown
@@ -116,7 +115,10 @@ def _secret(settings: ClientSettings) -> str:
     if settings.secret:
         return settings.secret
     state = StateDir(Path(settings.state_dir))
-    cluster = state.cluster()
+    try:
+        cluster = state.cluster()
+    except PermissionError:  # another user's cluster
+        return ""
     return state.secret() if cluster is not None and all(map(cluster.is_at, settings.url.split(","))) else ""
 
 
@@ -145,7 +147,7 @@ def config(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps({"items": rows, "next": None}))
         return
-    table = Table("part", "setting", "value", "from", box=None)
+    table = columns("part", "setting", "value", "from")
     for row in rows:
         table.add_row(row["part"], row["name"], str(row["value"]), row["origin"])
     console().print(table)

@@ -70,7 +70,7 @@ def demo(
     """
     _check_packages()
     unwind.on_signals()  # SIGTERM becomes an exception, so that the cluster is stopped
-    folder = Path(tempfile.mkdtemp(prefix="paramserver-demo-"))
+    folder, failed = Path(tempfile.mkdtemp(prefix="paramserver-demo-")), False
     try:
         out.mkdir(parents=True, exist_ok=True)
         typer.echo(f"starting Redis, a scheduler, {SHARDS} shards and {WORKERS} workers; the logs are in {folder}/logs")
@@ -86,8 +86,12 @@ def demo(
             _summarize(results, picture)
             if at_terminal() and sys.stdin.isatty():
                 _wait_for_enter(cluster.scheduler)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    except Failed:
+        failed = True
+        raise
+    finally:  # the logs of what failed stay where they are said to be
+        for path in [p for p in folder.iterdir() if p.name != "logs"] if failed else [folder]:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _check_packages() -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paramserver_cli.training import Sample, Training
@@ -41,6 +41,16 @@ def console() -> Console:
     return Console(width=None if at_terminal() else 200, markup=False, emoji=False)
 
 
+def columns(*titles: str | Column) -> Table:
+    """Return an empty table; what is too wide for a column, such as a path, is continued below, and not cut off."""
+    return Table(*(Column(t, overflow="fold") if isinstance(t, str) else t for t in titles), box=None)
+
+
+def redraws(console: Console) -> bool:
+    """Whether this console is a terminal that can redraw lines; at a dumb one, as in Emacs, a `Live` shows nothing."""
+    return console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
+
+
 def last_line(reason: str) -> str:
     """Return the last line of why a run has ended: of a traceback, the error."""
     return (reason.strip().splitlines() or [""])[-1]
@@ -48,8 +58,8 @@ def last_line(reason: str) -> str:
 
 @contextmanager
 def display(page: str) -> Iterator[Display]:
-    """Yield a live display at a terminal, else a plain one; `page` is the address of the status page."""
-    if not at_terminal():
+    """Yield a live display at a terminal that can redraw, else a plain one; `page` is the status page's address."""
+    if not redraws(console()):
         yield PlainDisplay()
         return
     with Live(console=console(), refresh_per_second=8, transient=True) as live:

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 import paramserver as ps
@@ -25,7 +24,7 @@ from paramserver.errors import AuthError, PsError
 from paramserver.limits import MIB, REDIS_NEARLY_FULL
 from paramserver_cli import launch, ports
 from paramserver_cli.config import Json, Url, client_settings, connect, redis_url
-from paramserver_cli.display import console
+from paramserver_cli.display import columns, console
 from paramserver_cli.state_directory import running
 from paramserver_node import redis_server
 from paramserver_node.settings import unknown_variables
@@ -74,7 +73,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({"items": [asdict(f) for f in findings], "next": None}))
     else:
-        table = Table("check", "", "found", "what to do", box=None)
+        table = columns("check", "", "found", "what to do")
         colors = {"ok": "green", "warning": "yellow", "failed": "red"}
         for f in findings:
             table.add_row(f.check, Text(f.result, style=colors[f.result]), f.detail, f.remedy)
@@ -271,7 +270,8 @@ def _measure(client: ps.Client, shard: str, addresses: list[str], body: dict[str
     headers = {"accept": "application/msgpack", **client.credentials.headers}
     for address in addresses:
         try:
-            with httpx.Client(base_url=address, timeout=10.0, headers=headers, verify=trusted) as http:
+            # As clients reach a shard at its own address: past the proxies of the environment.
+            with httpx.Client(base_url=address, timeout=10.0, headers=headers, verify=trusted, trust_env=False) as http:
                 http.get("/livez").raise_for_status()
                 began_s = time.perf_counter()
                 http.get("/livez")

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -49,6 +50,9 @@ def os_error_text(error: OSError) -> str:
     """Return the message of an error about a file or folder, or about a full disk; empty for any other."""
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if error.errno == errno.ENOENT:  # of `os.getcwd`; that of `tempfile` has a text of its own
+        deleted = error.strerror == os.strerror(errno.ENOENT)
+        return "the current folder has been deleted: change to another one" if deleted else str(error.strerror)
     return str(error.strerror) if error.errno == errno.ENOSPC else ""
 
 

@@ -28,7 +28,9 @@ def token(
     name: Annotated[
         str, typer.Option(help="Name of the token, used to revoke it (PARAMSERVER_REVOKED); default: the role.")
     ] = "",
-    days: Annotated[float | None, typer.Option(min=0.001, help="Days until it expires; default: never.")] = None,
+    days: Annotated[
+        float | None, typer.Option(min=0.001, max=1e6, help="Days until it expires; default: never.")
+    ] = None,
     state: StateDirOption = None,
 ) -> None:
     """Print an access token, made from the cluster's secret; run it where the secret is.

@@ -94,7 +94,8 @@ def wait_ready(launched: Launched) -> None:
                 launched.process.wait()
                 raise Failed(f"the cluster did not start: {now.error}")
         if ended:
-            raise Failed(f"the cluster did not start:\n{state.tail('supervisor')}")
+            nothing = f"there is nothing in {state.log('supervisor')}: is the disk full?"
+            raise Failed(f"the cluster did not start:\n{state.tail('supervisor') or nothing}")
         if time.monotonic() > deadline:
             raise Failed(f"the cluster was not ready in {READY_TIMEOUT_S:g} s; its logs are in {state.logs}")
         time.sleep(POLL_S)  # the supervisor is another process; it writes its phase into the state directory

@@ -3,7 +3,6 @@
 from __future__ import annotations  # client classes are named, but not imported until used
 
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from paramserver.errors import PsError
 from paramserver.limits import MIB
 from paramserver_cli import launch
 from paramserver_cli.config import StateDirOption, Url, client_settings, connect, listed, state_dir
-from paramserver_cli.display import natural
+from paramserver_cli.display import natural, redraws
 from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Cluster, StateDir, running
 
@@ -287,8 +286,9 @@ def _until_quiet(client: ps.Client, number: int, local: _LocalCluster | None, ti
 
 @contextmanager
 def _progress(title: str) -> Iterator[Show]:
-    """Show progress: as a bar at a terminal, elsewhere as a line whenever its text changes."""
-    if not sys.stderr.isatty():
+    """Show progress: as a bar at a terminal that can redraw it, elsewhere as a line whenever its text changes."""
+    console = Console(stderr=True)
+    if not redraws(console):
         last = ""
 
         def print_line(done: int, total: int, text: str) -> None:
@@ -301,7 +301,7 @@ def _progress(title: str) -> Iterator[Show]:
         yield print_line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None, text="")
 
         def draw(done: int, total: int, text: str) -> None:

@@ -98,9 +98,10 @@ class Processes:
 
     def _node(self, name: str, kind: Literal["scheduler", "shard"], port: int, *own: str) -> ChildSpec:
         words = ["--name", name, "--host", self.plan.host, "--port", str(port), *own]
-        # Nobody can connect to a wildcard address, so nodes bound to one advertise the host name.
-        if self.plan.host in WILDCARD_HOSTS:
-            words += ["--advertise", f"{self.scheme}://{socket.gethostname()}:{port}"]
+        # The setting `advertise`, which all of them inherit, can be the URL of one node only.
+        if kind == "shard" or self.plan.schedulers > 1:
+            host = socket.gethostname() if self.plan.host in WILDCARD_HOSTS else self._host
+            words += ["--advertise", f"{self.scheme}://{host}:{port}"]
         argv = [*_python(kind), *words]
         # Not as --redis: every user of the machine can read command lines, and the URL may hold a password.
         env = {**self._node_env, "PARAMSERVER_REDIS": self.redis_url}

@@ -4,13 +4,12 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from paramserver.core.runs import ENDED
 from paramserver.errors import problem
 from paramserver_cli import series
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import console, last_line
+from paramserver_cli.display import columns, console, last_line
 from paramserver_cli.exits import Group
 
 app = typer.Typer(
@@ -43,7 +42,7 @@ def list_runs(as_json: Json = False, url: Url = None) -> None:
     if as_json:
         typer.echo(json.dumps({"items": items, "next": None}))
         return
-    table = Table("run", "model", "entry", "state", "reason", box=None)
+    table = columns("run", "model", "entry", "state", "reason")
     for r in items:
         table.add_row(r["id"], r["model"], r["entry"], r["state"], last_line(r["reason"]))
     console().print(table)

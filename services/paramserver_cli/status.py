@@ -10,14 +10,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 import paramserver as ps
 from paramserver.errors import Unavailable
 from paramserver.limits import MIB
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import at_terminal, console, last_line, natural
+from paramserver_cli.display import columns, console, last_line, natural, redraws
 
 WATCH_S = 1.0
 WAITED_FOR_SHOWN = 8
@@ -45,7 +45,7 @@ def status(
         else:
             console().print(table(found))
         return
-    if as_json or not at_terminal():
+    if as_json or not redraws(console()):
         _print_each_second(client, as_json)
     with Live(console=console(), auto_refresh=False, screen=False) as live:
         while True:
@@ -80,7 +80,7 @@ def table(found: dict[str, Any]) -> RenderableType:
     if more := len(cluster["problems"]) - len(problems):
         problems.append(f"and {more} more")
     parts: list[RenderableType] = [head, *(Text(f"! {p}", style="red") for p in problems)]
-    nodes = Table(_name("node"), "state", "heartbeat", "partitions", "MiB", "address", box=None)
+    nodes = columns(_name("node"), "state", "heartbeat", "partitions", "MiB", "address")
     for n in sorted(found["nodes"], key=_place):
         # A node that left in good order sends no heartbeats, either, but is no problem.
         state = n["state"] if n["alive"] or n["state"] == "left" else "dead"
@@ -91,9 +91,7 @@ def table(found: dict[str, Any]) -> RenderableType:
         nodes.add_row(n["name"], state, f"{n['heartbeat_age_s']:.1f} s", str(n["partitions"]), size, address)
     parts += [Text(), nodes]
     if found["models"]:
-        models = Table(
-            _name("model"), "mode", "state", "version", "clock", "pushes/s", "lag", "workers", "last", box=None
-        )
+        models = columns(_name("model"), "mode", "state", "version", "clock", "pushes/s", "lag", "workers", "last")
         for m in sorted(found["models"], key=lambda m: natural(m["name"])):
             last = "  ".join(f"{s['name']} {s['last']:.4g}" for s in m["series"] if s["last"] is not None)
             lag = "-" if m["lag"] is None else f"{m['lag']:.1f}"
@@ -104,7 +102,7 @@ def table(found: dict[str, Any]) -> RenderableType:
         parts += [Text(), models]
         parts += [_waiting_line(m) for m in found["models"] if m["waiting_for"]]
     if found["runs"]:
-        runs = Table(_name("run"), "model", "state", "workers", "", box=None)
+        runs = columns(_name("run"), "model", "state", "workers", "")
         for r in found["runs"]:
             runs.add_row(r["id"], r["model"], r["state"], f"{r['placed']} of {r['workers']}", last_line(r["reason"]))
         parts += [Text(), runs]

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -109,6 +110,8 @@ def _entry(target: str) -> tuple[str, Path]:
         raise typer.BadParameter(f"there is no file {target}")
     if not path.stem.isidentifier():
         raise typer.BadParameter(f"'{path.name}' cannot be imported: rename it to {_importable(path.stem)}.py")
+    if path.stem in sys.stdlib_module_names:  # the workers would import it in place of that, and not start
+        raise typer.BadParameter(f"'{path.name}' has the name of a module of Python's own: rename it")
     return f"{path.stem}:train", path.parent.absolute()
 
 

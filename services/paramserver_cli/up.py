@@ -10,13 +10,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from paramserver.core.urls import DEFAULT_URL
 from paramserver.errors import problem
 from paramserver_cli import keys, launch
 from paramserver_cli.config import Json, StateDirOption, client_settings, redis_url, state_dir
-from paramserver_cli.display import console
+from paramserver_cli.display import columns, console
 from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Cluster, Plan, StateDir, new_lines, running
 from paramserver_node.setting_checks import shown
@@ -204,7 +203,7 @@ def list_clusters(as_json: Json = False) -> None:
     if not clusters:
         typer.echo("no cluster of yours runs on this machine; psctl up starts one")
         return
-    table = Table("scheduler", "shards", "redis", "state directory", box=None)
+    table = columns("scheduler", "shards", "redis", "state directory")
     for c in clusters:
         table.add_row(", ".join(c.schedulers), str(len(c.shards)), c.redis, c.state_dir)
     console().print(table)

@@ -144,3 +144,15 @@ def test_missing_packages_are_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "pip install 'paramserver[demo]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_logs_of_a_demo_that_fails_stay(tmp_path: Path) -> None:
+    """If the demo fails, the logs are still in the folder that it has named, and nothing else of its cluster is."""
+    env = os.environ | {"TMPDIR": str(tmp_path), "PARAMSERVER_EXPECT_STATE": "yes"}
+    done = subprocess.run([*PSCTL, "demo"], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=100)
+
+    (folder,) = tmp_path.glob("paramserver-demo-*")
+    assert done.returncode == 1
+    assert f"the logs are in {folder}/logs" in done.stdout
+    assert "Redis holds no state" in (folder / "logs" / "scheduler.log").read_text()
+    assert [p.name for p in folder.iterdir()] == ["logs"]

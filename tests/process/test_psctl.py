@@ -151,6 +151,21 @@ def test_a_status_that_is_watched_goes_into_a_pipe_each_second(shared_cluster: C
     assert watch.returncode == 130
 
 
+def test_a_status_that_is_watched_shows_at_a_dumb_terminal(shared_cluster: Cluster) -> None:
+    """At a terminal that cannot redraw lines, `status --watch` prints one status after another, too."""
+    argv = [*PSCTL, "status", "--watch", "--url", shared_cluster.url]
+    screen, terminal = os.openpty()
+    with (
+        open(terminal, "wb") as out,
+        open(screen, "rb", buffering=0) as lines,
+        subprocess.Popen(argv, stdout=out, env=os.environ | {"TERM": "dumb"}) as watch,
+    ):
+        shown = b""
+        while shown.count(b"cluster ") < 2:
+            shown += lines.read(4096)
+        watch.send_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize(("full", "result"), [(0.5, "ok"), (0.95, "warning"), (1.5, "failed")])
 def test_doctor_compares_what_redis_holds_with_its_bound(tmp_path: Path, full: float, result: str) -> None:
     """`doctor` warns if Redis is nearly full and fails if it is full, because a full Redis refuses every write."""
@@ -210,6 +225,17 @@ def test_doctor_lists_misspelled_variables(monkeypatch: pytest.MonkeyPatch) -> N
         found = [f for f in doctor.machine(None) if f.check == "variables"]
         assert [f.result for f in found] == result
     assert "PARAMSERVER_HOTS (did you mean PARAMSERVER_HOST?)" in found[0].detail
+
+
+def test_doctor_asks_shards_past_the_proxies_of_the_environment(
+    shared_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`doctor` reaches each shard as clients do: at its own address, by no proxy that HTTP_PROXY or ALL_PROXY names."""
+    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    done = shared_cluster.psctl("doctor", "--json")
+    shards = [f for f in json.loads(done.stdout)["items"] if f["check"].startswith("shard-")]
+    assert [("MiB/s" in f["detail"]) for f in shards] == [True, True], shards
 
 
 def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluster) -> None:

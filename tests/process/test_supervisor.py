@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -230,6 +231,20 @@ def test_of_two_ups_at_once_in_a_folder_one_is_refused(tmp_path: Path) -> None:
         assert any("a cluster is already running" in err for _, err in said)
     finally:
         subprocess.run([*PSCTL, "down", "--state-dir", str(state)], check=True, timeout=60)
+
+
+def test_a_cluster_that_was_started_without_streams_is_found_and_stopped(tmp_path: Path) -> None:
+    """A cluster started with closed standard streams (`<&- >&- 2>&-`) holds its lock, so no second one starts there."""
+    state, shell = tmp_path / "c", shlex.join([*PSCTL, "up", "--shards", "1", "--state-dir", str(tmp_path / "c")])
+    try:
+        done = subprocess.run(["sh", "-c", f"{shell} --detach <&- >&- 2>&-"], timeout=100, check=False)
+        assert done.returncode == 0
+        assert StateDir(state).is_running()
+    finally:
+        down = subprocess.run([*PSCTL, "down", "--state-dir", str(state)], capture_output=True, text=True, timeout=60)
+        for left in of_state(state):
+            left.kill()
+    assert "is down" in down.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -316,6 +316,19 @@ def test_the_secret_at_hand_is_for_all_schedulers_of_its_cluster(tmp_path: Path,
     assert config._secret(ClientSettings(state_dir=str(tmp_path), url=url)) == ("a secret" if found else "")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no cluster runs there")
+def test_the_folder_of_another_users_cluster_keeps_nobody_from_a_cluster(tmp_path: Path) -> None:
+    """Where another user has started a cluster, whose files are its own, a command with a URL needs none of them."""
+    StateDir(tmp_path).write(Cluster("http://h:1", [], "redis://h:9", None, {}, str(tmp_path), ["http://h:1"]))
+    root = os.geteuid() == 0
+    os.seteuid(65534) if root else tmp_path.chmod(0)
+    try:
+        found = config._secret(ClientSettings(state_dir=str(tmp_path), url="http://h:1"))
+    finally:
+        os.seteuid(0) if root else tmp_path.chmod(0o700)
+    assert found == ""
+
+
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
     """A cluster counts as running exactly while its lock is held."""
     state = StateDir(tmp_path / "new" / "state")
@@ -368,22 +381,23 @@ def test_running_clusters_are_those_whose_supervisor_holds_the_lock(tmp_path: Pa
     [
         (FileNotFoundError(errno.ENOENT, "No such file", "x/y"), "x/y: No such file"),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.ENOENT, "No usable temporary directory"), "No usable temporary directory"),
         (OSError(errno.EBADF, "Bad file descriptor"), ""),
     ],
 )
 def test_an_error_of_a_file_or_a_full_disk_is_told_in_a_line(error: OSError, text: str) -> None:
-    """Errors that name a file, and a full disk, are told in one line; another one is a bug and keeps its traceback."""
+    """Errors of a file or folder, and a full disk, are told in one line; another one is a bug with its traceback."""
     assert exits.os_error_text(error) == text
 
 
 def test_what_to_train_is_a_script_or_a_function(tmp_path: Path) -> None:
-    """A script's entry is its function `train`; a missing script, or no valid module name, is a usage error."""
-    for name in ("job.py", "my-job.py", "my job.2.py", "2nd.py"):
+    """A script's entry is its function `train`; a missing script, or a module name that cannot be, is a usage error."""
+    for name in ("job.py", "my-job.py", "my job.2.py", "2nd.py", "random.py"):
         (tmp_path / name).touch()
     assert train._entry(str(tmp_path / "job.py")) == ("job:train", tmp_path)
     assert train._entry("package.module:function") == ("package.module:function", Path.cwd())
     renamed = [("my-job.py", "to my_job.py"), ("my job.2.py", "to my_job_2.py"), ("2nd.py", "to _2nd.py")]
-    for wrong, says in [*renamed, ("no.py", "no file"), ("word", "neither")]:
+    for wrong, says in [*renamed, ("random.py", "Python's own"), ("no.py", "no file"), ("word", "neither")]:
         with pytest.raises(typer.BadParameter, match=says):
             train._entry(str(tmp_path / wrong) if wrong.endswith(".py") else wrong)
 

@@ -1,6 +1,7 @@
 """What psctl says before it has asked a cluster."""
 
 import errno
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,8 @@ UNANSWERED = ("drain shard-0", "status", "models", "run list --json")
         (f"--url {NOBODY} status", 2, "--url"),
         (f"set m lrr=1 --url {NOBODY}", 2, "did you mean 'lr'"),
         (f"set m lr --url {NOBODY}", 2, "name=value"),
+        ("token --days 99999999", 2, "--days"),  # it would expire so late that no node reads the number
+        ("token --days inf", 2, "--days"),
         (f"train nothing.py --model m --url {NOBODY}", 2, "nothing.py"),
     ],
 )
@@ -97,6 +100,18 @@ def test_whatever_ends_a_command_is_told_in_a_line(
     done = CliRunner().invoke(app, ["run", "list"])
 
     assert (done.exit_code, done.stderr) == (code, told)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there no folder is deleted that a program is in")
+def test_a_folder_that_was_deleted_is_told_in_one_line(tmp_path: Path) -> None:
+    """In a folder that has been deleted, a command that needs one says so instead of a traceback."""
+    here = tmp_path / "here"
+    here.mkdir()
+    psctl = shlex.join([sys.executable, "-P", "-m", "paramserver_cli", "status"])
+    done = subprocess.run(
+        ["sh", "-c", f'rmdir "$PWD" && {psctl}'], cwd=here, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "psctl: the current folder has been deleted: change to another one\n")
 
 
 def test_characters_that_the_output_does_not_have_are_replaced() -> None:

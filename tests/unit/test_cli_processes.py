@@ -1,0 +1,40 @@
+"""What the processes of `psctl up` are told, and what is told of one that said nothing."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paramserver_cli import launch, ports
+from paramserver_cli.launch import Failed
+from paramserver_cli.processes import Processes
+from paramserver_cli.state_directory import Plan, StateDir
+
+
+@pytest.mark.parametrize(("host", "advertised"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])
+@pytest.mark.parametrize("schedulers", [1, 2])
+def test_no_two_nodes_advertise_one_url(
+    host: str, advertised: str, schedulers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PARAMSERVER_ADVERTISE is the URL of a single scheduler; each shard, or one of several schedulers, has its own."""
+    monkeypatch.setenv("PARAMSERVER_ADVERTISE", "http://cluster.example:8700")
+    state, block = StateDir(tmp_path), ports.reserve(2, schedulers=schedulers)
+    with block.lock:
+        state.make()
+        found = Processes(state, Plan(host=host, insecure=True, schedulers=schedulers), block)
+        specs = [*found.shard_specs(), *(found.scheduler_specs() if schedulers > 1 else ())]
+        told = [spec.argv[spec.argv.index("--advertise") + 1] for spec in specs]
+        alone = found.scheduler_specs()[0].argv
+
+    own = [block.shard(0), block.shard(1), *(block.schedulers if schedulers > 1 else ())]
+    assert told == [f"http://{advertised}:{port}" for port in own]
+    assert ("--advertise" in alone) == (schedulers > 1)
+
+
+def test_a_supervisor_that_ended_without_a_word_is_told_with_a_likely_cause(tmp_path: Path) -> None:
+    """On a full disk the supervisor can write neither its state nor a log; `up` names the log and asks for the disk."""
+    state = StateDir(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended, pytest.raises(Failed, match=r"log: is the disk full\?"):
+        launch.wait_ready(launch.Launched(state, ended, None))
