@@ -303,6 +303,17 @@ def test_a_flood_of_bodies_of_unknown_length_leaves_room_for_others(cluster: Nod
         served(cluster, name, 20)
 
 
+def assert_shared(cluster: Nodes, name: str, begun: Callable[[str, ExitStack], bytes]) -> None:
+    """Begin large pulls: two at once are too many for one address, and leave room for others' until they end."""
+    with ExitStack() as stack:
+        assert begun(FLOODER, stack).startswith(b"HTTP/1.1 200 ")
+        assert begun(FLOODER, stack).startswith(b"HTTP/1.1 429 ")
+        assert begun("127.0.0.3", stack).startswith(b"HTTP/1.1 200 "), "a large pull of another client has room"
+        served(cluster, name, 20)
+    with ExitStack() as stack:
+        eventually(lambda: begun(FLOODER, stack).startswith(b"HTTP/1.1 200 "), within_s=60, what="its own turn")
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("by_path", [True, False])
 def test_a_flood_of_pulls_by_name_leaves_room_for_others(cluster: Nodes, by_path: bool) -> None:
@@ -313,15 +324,7 @@ def test_a_flood_of_pulls_by_name_leaves_room_for_others(cluster: Nodes, by_path
         body, asked = json.dumps({"model": big}).encode(), "POST /pull"
     kinds = "content-type: application/json\r\naccept: application/x-npy, application/msgpack"
     head = f"{asked} HTTP/1.1\r\nhost: x\r\n{kinds}\r\ncontent-length: {len(body)}\r\n\r\n"
-    begun = partial(answer_of, cluster, head.encode() + body)
-
-    with ExitStack() as stack:
-        assert begun(FLOODER, stack).startswith(b"HTTP/1.1 200 ")
-        assert begun(FLOODER, stack).startswith(b"HTTP/1.1 429 ")
-        assert begun("127.0.0.3", stack).startswith(b"HTTP/1.1 200 "), "a large pull of another client has room"
-        served(cluster, name, 20)
-    with ExitStack() as stack:
-        eventually(lambda: begun(FLOODER, stack).startswith(b"HTTP/1.1 200 "), within_s=60, what="its own turn")
+    assert_shared(cluster, name, partial(answer_of, cluster, head.encode() + body))
     cluster.call("DELETE", f"/models/{big}")
 
 
@@ -333,15 +336,7 @@ def test_a_flood_of_pulls_from_other_shards_leaves_room_for_others(pair: Nodes, 
     name, big = made(pair), made(pair, 18 * MIB, partitions=2)
     frame = encode_header(PullFrame([(0, None), (1, None)], model=big, wait_s=wait_s))
     head = f"POST /pull HTTP/1.1\r\nhost: x\r\ncontent-type: {MEDIA_TYPE}\r\ncontent-length: {len(frame)}\r\n\r\n"
-    begun = partial(answer_of, pair, head.encode() + frame)
-
-    with ExitStack() as stack:
-        assert begun(FLOODER, stack).startswith(b"HTTP/1.1 200 ")
-        assert begun(FLOODER, stack).startswith(b"HTTP/1.1 429 ")
-        assert begun("127.0.0.3", stack).startswith(b"HTTP/1.1 200 "), "a large pull of another client has room"
-        served(pair, name, 20)
-    with ExitStack() as stack:
-        eventually(lambda: begun(FLOODER, stack).startswith(b"HTTP/1.1 200 "), within_s=60, what="its own turn")
+    assert_shared(pair, name, partial(answer_of, pair, head.encode() + frame))
     pair.call("DELETE", f"/models/{big}")
 
 

@@ -1,14 +1,16 @@
-"""Fixtures of several modules of unit tests: a client's cluster without a network, a shard's shared folder."""
+"""Fixtures of several modules of unit tests: a client's cluster without a network, a shard's folder, manifests."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
 from paramserver.client.cluster import Cluster
 from paramserver_shard.shared_folder import SharedFolder
 
+from .manifests import applied, compose_file
 from .sharding import Now, Shards
 
 
@@ -44,3 +46,15 @@ def folder(short_path: Path) -> Iterator[SharedFolder]:
     assert made is not None
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    """The compose file."""
+    return compose_file()
+
+
+@pytest.fixture(scope="module")
+def objects() -> list[dict[str, Any]]:
+    """The objects of the Kubernetes manifests."""
+    return applied()

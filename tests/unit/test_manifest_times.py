@@ -2,27 +2,16 @@
 
 from typing import Any
 
-import pytest
 import yaml
 
 from paramserver_cli.supervisor import SHARD_SPARE_S
 
-from .manifests import GPU, applied, compose_file, named, pods
+from .manifests import GPU, named, pods
 
 LOADING_S = 900
 """How long Redis or a node may take to load what is stored."""
 REDIS_STOP_S = 60
 """How long Redis may take to write the end of its file."""
-
-
-@pytest.fixture(scope="module")
-def compose() -> dict[str, Any]:
-    return compose_file()
-
-
-@pytest.fixture(scope="module")
-def objects() -> list[dict[str, Any]]:
-    return applied()
 
 
 def test_compose_waits_while_redis_or_a_node_loads(compose: dict[str, Any]) -> None:

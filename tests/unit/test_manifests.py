@@ -24,7 +24,7 @@ from paramserver_cli import runs, series
 from paramserver_node.setting_checks import size_bytes
 from paramserver_node.settings import PREFIX, SERVICES
 
-from .manifests import GPU, ROOT, applied, compose_file, named, pods, read
+from .manifests import GPU, ROOT, named, pods, read
 
 COMPONENT = "app.kubernetes.io/component"
 ONE_SHOTS = {"secrets"}
@@ -32,16 +32,6 @@ SCHEDULERS = {"scheduler-1", "scheduler-2"}
 NODES = {*SCHEDULERS, "shard"}
 GRAFANA = ROOT / "deploy" / "grafana"
 MONITORING = ROOT / "deploy" / "k8s-monitoring" / "prometheus-operator.yaml"
-
-
-@pytest.fixture(scope="module")
-def compose() -> dict[str, Any]:
-    return compose_file()
-
-
-@pytest.fixture(scope="module")
-def objects() -> list[dict[str, Any]]:
-    return applied()
 
 
 def own_images(texts: Iterator[str]) -> set[str]:

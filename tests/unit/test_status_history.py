@@ -26,7 +26,7 @@ from paramserver_scheduler.service import Service
 from paramserver_scheduler.status_broadcast import StatusBroadcast
 from paramserver_scheduler.telemetry import ClusterMetrics
 
-from .scheduling import EPOCH_S
+from .scheduling import EPOCH_S, Driver
 from .test_many_models import of_models
 
 NOW = 1_700_000_000
@@ -209,13 +209,18 @@ async def test_a_run_that_has_ended_makes_no_progress() -> None:
     assert await progress() == [0.0, None]
 
 
-async def test_a_long_run_is_shown_however_many_shorter_ones_have_ended_since() -> None:
-    """The status has every run that has not ended, and of the others the newest."""
-    d, service = of_models(2)
+def start_runs(d: Driver) -> None:
+    """Start a long run, then one more short run than a status shows, each of which ends."""
     d.ask(partial(io.CreateRun, model="m00", entry="a.b:c"))
     for number in range(overview.RUNS + 1):
         d.ask(partial(io.CreateRun, model="m01", entry="a.b:c"))
         d.ask(partial(io.PatchRun, run=f"run-{number + 2}", state="stopped"))
+
+
+async def test_a_long_run_is_shown_however_many_shorter_ones_have_ended_since() -> None:
+    """The status has every run that has not ended, and of the others the newest."""
+    d, service = of_models(2)
+    start_runs(d)
 
     shown = [run.id for run in (await overview.describe(service)).runs]
 
@@ -225,10 +230,7 @@ async def test_a_long_run_is_shown_however_many_shorter_ones_have_ended_since() 
 async def test_the_end_of_a_long_run_is_an_event() -> None:
     """A run that ends after the newest others have begun is in one more status, from which its event is made."""
     d, service = of_models(2)
-    d.ask(partial(io.CreateRun, model="m00", entry="a.b:c"))
-    for number in range(overview.RUNS + 1):
-        d.ask(partial(io.CreateRun, model="m01", entry="a.b:c"))
-        d.ask(partial(io.PatchRun, run=f"run-{number + 2}", state="stopped"))
+    start_runs(d)
     service.history.record(await overview.describe(service), d.now)
     d.ask(partial(io.PatchRun, run="run-1", state="stopped"))
     shown = []

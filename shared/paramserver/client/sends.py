@@ -4,7 +4,6 @@ A shard that no longer owns a partition, or that cannot be reached, only delays 
 fetched again, and the parts that are not done are sent to their current owners, under the same push id.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
 from typing import Final
@@ -50,15 +49,16 @@ class Transfer:
     def groups(self, parts: list[Part]) -> tuple[Groups, list[Part]]:
         """Group parts by route; also return those that must wait, because a request has all that it may have."""
         out: dict[str | None, list[Part]] = {}
-        sizes: Counter[str | None] = Counter()
+        sizes: dict[str | None, int] = {}
         waiting: list[Part] = []
         for part in parts:
-            to, size = self.cluster.route(self.model_map, part.partition), part.stop - part.start
-            if sizes[to] and sizes[to] + size > REQUEST_ELEMENTS_MAX and self._is_bounded(to):
+            to = self.cluster.route(self.model_map, part.partition)
+            size = sizes.get(to, 0) + part.stop - part.start
+            if to in out and size > REQUEST_ELEMENTS_MAX and self._is_bounded(to):
                 waiting.append(part)
             else:
                 out.setdefault(to, []).append(part)
-                sizes[to] += size
+                sizes[to] = size
         return list(out.items()), waiting
 
     def fits(self) -> bool:
