@@ -129,7 +129,7 @@ def test_a_link_leads_to_its_model(tmp_path: Path) -> None:
         page.goto("about:blank")
         page.goto(f"{cluster.url}#100%")
         page.wait_for_selector("#model-head .name")
-        assert seen.text("#state") == "ok"
+        eventually(lambda: seen.text("#state") == "ok", what="the served models on the page")
         assert seen.errors == []
 
 
