@@ -1,5 +1,6 @@
 """/shards: a shard is drained while pushes continue, takes its share again, and invalid requests are refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink
 from paramserver_shard.membership import Membership
 
-from .processes import Nodes, unique
+from .processes import Nodes, leader, nodes, unique
 
 pytestmark = pytest.mark.process
 
@@ -111,3 +112,29 @@ def test_a_shard_of_another_version_does_not_join(cluster: Nodes) -> None:
     assert f"version 0.0.9, the leading scheduler {paramserver.__version__}" in refused["detail"]
     assert cluster.get("/map")["map_epoch"] == before
     assert "older" not in {s["name"] for s in cluster.get("/shards")["items"]}
+
+
+def test_a_shard_under_the_address_of_a_scheduler_does_not_join(cluster: Nodes) -> None:
+    """A join that gives the scheduler's own URL as an address of the shard is refused, and changes nothing."""
+    before = cluster.get("/map")["map_epoch"]
+    body = {"name": "mistaken", "addresses": ["http://127.0.0.1:1", cluster.url + "/"]}
+
+    refused = cluster.post("/internal/shards", body, status=422)
+
+    assert refused["code"] == "invalid_field"
+    assert f"{cluster.url}/ is the address of a scheduler" in refused["detail"]
+    assert cluster.get("/map")["map_epoch"] == before
+
+
+def test_a_request_that_comes_back_to_a_scheduler_ends_there(tmp_path: Path) -> None:
+    """If a shard's address leads to a scheduler, leading or not, what is forwarded there is refused with the reason."""
+    with nodes(tmp_path, shards=0, schedulers=2) as cluster:
+        first = leader(cluster)
+        for index in (first, 1 - first):
+            alias = f"http://localhost:{cluster.ports[index]}"  # no scheduler calls itself that
+            epoch = cluster.post("/internal/shards", {"name": "mistaken", "addresses": [alias]}, status=201)["epoch"]
+
+            for method, path, body in (("POST", "/push", {}), ("GET", "/pull/m/w", None)):
+                refused = cluster.call(method, path, body, status=503)
+                assert refused["detail"] == "the address of a shard leads to a scheduler instead"
+            cluster.call("DELETE", f"/internal/shards/mistaken?epoch={epoch}", status=204)

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from paramserver.errors import problem
 from paramserver_node import value_docs as docs
+from paramserver_node.forward import FORWARDED_TO_SHARD
 from paramserver_node.roles import role
 from paramserver_scheduler.requests import service
 
@@ -84,11 +85,17 @@ async def assign(request: Request, m: str, name: str, start: int | None = None, 
 
 
 async def hand_over(request: Request) -> Response:
-    """Forward the request to a live shard, starting with another one each time, and return its answer."""
+    """Forward the request to a live shard, starting with another one each time, and return its answer.
+
+    Raises Unavailable (`unavailable`) if a scheduler has sent it here as if this were a shard.
+    """
+    if FORWARDED_TO_SHARD in request.headers:
+        hint = "GET /shards lists the addresses; correct the shard's --advertise"
+        raise problem("unavailable", "the address of a shard leads to a scheduler instead", hint=hint)
     s = service(request)
     live = [shard["addresses"] for shard in s.read.map()["shards"].values() if shard["alive"]]
     if not live:
         raise problem("no_shards", "no shard is alive", hint="start one: paramserver-shard --scheduler URL")
     turn = next(_turns) % len(live)
     urls = [a for addresses in live[turn:] + live[:turn] for a in addresses if a.startswith("http")]
-    return await s.forwarder.forward(request, urls, by_shard=False)
+    return await s.forwarder.forward(request, urls, by_shard=False, headers={FORWARDED_TO_SHARD: "1"})

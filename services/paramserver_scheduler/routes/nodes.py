@@ -50,8 +50,14 @@ async def join_shard(request: Request) -> Response:
     if b.version not in ("", __version__):
         detail = f"shard '{b.name}' has version {b.version:.60}, the leading scheduler {__version__}"
         raise problem("conflict", detail, hint="upgrade all nodes together: docs/operations.md, Upgrade")
-    own = service(request).lease.id
-    other = request.query_params.get("redis_leader", own) != own
+    lease = service(request).lease
+    schedulers = {s.url.rstrip("/") for s in lease.schedulers}
+    if (wrong := next((a for a in b.addresses if a.rstrip("/") in schedulers), None)) is not None:
+        hint = "give the shard its own: --advertise, or PARAMSERVER_ADVERTISE"
+        raise problem(
+            "invalid_field", f"addresses: {wrong} is the address of a scheduler", hint=hint, where="addresses"
+        )
+    other = request.query_params.get("redis_leader", lease.id) != lease.id
     return await reply(request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version, term, other))
 
 
