@@ -32,6 +32,10 @@ class Body(BaseModel):
 B = TypeVar("B", bound=Body)
 
 
+class Nothing(Body):
+    """The body of a request that says everything by its path: none, or an empty object."""
+
+
 class JoinWorker(Body):
     """A worker that joins a model."""
 
@@ -259,6 +263,7 @@ def _explain(kind: type[Body], item: Any, *, hints: bool) -> PsError:
     where = ".".join(str(part)[:200] for part in item["loc"])[:200]
     if item["type"] == "extra_forbidden":
         found = near(str(item["loc"][-1]), known_fields(kind)) if hints else None
-        hint = f"did you mean '{found}'?" if found else f"known fields: {', '.join(known_fields(kind))}"
+        known = ", ".join(known_fields(kind))
+        hint = f"did you mean '{found}'?" if found else f"known fields: {known}" if known else "this route accepts none"
         return problem("invalid_field", f"{where}: is not a known field", hint=hint, where=where)
     return problem("invalid_field", f"{where}: {item['msg'][:200]}", where=where)

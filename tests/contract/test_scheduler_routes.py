@@ -461,6 +461,30 @@ def test_query_values_that_nobody_knows_are_refused(cluster: Nodes, method: str,
     assert cluster.http.get("/livez?verbose").status_code == 200
 
 
+def test_a_query_parameter_that_is_repeated_is_refused(cluster: Nodes) -> None:
+    """A query parameter given twice is refused by scheduler and shard, so that no value is silently preferred."""
+    name = make(cluster)
+    for url in (cluster.url, f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"):
+        for path in ("/models?limit=1&limit=2", f"/models/{name}/metrics?name=loss&name=accuracy"):
+            told = cluster.call("GET", url + path, status=422)
+            assert told["code"] == "invalid_field"
+            assert told["detail"].endswith("is given 2 times")
+        told = cluster.call("PUT", f"{url}/models/{name}/params/a?start=0&stop=1&start=0", [9.0], status=422)
+        assert (told["code"], told["where"]) == ("invalid_field", "start")
+    assert cluster.post("/pull", {"model": name})["params"]["a"] == 0.0
+
+
+def test_a_field_of_a_request_that_takes_none_is_refused(cluster: Nodes) -> None:
+    """A body is refused where a route takes none, as unknown fields are, and nothing is done; an empty one is not."""
+    name = make(cluster)
+    cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)
+    for path in (f"/models/{name}/evaluations", f"/models/{name}/workers/{name}/w0/drain"):
+        refused = cluster.post(path, {"clock": 5}, status=422)
+        assert (refused["code"], refused["where"]) == ("invalid_field", "clock")
+    assert cluster.get(f"/models/{name}/workers/{name}/w0")["state"] == "active"
+    assert cluster.post(f"/models/{name}/evaluations", {}) == cluster.post(f"/models/{name}/evaluations")
+
+
 def test_unknown_routes_and_methods(cluster: Nodes) -> None:
     """Unknown routes are 404 and unknown methods 405 with Allow, as problem documents."""
     assert cluster.get("/nothing", status=404)["code"] == "not_found"

@@ -6,7 +6,7 @@ from paramserver.core import scheduler_io as io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.requests import PAGED, page, read, reply, request_body, response_doc, service
+from paramserver_scheduler.requests import PAGED, page, read, read_optional, reply, request_body, response_doc, service
 
 router = APIRouter(prefix="/models/{m}", tags=["tasks"])
 
@@ -103,4 +103,5 @@ async def done(request: Request, m: str, task: str) -> Response:
 @role("worker")
 async def evaluate(request: Request, m: str) -> Response:
     """Request an evaluation at the current clock; the next worker that asks for an evaluation gets it."""
+    await read_optional(request, bodies.Nothing)
     return await reply(request, lambda n: io.RequestEvaluation(n, m))

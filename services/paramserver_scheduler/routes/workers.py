@@ -110,6 +110,7 @@ async def drain(request: Request, m: str, w: str) -> Response:
     It is told so (`state: draining`) in the answers to its heartbeats and clock reports. 404 `unknown_worker` if it is
     not live.
     """
+    await read_optional(request, bodies.Nothing)
     return await reply(request, lambda n: io.DrainWorker(n, m, w))
 
 
