@@ -62,7 +62,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = _BY_STATUS.get(error.status_code, "malformed" if error.status_code < 500 else "internal")
     detail = f"{request.method} {request.url.path}: {error.detail}"
-    answer = response(request, problem(code, detail[:300]))
+    hint = "docs/rest.md and /openapi.json list the routes" if code == "not_found" else ""
+    answer = response(request, problem(code, detail[:300], hint=hint))
     if error.status_code == 405:
         answer.headers["allow"] = _allowed(request)
     return answer

@@ -311,7 +311,7 @@ def _read_tensors(
         names = [n for n in grads if isinstance(n, str)]
         errors += known.spec.unknown([n for n in names if n not in known.layout.by_name])
         known_names = [n for n in names if n in known.layout.by_name]
-        stray = [n for n in ranges if n not in grads]
+        stray = [n[: limits.PARAM_NAME_BYTES_MAX] for n in ranges if n not in grads]
         errors += [problem("invalid_range", f"ranges: '{n}' is not in grads", where=n) for n in stray]
         used = {n: r for n, r in ranges.items() if n in grads and n in known.layout.by_name}
         selection = select(known.layout, known_names, used)

@@ -66,3 +66,13 @@ def test_what_no_answer_can_hold_is_refused_before_anything_is_done(rest_cluster
     assert "push" not in problem(model.ask("/pushpull", {"grads": {"b": 1.0}}), 413, "too_large")
     assert model.values("b") == 0.0
     assert model.ask("/pushpull", {"grads": {"b": 1.0}, "names": ["b"]}).json()["params"] == {"b": 1.0}
+
+
+def test_a_long_name_is_told_in_part(model: Model) -> None:
+    """A push of a parameter, or of ranges of one, with a name of a megabyte is refused without repeating all of it."""
+    long = "n" * (1 << 20)
+    problem(refused := model.push({long: 1.0}), 404, "unknown_parameter")
+    assert len(refused.content) < 4096
+    problem(refused := model.push({"b": 1.0}, ranges={long: [[0, 1]]}), 422, "invalid_range")
+    assert len(refused.content) < 4096
+    assert unchanged(model)

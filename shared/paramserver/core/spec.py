@@ -238,8 +238,9 @@ class ModelSpec(Struct, frozen=True):
         for name in wrong:
             found = near(name, names) if len(errors) < limits.HINTS_MAX else None
             hint = f"did you mean '{found}'?" if found else some
-            detail = f"model '{self.name}' has no parameter '{name}'"
-            errors.append(problem("unknown_parameter", detail, hint=hint, where=name))
+            told = name[: limits.PARAM_NAME_BYTES_MAX]
+            detail = f"model '{self.name}' has no parameter '{told}'"
+            errors.append(problem("unknown_parameter", detail, hint=hint, where=told))
             if len(errors) >= limits.ERRORS_FOUND_MAX:
                 break
         return errors

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import struct
+from collections import Counter
 from typing import Any, Final
 
 import msgpack
@@ -73,7 +74,8 @@ def _measure(buf: memoryview) -> None:
 def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        raise problem("malformed", "an object has a duplicate key")
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise problem("malformed", f"an object has the key {twice!r:.80} more than once")
     if not all([type(k) is str for k in out]):
         raise problem("malformed", "the keys of an object must be strings")
     return out
@@ -154,9 +156,12 @@ def parse_json(buf: Buffer) -> Any:
     try:
         value = json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_object)
     except UnicodeDecodeError:
-        raise problem("malformed", "the JSON body is not UTF-8") from None
-    except ValueError as e:
+        hint = "a body that is not JSON needs a Content-Type"
+        raise problem("malformed", "the JSON body is not UTF-8", hint=hint) from None
+    except json.JSONDecodeError as e:
         raise problem("malformed", f"the JSON body cannot be read: {e}") from None
+    except ValueError:  # of an integer with more digits than Python reads
+        raise problem("non_finite", "a number lies beyond float64") from None
     odd = b"\\u" in text and _HALF_PAIR.search(text)
     odd = odd or (len(text) <= limits.CONTROL_BODY_BYTES_MAX and _ODD_NUMBER.search(text))
     return _normalized(value) if odd else value
