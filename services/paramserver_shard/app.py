@@ -34,7 +34,7 @@ from paramserver_shard.receiving import FrameReader
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.telemetry import Telemetry
 
-ALL_METHODS: Final = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
+ALL_METHODS: Final = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 @dataclass(frozen=True, slots=True)

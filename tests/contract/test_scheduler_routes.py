@@ -499,6 +499,9 @@ def test_unknown_routes_and_methods(cluster: Nodes) -> None:
     assert {
         path: cluster.http.request("POST" if path != "/pushpull" else "GET", path).headers["allow"] for path in allowed
     } == allowed
+    for url in (cluster.url, f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"):
+        told = {path: cluster.http.options(url + path).headers["allow"] for path in allowed}
+        assert told == allowed, url
 
 
 @pytest.mark.parametrize(
