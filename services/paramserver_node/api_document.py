@@ -5,6 +5,9 @@ from typing import Any, Final
 
 from starlette.routing import BaseRoute
 
+from paramserver.core.fields import INTEGER_MAX
+from paramserver.limits import IDEMPOTENCY_KEY_BYTES_MAX, WAIT_S_MAX
+
 REFUSED: Final[dict[str, Any]] = {
     "description": "A problem document (RFC 9457) with a stable `code`",
     "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
@@ -33,11 +36,17 @@ _PROBLEM: Final[dict[str, Any]] = {
     },
     "required": ["type", "title", "status", "code", "detail", "retryable"],
 }
-_KINDS: Final = {
-    "epoch": "integer", "limit": "integer", "since": "integer", "wait_s": "integer",
-    "from": "number", "to": "number", "step": "number",
-}  # fmt: skip
-"""Of the query parameters that are no text."""
+_COUNT: Final = {"type": "integer", "minimum": 0, "maximum": INTEGER_MAX}
+_SECONDS: Final = {"type": "number", "minimum": 0}
+_QUERY: Final[dict[str, dict[str, Any]]] = {
+    "limit": {"type": "integer", "minimum": 1},
+    "after": {**_TEXT, "pattern": "^[0-9]{1,16}$"},
+    "wait_s": {"type": "integer", "minimum": 0, "maximum": int(WAIT_S_MAX)},
+    **dict.fromkeys(("epoch", "since"), _COUNT),
+    **dict.fromkeys(("from", "to", "step"), _SECONDS),
+}
+"""Of the query parameters that are not any text."""
+_REQUIRED: Final = ("metric",)
 _CONDITIONS: Final = ("If-Match", "If-None-Match")
 _HEADERS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ("post", "/models"): ("X-Upload-Token",),
@@ -50,6 +59,10 @@ _HEADERS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ("get", "/models/{m}/checkpoints/{name}/{file}"): (*_CONDITIONS, "Range"),
 }
 """Headers that a client may send, by method and path; the routes read them themselves."""
+_HEADER_SCHEMAS: Final = {
+    "X-Upload-Token": {**_TEXT, "pattern": "^[A-Za-z0-9_-]{16,128}$"},
+    "Idempotency-Key": {**_TEXT, "minLength": 1, "maxLength": IDEMPOTENCY_KEY_BYTES_MAX},
+}
 
 
 def complete(document: dict[str, Any], routes: Iterable[BaseRoute]) -> None:
@@ -78,12 +91,12 @@ def _add_query(parameters: list[dict[str, Any]], names: Iterable[str]) -> None:
     """Add those that FastAPI does not know, because the route reads them itself."""
     for name in names:
         if name not in [p["name"] for p in parameters]:
-            schema = {"type": _KINDS.get(name, "string")}
-            parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
+            schema = _QUERY.get(name, _TEXT)
+            parameters.append({"name": name, "in": "query", "required": name in _REQUIRED, "schema": schema})
 
 
 def add_headers(operation: dict[str, Any], method: str, path: str) -> None:
     """Add the headers of a route to its operation, if it has any."""
     for name in _HEADERS.get((method, path), ()):
-        header = {"name": name, "in": "header", "required": False, "schema": _TEXT}
+        header = {"name": name, "in": "header", "required": False, "schema": _HEADER_SCHEMAS.get(name, _TEXT)}
         operation.setdefault("parameters", []).append(header)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Set
 from typing import Any, Final
 
 from paramserver import limits
+from paramserver.core.fields import INTEGER_MAX
 from paramserver.types import ITEMSIZE
 from paramserver_node.negotiate import JSON, MSGPACK
 
 Schema = dict[str, Any]
 
-_COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": INTEGER_MAX}
 _TEXT: Final[Schema] = {"type": "string"}
 _TENSORS: Final[Schema] = {
     "type": "object",
@@ -24,14 +25,22 @@ _STATE: Final[Schema] = {"type": "string", "enum": ["applied", "staged", "buffer
 _RANGES: Final[Schema] = {
     "type": "object",
     "description": "by parameter name: sorted, disjoint `[start, stop)` of its flat elements",
-    "additionalProperties": {"type": "array", "items": {"type": "array", "items": _COUNT}},
+    "additionalProperties": {
+        "type": "array",
+        "items": {"type": "array", "items": _COUNT, "minItems": 2, "maxItems": 2},
+    },
 }
 
 _PUSH_FIELDS: Final[dict[str, Schema]] = {
     "model": _TEXT,
     "grads": _TENSORS,
     "ranges": {**_RANGES, "description": "of what `grads` has, by parameter name: see `POST /pull`"},
-    "worker": {**_TEXT, "description": "with `epoch` and `seq`: the push id, under which it can be repeated"},
+    "worker": {
+        **_TEXT,
+        "minLength": 1,
+        "maxLength": limits.WORKER_NAME_BYTES_MAX,
+        "description": "with `epoch` and `seq`: the push id, under which it can be repeated",
+    },
     "epoch": _COUNT,
     "seq": _COUNT,
     "clock": {**_COUNT, "description": "sync and ssp: the iteration that the push belongs to"},
@@ -42,7 +51,7 @@ _PUSH_FIELDS: Final[dict[str, Schema]] = {
 }
 _PULL_FIELDS: Final[dict[str, Schema]] = {
     "model": _TEXT,
-    "names": {"type": "array", "items": _TEXT, "description": "names or patterns; default: all"},
+    "names": {"type": "array", "items": _TEXT, "minItems": 1, "description": "names or patterns; default: all"},
     "ranges": _RANGES,
     "min_version": _COUNT,
     "min_clock": {**_COUNT, "description": "sync: commits that each partition must have taken"},

@@ -43,9 +43,12 @@ class JoinWorker(Body):
     rank: Count | None = Field(
         None, description="its position in sums and data; default: the name's last one if free, else the lowest free"
     )
-    above: Count | None = Field(None, description="lower bound: the issued epoch is greater than this")
+    above: Count | None = Field(None, description="lower bound, at most 2^52: the issued epoch is greater than this")
     lease_s: float | None = Field(
-        None, allow_inf_nan=False, description="duration of its lease: 5 s, or up to 3600 s for interactive use"
+        None,
+        allow_inf_nan=False,
+        description="duration of its lease: 5 s, or up to 3600 s for interactive use",
+        json_schema_extra={"minimum": limits.LEASE_S, "maximum": limits.WORKER_LEASE_S_MAX},
     )
     attempt: Id | None = Field(None, description="for a join without a name: a repeated text returns the same worker")
 

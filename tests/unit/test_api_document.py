@@ -7,6 +7,7 @@ from starlette.routing import Route
 
 from paramserver_node import roles
 from paramserver_scheduler.app import make_app
+from paramserver_scheduler.routes.models import TOKEN_CHARS
 
 APP = make_app()
 DOCUMENT = APP.openapi()
@@ -30,6 +31,17 @@ def test_each_route_has_the_query_parameters_that_it_takes() -> None:
     assert {name: told[name] for name in marked} == marked
     assert told["GET /models/{m}/metrics"] == ["name", "limit", "after"]
     assert told["PUT /models/{m}/params/{name}"] == ["start", "stop"]
+
+
+def test_parameters_have_the_bounds_that_the_routes_check() -> None:
+    """A query parameter or header that must be a number, is bounded, or cannot be left out, says so."""
+    told = {name: {p["name"]: p for p in o.get("parameters", [])} for name, o in operations()}
+    assert told["GET /models"]["limit"]["schema"]["minimum"] == 1
+    assert told["GET /models"]["after"]["schema"]["pattern"] == "^[0-9]{1,16}$"
+    assert told["GET /map"]["wait_s"]["schema"]["maximum"] == 60
+    assert [n for n, p in told["GET /status/series"].items() if p["required"]] == ["metric"]
+    assert told["POST /push"]["Idempotency-Key"]["schema"]["maxLength"] == 256
+    assert told["POST /models"]["X-Upload-Token"]["schema"]["pattern"] == f"^{TOKEN_CHARS.pattern}$"
 
 
 def test_each_route_fails_with_a_problem_document() -> None:
