@@ -68,6 +68,7 @@ def train(
         raise typer.BadParameter(f"'{mode}' is not a mode; known: {known}", param_hint="--mode")
     args = arguments(arg or [])
     client = connect(url)
+    _check_folder(folder)  # once the client is loaded, whose modules the workers need, too
     _prepare(client, model, spec or _beside(target), mode, workers)
     stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}
     unwind.on_signals()  # SIGTERM and SIGHUP become exceptions, so that the run is stopped
@@ -113,6 +114,18 @@ def _entry(target: str) -> tuple[str, Path]:
     if path.stem in sys.stdlib_module_names:  # the workers would import it in place of that, and not start
         raise typer.BadParameter(f"'{path.name}' has the name of a module of Python's own: rename it")
     return f"{path.stem}:train", path.parent.absolute()
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise BadParameter if a file there has the name of a module that psctl, and so a worker, needs of Python's own.
+
+    The workers would import it in place of that, and not start.
+    """
+    for name in sorted(sys.stdlib_module_names & sys.modules.keys()):
+        spec = sys.modules[name].__spec__
+        for path in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if spec is not None and spec.has_location and path.is_file():  # one without is never looked for
+                raise typer.BadParameter(f"{path} would take the place of Python's own module '{name}': rename it")
 
 
 def _named_anew(entry: str, folder: Path) -> str:
