@@ -141,7 +141,10 @@ def write(
 @contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
     """Yield a new folder to write files to, which then takes the place of `target`; after an error it is removed."""
+    missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _sync(folder.parent)
     for left in _beside(target, "part"):
         with suppress(OSError):  # another writer has finished it
             newest_s = max(path.stat().st_mtime for path in (left, *left.iterdir()))
