@@ -151,8 +151,8 @@ def _replacing(target: Path) -> Iterator[Path]:
             if time.time() - newest_s > _ABANDONED_S:
                 shutil.rmtree(left, ignore_errors=True)
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
-    part.mkdir()
     try:
+        part.mkdir()
         yield part
         for file in part.iterdir():
             _sync(file)

@@ -341,3 +341,11 @@ def test_a_disk_that_refuses_is_an_os_error(tmp_path: Path, workers: int, file: 
     assert (e.value.errno, e.value.strerror) == (errno.EFBIG, os.strerror(errno.EFBIG))
     assert Path(e.value.filename) == target / file
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """An error names the folder that was asked for, not the temporary one that comes before it."""
+    target = tmp_path / ("n" * 250)
+    with pytest.raises(OSError, match="too long") as e:
+        _write(target)
+    assert Path(e.value.filename) == target
