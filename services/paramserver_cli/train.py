@@ -136,7 +136,7 @@ def _named_anew(entry: str, folder: Path) -> str:
     """
     module, _, function = entry.partition(":")
     own = f"{module}_{secrets.token_hex(4)}"
-    text = f"import importlib\n{function} = getattr(importlib.import_module({module!r}), {function!r}, None)\n"
+    text = f"import importlib\n{function} = getattr(importlib.import_module({module!r}), {function!r})\n"
     (folder / f"{own}.py").write_text(text, encoding="utf-8")
     return f"{own}:{function}"
 

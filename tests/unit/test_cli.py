@@ -33,6 +33,7 @@ from paramserver_cli.processes import Processes
 from paramserver_cli.state_directory import MODULE, Cluster, Plan, StateDir, SupervisorState, running
 from paramserver_cli.training import Sample, Training, WorkerLine
 from paramserver_node.settings import ClientSettings
+from paramserver_worker.entry import load
 
 from . import virtual_time
 
@@ -401,6 +402,17 @@ def test_what_to_train_is_a_script_or_a_function(tmp_path: Path) -> None:
     for wrong, says in [*renamed, ("random.py", "Python's own"), ("no.py", "no file"), ("word", "neither")]:
         with pytest.raises(typer.BadParameter, match=says):
             train._entry(str(tmp_path / wrong) if wrong.endswith(".py") else wrong)
+
+
+def test_a_script_without_its_function_is_named_as_its_user_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error about a script without `train` names the script's module, not the one that stands for it."""
+    (tmp_path / "async.py").write_text("def main(worker): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = train._named_anew("async:train", tmp_path)
+    with pytest.raises(AttributeError, match="module 'async' has no attribute 'train'"):
+        load(entry, [entry.partition(":")[0]])
 
 
 def test_a_file_beside_a_script_that_would_hide_a_module_of_python_is_named(tmp_path: Path) -> None:
