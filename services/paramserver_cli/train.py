@@ -68,6 +68,7 @@ def train(
         raise typer.BadParameter(f"'{mode}' is not a mode; known: {known}", param_hint="--mode")
     args = arguments(arg or [])
     client = connect(url)
+    _check_folder(folder)  # once the client is loaded, whose modules the workers need, too
     _prepare(client, model, spec or _beside(target), mode, workers)
     stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}
     unwind.on_signals()  # SIGTERM and SIGHUP become exceptions, so that the run is stopped
@@ -115,6 +116,18 @@ def _entry(target: str) -> tuple[str, Path]:
     return f"{path.stem}:train", path.parent.absolute()
 
 
+def _check_folder(folder: Path) -> None:
+    """Raise BadParameter if a file there has the name of a module that psctl, and so a worker, needs of Python's own.
+
+    The workers would import it in place of that, and not start.
+    """
+    for name in sorted(sys.stdlib_module_names & sys.modules.keys()):
+        spec = sys.modules[name].__spec__
+        for path in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if spec is not None and spec.has_location and path.is_file():  # one without is never looked for
+                raise typer.BadParameter(f"{path} would take the place of Python's own module '{name}': rename it")
+
+
 def _named_anew(entry: str, folder: Path) -> str:
     """Return an entry that stands for a script's: its module, written into `folder`, has a name of its own.
 
@@ -123,7 +136,7 @@ def _named_anew(entry: str, folder: Path) -> str:
     """
     module, _, function = entry.partition(":")
     own = f"{module}_{secrets.token_hex(4)}"
-    text = f"import importlib\n{function} = getattr(importlib.import_module({module!r}), {function!r}, None)\n"
+    text = f"import importlib\n{function} = getattr(importlib.import_module({module!r}), {function!r})\n"
     (folder / f"{own}.py").write_text(text, encoding="utf-8")
     return f"{own}:{function}"
 

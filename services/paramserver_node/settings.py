@@ -232,7 +232,7 @@ def url_of(host: str, port: int, *, tls: bool = False) -> str:
 
 def _file_contents(path: str, origin: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        return Path(path).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as e:
         raise problem("invalid_field", f"{origin}: cannot read {path}: {e}") from None
 
@@ -242,7 +242,7 @@ def _tables(file: Path, section: str) -> tuple[Mapping[str, Any], Mapping[str, A
     if not file.is_file():
         return {}, {}
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8"))
+        found = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # editors on Windows begin files with a mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         # The hint is not `psctl config`, which would fail on the same file.
         raise problem("malformed", f"{file}: {e}", hint="its settings are listed in docs/settings.md") from None

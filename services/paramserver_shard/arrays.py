@@ -150,6 +150,7 @@ class ArrayService:
         If a complete model has lost values, only the partitions that lost them are assigned: the others hold trained
         values.  An upload that touches none of these is answered as a duplicate.
         """
+        command = replace(command, first=token is not None)
         if known.lost:
             command = replace(command, parts=tuple(p for p in command.parts if p.partition in known.lost))
         done = await self._exchange.assign(known, command) if command.parts else _duplicate(known)

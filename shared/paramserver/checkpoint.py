@@ -141,15 +141,18 @@ def write(
 @contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
     """Yield a new folder to write files to, which then takes the place of `target`; after an error it is removed."""
+    missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _sync(folder.parent)
     for left in _beside(target, "part"):
         with suppress(OSError):  # another writer has finished it
             newest_s = max(path.stat().st_mtime for path in (left, *left.iterdir()))
             if time.time() - newest_s > _ABANDONED_S:
                 shutil.rmtree(left, ignore_errors=True)
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
-    part.mkdir()
     try:
+        part.mkdir()
         yield part
         for file in part.iterdir():
             _sync(file)

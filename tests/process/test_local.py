@@ -100,3 +100,13 @@ def test_a_local_cluster_ends_with_its_process_however_that_ends(tmp_path: Path,
     assert done.returncode == -number
     eventually(lambda: not StateDir(tmp_path).is_running(), what="the end of the cluster")
     assert gone(done.stdout.strip())
+
+
+def test_a_local_cluster_starts_in_a_process_without_standard_streams(tmp_path: Path) -> None:
+    """A script whose standard streams are closed, as by `<&-`, gets its cluster, which ends with it."""
+    program = "import os, sys; os.closerange(0, 3); import paramserver as ps; c = ps.local(1, state_dir=sys.argv[1]);"
+    program += "c.create_model('m', {'w': (2,)}).pull()"
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == 0
+
+    assert (tmp_path / "plan.json").exists()
+    eventually(lambda: not StateDir(tmp_path).is_running(), what="the end of the cluster")

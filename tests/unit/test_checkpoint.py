@@ -74,6 +74,20 @@ def test_round_trip(tmp_path: Path) -> None:
             np.testing.assert_array_equal(read, wrote)
 
 
+def test_new_parents_of_a_checkpoint_are_on_disk_before_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each folder that a checkpoint's new parents are in is synced, too: it would be lost with any of them."""
+    synced = list[Path]()
+    sync = checkpoint._sync
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: (synced.append(path), sync(path)))
+
+    _write(tmp_path / "a" / "b" / "c")
+
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
+    assert {synced.index(tmp_path), synced.index(tmp_path / "a")} == {0, 1}
+
+
 def test_parameters_open_with_safetensors(tmp_path: Path) -> None:
     """safetensors itself opens the parameters, with the user's names, shapes and dtypes (bfloat16 as float32)."""
     _, params, _ = _write(tmp_path / "ckpt")
@@ -327,3 +341,11 @@ def test_a_disk_that_refuses_is_an_os_error(tmp_path: Path, workers: int, file: 
     assert (e.value.errno, e.value.strerror) == (errno.EFBIG, os.strerror(errno.EFBIG))
     assert Path(e.value.filename) == target / file
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """An error names the folder that was asked for, not the temporary one that comes before it."""
+    target = tmp_path / ("n" * 250)
+    with pytest.raises(OSError, match="too long") as e:
+        _write(target)
+    assert Path(e.value.filename) == target

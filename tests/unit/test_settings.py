@@ -93,6 +93,17 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, says: str) ->
         ShardSettings.sources({}, {}, path)
 
 
+def test_files_may_begin_with_the_mark_of_windows_editors(tmp_path: Path) -> None:
+    """A byte order mark, with which editors on Windows begin UTF-8, is no part of the first setting or of a value."""
+    (tmp_path / "paramserver.toml").write_text("port = 9100", encoding="utf-8-sig")
+    (tmp_path / "secret").write_text("a-secret-of-some-length-0123456789", encoding="utf-8-sig")
+    env = {"PARAMSERVER_SECRET_FILE": str(tmp_path / "secret")}
+
+    found = ShardSettings.sources({}, env, tmp_path / "paramserver.toml")
+
+    assert (found["port"][0], found["secret"][0]) == (9100, "a-secret-of-some-length-0123456789")
+
+
 def test_passwords_are_not_shown() -> None:
     """A password in a URL is replaced by *** where settings are printed."""
     assert shown("redis://user:secret@host:6379/0") == "redis://user:***@host:6379/0"

@@ -208,6 +208,24 @@ def test_initial_values_are_uploaded_before_anything_else() -> None:
     assert driver.pull(0).version == 0
 
 
+def test_first_values_that_come_late_change_nothing() -> None:
+    """First values that another attempt has made complete meanwhile are a duplicate: pushes may have changed them."""
+    driver = ShardDriver()
+    view = driver.serve(spec(), ready=False)
+    upload = SetReceived(90, "m", (AssignPart(0, ones(), "float32", True),), first=True)
+    driver.send(upload)
+    driver.send(replace(view, ready=True))
+    driver.push({0: ones()})
+    values, version = driver.values(), driver.pull(0).version
+
+    driver.send(replace(upload, request=91))
+
+    done = driver.replies[91]
+    assert isinstance(done, PushDone)
+    assert (done.duplicate, done.parts) == (True, ())
+    assert (driver.values(), driver.pull(0).version) == (values, version)
+
+
 def test_a_push_that_waits_for_a_partition_is_not_applied_to_lost_values() -> None:
     """A push that waits for a partition whose first values turn out to be lost is refused, not applied to zeros."""
     driver = ShardDriver(eager=False)

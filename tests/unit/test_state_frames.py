@@ -63,7 +63,7 @@ def test_a_restored_state_is_written_as_it_is_read() -> None:
     data = encode_header(frame)
 
     assert msgpack.unpackb(data[8 : 8 + int.from_bytes(data[4:8], "little")]) == {
-        "kind": "set", "model": "m", "generation": 4, "restore": True, "timeline": 3,
+        "kind": "set", "model": "m", "generation": 4, "restore": True, "timeline": 3, "first": False,
         "parts": [{
             "partition": 2, "count": 3, "ranges": None, "dtype": "float32", "size": 3, "slots": 2, "steps": [6, 1],
             "expected": None, "version": 7,

@@ -323,7 +323,18 @@ def test_a_push_that_a_rollback_drops_leaves_no_number_in_doubt() -> None:
         assert drive(session.push(GRAD, Deadline.after(0.0)), node).state == "applied"
 
 
-def test_a_gradient_that_is_not_contiguous_is_copied_once() -> None:
+class Foreign:
+    """An array of another library, as a torch tensor."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.array, dtype, copy=copy)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, Foreign])
+def test_a_gradient_that_is_not_contiguous_is_copied_once(kind: Any) -> None:
     """A gradient is made contiguous as it is put, not again and again for each piece of it that is sent."""
     node = TwoLayers(problem("unreachable", "cannot reach it"), 99)
     node.spec = ModelSpec.parse({"name": "m", "params": {"w": {"shape": [1024, 2048]}}, "partitions": 2})
@@ -334,7 +345,7 @@ def test_a_gradient_that_is_not_contiguous_is_copied_once() -> None:
         return node(request)
 
     push = PushStream(lambda call, _=None: drive(call, answer), deadline, opened(node))
-    filled(push, np.arange(2 << 20, dtype=np.float32).reshape(2048, 1024).T)
+    filled(push, kind(np.arange(2 << 20, dtype=np.float32).reshape(2048, 1024).T))
 
     pieces = [np.frombuffer(piece, np.float32) for request in sent for piece in request.rest]
     assert [p.nbytes for p in pieces] == [BUCKET_BYTES] * 2

@@ -11,7 +11,7 @@ from paramserver.client.arrays import Params
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed
-from paramserver.client.reports import measured
+from paramserver.client.reports import check_measure, measured
 from paramserver.client.streaming import AsyncPushStream
 from paramserver.client.tasks import Task
 from paramserver.client.worker_base import LEAVE_S, WorkerBase, of_another_process
@@ -212,6 +212,7 @@ class AsyncWorker(WorkerBase):
         self, measure: Callable[[Params], Mapping[str, SupportsFloat] | Awaitable[Mapping[str, SupportsFloat]]]
     ) -> dict[str, float] | None:
         """See `Worker.evaluate`; `measure` may be a coroutine function."""
+        check_measure(measure)
         if not self._session.evaluation_waits:
             return None
         task = await self._run(self._tasks.lease(EVALUATE, self._deadline(None), wait=False))

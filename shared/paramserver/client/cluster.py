@@ -113,7 +113,14 @@ class _Address:
 
 def model_path(name: str, *rest: str) -> str:
     """Return the path of a model's route; each part is percent-encoded as one component."""
-    return "/".join(["/models", *(quote(p, safe="") for p in (name, *rest))])
+    return "/".join(["/models", *(component(p) for p in (name, *rest))])
+
+
+def component(name: str, hint: str = "") -> str:
+    """Return a name percent-encoded as one component of a path.  Raises RequestError (`invalid_field`) for no text."""
+    if not isinstance(name, str):
+        raise problem("invalid_field", f"a name is text, not {name!r:.60}", hint=hint)
+    return quote(name, safe="")
 
 
 class Cluster:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.client.cluster import Cluster, ModelMap, model_path
+from paramserver.client.cluster import Cluster, ModelMap, component, model_path
 from paramserver.client.uploads import put_values
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
@@ -169,7 +169,7 @@ def delete(path: str, deadline: Deadline, headers: Mapping[str, str] = MappingPr
 
 def run_path(run: str) -> str:
     """Return the path of a run's route."""
-    return f"/runs/{quote(run, safe='')}"
+    return "/runs/" + component(run, 'run["id"] of what create_run() returns')
 
 
 def fetch(path: str, deadline: Deadline) -> Call[Any]:

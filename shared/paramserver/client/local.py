@@ -70,7 +70,7 @@ def local(
         raise problem("unavailable", f"no temporary folder for the cluster's files: {e}", hint=hint) from None
     options = ["--shards", str(shards), "--workers", str(workers), "--state-dir", folder]
     is_ours = temporary  # in another folder a cluster may run that somebody else has started
-    read_end, lifeline = os.pipe()  # however this process ends, the other end is closed then, and the cluster stops
+    read_end, lifeline = _pipe()  # however this process ends, the other end is closed then, and the cluster stops
     try:
         printed = _psctl(["up", "--detach", "--json", "--lifeline", str(read_end), *options], START_S, read_end)
         is_ours = True
@@ -85,6 +85,21 @@ def local(
         raise
     finally:
         os.close(read_end)
+
+
+def _pipe() -> tuple[int, int]:
+    """Return a pipe whose ends have none of the numbers of standard streams, which may be closed in this process.
+
+    A child gets its own streams under these, and whatever is printed would go there.
+    """
+    ends = os.pipe()
+    if min(ends) > 2:
+        return ends
+    try:
+        return _pipe()
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def _stop(owner: int, folder: str, lifeline: int, *, temporary: bool) -> None:

@@ -129,6 +129,13 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return check_metrics(values)
 
 
+def check_measure(measure: Any) -> None:
+    """Raise RequestError (`invalid_field`) if an evaluation has no function; one that is pending may be far off."""
+    if not callable(measure):
+        detail = f"evaluate takes a function of the values that returns metrics, not {measure!r:.60}"
+        raise problem("invalid_field", detail, hint='w.evaluate(lambda p: {"accuracy": accuracy(p)})')
+
+
 def measured(found: Any) -> dict[str, float]:
     """Return as floats the metrics that the function of an evaluation has returned; see `numbers_of`."""
     if not isinstance(found, Mapping):

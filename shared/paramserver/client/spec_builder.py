@@ -91,6 +91,8 @@ def patch_document(
         if key in _CONSISTENCY_FIELDS:
             detail = f"{key}: belongs to the consistency; single fields are the optimizer's"
             raise problem("invalid_field", detail, hint="set(consistency=ps.Sync(quorum=0.75))", where=key)
+        if key in ("partitions", "ack"):
+            raise problem("invalid_field", f"{key}: cannot be changed", hint="create another model", where=key)
         change[key] = value.document() if isinstance(value, Choice) else value
     if change:
         body["optimizer"] = change
@@ -105,22 +107,24 @@ def patch_document(
 
 
 def _optimizer(value: Optimizer | Mapping[str, Any] | str) -> dict[str, Any]:
-    return {"name": value} if isinstance(value, str) else _document("optimizer", value, 'ps.Adam(lr=1e-3) or "adam"')
+    if isinstance(value, str):
+        return {"name": value}
+    return _document("optimizer", value, 'ps.Adam(lr=1e-3) or "adam"', Optimizer)
 
 
 def _consistency(value: Consistency | Mapping[str, Any] | str) -> dict[str, Any]:
-    return (
-        {"mode": value} if isinstance(value, str) else _document("consistency", value, 'ps.SSP(3), ps.Sync() or "sync"')
-    )
+    if isinstance(value, str):
+        return {"mode": value}
+    return _document("consistency", value, 'ps.SSP(3), ps.Sync() or "sync"', Consistency)
 
 
-def _document(where: str, value: Any, example: str = "") -> dict[str, Any]:
+def _document(where: str, value: Any, example: str = "", family: type[Choice] | None = None) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, Choice):
+    if family is not None and isinstance(value, family):
         return value.document()
     kind = value if isinstance(value, type) else type(value)
-    ours = [c.__name__ for family in Choice.__subclasses__() for c in family.__subclasses__()]
+    ours = [c.__name__ for c in family.__subclasses__()] if family is not None else []
     hint = f"ps.{kind.__name__}(...) makes one" if kind.__name__ in ours else example  # torch has an Adam, too
     found = (
         f"{kind.__name__} is a class"

@@ -21,6 +21,7 @@ from paramserver.client.encoding import Encoding
 from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
 from paramserver.client.session import Session
+from paramserver.client.values import array_of
 from paramserver.client.worker_base import of_another_process
 from paramserver.core.layout import Layout
 from paramserver.errors import InDoubt, Unavailable, combined, problem
@@ -119,8 +120,7 @@ class Stream:
         if self._pieces is None or self.over:
             when = "has ended" if self.over else "has not begun"
             raise problem("conflict", f"the `with` block of this stream {when}", hint=ANOTHER)
-        if type(grad) is np.ndarray:  # else each send would copy it whole; a masked array is refused as it is sent
-            grad = np.asarray(grad, order="C")
+        grad = np.asarray(array_of(f"'{name}'", grad, name), order="C")  # else each send would copy it whole
         with self._lock:
             self._pieces.put(name, grad)
 

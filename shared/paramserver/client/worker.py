@@ -10,7 +10,7 @@ from paramserver.client.arrays import Params
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed
-from paramserver.client.reports import measured
+from paramserver.client.reports import check_measure, measured
 from paramserver.client.streaming import PushStream
 from paramserver.client.tasks import Task
 from paramserver.client.worker_base import LEAVE_S, WorkerBase, of_another_process
@@ -246,6 +246,7 @@ class Worker(WorkerBase):
         Cheap to call at every step: if none is pending, it sends no request and returns None.  If `measure` raises, the
         evaluation stays pending.
         """
+        check_measure(measure)
         if not self._session.evaluation_waits:
             return None
         task = self._run(self._tasks.lease(EVALUATE, self._deadline(None), wait=False))

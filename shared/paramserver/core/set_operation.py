@@ -25,6 +25,9 @@ class SetOperation(RequestOperation):
         tasks: list[Task] = []
         try:
             self.model.check(self.event.generation, self.event.timeline)
+            if self.event.first and self.model.ready:  # another attempt was faster; values may have been trained since
+                shard.reply(self.event.request, PushDone(self.model.key, self.model.timeline, "applied", True, ()))
+                return ()
             self._check_expected()
             level = self.partitions[0].level
             if level:

@@ -246,6 +246,8 @@ class SetReceived(Struct, frozen=True):
     """Restores also drop staged and buffered gradients."""
     timeline: int | None = None
     """The timeline it is meant for; None: any."""
+    first: bool = False
+    """Uploads change nothing once the model is complete."""
 
 
 class CaptureReceived(Struct, frozen=True):

@@ -79,6 +79,6 @@ def _authorities(path: str, origin: str) -> tuple[str, ...]:
 
 def _text(path: str, origin: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise problem("invalid_field", f"{origin}: cannot read {path}: {e}") from None

@@ -51,7 +51,7 @@ class Uploader(SimClient):
         while left:
             for shard, indices in (yield from self.owners(left)).items():
                 sent = tuple(parts[i] for i in indices)
-                event = SetReceived(0, self.sim.spec.name, sent, self.sim.operator.generation)
+                event = SetReceived(0, self.sim.spec.name, sent, self.sim.operator.generation, first=True)
                 done = yield self.sim.shards[shard].ask(
                     self.name,
                     f"upload {name} {indices}",

@@ -106,6 +106,8 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
     """Whether staged and buffered gradients are dropped."""
     timeline: Count | None = None
     """The assignment is refused if the model is on another timeline by then; None: any."""
+    first: bool = False
+    """Whether these are first values, which change nothing once the model is complete."""
 
     def body_bytes(self) -> int:
         """Length of the body."""
