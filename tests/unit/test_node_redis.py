@@ -169,7 +169,7 @@ async def test_a_shard_that_a_redis_was_silent_to_once_leaves_all_idle_connectio
     redis, told = LossyServer(), asyncio.Event()
     async with await asyncio.start_server(redis.take, "127.0.0.1", 0) as server:
         url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
-        client, bulk = node_redis.connect(url, timeout_s=0.2), node_redis.connect(url, timeout_s=None)
+        client, bulk = node_redis.connect(url, timeout_s=1.0), node_redis.connect(url, timeout_s=None)
         store = SnapshotStore(client, ScriptRunner(bulk), BufferPool(), asyncio.get_running_loop().time, 1e12)
         tasks = set[asyncio.Task[None]]()
 
