@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 PSCTL = [sys.executable, "-P", "-m", "paramserver_cli"]
@@ -65,6 +66,11 @@ def cluster(state_dir: Path, *, shards: int = 2, args: tuple[str, ...] = ()) -> 
             [*PSCTL, "down", "--state-dir", str(state_dir)], capture_output=True, text=True, timeout=60
         )
         assert down.returncode == 0, down.stdout + down.stderr
+
+
+def get(url: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    """GET from a node, with more patience than the 5 s of httpx, which a crowded machine may need."""
+    return httpx.get(url, headers=headers, timeout=30.0)
 
 
 def ones(n: int = 100) -> dict[str, Any]:

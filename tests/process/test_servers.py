@@ -78,7 +78,7 @@ def front(upstream: Node) -> Iterator[Node]:
 
 def test_a_request_in_flight_is_finished_before_the_process_ends() -> None:
     """After SIGTERM a node finishes the request in flight, does not wait for an idle connection, and exits with 0."""
-    with node() as running, httpx.Client(base_url=running.url) as idle:
+    with node() as running, httpx.Client(base_url=running.url, timeout=20.0) as idle:
         assert idle.get("/listening").json() == 0  # leaves an idle keep-alive connection
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(running.http.get("/slow?seconds=1")))

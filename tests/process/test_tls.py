@@ -81,7 +81,7 @@ def test_every_port_speaks_tls_only(closed: Cluster, authority: Path) -> None:
     trusted = ssl.create_default_context(cafile=authority / "ca.pem")
     for url in nodes(closed):
         assert url.startswith("https://127.0.0.1:")
-        with httpx.Client(verify=trusted, trust_env=False) as http:
+        with httpx.Client(verify=trusted, trust_env=False, timeout=30.0) as http:
             assert http.get(f"{url}/livez").status_code == 200
             assert http.get(f"{url}/models").status_code == 401
             cookie = http.post(f"{url}/login", data={"token": closed.info["token"]}).headers["set-cookie"]
