@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 from unittest.mock import Mock
@@ -274,3 +275,16 @@ def test_no_port_is_given_twice() -> None:
     """`free_port` never returns a port twice, so that two servers about to start do not share one."""
     ports = [redis_server.free_port() for _ in range(1000)]
     assert len(set(ports)) == len(ports)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port that is held here is held from its server, too")
+def test_a_port_that_was_given_is_nobody_elses_by_chance() -> None:
+    """A port from `free_port` is held until its server asks for it, and again while that is being restarted."""
+    port = redis_server.free_port()
+    for _ in range(2):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))  # nor does the system choose it for anyone
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(server.getsockname()):
+            server.accept()[0].close()
