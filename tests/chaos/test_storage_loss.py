@@ -59,10 +59,10 @@ def test_a_redis_that_comes_back_without_its_last_writes(start: Start) -> None:
     """If Redis restarts without the end of its append-only file, the living shards store the lost writes again."""
     run = start(Plan(shards=2), JOURNALED)
     c = run.cluster
-    c.kill("redis", hold=True)
     (file,) = (c.folder / "nodes" / "redis" / "appendonlydir").glob("*.incr.aof")
+    eventually(lambda: file.stat().st_size > 2 * TAIL_BYTES, what="enough in the file")
+    c.kill("redis", hold=True)
     size = file.stat().st_size
-    assert size > 2 * TAIL_BYTES
     with file.open("r+b") as aof:
         aof.truncate(size - TAIL_BYTES)
     c.recorder.fault(f"{TAIL_BYTES} of {size} bytes of the AOF are gone")

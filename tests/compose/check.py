@@ -132,10 +132,16 @@ class Check:
     def survives(self, service: str, index: int = 1) -> None:
         """After SIGKILL of a container's main process, training continues and the engine restarts the container."""
         before = int(self.stack.container(service, index)["RestartCount"])
-        at = self.progress()
+        at: list[tuple[str, int]] = []
+
+        def trains() -> bool:
+            at.append(self.progress())  # raises between two runs
+            return True
+
+        until(trains, "a run in progress", 60.0)
         began = time.monotonic()
         self.stack.kill(service, index)
-        until(lambda: self.progress() > at or self.progress()[0] != at[0], f"training without {service}", 60.0)
+        until(lambda: self.progress() > at[0] or self.progress()[0] != at[0][0], f"training without {service}", 60.0)
         self.trains_within(f"training after the death of {service}")
         took = time.monotonic() - began
         until(lambda: self.stack.restarted(service, index, before), f"the return of {service}-{index}", 60.0)

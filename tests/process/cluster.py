@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 PSCTL = [sys.executable, "-P", "-m", "paramserver_cli"]
@@ -51,7 +52,7 @@ class Cluster:
 def cluster(state_dir: Path, *, shards: int = 2, args: tuple[str, ...] = ()) -> Iterator[Cluster]:
     """Start a cluster, and stop it at the end of the block; print its logs if the block failed."""
     up = [*PSCTL, "up", "--detach", "--json", "--shards", str(shards), "--state-dir", str(state_dir), *args]
-    done = subprocess.run(up, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(up, capture_output=True, text=True, timeout=200)  # by itself it gives up after 180 s
     assert done.returncode == 0, done.stdout + done.stderr
     running = Cluster(json.loads(done.stdout.strip().splitlines()[-1]))
     try:
@@ -65,6 +66,11 @@ def cluster(state_dir: Path, *, shards: int = 2, args: tuple[str, ...] = ()) -> 
             [*PSCTL, "down", "--state-dir", str(state_dir)], capture_output=True, text=True, timeout=60
         )
         assert down.returncode == 0, down.stdout + down.stderr
+
+
+def get(url: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    """GET from a node, with more patience than the 5 s of httpx, which a crowded machine may need."""
+    return httpx.get(url, headers=headers, timeout=30.0)
 
 
 def ones(n: int = 100) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError
@@ -17,7 +16,7 @@ import paramserver as ps
 from paramserver.errors import AuthError
 from paramserver_node import redis_server
 
-from .cluster import PSCTL, Cluster, cluster
+from .cluster import PSCTL, Cluster, cluster, get
 
 pytestmark = pytest.mark.process
 
@@ -127,9 +126,9 @@ def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path
             other.keys()
         printed = subprocess.run([*PSCTL, "token", "reader"], **run)  # type: ignore[call-overload]
         for url in (closed.url, *closed.shards):
-            assert httpx.get(f"{url}/status").status_code == 401
+            assert get(f"{url}/status").status_code == 401
             reader = {"authorization": f"Bearer {printed.stdout.strip()}"}
-            assert httpx.get(f"{url}/status", headers=reader).status_code == 200
+            assert get(f"{url}/status", headers=reader).status_code == 200
         with ps.connect(closed.url) as nobody, pytest.raises(AuthError):
             nobody.models()
         with ps.connect(closed.url, token=token) as client:
@@ -142,7 +141,7 @@ def test_a_cluster_may_be_open_to_everyone_when_told_so(tmp_path: Path) -> None:
     with cluster(tmp_path, shards=1, args=("--host", "0.0.0.0", "--insecure")) as opened:
         assert opened.info["token"] is None
         assert not (tmp_path / "secret").exists()
-        assert httpx.get(f"{opened.url}/status", headers={"host": "ps.example.org"}).status_code == 200
+        assert get(f"{opened.url}/status", headers={"host": "ps.example.org"}).status_code == 200
         for log in ("shard-0", "scheduler"):
             text = "".join(p.read_text() for p in (tmp_path / "logs").glob(f"{log}*.log"))
             assert "may read, change and delete" in text, log
@@ -152,7 +151,7 @@ def test_a_cluster_for_this_machine_is_closed_to_web_pages(shared_cluster: Clust
     """On loopback, HTTP/1.1 requests need no token, but one with a foreign Host or a foreign Origin is refused."""
     assert shared_cluster.info["token"] is None
     for url in (shared_cluster.url, *shared_cluster.shards):
-        assert httpx.get(f"{url}/status").status_code == 200
+        assert get(f"{url}/status").status_code == 200
         for header in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
-            refused = httpx.get(f"{url}/status", headers=header)
+            refused = get(f"{url}/status", headers=header)
             assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")

@@ -93,7 +93,7 @@ def data(stream: int, payload: bytes, *, ends: bool = False) -> bytes:
 
 ENDS = wire.END_HEADERS | wire.END_STREAM
 HEAD = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, block("POST", "/push"))
-UNREAD = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, block("GET", "/slow?seconds=2"))
+UNREAD = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, block("GET", "/slow?seconds=20"))
 BEGUN = wire.frame(wire.HEADERS, 0, 1, block("POST", "/push"))
 PING = wire.frame(wire.PING, 0, 0, b"12345678")
 

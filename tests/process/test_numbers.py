@@ -15,6 +15,8 @@ import pytest
 import paramserver as ps
 from paramserver.types import F32, AnyArray
 
+from .cluster import get
+
 pytestmark = pytest.mark.process
 
 SIZES = {"a": 63, "scalar": 1, "c": 23}
@@ -60,7 +62,7 @@ def test_pushes_of_ranges_make_the_steps_of_adam(client: ps.Client, name: str, p
     values, first, second = rng.standard_normal(SIZE).astype(f), np.zeros(SIZE, f), np.zeros(SIZE, f)
     optimizer = ps.Adam(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     model = created(client, name, values, optimizer=optimizer, partitions=partitions)
-    bounds = httpx.get(f"{client.url}/models/{name}").json()["bounds"]
+    bounds = get(f"{client.url}/models/{name}").json()["bounds"]
     cuts = sorted({*bounds, *STARTS.values(), SIZE})  # step counts are kept per parameter within a partition
     counts = np.zeros(SIZE, int)
     for i in range(40):
@@ -70,7 +72,7 @@ def test_pushes_of_ranges_make_the_steps_of_adam(client: ps.Client, name: str, p
         else:
             grads = {n: g.tolist() for n, g in push.grads.items()}
             body = {"model": name, "grads": grads, "ranges": push.ranges, "weight": push.weight}
-            assert httpx.post(f"{client.url}/push", json=body).status_code == 200
+            assert httpx.post(f"{client.url}/push", json=body, timeout=30).status_code == 200
 
         for start, stop in pairwise(cuts):
             counts[start:stop] += push.touched[start:stop].any()

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil
 import pytest
@@ -20,7 +19,7 @@ import paramserver as ps
 from paramserver_cli import doctor
 from paramserver_node import redis_server
 
-from .cluster import PSCTL, Cluster
+from .cluster import PSCTL, Cluster, get
 
 pytestmark = pytest.mark.process
 
@@ -362,7 +361,7 @@ def test_a_script_is_run_by_its_own_workers(own_cluster: Cluster, tmp_path: Path
     with subprocess.Popen([*argv, "--url", own_cluster.url], cwd=tmp_path) as other:
         try:
             pool = f"{own_cluster.url}/pool"
-            eventually(lambda: httpx.get(pool).json()["items"] != [], within_s=60.0, what="the other worker")
+            eventually(lambda: get(pool).json()["items"] != [], within_s=60.0, what="the other worker")
             assert own_cluster.psctl("new", str(tmp_path / "mine")).returncode == 0
             script = str(tmp_path / "mine" / "train.py")
             done = own_cluster.psctl("train", script, "--model", "mine", "--workers", "1", timeout_s=100)

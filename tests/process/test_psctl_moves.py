@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from tests.waiting import eventually
@@ -19,7 +18,7 @@ import paramserver as ps
 from paramserver_cli import moves
 from paramserver_cli.launch import Failed
 
-from .cluster import PSCTL, Cluster, cluster
+from .cluster import PSCTL, Cluster, cluster, get
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -33,7 +32,7 @@ def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def owners(running: Cluster, model: str) -> dict[str, int]:
     """Number of the model's partitions that each shard owns."""
-    found = httpx.get(f"{running.url}/models/{model}").json()["partitions"]
+    found = get(f"{running.url}/models/{model}").json()["partitions"]
     names = [p["shard"] for p in found]
     return {n: names.count(n) for n in sorted(set(names))}
 
@@ -127,7 +126,7 @@ def test_a_command_that_was_overtaken_ends(elastic: Cluster) -> None:
     os.kill(paused, signal.SIGSTOP)
     try:
         shard = f"{elastic.url}/shards/shard-0"
-        eventually(lambda: not httpx.get(shard).json()["alive"], within_s=60.0, what="the shard's death")
+        eventually(lambda: not get(shard).json()["alive"], within_s=60.0, what="the shard's death")
         with waiting(elastic, "scale", "shards", "3") as scale:
             eventually(lambda: len(elastic.present()["shards"]) == 3, within_s=60.0, what="the third shard")
             with waiting(elastic, "scale", "shards", "2") as other:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import psutil
 import pytest
 from redis import Redis
@@ -25,7 +24,7 @@ from paramserver_cli.launch import plan_changed
 from paramserver_cli.state_directory import StateDir
 from paramserver_node import redis_server
 
-from .cluster import PSCTL, Cluster, cluster
+from .cluster import PSCTL, Cluster, cluster, get
 
 pytestmark = pytest.mark.process
 
@@ -40,7 +39,7 @@ def listener(port: int) -> int | None:
 
 def is_ready(url: str) -> bool:
     """Whether a node answers `/readyz` with 200."""
-    return httpx.get(f"{url}/readyz").status_code == 200
+    return get(f"{url}/readyz").status_code == 200
 
 
 def of_state(state_dir: Path) -> list[psutil.Process]:
@@ -71,7 +70,7 @@ def test_the_printed_object_is_the_cluster(own_cluster: Cluster) -> None:
     assert info["pids"]["scheduler"] == [listener(port_of(info["scheduler"]))]
     assert info["pids"]["shards"] == [listener(port_of(u)) for u in info["shards"]]
     assert info["pids"]["redis"] == [listener(port_of(info["redis"]))]
-    assert httpx.get(f"{info['scheduler']}/readyz").status_code == 200
+    assert get(f"{info['scheduler']}/readyz").status_code == 200
     assert own_cluster.present() == info
     listed = own_cluster.psctl("models")
     assert (listed.stdout, "psctl create" in listed.stderr) == ("", True)  # a hint on stderr, no line on stdout
@@ -216,7 +215,7 @@ def test_up_again_is_refused_and_down_again_is_fine(shared_cluster: Cluster, tmp
     assert again.returncode == 4
     assert shared_cluster.url in again.stderr
     assert nothing.returncode == 0
-    assert httpx.get(f"{shared_cluster.url}/livez").status_code == 200
+    assert get(f"{shared_cluster.url}/livez").status_code == 200
 
 
 def test_of_two_ups_at_once_in_a_folder_one_is_refused(tmp_path: Path) -> None:
@@ -255,7 +254,7 @@ def test_a_cluster_in_the_foreground_ends_with_its_command(tmp_path: Path, numbe
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as up:
         assert up.stdout is not None
         info: dict[str, Any] = json.loads(up.stdout.readline())
-        assert httpx.get(f"{info['scheduler']}/livez").status_code == 200
+        assert get(f"{info['scheduler']}/livez").status_code == 200
 
         up.send_signal(number)
 

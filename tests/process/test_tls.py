@@ -81,7 +81,7 @@ def test_every_port_speaks_tls_only(closed: Cluster, authority: Path) -> None:
     trusted = ssl.create_default_context(cafile=authority / "ca.pem")
     for url in nodes(closed):
         assert url.startswith("https://127.0.0.1:")
-        with httpx.Client(verify=trusted, trust_env=False) as http:
+        with httpx.Client(verify=trusted, trust_env=False, timeout=30.0) as http:
             assert http.get(f"{url}/livez").status_code == 200
             assert http.get(f"{url}/models").status_code == 401
             cookie = http.post(f"{url}/login", data={"token": closed.info["token"]}).headers["set-cookie"]
@@ -186,6 +186,25 @@ def test_a_pool_worker_and_psctl_go_the_same_way(closed: Cluster, authority: Pat
     assert saved.returncode == 0, saved.stderr
 
 
+STARTS = """
+import asyncio, sys
+from paramserver_cli import supervisor
+
+ready = supervisor.Supervisor._until_servers_are_ready
+
+async def ready_or_told(self):
+    waiting = asyncio.ensure_future(ready(self))
+    while not waiting.done():
+        if "not trusted" in self.state.tail("shard-0"):
+            raise TimeoutError
+        await asyncio.sleep(0.1)
+
+supervisor.Supervisor._until_servers_are_ready = ready_or_told
+supervisor.main(sys.argv[1:])
+"""
+"""A supervisor that waits for its servers until a shard's log has the warning, instead of for three minutes."""
+
+
 def test_a_start_without_the_authority_says_so(
     authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,11 +215,10 @@ def test_a_start_without_the_authority_says_so(
     state = StateDir(tmp_path)
     state.logs.mkdir()
     state.write(Plan(shards=1))
-    code = "import sys; from paramserver_cli import supervisor as s; s.START_TIMEOUT_S = 15.0; s.main(sys.argv[1:])"
 
     lock = state.lock()
     assert lock is not None
-    argv = [sys.executable, "-P", "-c", code, str(tmp_path), str(lock.fileno())]
+    argv = [sys.executable, "-P", "-c", STARTS, str(tmp_path), str(lock.fileno())]
     with lock:
         subprocess.run(argv, check=True, timeout=90, capture_output=True, pass_fds=[lock.fileno()])
 

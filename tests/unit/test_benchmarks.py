@@ -46,10 +46,11 @@ def record(cell: str, system: str, rounds_per_s: float, **more: Any) -> dict[str
 
 def test_processor_time_is_counted_for_the_right_process() -> None:
     """Processor time of this process counts for it and for the machine, but not for an idle process."""
-    idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    waits = "print(flush=True); input()"
+    idle = subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        while meters.memory_bytes([idle.pid], "VmRSS") < 1 << 20:
-            time.sleep(0.01)
+        assert idle.stdout is not None
+        idle.stdout.readline()  # its start has used processor time
         before, idle_before, busy_before = meters.cpu_s([os.getpid()]), meters.cpu_s([idle.pid]), meters.busy_s()
         deadline = time.monotonic() + 30
         while meters.cpu_s([os.getpid()]) < before + 0.1:

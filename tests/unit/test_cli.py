@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import typer
 from rich.console import Console
+from tests.waiting import eventually
 from typer.testing import CliRunner
 
 from paramserver.errors import problem
@@ -531,11 +531,15 @@ def test_children_and_theirs_die_with_a_killed_owner(tmp_path: Path) -> None:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pids = [int(owner.stdout.readline())]
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "log").read_text().endswith("\n"):
-            assert time.monotonic() < deadline, "the grandchild did not start"
+        # A whole line: its number may come in two pieces.
+        eventually(lambda: (tmp_path / "log").read_text().endswith("\n"), what="the start of the grandchild")
         pids.append(int((tmp_path / "log").read_text()))
         os.kill(owner.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(p) and psutil.Process(p).status() != "zombie" for p in pids):
-        assert time.monotonic() < deadline, "something outlived its owner"
+
+    def lives(pid: int) -> bool:
+        try:
+            return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    eventually(lambda: not any(map(lives, pids)), what="the end of both")

@@ -325,7 +325,7 @@ def test_a_silent_scheduler_does_not_hide_the_one_that_answers(node: Node) -> No
     """If a scheduler does not answer, `connect` tries the next one, with which later requests begin."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with ps.connect(f"{url},{node.url}", timeout=0.5) as client:
+        with ps.connect(f"{url},{node.url}", timeout=2.0) as client:
             assert client.request("GET", "/livez") == {}
         with pytest.raises(ps.Unreachable, match="did not answer within"):
             ps.connect(url, timeout=0.2)

