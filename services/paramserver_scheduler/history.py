@@ -123,7 +123,9 @@ class History:
         else:
             if revision != new[1]:
                 self.add(now, "model_changed", f"model {name} has new settings (revision {new[1]})")
-            if timeline != new[2]:
+            if timeline != new[2] and revision != new[1]:  # the change that has made it synchronous
+                self.add(now, "model_in_sync", f"model {name} is synchronous from clock {document['clock']} on")
+            elif timeline != new[2]:
                 self.add(now, "model_rolled_back", f"model {name} was rolled back to clock {document['clock']}", "bad")
         self._models[name] = new
         self._note_roster(name, document["workers"], now)

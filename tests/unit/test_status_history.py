@@ -483,6 +483,26 @@ def test_events_are_what_differs_from_the_second_before() -> None:
     assert load == [0.25, None, None, 0.25]
 
 
+def test_a_change_to_sync_is_not_told_as_a_rollback() -> None:
+    """A model that is switched to sync is told as that, and one that a shard's death takes back as bad news."""
+    d, history = Driver.with_model(), History(0.0)
+    history.begin(d.core.read)
+    seen = len(d.published)
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
+    d.beats()
+    clock = d.document()["clock"]
+    d.shard("s1")  # a restart: its partitions are lost
+    for document in d.published[seen:]:
+        if document["type"] == "model":
+            history.note(document, d.now)
+
+    told = [(e.kind, e.text, e.level) for e in reversed(history.events) if e.kind != "model_changed"]
+    assert told == [
+        ("model_in_sync", f"model m is synchronous from clock {clock} on", "info"),
+        ("model_rolled_back", f"model m was rolled back to clock {d.document()['clock']}", "bad"),
+    ]
+
+
 def test_events_are_bounded() -> None:
     """At most STATUS_EVENTS_MAX events are kept, the newest first, and an event repeated at once is kept once."""
     history = History(0.0)
