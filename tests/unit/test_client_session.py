@@ -161,10 +161,15 @@ def test_a_rollback_drops_the_gradient_and_resets_the_clock() -> None:
     assert node.pulls[-1].min_clock == 0
 
 
-@pytest.mark.parametrize(("clock", "told"), [(0, "worker.rolled_back"), (9, "worker.moved_on")])
-def test_only_a_clock_that_falls_is_told_as_a_rollback(clock: int, told: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A change to sync, which begins at a clock beyond all earlier ones, is not logged as a rollback."""
-    node, session = joined()
+@pytest.mark.parametrize(
+    ("mode", "clock", "told"),
+    [("sync", 0, "worker.rolled_back"), ("sync", 9, "worker.moved_on"), ("async", 0, "worker.moved_on")],
+)
+def test_only_a_clock_that_falls_in_sync_is_told_as_a_rollback(
+    mode: str, clock: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A change to sync, and a restore, which goes on beyond all earlier clocks, are not logged as rollbacks."""
+    node, session = joined(mode)
     drive(Iterations(session).step(GRAD, {}, deadline(), None), node)
     caplog.set_level(logging.INFO, "paramserver")
     node.script[BEAT] = [no("rolled_back", timeline=2, clock=clock)]

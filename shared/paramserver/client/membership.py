@@ -254,8 +254,8 @@ class Membership:
                     self.clock = self.since = int(error.members.get("clock") or 0)
                     self._min_clock = 0
                     self._base = None
-                    # A change to sync begins at a clock beyond all earlier ones.
-                    fell = self.clock <= before
+                    # A change to sync takes nothing back, and a restore goes on beyond all earlier clocks.
+                    fell = self.mode == "sync" and self.clock <= before
                     what = "rolled_back" if fell else "moved_on"
                     level = logging.WARNING if fell else logging.INFO
                     log.log(level, "worker.%s worker=%s timeline=%d clock=%d", what, self.worker, new, self.clock)
