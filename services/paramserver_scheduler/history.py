@@ -72,6 +72,8 @@ class History:
         self.wall_offset_s = wall_offset_s
         """Unix time minus monotonic time."""
         self._models: dict[str, tuple[int, int, int]] = {}
+        self._owners: dict[str, list[Any]] = {}
+        """Shard and token of each partition, of the models of which a document was seen."""
         self._workers: dict[str, dict[str, int]] = {}
         self._versions: dict[tuple[str, int], deque[tuple[float, int]]] = {}
         self._runs: dict[str, str] | None = None
@@ -111,6 +113,7 @@ class History:
                 self._note_roster(document["model"], document["workers"], now)
             case "gone":
                 self._models.pop(document["model"], None)
+                self._owners.pop(document["model"], None)
                 self._workers.pop(document["model"], None)
                 self.add(now, "model_deleted", f"model {document['model']} was deleted")
 
@@ -118,15 +121,26 @@ class History:
         name = document["name"]
         new = (document["generation"], document["revision"], document["timeline"])
         generation, revision, timeline = self._models.get(name, (0, 0, 0))
+        owners, known = [row[:2] for row in document["owners"]], self._owners.get(name)
+        self._owners[name] = owners
         if generation != new[0]:
             self.add(now, "model_created", f"model {name} was created")
         else:
             if revision != new[1]:
                 self.add(now, "model_changed", f"model {name} has new settings (revision {new[1]})")
             if timeline != new[2]:
-                self.add(now, "model_rolled_back", f"model {name} was rolled back to clock {document['clock']}", "bad")
+                self._note_timeline(name, document["clock"], changed=revision != new[1], kept=owners == known, now=now)
         self._models[name] = new
         self._note_roster(name, document["workers"], now)
+
+    def _note_timeline(self, name: str, clock: int, *, changed: bool, kept: bool, now: float) -> None:
+        """Tell of a new timeline; `changed`: settings begin with it, `kept`: its owners keep what they have."""
+        if changed:
+            self.add(now, "model_in_sync", f"model {name} is synchronous from clock {clock} on")
+        elif kept:
+            self.add(now, "model_restored", f"model {name} was restored and continues at clock {clock}")
+        else:
+            self.add(now, "model_rolled_back", f"model {name} was rolled back to clock {clock}", "bad")
 
     def _note_roster(self, model: str, workers: Mapping[str, Any], now: float) -> None:
         old, new = self._workers.get(model, {}), {w: int(v[0]) for w, v in workers.items()}

@@ -168,7 +168,7 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "conflict": CodeInfo(409, ConflictError, "The present state forbids this"),
     "model_exists": CodeInfo(409, ConflictError, "A model of that name has another spec"),
     "model_replaced": CodeInfo(409, FencedError, "The model was deleted and created again"),
-    "rolled_back": CodeInfo(409, FencedError, "The model went back to an earlier clock"),
+    "rolled_back": CodeInfo(409, FencedError, "The model continues at another clock"),
     "fenced": CodeInfo(409, FencedError, "A newer epoch has taken this one's place"),
     "outside_window": CodeInfo(409, ConflictError, "The push id is too old to tell whether it was applied"),
     "not_enough_memory": CodeInfo(409, ConflictError, "The shards do not have enough memory"),

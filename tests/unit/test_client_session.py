@@ -1,5 +1,6 @@
 """A worker's session, without I/O: joins, clocks, rollbacks, lost leases and reports, against a scripted node."""
 
+import logging
 import threading
 from typing import Any, cast
 
@@ -158,6 +159,24 @@ def test_a_rollback_drops_the_gradient_and_resets_the_clock() -> None:
     assert len(node.bodies("/models/m/clock")) == reports + 1
     assert (node.pushes[-1].timeline, node.pushes[-1].clock) == (5, 0)
     assert node.pulls[-1].min_clock == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "clock", "told"),
+    [("sync", 0, "worker.rolled_back"), ("sync", 9, "worker.moved_on"), ("async", 0, "worker.moved_on")],
+)
+def test_only_a_clock_that_falls_in_sync_is_told_as_a_rollback(
+    mode: str, clock: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A change to sync, and a restore, which goes on beyond all earlier clocks, are not logged as rollbacks."""
+    node, session = joined(mode)
+    drive(Iterations(session).step(GRAD, {}, deadline(), None), node)
+    caplog.set_level(logging.INFO, "paramserver")
+    node.script[BEAT] = [no("rolled_back", timeline=2, clock=clock)]
+    drive(session.beat(deadline()), node)
+
+    assert [r.getMessage() for r in caplog.records] == [f"{told} worker=m/w0 timeline=2 clock={clock}"]
+    assert (session.clock, session.timeline) == (clock, 2)
 
 
 def test_a_gradient_of_values_from_before_a_rollback_is_not_sent() -> None:

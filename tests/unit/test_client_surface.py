@@ -320,6 +320,13 @@ def test_set_takes_no_single_fields_of_the_consistency(field: str) -> None:
     assert "set(consistency=" in e.value.hint
 
 
+@pytest.mark.parametrize("field", ["ack", "partitions"])
+def test_set_says_what_is_fixed_at_creation(field: str) -> None:
+    """What a model keeps from its creation is refused as that, not as an unknown field of the optimizer."""
+    with pytest.raises(ps.RequestError, match=f"{field}: is fixed when the model is created"):
+        patch_document(None, None, None, {}, {field: 1})
+
+
 def test_a_name_in_other_letters_is_meant() -> None:
     """A hint finds the name that differs only in upper and lower case, however short."""
     with pytest.raises(ps.RequestError) as e:

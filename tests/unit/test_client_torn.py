@@ -10,11 +10,12 @@ from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, InDoubt, PsError, RequestError, Unavailable, problem
-from paramserver.net.calls import Deadline, Response
+from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
-from .session_node import GRAD, Node, deadline, joined, no, opened
+from .session_node import BEAT, GRAD, Node, deadline, joined, no, opened
 from .sharding import Now, drive
+from .test_client_iterations import sharded
 
 LOST = problem("in_doubt", "the answer was lost")
 
@@ -218,3 +219,22 @@ def test_a_pull_that_fails_after_a_workers_push_leaves_it_in_doubt() -> None:
     node.script["/push"] = [no("reserved_worker")]
     with refused_with("unavailable"):
         drive(session.pushpull(GRAD, Deadline.after(5.0, now)), fail_pulls(node), now)
+
+
+@pytest.mark.parametrize("way", ["step", "exchange"])
+def test_an_iteration_ends_in_the_timeline_that_its_push_was_for(way: str) -> None:
+    """A push that begins after its worker, which has pulled nothing, followed a new timeline ends that one's clock."""
+    node, session, loop = sharded()
+    session.cluster.forget("m")  # as when it looks again for addresses
+
+    def answer(request: Request) -> Outcome:
+        if request.path == "/models/m" and not node.timeline:  # the step's own; meanwhile the heartbeat follows
+            node.timeline = node.clock = 9
+            node.script[BEAT] = [no("rolled_back", timeline=9, clock=9)]
+            drive(session.beat(deadline()), node)
+        return node(request)
+
+    drive(getattr(loop, way)(GRAD, {}, deadline(), None), answer)
+
+    assert (node.pushes[-1].timeline, node.pushes[-1].clock) == (9, 9)
+    assert session.clock == 10

@@ -59,6 +59,9 @@ def test_a_model_is_cut_by_its_size(mib: float, partitions: int) -> None:
     assert s.partitions == partitions
 
 
+FAR_FILE = {"kind": "file", "path": "/data/w.safetensors"}
+
+
 def test_a_step_schedule_takes_torch_s_gamma() -> None:
     """A step schedule without a gamma decays as torch's and the Python client's do."""
     made = spec(optimizer={"schedule": {"kind": "step", "step_size": 3}})
@@ -89,6 +92,8 @@ def test_document_and_parse_are_inverse() -> None:
         ({"consistency": {"mode": "async", "staleness": 3}}, "consistency.staleness", "known fields"),
         ({"params": {"w": {"shape": [0]}}}, "params.w.shape", ""),
         ({"params": {"w": {"shape": [2], "init": {"kind": "normal", "std": -1}}}}, "params.w.init.std", ""),
+        ({"params": {"w": {"shape": [2], "init": {"kind": "file"}}}}, "params.w.init.path", "state directory"),
+        ({"params": {"w": {"shape": [2], "init": FAR_FILE}}}, "params.w.init.path", "state directory"),
         ({"params": {"w": {}}}, "params.w.shape", "a list of positive integers"),
         ({"params": {}}, "params", ""),
         ({"partitions": 0}, "partitions", ""),

@@ -17,6 +17,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.runs import RESTARTS_MAX
 from paramserver.errors import PsError, problem
+from paramserver.types import ModelKey
 from paramserver_scheduler import overview, status_broadcast, watch
 from paramserver_scheduler.history import History
 from paramserver_scheduler.redis_memory import RedisMemory
@@ -481,6 +482,34 @@ def test_events_are_what_differs_from_the_second_before() -> None:
     assert alive == [2, 1, 0, 1]
     ((_, load),) = history.rings.read("node.cpu_cores", {"node": "a"}, grid)
     assert load == [0.25, None, None, 0.25]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_only_a_return_to_an_earlier_state_is_told_as_a_rollback(shards: int) -> None:
+    """A model that is made synchronous or restored is told as that; one that a shard's death takes back is bad news."""
+    d, history = Driver.with_model(), History(0.0)
+    if shards == 1:
+        d.ask(lambda n: io.LeaveShard(n, "s0", d.shards.pop("s0")))
+        d.beats()
+    history.begin(d.core.read)
+    seen = len(d.published)
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
+    d.beats()
+    clock = d.document()["clock"]
+    d.ask(lambda n: io.StartRestore(n, "m"))
+    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1), None, 50))
+    d.beats()
+    d.shard("s1")  # a restart: its partitions are lost
+    for document in d.published[seen:]:
+        if document["type"] == "model":
+            history.note(document, d.now)
+
+    told = [(e.kind, e.text, e.level) for e in reversed(history.events) if e.kind != "model_changed"]
+    assert told == [
+        ("model_in_sync", f"model m is synchronous from clock {clock} on", "info"),
+        ("model_restored", "model m was restored and continues at clock 50", "info"),
+        ("model_rolled_back", f"model m was rolled back to clock {d.document()['clock']}", "bad"),
+    ]
 
 
 def test_events_are_bounded() -> None:

@@ -106,16 +106,24 @@ class Iterations:
     ) -> Call[Pushed]:
         s, numbers = self._session, numbers_of(metrics)
         yield from s.rejoin_if_torn(deadline)
-        epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         wait_s = self._commit_wait_s(deadline)
         pushing = s.push(grads, deadline, last=True, commit_wait_s=wait_s, **options)
         done = yield from self._reporting_divergence(numbers, pushing)
         if done.state != "dropped":
             s.reports.note(s.clock, numbers)
-            released = (clock + 1, epoch, timeline) if done.released else None
-            if (yield from self._finish(deadline, until, released)):
+            if (yield from self._finish(deadline, until, self._released(done))):
                 return replace(done, late=True)
         return done
+
+    def _released(self, done: Pushed) -> tuple[int, int, int] | None:
+        """Clock, epoch and timeline to go on in, if the shards have `released` the iteration that this push ended.
+
+        They follow from those of the push: before it began the heartbeat may have followed to another timeline.
+        """
+        if not done.released or self._session.reported is None:
+            return None
+        epoch, timeline, clock = self._session.reported
+        return clock + 1, epoch, timeline
 
     def _reporting_divergence(self, numbers: dict[str, float], pushing: Call[T]) -> Call[T]:
         """Perform a push; if its gradient is refused as not finite, report the metrics, too: they tell why it ends."""
@@ -166,8 +174,9 @@ class Iterations:
             pushed, values = found
             s.reports.note(s.clock, numbers)
             released = pushed.released or s.mode not in ("ssp", "sync")
-            over = (clock + 1, epoch, timeline) if released else None
+            over = (clock + 1, epoch, timeline) if released and not pushed.released else self._released(pushed)
             yield from self._finish(deadline, until, over)
+            epoch, timeline = over[1:] if over is not None else (epoch, timeline)
             if released and values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):
                 s.record_pulled(values, epoch, timeline)
                 return values.frozen() if view else values

@@ -3,8 +3,9 @@
 Every method that talks to the cluster is a call (see `calls`).  The heartbeat runs concurrently with the worker's own
 calls, so state that both change is changed under a lock or by a single assignment.  A worker reacts to these events:
 
-- *rolled back*: a shard died, and the synchronous model is back at an earlier clock, under a higher timeline.  The
-  worker goes back to that clock; a gradient of the old timeline is dropped; the next pull has the older values.
+- *rolled back*: the model has a higher timeline.  A shard died, and the synchronous model is back at an earlier clock;
+  or it was restored or made synchronous, at a later one.  The worker goes to that clock; a gradient of the old timeline
+  is dropped; the next pull has the new one's values.
 - *fenced*: the worker's lease expired.  It joins again under the same id with a higher epoch.  If another worker has
   joined under that id meanwhile, this one stops, because the two would fence each other forever.
 - *draining*, *stop*, *paused*: what the scheduler asks for in its answers.
@@ -249,11 +250,15 @@ class Membership:
             with self._lock:
                 new = int(error.members.get("timeline") or 0)
                 if new > self.timeline:
-                    self.timeline = new
+                    before, self.timeline = self.clock, new
                     self.clock = self.since = int(error.members.get("clock") or 0)
                     self._min_clock = 0
                     self._base = None
-                    log.warning("worker.rolled_back worker=%s timeline=%d clock=%d", self.worker, new, self.clock)
+                    # A change to sync takes nothing back, and a restore goes on beyond all earlier clocks.
+                    fell = self.mode == "sync" and self.clock <= before
+                    what = "rolled_back" if fell else "moved_on"
+                    level = logging.WARNING if fell else logging.INFO
+                    log.log(level, "worker.%s worker=%s timeline=%d clock=%d", what, self.worker, new, self.clock)
             if new <= timeline:  # we know that timeline already: wait until the shard has learned of ours
                 yield Pause(0.1)
                 if deadline.left_s() <= 0:

@@ -19,6 +19,10 @@ from paramserver.types import AnyArray, DTypeLike
 
 Init: TypeAlias = str | Mapping[str, Any]
 _INITS: Final = '"zeros" or {"kind": "constant", "value": 0.5}; an array goes in place of the shape'
+_FIXED_FIELDS: Final = {
+    "ack": 'a push may ask for more: push(grads, ack="journaled")',
+    "partitions": "a checkpoint can be restored as another model, with partitions=…",
+}
 _CONSISTENCY_FIELDS: Final = {"mode", *(f.name for mode in Consistency.__subclasses__() for f in fields_of(mode))}
 
 
@@ -91,8 +95,9 @@ def patch_document(
         if key in _CONSISTENCY_FIELDS:
             detail = f"{key}: belongs to the consistency; single fields are the optimizer's"
             raise problem("invalid_field", detail, hint="set(consistency=ps.Sync(quorum=0.75))", where=key)
-        if key in ("partitions", "ack"):
-            raise problem("invalid_field", f"{key}: cannot be changed", hint="create another model", where=key)
+        if key in _FIXED_FIELDS:
+            detail = f"{key}: is fixed when the model is created"
+            raise problem("invalid_field", detail, hint=_FIXED_FIELDS[key], where=key)
         change[key] = value.document() if isinstance(value, Choice) else value
     if change:
         body["optimizer"] = change

@@ -104,7 +104,7 @@ class Durability:
 
     def _give_up(self, waiting: Waiting) -> None:
         reason = self.storage or "Redis did not make it durable in time"
-        hint = "the push is in doubt; send it again under the same id"
+        hint = "the push is in doubt: send it again under its id; without one it may count twice"
         self._refuse(waiting, problem("storage_unavailable", reason, hint=hint))
 
     def _end(self, waiting: Waiting, outcome: Outcome) -> None:

@@ -73,9 +73,10 @@ class InitSpec(Struct, frozen=True):
                 kinds = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
                 values[name] = r.choice("nonlinearity", default.nonlinearity, kinds)
             elif name == "path":
-                values[name] = r.take("path", "", is_name, "a file name")
-                if not values[name]:
-                    r.fail("path", "is required")
+                hint = "of a safetensors file directly below the scheduler's state directory"
+                values[name] = r.take("path", "", is_name, "a file name", hint)
+                if "path" not in r.data:
+                    r.fail("path", "is required", hint)
             else:
                 low = 0.0 if name == "std" else float("-inf")
                 values[name] = r.number(name, getattr(default, name), low)

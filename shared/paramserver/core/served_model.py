@@ -104,7 +104,7 @@ class ServedModel:
             clock = self.clock + (self.opening and self.clock == self.began)
             raise problem(
                 "rolled_back",
-                f"the model went back to clock {clock}",
+                f"the model was rolled back, restored or made synchronous; it continues at clock {clock}",
                 hint="discard pushes in doubt, continue at this clock and timeline, and pull",
                 timeline=self.timeline,
                 clock=clock,

@@ -234,7 +234,7 @@ class WorkerDesk:
         clock = self.grant(model, worker)
         return problem(
             "rolled_back",
-            f"model '{model.name}' was rolled back; it continues at clock {clock}",
+            f"model '{model.name}' was rolled back, restored or made synchronous; it continues at clock {clock}",
             hint="discard pushes in doubt, continue at this clock, and pull",
             timeline=model.timeline,
             clock=clock,
