@@ -171,7 +171,7 @@ def test_redis_away_keeps_the_leader(cluster: Nodes) -> None:
     name = summing_model(cluster, "async")
     before = leader(cluster)
     term = cluster.get("/status")["cluster"]["term"]
-    worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
     pid = redis_server.serving_pid(int(cluster.redis_url.rsplit(":", 1)[1].split("/")[0]))
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
