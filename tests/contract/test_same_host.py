@@ -110,7 +110,7 @@ def test_a_gradient_whose_commit_does_not_come_keeps_its_slot(model: Model) -> N
     model.set(consistency=ps.Sync(min_workers=2))
     with model.worker() as first, model.worker() as second:
         with pytest.raises(ps.Unavailable, match=second.name):
-            first.exchange(np.full(SIZE, -1.0, np.float32), timeout=0.5)
+            first.exchange(np.full(SIZE, -1.0, np.float32), timeout=3.0)
         second.step(np.full(SIZE, -5.0, np.float32), timeout=10.0)
         assert (second.pull().flat == 3.0).all()
 

@@ -387,11 +387,11 @@ async def test_running_schedulers_know_each_other(redis_url: str, plain: Redis) 
     [
         (HOUR_MS, HOUR_MS, HOUR_MS, False, False),
         (-60_000, -5_000, HOUR_MS, False, False),
-        (-1_000, -100, HOUR_MS, False, False),
+        (-500, -100, HOUR_MS, False, False),
         (-3_000, HOUR_MS, HOUR_MS, False, True),
         (-3_000, -100, 4_000, False, True),
         (-3_000, -100, -4_000, False, True),
-        (-3_000, -100, 2_000, False, False),
+        (-3_000, -100, 1_000, False, False),
         (-3_000, -100, 4_000, True, False),
     ],
 )
