@@ -192,5 +192,5 @@ def summing_model(cluster: Nodes, mode: str = "sync") -> str:
         "consistency": {"mode": mode},
         "partitions": 2,
     }
-    eventually(lambda: cluster.call("POST", "/models", spec)["name"] == name, what="the model")
+    eventually(lambda: cluster.call("POST", "/models", spec)["name"] == name, within_s=START_S, what="the model")
     return name
