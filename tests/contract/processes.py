@@ -3,18 +3,22 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 from tests.waiting import eventually
 
 from paramserver.net.credentials import Credentials
 from paramserver_node import redis_server
+
+START_S: Final = 120.0
+"""Longest wait for what a process does once it has started: on a busy machine that alone can take a minute."""
 
 
 class Nodes:
@@ -23,17 +27,28 @@ class Nodes:
     def __init__(self, folder: Path, redis_url: str, shards: int, schedulers: int = 1) -> None:
         self.folder = folder
         self.redis_url = redis_url
-        self.ports = [redis_server.free_port() for _ in range(schedulers)]
+        self._holders: list[socket.socket] = []
+        self.ports = [self.held_port() for _ in range(schedulers)]
         self.port = self.ports[0]
         self.urls = [f"http://127.0.0.1:{p}" for p in self.ports]
         self.url = self.urls[0]
         """The first scheduler's URL."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.shard_ports = {f"shard-{i}": redis_server.free_port() for i in range(shards)}
+        self.shard_ports = {f"shard-{i}": self.held_port() for i in range(shards)}
         # With PARAMSERVER_TOKEN in the environment the tests send it, as any client does.
         self.http = httpx.Client(
             base_url=self.url, headers=Credentials.found(None, None, os.environ).headers, timeout=30.0
         )
+
+    def held_port(self) -> int:
+        """Return a port of 127.0.0.1 that nobody else is given before `stop`: its process starts later, or again."""
+        if sys.platform != "linux":  # elsewhere a server cannot listen beside the socket that holds its port
+            return redis_server.free_port()
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        self._holders.append(holder)
+        return int(holder.getsockname()[1])
 
     def start(self, name: str, *args: str) -> None:
         """Start a process whose output goes to a log file of its name."""
@@ -58,7 +73,7 @@ class Nodes:
         def started() -> bool:
             return process.poll() is not None or self.http.get(ready).status_code == 200
 
-        eventually(started, within_s=120.0, what="the scheduler's start")
+        eventually(started, within_s=START_S, what="the scheduler's start")
         assert process.poll() is None, f"{name} has ended with {process.returncode}"
 
     def start_shard(self, name: str, module: str = "paramserver_shard") -> None:
@@ -85,6 +100,8 @@ class Nodes:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
+        for holder in self._holders:
+            holder.close()
 
     def logs(self) -> str:
         """The last 3000 characters of each process's log."""
@@ -121,7 +138,7 @@ def nodes(folder: Path, *, shards: int = 1, schedulers: int = 1) -> Iterator[Nod
                 cluster.start_shard(name)
             eventually(
                 lambda: sum(s["alive"] for s in cluster.get("/map")["shards"].values()) == shards,
-                within_s=120.0,
+                within_s=START_S,
                 what="the shards' joining",
             )
             yield cluster
@@ -138,17 +155,21 @@ def unique(prefix: str) -> str:
 
 
 def leader(cluster: Nodes) -> int:
-    """The index of the scheduler that leads, according to the first one that answers."""
-    for url in cluster.urls:
-        try:
-            found = cluster.http.get(f"{url}/status", timeout=2.0)
-        except httpx.HTTPError:
-            continue
-        if found.status_code == 200:
-            schedulers = [n for n in found.json()["nodes"] if n["role"] == "scheduler"]
-            (active,) = [n["addresses"][0] for n in schedulers if n["state"] == "active"]
-            return cluster.urls.index(active)
-    raise AssertionError("nobody leads")
+    """The index of the scheduler that leads, according to the first one that answers, as soon as one does."""
+
+    def told() -> str:
+        for url in cluster.urls:
+            try:
+                found = cluster.http.get(f"{url}/status", timeout=2.0)
+            except httpx.HTTPError:
+                continue
+            if found.status_code == 200:
+                schedulers = [n for n in found.json()["nodes"] if n["role"] == "scheduler"]
+                (active,) = [str(n["addresses"][0]) for n in schedulers if n["state"] == "active"]
+                return active
+        return ""
+
+    return cluster.urls.index(eventually(told, what="a leader"))
 
 
 def process_name(index: int) -> str:
@@ -171,5 +192,5 @@ def summing_model(cluster: Nodes, mode: str = "sync") -> str:
         "consistency": {"mode": mode},
         "partitions": 2,
     }
-    eventually(lambda: cluster.call("POST", "/models", spec)["name"] == name, what="the model")
+    eventually(lambda: cluster.call("POST", "/models", spec)["name"] == name, within_s=START_S, what="the model")
     return name

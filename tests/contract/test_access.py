@@ -151,7 +151,7 @@ def test_plain_requests_meet_the_same_doors(cluster: Nodes) -> None:
     spec = {"name": name, "params": {"a": {"shape": [2]}, "b": {"shape": [2]}}, "partitions": 2}
     cluster.post("/models", spec, status=201)
     for url in node_urls(cluster).values():
-        http = httpx.Client(base_url=url, headers={"authorization": f"bearer {TOKEN['worker']}"})
+        http = httpx.Client(base_url=url, headers={"authorization": f"bearer {TOKEN['worker']}"}, timeout=30)
         with http:
             pushed = http.post("/push", json={"model": name, "grads": {"a": [1, 1], "b": [1, 1]}})
             assert pushed.status_code == 200, pushed.text
@@ -165,7 +165,7 @@ def test_a_revoked_token_is_nobodys(cluster: Nodes) -> None:
     stolen = tokens.make(KEYS[0], "admin", "stolen")
 
     for url in node_urls(cluster).values():
-        answer = httpx.get(f"{url}/models", headers={"authorization": f"Bearer {stolen}"})
+        answer = httpx.get(f"{url}/models", headers={"authorization": f"Bearer {stolen}"}, timeout=30)
         assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
 
 
@@ -176,7 +176,7 @@ def test_the_socket_on_this_machine_asks_too(cluster: Nodes) -> None:
     if not sockets:
         pytest.skip("no shared memory on this machine")
     for path in sockets:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://shard") as http:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://shard", timeout=30) as http:
             assert http.post("/pull", json={"model": "x"}).status_code == 401
             reader = {"authorization": f"Bearer {TOKEN['reader']}"}
             assert http.post("/push", json={"model": "x"}, headers=reader).status_code == 403
@@ -186,7 +186,7 @@ def test_the_socket_on_this_machine_asks_too(cluster: Nodes) -> None:
 def test_a_refused_body_does_not_cost_the_connection(cluster: Nodes) -> None:
     """After a large push without a token gets 401 over HTTP/1.1, its connection serves the next request."""
     for url in node_urls(cluster).values():
-        with httpx.Client(base_url=url) as http:
+        with httpx.Client(base_url=url, timeout=30) as http:
             refused = http.post("/push", content=b"x" * 3_000_000)
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, 'Bearer realm="paramserver"')
             assert http.get("/livez").status_code == 200
@@ -204,7 +204,7 @@ def test_a_browser_gets_in_once_by_the_link(cluster: Nodes) -> None:
         links.append(link)
     for link in links:
         assert link.startswith(tuple(cluster.urls))
-        with httpx.Client() as browser:
+        with httpx.Client(timeout=30) as browser:
             entered = browser.get(link)
             assert (entered.status_code, entered.headers["location"]) == (303, "./")
             attributes = entered.headers["set-cookie"].split("; ")
@@ -213,9 +213,9 @@ def test_a_browser_gets_in_once_by_the_link(cluster: Nodes) -> None:
                 assert browser.get(f"{url}/status").status_code == 200
             assert browser.delete(f"{cluster.url}/models/7").status_code == 401
         elsewhere = next(url for url in cluster.urls if not link.startswith(url)) + link[link.index("/login") :]
-        assert httpx.get(elsewhere).status_code == 303
+        assert httpx.get(elsewhere, timeout=30).status_code == 303
         for used in (link, elsewhere):
-            again = httpx.get(used)
+            again = httpx.get(used, timeout=30)
             assert again.status_code == 401
             assert "set-cookie" not in again.headers
 
@@ -223,18 +223,18 @@ def test_a_browser_gets_in_once_by_the_link(cluster: Nodes) -> None:
 def test_a_browser_gets_in_by_a_token(cluster: Nodes) -> None:
     """The login form of any node turns a valid token into a read-only cookie and answers 401 to any other."""
     for name, url in node_urls(cluster).items():
-        form = httpx.get(f"{url}/login")
+        form = httpx.get(f"{url}/login", timeout=30)
         assert form.status_code == 200
         assert '<input name="token" type="password"' in form.text, name
         assert "script" not in form.headers["content-security-policy"]
-        with httpx.Client() as browser:
+        with httpx.Client(timeout=30) as browser:
             entered = browser.post(f"{url}/login", data={"token": f" {TOKEN['admin']} "})
             assert (entered.status_code, entered.headers["location"]) == (303, "./")
             assert TOKEN["admin"] not in entered.headers["set-cookie"]
             assert browser.get(f"{url}/status").status_code == 200
             assert browser.post(f"{url}/runs", json={}).status_code == 401
         for wrong in ("", "nonsense", tokens.make(KEYS[0], "admin", "stolen")):
-            refused = httpx.post(f"{url}/login", data={"token": wrong})
+            refused = httpx.post(f"{url}/login", data={"token": wrong}, timeout=30)
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, 'Bearer realm="paramserver"')
             assert "set-cookie" not in refused.headers
 
@@ -243,8 +243,8 @@ def test_no_log_shows_a_token(cluster: Nodes) -> None:
     """The nodes log neither the secret nor a token, be it sent in a header or a form, valid or not."""
     for url in node_urls(cluster).values():
         for token in (TOKEN["reader"], tokens.make(KEYS[0], "admin", "stolen"), TOKEN["worker"] + "x"):
-            httpx.get(f"{url}/status", headers={"authorization": f"Bearer {token}"})
-            httpx.post(f"{url}/login", data={"token": token})
+            httpx.get(f"{url}/status", headers={"authorization": f"Bearer {token}"}, timeout=30)
+            httpx.post(f"{url}/login", data={"token": token}, timeout=30)
     text = "".join(p.read_text(errors="replace") for p in cluster.folder.glob("*.log"))
 
     assert "scheduler.page" in text

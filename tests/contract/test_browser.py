@@ -45,9 +45,9 @@ def test_the_page_shows_a_training_and_the_death_of_a_shard(tmp_path: Path) -> N
         page = seen.page
         page.goto(cluster.url)
         page.wait_for_selector("#workers tbody tr")
-        assert seen.text("#state") == "ok"
+        eventually(lambda: seen.text("#state") == "ok", what="the served model on the page")
         assert model in seen.text("#model-head")
-        assert page.locator("#nodes tbody tr").count() == 6
+        eventually(lambda: page.locator("#nodes tbody tr").count() == 6, what="all processes on the page")
         assert page.locator("#partitions .cell").count() == cluster.get(f"/models/{model}")["spec"]["partitions"]
         titles = page.locator("#model-charts figcaption > b")
         wanted = {"Loss", "Accuracy", "Push time", "Version lag"}
@@ -286,6 +286,10 @@ def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PARAMSERVER_TOKEN", tokens.make(tokens.keys_of(key)[0], "admin"))
     with nodes(tmp_path, shards=1, schedulers=2) as cluster, browser(viewport=PHONE) as seen:
         page = seen.page
+
+        def all_active() -> bool:
+            return sorted(page.locator("#nodes tbody tr .pill").all_inner_texts()) == ["active", "active", "standby"]
+
         for name in ("first", "second"):
             cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
         page.goto(f"{cluster.urls[1]}#first")
@@ -299,9 +303,7 @@ def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         page.wait_for_selector("#model-head .name:has-text('first')")
         for url in (cluster.urls[1], f"http://127.0.0.1:{cluster.shard_ports['shard-0']}", cluster.urls[0]):
             page.goto(url)
-            page.wait_for_selector("#nodes tbody tr")
-            states = page.locator("#nodes tbody tr .pill").all_inner_texts()
-            assert sorted(states) == ["active", "active", "standby"]
+            eventually(all_active, what="both schedulers and the shard on the page")
 
         assert any("401" in e for e in seen.errors)  # for the status without a token and the form with an invalid one
         assert [e for e in seen.errors if "401" not in e] == []

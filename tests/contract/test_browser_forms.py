@@ -238,6 +238,7 @@ def test_what_the_page_leaves_to_a_terminal_works_as_shown(tmp_path: Path) -> No
         page.click("#shard-commands summary")
         assert page.locator("#shard-commands code", has_text=f"psctl scale shards 3 --url {cluster.url}").is_visible()
         page.goto(f"{cluster.url}#own")
+        eventually(lambda: seen.text("#model-head .name") == "own", what="the model of the link")
         page.click("#model-commands summary")
         typed(page.locator("#model-commands dd", has_text="DELETE").inner_text(), tmp_path)
         eventually(lambda: "own-2" in seen.text("#model-head"), what="the other model")

@@ -38,6 +38,7 @@ def test_a_mode_with_clocks_wants_joined_workers(face: Face, mode: str) -> None:
     for _ in range(2):
         done = face.clock(model, worker, 1)
         assert (done["released"], done["clock"], done["min_clock"], done["waiting_for"]) == (True, 1, 1, [])
+    face.pull(model, min_clock=1, wait_s=10)  # the shards may hear of the commit later than the worker does
     late = face.push(model, {"b": 1.0}, accepted, **ident | {"seq": 2})
     assert late.get("late", False) is (mode == "sync")
     assert face.clock(model, worker, 1, 409, epoch=2)["code"] == "fenced"

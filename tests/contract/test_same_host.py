@@ -22,7 +22,7 @@ from paramserver.client.model import Model
 from paramserver.types import PushId
 
 from .machine import ON_LINUX, SIZE, lose_sockets, made, requests_of
-from .processes import Nodes, nodes
+from .processes import START_S, Nodes, nodes
 
 pytestmark = ON_LINUX
 
@@ -110,7 +110,7 @@ def test_a_gradient_whose_commit_does_not_come_keeps_its_slot(model: Model) -> N
     model.set(consistency=ps.Sync(min_workers=2))
     with model.worker() as first, model.worker() as second:
         with pytest.raises(ps.Unavailable, match=second.name):
-            first.exchange(np.full(SIZE, -1.0, np.float32), timeout=0.5)
+            first.exchange(np.full(SIZE, -1.0, np.float32), timeout=3.0)
         second.step(np.full(SIZE, -5.0, np.float32), timeout=10.0)
         assert (second.pull().flat == 3.0).all()
 
@@ -314,8 +314,8 @@ def test_a_shard_that_starts_anew_is_found_by_its_new_socket(lone: Nodes) -> Non
         (old,) = {a for v in client.cluster._maps["anew"].addresses.values() for a in v if a.startswith("unix")}
         lone.kill("shard-0")
         lone.start_shard("shard-0")
-        model.push(np.full(SIZE, -1.0, np.float32), timeout=60.0)
-        assert model.pull(timeout=60.0).flat[0] >= 1.0
+        model.push(np.full(SIZE, -1.0, np.float32), timeout=START_S)
+        assert model.pull(timeout=START_S).flat[0] >= 1.0
         eventually(lambda: model.pull() is not None and ways(model) == {"unix"})
         assert not os.path.exists(same_host._folder(old))
         assert old not in client.cluster.same_host._shards
@@ -391,7 +391,7 @@ def test_values_that_a_dead_shard_has_lent_are_not_the_present(lone: Nodes) -> N
         lone.kill("shard-0")
         assert not client.cluster.same_host.confirmed(leased)
         lone.start_shard("shard-0")
-        assert model.pull(timeout=60.0).incarnation > held.incarnation
+        assert model.pull(timeout=START_S).incarnation > held.incarnation
         assert (held.flat == 1.0).all()
 
 

@@ -127,8 +127,8 @@ def test_files_of_a_checkpoint_are_those_of_the_model_that_lists_it(tmp_path: Pa
         cluster.post(f"/models/{name}/checkpoints", {"name": "final"}, status=201)
         signal_to(cluster, 0, signal.SIGTERM)
         cluster.processes["scheduler"].wait(20)
-        cluster.start_scheduler()
         eventually(lambda: leader(cluster) == 1)
+        cluster.start_scheduler()
 
         for url in cluster.urls:
             # The leader learns from its next lease renewal that the other scheduler is back.

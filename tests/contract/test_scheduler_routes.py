@@ -74,7 +74,7 @@ def test_a_page_of_large_items_has_fewer(cluster: Nodes) -> None:
     """A page of workers with large states ends before 4 MiB, and the next pages have the others."""
     name = make(cluster)
     for i in range(6):
-        joined = cluster.post(f"/models/{name}/workers", {"name": f"w{i}"}, status=201)
+        joined = cluster.post(f"/models/{name}/workers", {"name": f"w{i}", "lease_s": 60}, status=201)
         state = "x" * 1_000_000
         cluster.call("PUT", f"/models/{name}/workers/{joined['worker']}", {"epoch": joined["epoch"], "state": state})
     seen: list[str] = []
@@ -103,7 +103,7 @@ def test_settings_change_and_a_model_goes(cluster: Nodes) -> None:
 def test_two_workers_train_in_step(cluster: Nodes) -> None:
     """Two workers train in sync mode in plain JSON: one commit applies the mean of both gradients."""
     name = make(cluster, consistency=SYNC)
-    joined = [cluster.post(f"/models/{name}/workers", {"name": n}, status=201) for n in ("anna", "ben")]
+    joined = [cluster.post(f"/models/{name}/workers", {"name": n, "lease_s": 60}, status=201) for n in ("anna", "ben")]
     assert [(j["worker"], j["epoch"], j["rank"]) for j in joined] == [(f"{name}/anna", 1, 0), (f"{name}/ben", 1, 1)]
 
     for worker, grads in ((f"{name}/anna", {"a": 1.0, "b": 2.0}), (f"{name}/ben", {"a": 3.0, "b": -2.0})):
@@ -123,7 +123,7 @@ def test_two_workers_train_in_step(cluster: Nodes) -> None:
 def test_worker_ids_hold_a_slash(cluster: Nodes, slash: str) -> None:
     """A worker id in a path is accepted with its slash plain or escaped, also before a suffix."""
     name = make(cluster)
-    worker = cluster.post(f"/models/{name}/workers", {"name": "w", "above": 6}, status=201)
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w", "above": 6, "lease_s": 60}, status=201)
     assert worker["epoch"] == 7
     path = f"/models/{name}/workers/{name}{slash}w"
 
@@ -141,7 +141,7 @@ def test_worker_ids_hold_a_slash(cluster: Nodes, slash: str) -> None:
 def test_data_is_leased_and_done(cluster: Nodes) -> None:
     """Each range of a dataset is leased to a worker once; when all are done the dataset is finished."""
     name = make(cluster)
-    worker = cluster.post(f"/models/{name}/workers", {}, status=201)["worker"]
+    worker = cluster.post(f"/models/{name}/workers", {"lease_s": 60}, status=201)["worker"]
     dataset = {"dataset": "train", "size": 25, "task_size": 10}
     cluster.post(f"/models/{name}/tasks", dataset, status=201)
     cluster.post(f"/models/{name}/tasks", dataset, status=200)

@@ -43,7 +43,7 @@ def test_a_restart_keeps_everything(cluster: Nodes) -> None:
         "consistency": {"mode": "sync"},
     }
     cluster.post("/models", spec | {"partitions": 2}, status=201)
-    worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
     cluster.post(f"/models/{name}/tasks", {"dataset": "d", "size": 30, "task_size": 10}, status=201)
     lease = {"worker": worker, "epoch": 1, "dataset": "d"}
     task = cluster.post(f"/models/{name}/tasks/lease", lease)["task"]
@@ -77,7 +77,7 @@ def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
     name = unique("m")
     spec = {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "partitions": 2}
     cluster.post("/models", spec, status=201)
-    worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
     beat = f"/models/{name}/workers/{worker}"
     pid = redis_pid(cluster)
     with cluster.http.stream("GET", "/events", timeout=10.0) as stream:
@@ -193,7 +193,7 @@ def test_checkpoints_are_kept_by_rule(cluster: Nodes) -> None:
         "checkpoint": {"every_clocks": 1, "every_minutes": 0, "keep": 2, "metric": "accuracy", "best": "max"},
     }
     cluster.post("/models", spec, status=201)
-    worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
     names = []
     for t, accuracy in enumerate([0.5, 0.9, 0.6, 0.7, 0.8]):
         cluster.post(f"/models/{name}/metrics", {"metrics": {"accuracy": accuracy}, "clock": t})

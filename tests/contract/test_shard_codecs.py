@@ -20,7 +20,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.types import AnyArray, PushId
 from paramserver.wire.frame import MEDIA_TYPE, Header, PushFrame, PushPart, PushReply, decode_header, encode_header
 
-from .processes import Nodes, nodes, unique
+from .processes import START_S, Nodes, nodes, unique
 
 pytestmark = pytest.mark.process
 PARTITIONS = 4
@@ -226,8 +226,8 @@ def test_journaled_pushes_survive_encoded(tmp_path: Path) -> None:
         for shard in ("shard-0", "shard-1"):
             own.start_shard(shard)
 
-        eventually(lambda: np.array_equal(applied.values(), a + b), within_s=120, what="the applied pushes")
-        eventually(lambda: staged.values().size, within_s=120, what="the staged model")
+        eventually(lambda: np.array_equal(applied.values(), a + b), within_s=START_S, what="the applied pushes")
+        eventually(lambda: staged.values().size, within_s=START_S, what="the staged model")
         own.http.post(f"{url}/clock", json={**who, "clock": 1, "wait_s": 20}).raise_for_status()
         eventually(lambda: np.array_equal(staged.values(), a), within_s=30, what="the commit")
 

@@ -13,7 +13,7 @@ import pytest
 import redis as redis_client
 from tests.waiting import eventually
 
-from .processes import Nodes, nodes, unique
+from .processes import START_S, Nodes, nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -96,8 +96,7 @@ def pull(cluster: Nodes, name: str) -> list[float]:
 
 def exact(cluster: Nodes, name: str, count: int) -> None:
     """Assert that every number is `count`: no push was lost or applied twice."""
-    eventually(lambda: pull(cluster, name), within_s=60, what="an answer")
-    assert pull(cluster, name) == [float(count)] * CELLS
+    assert eventually(lambda: pull(cluster, name), within_s=START_S, what="an answer") == [float(count)] * CELLS
 
 
 def ready(cluster: Nodes, name: str) -> bool:
@@ -113,7 +112,7 @@ def test_killed_shards_lose_no_acknowledged_push(cluster: Nodes, ack: str) -> No
             pusher.reach(pusher.acknowledged + 10)
             cluster.kill(victim)
             cluster.start_shard(victim)
-            eventually(partial(ready, cluster, victim), within_s=90, what="the shard's return")
+            eventually(partial(ready, cluster, victim), within_s=START_S, what="the shard's return")
         pusher.reach(pusher.acknowledged + 10)
     exact(cluster, name, pusher.acknowledged)
 
@@ -131,7 +130,7 @@ def test_a_shard_that_is_told_to_stop_hands_over_everything(cluster: Nodes) -> N
             probe = f"http://127.0.0.1:{cluster.shard_ports['shard-1']}/readyz"
             told = {"status": "not ready", "reason": "this shard is stopping"}
             eventually(lambda: httpx.get(probe).json() == told, within_s=15, what="being not ready")
-            assert httpx.get(probe).status_code == 503
+            assert httpx.get(probe, timeout=30).status_code == 503
         finally:
             scheduler.send_signal(signal.SIGCONT)
         process.wait(25)
@@ -145,7 +144,7 @@ def test_a_shard_that_is_told_to_stop_hands_over_everything(cluster: Nodes) -> N
         assert not cluster.get("/map")["shards"].get("shard-1", {"alive": False})["alive"]
     finally:
         cluster.start_shard("shard-1")
-        eventually(lambda: ready(cluster, "shard-1"), within_s=90)
+        eventually(lambda: ready(cluster, "shard-1"), within_s=START_S)
 
 
 def test_a_stopped_shard_never_answers_for_what_others_own(cluster: Nodes) -> None:
@@ -216,7 +215,7 @@ def test_an_emptied_redis_is_seeded_from_memory(cluster: Nodes) -> None:
             eventually(lambda: len(r.keys(f"{{{plain}.*:manifest")) == 4, within_s=40, what="the other model")
         cluster.kill("shard-0")
         cluster.start_shard("shard-0")
-        eventually(lambda: ready(cluster, "shard-0"), within_s=90, what="the shard's return")
+        eventually(lambda: ready(cluster, "shard-0"), within_s=START_S, what="the shard's return")
         pusher.reach(pusher.acknowledged + 5)
     exact(cluster, name, pusher.acknowledged)
     exact(cluster, plain, other.acknowledged)

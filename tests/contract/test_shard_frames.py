@@ -136,7 +136,7 @@ def test_a_slot_that_is_given_back_holds_nothing_of_what_was_taken(rest_cluster:
 def test_float64_beyond_float32_is_refused_in_every_mode(rest_cluster: Nodes, consistency: dict[str, Any]) -> None:
     """A float64 gradient beyond float32 is refused, by name and by frame, also where it would be held (202) first."""
     model = Model(rest_cluster, consistency=consistency)
-    worker = rest_cluster.post(f"/models/{model.name}/workers", {"name": "a"}, status=201)["worker"]
+    worker = rest_cluster.post(f"/models/{model.name}/workers", {"name": "a", "lease_s": 60}, status=201)["worker"]
     ident: dict[str, Any] = {"worker": worker, "epoch": 1, "seq": 1, "clock": 0}
     wide = {"dtype": "float64", "shape": [], "data": np.float64(1e300).tobytes()}
     body: Any = msgpack.packb({"model": model.name, "grads": {"b": wide}, **ident})

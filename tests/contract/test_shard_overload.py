@@ -235,7 +235,7 @@ def test_a_flood_of_requests_leaves_room_for_others(cluster: Nodes) -> None:
 
         eventually(refused, within_s=60, what="the refusal of what is too much")
         assert all(a.startswith(b"HTTP/1.1 429 ") and b"retry-after: " in a for a in answers)
-        assert httpx.get(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/livez").status_code == 200
+        assert httpx.get(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/livez", timeout=30).status_code == 200
         served(cluster, name, 20)
     eventually(lambda: _answer(cluster, at_once).startswith(b"HTTP/1.1 412"), what="its own turn")
 

@@ -82,7 +82,6 @@ async def test_a_push_whose_answer_is_lost_is_in_doubt(
     cluster: Nodes, link: Link, client: PeerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forwarded push whose answer is lost is `InDoubt`; a lost pull or an unreachable owner `Unavailable`."""
-    monkeypatch.setattr(peers, "REQUEST_BASE_TIMEOUT_S", 1.0)
     name = unique("m")
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [4]}}, "optimizer": {"name": "sum"}}, status=201)
     push = PushFrame(name, [PushPart(0, None, None)], forwarded=True)
@@ -90,6 +89,7 @@ async def test_a_push_whose_answer_is_lost_is_in_doubt(
     url, ones = f"http://127.0.0.1:{link.port}", [np.ones(4, np.float32)]
     await client.push(url, "/push", push, ones)
 
+    monkeypatch.setattr(peers, "REQUEST_BASE_TIMEOUT_S", 1.0)
     link.cut("back")
     with pytest.raises(InDoubt):
         await client.push(url, "/push", push, ones)

@@ -278,7 +278,7 @@ async def test_partitions_that_share_a_slow_line_are_stored_and_loaded_in_turn(
     await redis.mset({f"{{{key}}}:token": f"{TOKEN:020d}" for key in keys})
     link = Link("redis", urlsplit(redis_url).port or 0)
     await link.start()
-    slow = node_redis.connect(f"redis://127.0.0.1:{link.port}/0", timeout_s=1.5)
+    slow = node_redis.connect(f"redis://127.0.0.1:{link.port}/0", timeout_s=2.5)
     store = store_of(slow)
     link.bytes_per_s = 2 * size  # 0.5 s for each of them, 3 s for all
     try:
