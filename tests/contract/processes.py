@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,28 +26,17 @@ class Nodes:
     def __init__(self, folder: Path, redis_url: str, shards: int, schedulers: int = 1) -> None:
         self.folder = folder
         self.redis_url = redis_url
-        self._holders: list[socket.socket] = []
-        self.ports = [self.held_port() for _ in range(schedulers)]
+        self.ports = [redis_server.free_port() for _ in range(schedulers)]
         self.port = self.ports[0]
         self.urls = [f"http://127.0.0.1:{p}" for p in self.ports]
         self.url = self.urls[0]
         """The first scheduler's URL."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.shard_ports = {f"shard-{i}": self.held_port() for i in range(shards)}
+        self.shard_ports = {f"shard-{i}": redis_server.free_port() for i in range(shards)}
         # With PARAMSERVER_TOKEN in the environment the tests send it, as any client does.
         self.http = httpx.Client(
             base_url=self.url, headers=Credentials.found(None, None, os.environ).headers, timeout=30.0
         )
-
-    def held_port(self) -> int:
-        """Return a port of 127.0.0.1 that nobody else is given before `stop`: its process starts later, or again."""
-        if sys.platform != "linux":  # elsewhere a server cannot listen beside the socket that holds its port
-            return redis_server.free_port()
-        holder = socket.socket()
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        self._holders.append(holder)
-        return int(holder.getsockname()[1])
 
     def start(self, name: str, *args: str) -> None:
         """Start a process whose output goes to a log file of its name."""
@@ -100,8 +88,6 @@ class Nodes:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-        for holder in self._holders:
-            holder.close()
 
     def logs(self) -> str:
         """The last 3000 characters of each process's log."""

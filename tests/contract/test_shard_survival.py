@@ -190,7 +190,7 @@ def test_the_newest_process_of_a_name_serves(lone: Nodes) -> None:
     """A second process under a shard's name takes its place, and the first one exits."""
     name = made(lone)
     first = lone.processes.pop("shard-0")
-    lone.shard_ports["shard-0"] = lone.held_port()
+    lone.shard_ports["shard-0"] = redis_server.free_port()
     lone.start_shard("shard-0")
     try:
         first.wait(START_S)

@@ -80,7 +80,12 @@ def test_new_parents_of_a_checkpoint_are_on_disk_before_it_is_there(
     """Each folder that a checkpoint's new parents are in is synced, too: it would be lost with any of them."""
     synced = list[Path]()
     sync = checkpoint._sync
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: (synced.append(path), sync(path)))
+
+    def noting(path: Path) -> None:
+        synced.append(path)
+        sync(path)
+
+    monkeypatch.setattr(checkpoint, "_sync", noting)
 
     _write(tmp_path / "a" / "b" / "c")
 
