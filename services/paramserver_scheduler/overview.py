@@ -261,7 +261,7 @@ def _problems(
             others = "; its partitions go to the others" if alive else ""
             age_s = x["heartbeat_age_s"]
             age = f"{age_s:.0f} s" if age_s < 120 else f"{age_s / 60:.0f} min"
-            out.append(f"Shard {x['name']} is dead, its last heartbeat was {age} ago{others}")
+            out.append(f"Shard {x['name']} is dead, its last heartbeat was {age} ago{others}; its log says why")
         if x["alive"] and isinstance(why := x["metrics"].get("degraded"), str):
             degraded.setdefault(why[:300], []).append(x["name"])
         if x["alive"] and x["version"] not in ("", paramserver.__version__):
