@@ -271,7 +271,7 @@ async def test_prometheus_reads_how_long_a_partition_has_stored_nothing() -> Non
         d.now += seconds
         rows = [["m00", 1, i, token, *(stuck if i == 0 else other), 0, 0] for i, token in tokens.items()]
         d.ask(lambda n: io.ShardHeartbeat(n, name, epoch, {}, rows))
-        service.now = d.now
+        cast(Any, service).now = d.now
         found = await overview.describe(service)
         (behind,) = told(found, "paramserver_model_durable_behind_versions").values()
         (behind_s,) = told(found, "paramserver_model_durable_behind_seconds").values()
