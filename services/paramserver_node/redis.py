@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final, Literal, TypeAlias
@@ -35,6 +36,10 @@ _CLOSING: Final = (RedisConnectionError, RedisTimeoutError, ReadOnlyError)
 """Errors after which a connection is closed.  A server that has become a replica keeps its connections: only a new one
 reaches the server that has taken over its name."""
 
+_REQUEST: Final = re.compile(
+    r"""^Command # \d+ \(.*\) of pipeline caused error: \(["']?|["']?,\)$| script: .*$""", re.DOTALL
+)
+"""What an error says of the one request, where that was in a pipeline or from a script."""
 _HAS_DRIVER_INFO: Final = "driver_info" in inspect.signature(AbstractConnection).parameters
 _NO_QUESTIONS: Final[dict[str, Any]] = {
     "protocol": 2,
@@ -86,12 +91,17 @@ async def transfer_timeout(
     except TimeoutError:
         if not limit.expired():
             raise  # the block's own
-        raise TimeoutError(f"{size_bytes} bytes took longer than {within_s:.3g} s") from None
+        what = f"{size_bytes} bytes" if size_bytes > PACE_BYTES_PER_S else "a request"
+        raise TimeoutError(f"{what} took longer than {within_s:.2g} s") from None
 
 
 def trouble(error: BaseException) -> str:
-    """Describe an error of Redis: it does not answer, or refuses, because it is full or for another reason."""
-    return f"Redis {'does not answer' if isinstance(error, AWAY) else 'refuses'}: {str(error) or type(error).__name__}"
+    """Describe an error of Redis: it does not answer, or refuses, because it is full or for another reason.
+
+    Which of the requests it was is left out: one trouble has one text, for all requests and from all nodes.
+    """
+    text = _REQUEST.sub("", str(error)).rstrip(".")
+    return f"Redis {'does not answer' if isinstance(error, AWAY) else 'refuses'}: {text or type(error).__name__}"
 
 
 @contextmanager

@@ -1,14 +1,13 @@
 """Builds the status of the whole cluster from the core's state and the newest heartbeats."""
 
-import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from statistics import fmean
-from time import monotonic
 from typing import Any, Final
 
 import paramserver
 from paramserver.core.runs import ENDED
 from paramserver.core.series import Point
+from paramserver_scheduler.pause import Pause
 from paramserver_scheduler.schema import (
     ClusterStatus,
     ModelStatus,
@@ -27,8 +26,6 @@ RUNS: Final = 20
 EVENTS: Final = 100
 LACKING_MIN: Final = 16 << 20
 """Shards that lack less memory for the partitions of another are no problem: what a process uses varies by as much."""
-SLICE_S: Final = 0.01
-"""After so long with its models, a status lets requests be answered before it goes on."""
 
 Document = Mapping[str, Any]
 
@@ -45,11 +42,9 @@ async def describe(s: Service, *, series: bool = True) -> Status:
     moves = {(move["model"], move["partition"]) for x in shards for move in x["moves"]}
     models: list[ModelStatus] = []
     complaints: list[str] = []
-    began_s = monotonic()
+    pause = Pause()
     for name in found["models"]:
-        if monotonic() - began_s > SLICE_S:
-            await asyncio.sleep(0)
-            began_s = monotonic()
+        await pause()
         line = s.read.model_status(name, s.now)
         if line is None:
             continue
@@ -157,7 +152,8 @@ def _model(
         moving=[p["index"] for p in partitions if (name, p["index"]) in moves],
         version=line["version"],
         durable_version=min((p["durable_version"] for p in partitions), default=0),
-        durable_behind=max((max(0, p["version"] - p["durable_version"]) for p in partitions), default=0),
+        durable_behind=max((max(0, p["version"] - p["durable_version"]) for p in partitions if p["served"]), default=0),
+        durable_behind_s=line["durable_behind_s"],
         clock=line["clock"],
         waiting_for=line["waiting_for"],
         updates_per_s=s.history.updates_per_s(name, line["generation"]),
@@ -265,7 +261,7 @@ def _problems(
             others = "; its partitions go to the others" if alive else ""
             age_s = x["heartbeat_age_s"]
             age = f"{age_s:.0f} s" if age_s < 120 else f"{age_s / 60:.0f} min"
-            out.append(f"Shard {x['name']} is dead, its last heartbeat was {age} ago{others}")
+            out.append(f"Shard {x['name']} is dead, its last heartbeat was {age} ago{others}; its log says why")
         if x["alive"] and isinstance(why := x["metrics"].get("degraded"), str):
             degraded.setdefault(why[:300], []).append(x["name"])
         if x["alive"] and x["version"] not in ("", paramserver.__version__):

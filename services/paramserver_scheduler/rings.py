@@ -4,7 +4,7 @@ A ring has one slot per step of Unix time, which holds the mean of the values in
 steps make a series.  `Rings` holds all series, and evicts the least recently written ones when there are too many.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, isfinite, nan
 from typing import Final
@@ -146,16 +146,14 @@ class Rings:
         self._series[key] = series
         series.add(unix_s, value)
 
-    def read(self, metric: str, only: Mapping[str, str], grid: Grid) -> list[tuple[Labels, list[float | None]]]:
-        """Return (labels, values) of each series of the metric that has the labels `only` and a value in the grid."""
-        found: list[tuple[Labels, list[float | None]]] = []
+    def read(self, metric: str, only: Mapping[str, str], grid: Grid) -> Iterator[tuple[Labels, list[float | None]]]:
+        """Yield (labels, values) of each series of the metric that has the labels `only`, in the order of labels.
+
+        Values may be added between one and the next.
+        """
         slot_s, _ = RESOLUTIONS[grid.ring]
         slots = grid.count * grid.step_s // slot_s
         times = np.arange(slots) * slot_s + grid.start_s
-        for (name, labels), series in self._series.items():
-            if name != metric or not only.items() <= dict(labels).items():
-                continue
-            values = grid.means(times, series.rings[grid.ring].read(grid.start_s // slot_s, slots))
-            if any(v is not None for v in values):
-                found.append((labels, values))
-        return sorted(found, key=lambda f: f[0])
+        found = [(k[1], s) for k, s in self._series.items() if k[0] == metric and only.items() <= dict(k[1]).items()]
+        for labels, series in sorted(found, key=lambda f: f[0]):
+            yield labels, grid.means(times, series.rings[grid.ring].read(grid.start_s // slot_s, slots))

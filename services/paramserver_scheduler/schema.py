@@ -101,6 +101,7 @@ class ModelStatus(BaseModel):
     version: int = Field(description="the lowest over the partitions")
     durable_version: int = Field(description="the lowest over the partitions")
     durable_behind: int = Field(description="versions that only the owner's memory has, of the partition with most")
+    durable_behind_s: float = Field(description="for how long a partition has had some, without storing any more")
     clock: int = Field(description="sync: commits; otherwise the slowest live worker's clock")
     waiting_for: list[str] = Field(description="workers that the others wait for")
     updates_per_s: float = Field(description="versions applied, over the last seconds")

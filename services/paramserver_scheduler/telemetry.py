@@ -69,6 +69,16 @@ def _models(models: list[ModelStatus], paused: Set[str]) -> Iterator[Metric]:
         "Lowest version over the partitions that outlives the loss of its shard",
         ((m, m.durable_version) for m in models),
     )
+    yield each(
+        "paramserver_model_durable_behind_versions",
+        "Versions that the loss of a shard would undo, of the partition with most",
+        ((m, m.durable_behind) for m in models),
+    )
+    yield each(
+        "paramserver_model_durable_behind_seconds",
+        "For how long a partition has had some, without storing any more",
+        ((m, m.durable_behind_s) for m in models),
+    )
     yield each("paramserver_model_clock", "Clock of a model", ((m, m.clock) for m in models))
     yield each("paramserver_model_workers", "Live workers of a model", ((m, _live(m)) for m in models))
     resting = ((m, m.name in paused) for m in models)

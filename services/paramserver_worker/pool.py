@@ -44,6 +44,7 @@ class PoolMember:
         self._client, self._name, self._allow = client, name, list(allow)
         self._member, self._epoch = "", 0
         self._usage = Usage(time.monotonic)
+        self._unreachable = False
 
     def _join(self) -> None:
         body = {"name": self._name, "allow": self._allow}
@@ -62,6 +63,9 @@ class PoolMember:
             path = f"/pool/{quote(self._member, safe='')}"
             body = {"epoch": self._epoch, "metrics": self._usage.look()}
             answer: dict[str, Any] = self._client.request("PUT", path, body, timeout=CALL_TIMEOUT_S)
+            if self._unreachable:
+                log.info("pool.back member=%s", self._member)
+            self._unreachable = False
             return answer
         except (ConflictError, NotFoundError) as e:
             log.warning("pool.lost member=%s reason=%s: joining again", self._member, e.code)
@@ -71,7 +75,9 @@ class PoolMember:
         except PsError as e:
             if not self._member and e.code == "invalid_field":
                 raise  # refused on the first join, so the name is not allowed: retrying would not help
-            log.warning("pool.unreachable %s", e)
+            if not self._unreachable:  # once: an outage may last, and there may be hundreds of workers
+                log.warning("pool.unreachable %s; trying on", e)
+            self._unreachable = True
         return None
 
     def work(self) -> None:

@@ -109,6 +109,11 @@ def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
         page.fill("#new-run [name=args]", '{"batch_size": 16}')
         page.fill("#new-run [name=workers]", "2")
         page.fill("#new-run [name=minutes]", "7")
+        page.fill("#new-run [name=metric]", "accuracy")
+        page.click("#new-run button")
+        page.wait_for_selector("#new-run .bad:has-text('takes its name and its value')")
+        page.select_option("#new-run [name=bound]", "at_least")
+        page.fill("#new-run [name=limit]", "0.97")
         page.fill("#new-run [name='optimizer.lr']", "0.2")
         page.select_option("#new-run [name='consistency.mode']", "ssp")
         page.fill("#new-run [name='consistency.staleness']", "3")
@@ -121,7 +126,8 @@ def test_a_run_is_configured_and_steered_from_the_page(tmp_path: Path) -> None:
         assert cluster.get("/models/digits")["spec"] == spec
         page.wait_for_selector("#runs button")
         assert page.is_visible("#settings [name='optimizer.lr']")  # not replaced by the newer model's
-        wanted = {"model": "digits-2", "workers": 2, "stop": {"minutes": 7}, "args": {"batch_size": 16}}
+        stop = {"minutes": 7, "metric": {"name": "accuracy", "at_least": 0.97}}
+        wanted = {"model": "digits-2", "workers": 2, "stop": stop, "args": {"batch_size": 16}}
         assert {key: run[key] for key in wanted} == wanted
 
         for button, state in (("Pause", "paused"), ("Resume", "waiting"), ("Stop", "stopped")):
@@ -159,10 +165,11 @@ def test_the_form_of_a_run_reads_lists_to_their_end(tmp_path: Path) -> None:
 
 
 def test_a_new_run_is_evaluated_as_the_last_one_was(tmp_path: Path) -> None:
-    """The form for a run has the evaluations and checkpoints that the last run had, and the next one gets them."""
+    """The form for a run has the evaluations, checkpoints and end that the last run had, and the next one gets them."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
         cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
-        last = {"model": "m", "entry": "a.b:c", "evaluate_every": 10, "checkpoint_every": 500}
+        stop = {"clocks": 90, "metric": {"name": "loss", "at_most": 0.25}}
+        last = {"model": "m", "entry": "a.b:c", "evaluate_every": 10, "checkpoint_every": 500, "stop": stop}
         cluster.post("/runs", last, status=201)
         cluster.call("PATCH", "/runs/run-1", {"state": "stopped"})
         seen.page.goto(cluster.url)
@@ -174,6 +181,7 @@ def test_a_new_run_is_evaluated_as_the_last_one_was(tmp_path: Path) -> None:
         seen.page.wait_for_selector("#new-run .good:has-text('run-2 is waiting')")
         spec = cluster.get("/models/m")["spec"]
         assert (spec["evaluate_every"], spec["checkpoint"]["every_clocks"]) == (10, 500)
+        assert cluster.get("/runs/run-2")["stop"] == stop
         assert seen.errors == []
 
 

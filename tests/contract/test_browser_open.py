@@ -101,6 +101,46 @@ def test_metrics_may_have_any_name(rest_cluster: Nodes) -> None:
         assert seen.errors == []
 
 
+def test_only_a_fraction_is_shown_in_percent(rest_cluster: Nodes) -> None:
+    """An accuracy is shown in percent, under any name; what only contains its letters is a plain number."""
+    with browser() as seen:
+        name = unique("named")
+        rest_cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+        metrics = {"val_acc": 0.5, "acc1": 0.25, "top_accuracy": 0.75, "grad_acc_steps": 4, "accum": 8}
+        rest_cluster.post(f"/models/{name}/metrics", {"metrics": metrics}, status=200)
+        seen.page.goto(f"{rest_cluster.url}#{name}")
+        seen.page.wait_for_selector("#model-head dt:has-text('val_acc')")
+        facts = dict(
+            seen.page.locator("#model-head dl.facts > div").evaluate_all(
+                "all => all.map(e => [e.querySelector('dt').textContent, e.querySelector('dd').textContent])"
+            )
+        )
+        wanted = {"val_acc": "50.0 %", "acc1": "25.0 %", "top_accuracy": "75.0 %", "grad_acc_steps": "4", "accum": "8"}
+        assert {k: facts[k] for k in wanted} == wanted
+
+
+def test_a_map_of_partitions_is_drawn_again_only_when_it_changes(rest_cluster: Nodes) -> None:
+    """While no partition changes its owner, each second leaves the map alone; another model has its own map."""
+    with browser() as seen:
+        names = [unique("mapped") for _ in range(2)]
+        for name, count in zip(names, (3, 5), strict=True):
+            spec = {"name": name, "params": {"w": {"shape": [8]}}, "partitions": count}
+            rest_cluster.post("/models", spec, status=201)
+        eventually(lambda: all(rest_cluster.get(f"/models/{n}")["served"] for n in names), what="the partitions")
+        seen.page.goto(f"{rest_cluster.url}#{names[0]}")
+        seen.page.wait_for_selector("#partitions .cell")
+        cells = seen.page.locator("#partitions .cell")
+        eventually(lambda: cells.count() == 3, what="the map")
+        cells.first.evaluate("cell => { cell.title = 'left alone'; }")
+        second = seen.text("#live")
+        eventually(lambda: seen.text("#live") != second, what="the next second")
+        assert cells.first.get_attribute("title") == "left alone"
+        seen.page.goto(f"{rest_cluster.url}#{names[1]}")
+        eventually(lambda: cells.count() == 5, what="the other map")
+        assert str(cells.first.get_attribute("title")).startswith("partition 0: shard-")
+        assert seen.errors == []
+
+
 def test_charts_follow_a_clock_and_forget_what_is_gone(rest_cluster: Nodes) -> None:
     """A chart goes on when the cluster's clock is set back, and keeps no line that has no value in its range."""
     with browser() as seen:

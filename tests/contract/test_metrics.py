@@ -166,6 +166,8 @@ UNDRAWN = {
     "paramserver_partitions",
     "paramserver_model_partitions",
     "paramserver_model_paused",
+    "paramserver_model_durable_version",
+    "paramserver_model_durable_behind_seconds",
 }
 """Metrics without a dashboard panel."""
 

@@ -1,8 +1,12 @@
-"""Whether a Redis can confirm that a write is on disk: by WAITAOF, by `appendfsync always`, or not at all."""
+"""Whether a Redis can confirm that a write is on disk: by WAITAOF, by `appendfsync always`, or not at all.
+
+And what a full one says.
+"""
 
 from pathlib import Path
 
 import pytest
+from redis.exceptions import RedisError
 from tests.refusals import refused_with
 
 from paramserver.errors import RequestError, Unavailable
@@ -47,3 +51,22 @@ async def test_a_redis_that_is_away_is_no_refusal() -> None:
     with pytest.raises(Unavailable):
         await node_redis.fsync_way(redis)
     await redis.aclose()
+
+
+async def test_a_full_redis_says_the_same_to_each_request(tmp_path: Path) -> None:
+    """What a full Redis refuses is told without the request's own keys and lines: one trouble, whoever meets it."""
+    with redis_server.running(tmp_path) as url:
+        redis = node_redis.connect(url)
+        told = []
+        try:
+            await redis.config_set("maxmemory", 1)
+            pipeline = redis.pipeline(transaction=False)
+            pipeline.set("{m.1/0}:a", "value")
+            script = redis.eval("redis.call('set', KEYS[1], 'value')", 1, "b")
+            for request in (redis.set("c", "value"), pipeline.execute(), script):
+                with pytest.raises(RedisError) as caught:
+                    await request
+                told.append(node_redis.trouble(caught.value))
+        finally:
+            await redis.aclose()
+    assert told == ["Redis refuses: command not allowed when used memory > 'maxmemory'"] * 3

@@ -1,6 +1,7 @@
 """What an event costs the scheduler of a large cluster, during which it answers nobody; calls are counted."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+from fastapi import Request
 
 from paramserver.core import balance, move_desk
 from paramserver.core import scheduler_io as io
@@ -16,9 +18,10 @@ from paramserver.core.gate import Gate
 from paramserver.core.models import Model
 from paramserver.core.owner import Owner
 from paramserver.core.spec import ModelSpec
-from paramserver_scheduler import overview
+from paramserver_scheduler import overview, pause
 from paramserver_scheduler.history import History
 from paramserver_scheduler.redis_memory import RedisMemory
+from paramserver_scheduler.routes import status
 from paramserver_scheduler.service import Service
 
 from .scheduling import SPEC, Driver
@@ -110,24 +113,40 @@ def of_models(count: int) -> tuple[Driver, Service]:
 
 async def test_a_status_of_many_models_lets_requests_be_answered_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two models a status lets others run, and a model that they delete is left out of it."""
-    monkeypatch.setattr(overview, "SLICE_S", 0.0)
+    monkeypatch.setattr(pause, "SLICE_S", 0.0)
     d, service = of_models(20)
 
     async def delete() -> None:
         d.ask(lambda n: io.DeleteModel(n, "m19"))
 
     deleting = asyncio.ensure_future(delete())
-    status = await overview.describe(service)
+    found = await overview.describe(service)
     assert deleting.done()
-    assert [m.name for m in status.models] == [f"m{i:02}" for i in range(19)]
+    assert [m.name for m in found.models] == [f"m{i:02}" for i in range(19)]
+
+
+async def test_series_of_many_models_let_requests_be_answered_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the series of two models an answer lets others run, and has those of both."""
+    monkeypatch.setattr(pause, "SLICE_S", 0.0)
+    d, service = of_models(2)
+    for model in ("m00", "m01"):
+        service.history.rings.add("model.version", (("model", model),), d.now, 3.0)
+    app = SimpleNamespace(state=SimpleNamespace(service=service))
+    asked = {"type": "http", "app": app, "query_string": b"metric=model.version", "headers": []}
+
+    other = asyncio.ensure_future(asyncio.sleep(0))
+    answer = await status.series(Request(asked))
+
+    assert other.done()
+    assert [item["labels"] for item in json.loads(bytes(answer.body))["items"]] == [{"model": "m00"}, {"model": "m01"}]
 
 
 async def test_a_status_writes_no_models_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The status of each second writes out none of the models' specs, which may have thousands of parameters."""
     _, service = of_models(2)
     monkeypatch.setattr(ModelSpec, "document", Mock(side_effect=AssertionError))
-    status = await overview.describe(service)
-    assert [(m.parameters, m.lr) for m in status.models] == [(1, 1e-3)] * 2
+    found = await overview.describe(service)
+    assert [(m.parameters, m.lr) for m in found.models] == [(1, 1e-3)] * 2
 
 
 def test_the_list_of_shards_goes_through_the_partitions_once() -> None:

@@ -21,7 +21,7 @@ from paramserver.types import ModelKey
 from paramserver_scheduler import overview, status_broadcast, watch
 from paramserver_scheduler.history import History
 from paramserver_scheduler.redis_memory import RedisMemory
-from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Ring, Rings
+from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Labels, Ring, Rings
 from paramserver_scheduler.schema import ClusterStatus, ModelStatus, NodeStatus, RunStatus, Status
 from paramserver_scheduler.service import Service
 from paramserver_scheduler.status_broadcast import StatusBroadcast
@@ -77,6 +77,11 @@ def test_a_series_that_begins_costs_one_value() -> None:
     assert written == [NOW % 1000]
 
 
+def read(rings: Rings, metric: str, only: dict[str, str], grid: Grid) -> list[tuple[Labels, list[float | None]]]:
+    """Return the series that have a value in the grid."""
+    return [(labels, values) for labels, values in rings.read(metric, only, grid) if set(values) != {None}]
+
+
 def test_a_span_is_answered_from_the_ring_that_reaches_so_far() -> None:
     """A span is answered from the finest ring that reaches back far enough, with a bounded number of points.
 
@@ -88,7 +93,7 @@ def test_a_span_is_answered_from_the_ring_that_reaches_so_far() -> None:
 
     for span_s, step_s, expected in ((300, 1, 1), (900, 3, 3), (3600, 1, 10), (3600, 30, 30), (80_000, 60, 60)):
         grid = Grid.of(NOW - span_s, NOW, step_s, NOW)
-        ((_, values),) = rings.read("m", {}, grid)
+        ((_, values),) = read(rings, "m", {}, grid)
         assert grid.step_s == expected
         assert len(values) == grid.count == NOW // expected - (NOW - span_s) // expected + 1
         assert grid.count <= limits.STATUS_POINTS_MAX + 1
@@ -108,11 +113,11 @@ def test_series_are_bounded_and_the_oldest_goes_first() -> None:
     rings.add("third", (), NOW, 1.0)
     rings.add("fourth", (), NOW, 1.0)
 
-    assert rings.read("old", {}, grid) == []
-    assert len(rings.read("third", {}, grid)) == 1
-    assert rings.read("fourth", {}, grid) == []
+    assert read(rings, "old", {}, grid) == []
+    assert len(read(rings, "third", {}, grid)) == 1
+    assert read(rings, "fourth", {}, grid) == []
     rings.add("fourth", (), NOW + FRESH_S, 1.0)
-    assert len(rings.read("fourth", {}, Grid.of(NOW, NOW + 90, 1, NOW + 90))) == 1
+    assert len(read(rings, "fourth", {}, Grid.of(NOW, NOW + 90, 1, NOW + 90))) == 1
 
 
 def test_only_finite_values_are_kept_and_labels_choose() -> None:
@@ -120,12 +125,12 @@ def test_only_finite_values_are_kept_and_labels_choose() -> None:
     rings, grid = Rings(), Grid.of(NOW - 10, NOW, 1, NOW)
     for value in (math.nan, math.inf, None):
         rings.add("m", (("model", "a"),), NOW, value)
-    assert rings.read("m", {}, grid) == []
+    assert read(rings, "m", {}, grid) == []
     rings.add("m", (("model", "a"),), NOW, 1.0)
     rings.add("m", (("model", "b"),), NOW, 2.0)
 
-    assert [labels for labels, _ in rings.read("m", {"model": "b"}, grid)] == [(("model", "b"),)]
-    assert rings.read("m", {"node": "b"}, grid) == []
+    assert [labels for labels, _ in read(rings, "m", {"model": "b"}, grid)] == [(("model", "b"),)]
+    assert read(rings, "m", {"node": "b"}, grid) == []
 
 
 def status(now: float, *, shards: dict[str, tuple[str, int]], runs: dict[str, str], redis: Any = "ok") -> Status:
@@ -154,7 +159,7 @@ def model(name: str, pushes_per_s: float) -> ModelStatus:
     return ModelStatus(
         name=name, generation=1, revision=1, timeline=0, state="ready", mode="async", optimizer="sgd", created_s=NOW,
         parameters=1, elements=1, partitions=1, served=1, shards=[], owners=[], loading=[], moving=[], version=3,
-        durable_version=3, durable_behind=0, clock=0, waiting_for=[], updates_per_s=pushes_per_s,
+        durable_version=3, durable_behind=0, durable_behind_s=0.0, clock=0, waiting_for=[], updates_per_s=pushes_per_s,
         pushes_per_s=pushes_per_s, pulls_per_s=0.0, in_bytes_per_s=0.0, out_bytes_per_s=0.0, workers=[], latest={},
         not_finite={}, values_kept=0, series=[], **times,
     )  # fmt: skip
@@ -169,9 +174,9 @@ def test_a_model_at_work_has_series_however_many_are_idle() -> None:
         history.record(now.model_copy(update={"models": idle + busy}), float(second))
 
     grid = Grid.of(NOW, NOW + 2, 1, NOW + 2)
-    ((_, values),) = history.rings.read("model.pushes_per_s", {"model": "busy"}, grid)
+    ((_, values),) = read(history.rings, "model.pushes_per_s", {"model": "busy"}, grid)
     assert values == [None, None, 5.0]
-    assert len(history.rings.read("model.version", {"model": "idle-0"}, grid)) == 1
+    assert len(read(history.rings, "model.version", {"model": "idle-0"}, grid)) == 1
 
 
 async def test_workers_that_are_gone_are_shown_and_not_counted() -> None:
@@ -187,7 +192,7 @@ async def test_workers_that_are_gone_are_shown_and_not_counted() -> None:
     service.history.record(found, d.now)
     grid = Grid.of(found.cluster.now, found.cluster.now, 1, found.cluster.now)
     for series in ("cluster.workers", "model.workers"):
-        ((_, values),) = service.history.rings.read(series, {}, grid)
+        ((_, values),) = read(service.history.rings, series, {}, grid)
         assert values == [1.0]
     assert told(found, "paramserver_model_workers", "model") == {"m00": 1}
 
@@ -257,6 +262,29 @@ async def test_what_is_not_durable_is_that_of_the_partition_with_most() -> None:
     assert (found.version, found.durable_version, found.durable_behind) == (0, 0, 15)
 
 
+async def test_prometheus_reads_how_long_a_partition_has_stored_nothing() -> None:
+    """The time grows while one partition stores nothing more, although another does; it ends with the next snapshot."""
+    d, service = of_models(1)
+    ((name, epoch),) = d.shards.items()
+    tokens = {p["index"]: p["incarnation"] for p in d.core.read.model("m00")["partitions"]}
+
+    async def after_s(seconds: float, stuck: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
+        d.now += seconds
+        rows = [["m00", 1, i, token, *(stuck if i == 0 else other), 0, 0] for i, token in tokens.items()]
+        d.ask(lambda n: io.ShardHeartbeat(n, name, epoch, {}, rows))
+        cast(Any, service).now = d.now
+        found = await overview.describe(service)
+        (behind,) = told(found, "paramserver_model_durable_behind_versions").values()
+        (behind_s,) = told(found, "paramserver_model_durable_behind_seconds").values()
+        return behind, behind_s
+
+    assert await after_s(1.0, (100, 100), (1, 1)) == (0, 0)
+    assert await after_s(1.0, (120, 100), (9, 1)) == (20, 1.0)
+    assert await after_s(2.0, (140, 100), (9, 9)) == (40, 3.0)
+    assert await after_s(1.0, (160, 150), (20, 9)) == (11, 1.0)
+    assert await after_s(1.0, (160, 160), (20, 20)) == (0, 0)
+
+
 async def test_a_dead_shard_is_a_problem_until_it_is_no_longer_listed() -> None:
     """Status and metrics show a dead shard for as long as `GET /shards` lists it, or until it joins again."""
     d, service = of_models(1)
@@ -302,7 +330,7 @@ async def test_a_clock_that_is_set_is_followed(monkeypatch: pytest.MonkeyPatch) 
         service.history.add(d.now, "kind", f"after {step_s}")
         assert service.history.events[0].at == unix_s
         grid = Grid.of(EPOCH_S, EPOCH_S + 86400, 60, EPOCH_S + 86400)
-        ((_, values),) = service.history.rings.read("cluster.shards", {}, grid)
+        ((_, values),) = read(service.history.rings, "cluster.shards", {}, grid)
         return sum(v is not None for v in values)
 
     assert await series_after(0.0) == 1
@@ -478,9 +506,9 @@ def test_events_are_what_differs_from_the_second_before() -> None:
         [("run_running", "good"), ("shard_joined", "good")],
     ]
     grid = Grid.of(NOW, NOW + 3, 1, NOW + 3)
-    ((_, alive),) = history.rings.read("cluster.shards", {}, grid)
+    ((_, alive),) = read(history.rings, "cluster.shards", {}, grid)
     assert alive == [2, 1, 0, 1]
-    ((_, load),) = history.rings.read("node.cpu_cores", {"node": "a"}, grid)
+    ((_, load),) = read(history.rings, "node.cpu_cores", {"node": "a"}, grid)
     assert load == [0.25, None, None, 0.25]
 
 

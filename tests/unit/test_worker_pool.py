@@ -151,3 +151,32 @@ def test_a_report_is_repeated_only_while_the_place_is_the_members(monkeypatch: p
 
     assert scheduler.reports >= 3
     assert calls == ["called"]
+
+
+class AwayScheduler:
+    """Is unreachable at one address or the other, but for its fifth heartbeat; the tenth ends the test."""
+
+    def __init__(self) -> None:
+        self.heartbeats = 0
+
+    def request(self, method: str, path: str, *_: Any, **__: Any) -> dict[str, Any]:
+        if method == "POST":
+            return {"member": "w", "epoch": 1}
+        self.heartbeats += 1
+        if self.heartbeats == 10:
+            raise Over
+        if self.heartbeats == 5:
+            return {"state": "idle", "run": None}
+        raise problem("unreachable", f"http://{'ab'[self.heartbeats % 2]} did not answer within 2 s")
+
+
+def test_an_outage_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """However often a member asks in vain, an outage is two lines of its log: the beginning and the end."""
+    monkeypatch.setattr(pool, "IDLE_POLL_S", 0.0)
+    scheduler: Any = AwayScheduler()
+
+    with caplog.at_level("INFO", logger="paramserver.worker"), pytest.raises(Over):
+        PoolMember(scheduler, "w", ["json"]).work()
+
+    told = [r.getMessage().split()[0] for r in caplog.records]
+    assert told == ["pool.joined", "pool.unreachable", "pool.back", "pool.unreachable"]

@@ -1,7 +1,9 @@
 """/status: the cluster's current status and recent history, as JSON documents with a schema and as a stream."""
 
 import re
+from collections.abc import Iterator
 from math import isfinite
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -9,13 +11,15 @@ from fastapi.responses import StreamingResponse
 
 from paramserver import limits
 from paramserver.errors import problem
+from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler.history import REPORTED, UNITS
 from paramserver_scheduler.overview import describe
+from paramserver_scheduler.pause import Pause
 from paramserver_scheduler.requests import number_of, respond, service
-from paramserver_scheduler.rings import Grid
-from paramserver_scheduler.schema import Events, SeriesAnswer, SeriesValues, Status
+from paramserver_scheduler.rings import Grid, Labels
+from paramserver_scheduler.schema import Events, SeriesAnswer, Status
 from paramserver_scheduler.service import Service
 
 router = APIRouter(prefix="/status", tags=["status"])
@@ -96,35 +100,41 @@ async def series(request: Request) -> Response:
         raise problem("malformed", "query parameter 'from' must not be later than 'to'")
     grid = Grid.of(from_s, to_s, seconds_of(request, "step", (to_s - from_s) / POINTS), now_s)
     only = {k: request.query_params[k] for k in ("model", "node", "worker") if k in request.query_params}
-    items = [item for name in names for item in _read(s, name, only, grid)]
-    answer = SeriesAnswer(start_s=grid.start_s, step_s=grid.step_s, count=grid.count, items=items)
-    return respond(request, answer.model_dump())
+    for name in names:
+        if name not in UNITS and not name.startswith(REPORTED):
+            raise problem("malformed", f"no metric {name!r:.80}", hint=f"known: {', '.join(UNITS)}, {REPORTED}NAME")
+    head = {"start_s": grid.start_s, "step_s": grid.step_s, "count": grid.count}
+    as_json, pause = negotiate.accepted(request) == negotiate.JSON, Pause()
+    items: list[dict[str, Any]] = []
+    texts: list[bytes] = []  # each made by itself: a thousand series at once would hold everybody up
+    for name in names:
+        reported = name.removeprefix(REPORTED)
+        found = s.history.rings.read(name, only, grid) if reported == name else _reported(s, reported, only, grid)
+        for labels, values in found:
+            if any(v is not None for v in values):
+                item = {"metric": name, "unit": UNITS.get(name, ""), "labels": dict(labels), "values": values}
+                if as_json:
+                    texts.append(negotiate.json_text(item))
+                else:
+                    items.append(item)
+            await pause()
+    if not as_json:
+        return respond(request, {**head, "items": items})
+    whole = b'%b,"items":[%b]}' % (negotiate.json_text(head)[:-1], b",".join(texts))
+    return Response(whole, media_type=negotiate.JSON)
 
 
-def _read(s: Service, name: str, only: dict[str, str], grid: Grid) -> list[SeriesValues]:
-    if name.startswith(REPORTED):
-        return _reported(s, name.removeprefix(REPORTED), only, grid)
-    unit = UNITS.get(name)
-    if unit is None:
-        raise problem("malformed", f"no metric {name!r:.80}", hint=f"known: {', '.join(UNITS)}, {REPORTED}NAME")
-    found = s.history.rings.read(name, only, grid)
-    return [SeriesValues(metric=name, unit=unit, labels=dict(labels), values=values) for labels, values in found]
-
-
-def _reported(s: Service, name: str, only: dict[str, str], grid: Grid) -> list[SeriesValues]:
+def _reported(s: Service, name: str, only: dict[str, str], grid: Grid) -> Iterator[tuple[Labels, list[float | None]]]:
     """Series of a metric that workers report, from the models' own records; of one worker if `only` names one."""
     if "node" in only:
-        return []
-    found: list[SeriesValues] = []
+        return
     for model in [only["model"]] if "model" in only else [m["name"] for m in s.read.models()]:
         points = s.read.points(model).get(name, ())
         if "worker" in only:
             points = [p for p in points if p[2] == only["worker"]]
         if points:
             means = grid.means(np.array([p[0] for p in points]), np.array([p[3] for p in points]))
-            if any(v is not None for v in means):
-                found.append(SeriesValues(metric=REPORTED + name, unit="", labels={"model": model}, values=means))
-    return found
+            yield (("model", model),), means
 
 
 def seconds_of(request: Request, name: str, default: float) -> float:

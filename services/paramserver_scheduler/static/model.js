@@ -24,7 +24,7 @@ const MEANINGS = {
 };
 
 /** How a reported metric is written: an accuracy in percent. */
-const unitOf = name => /acc|precision|recall/i.test(name) ? "fraction" : "";
+const unitOf = name => /accuracy|precision|recall|(^|[^a-z])acc[^a-z]*$/i.test(name) ? "fraction" : "";
 const title = name => name.charAt(0).toUpperCase() + name.slice(1).replaceAll("_", " ");
 
 /** The panel of the model that is looked at. */
@@ -34,6 +34,7 @@ export class ModelPanel {
   #charts = new Map();
   #reported = [];
   #seen = {};
+  #map = "";
   #host = document.getElementById("model-charts");
 
   /** Look at that model from now on. */
@@ -61,7 +62,7 @@ export class ModelPanel {
     this.#series.add(nowS, spanS, this.#values(model));
     show(document.getElementById("model-head"), head(model, runs, nowS));
     show(document.getElementById("workers"), workers(model));
-    show(document.getElementById("partitions"), partitions(model, colors));
+    this.#drawPartitions(model, colors);
     this.#drawCharts(model, nowS, spanS);
   }
 
@@ -70,6 +71,15 @@ export class ModelPanel {
     this.#model = null;
     this.#removeCharts();
     for (const id of ["model-head", "workers", "partitions"]) show(document.getElementById(id));
+    this.#map = "";
+  }
+
+  /** There are thousands, of which none changes in most seconds. */
+  #drawPartitions(model, colors) {
+    const {shards, owners, loading, moving} = model, looks = shards.map(s => look(colors(s)));
+    const map = JSON.stringify([shards, owners, loading, moving, looks]);
+    if (map !== this.#map) show(document.getElementById("partitions"), partitions(model, looks));
+    this.#map = map;
   }
 
   #removeCharts() {
@@ -195,18 +205,18 @@ function workers(model) {
   })));
 }
 
-function partitions(model, colors) {
+function partitions(model, looks) {
   const loading = new Set(model.loading), moving = new Set(model.moving);
   const counts = model.shards.map(() => 0);
   const cells = model.owners.map((owner, i) => {
     if (owner >= 0) counts[owner]++;
     const kind = owner < 0 ? ".orphan" : moving.has(i) ? ".moving" : loading.has(i) ? ".loading" : "";
     const says = owner < 0 ? "no owner" : model.shards[owner] + (kind && `, ${kind.slice(1)}`);
-    return el("i.cell" + kind, {title: `partition ${i}: ${says}`, vars: owner < 0 ? {} : look(colors(model.shards[owner]))});
+    return el("i.cell" + kind, {title: `partition ${i}: ${says}`, vars: owner < 0 ? {} : looks[owner]});
   });
   const missing = model.owners.filter(o => o < 0).length;
   const places = model.shards.map((s, i) => [s, i]).sort(([a], [b]) => byName(a, b));
-  const legend = places.map(([s, i]) => el("span", {vars: look(colors(s))}, el("i"), `${s} `, el("b", {}, String(counts[i]))));
+  const legend = places.map(([s, i]) => el("span", {vars: looks[i]}, el("i"), `${s} `, el("b", {}, String(counts[i]))));
   return [
     el("div.legend", {}, legend, missing > 0 && el("span.bad", {}, `no owner ${missing}`),
       loading.size > 0 && el("span.warn", {}, `loading ${loading.size}`), moving.size > 0 && el("span.info", {}, `moving ${moving.size}`)),

@@ -90,6 +90,7 @@ export class RunForm {
       number("workers", "workers", last.workers, {min: 1, step: 1, required: true}),
       number("minutes", "end after … minutes", last.stop.minutes, {placeholder: "no limit"}),
       number("clocks", "end after … clocks", last.stop.clocks, {placeholder: "no limit", step: 1}),
+      ...stopAt(last.stop.metric),
       uploaded.length > 0 && notCopied(model, uploaded),
     ].filter(Boolean));
     this.#settings.show(this.#spec, last);
@@ -98,10 +99,12 @@ export class RunForm {
   }
 
   async #start() {
-    const {model, fresh, entry, args, workers, minutes, clocks} = this.#form.elements;
+    const {model, fresh, entry, args, workers, minutes, clocks, metric, bound, limit} = this.#form.elements;
     const run = {entry: entry.value, args: parsed(args.value), workers: Number(workers.value), stop: {}, model: model.value};
     if (minutes.value) run.stop.minutes = Number(minutes.value);
     if (clocks.value) run.stop.clocks = Number(clocks.value);
+    if (!metric.value.trim() !== !limit.value) throw new Error("to end at a metric takes its name and its value");
+    if (limit.value) run.stop.metric = {name: metric.value.trim(), [bound.value]: Number(limit.value)};
     const changes = this.#settings.changes();
     if (fresh?.value.trim()) {
       run.model = fresh.value.trim();
@@ -117,6 +120,16 @@ export class RunForm {
     const {id, state, reason} = await send("POST", "runs", run);
     return `${id} is ${state}${reason && ": " + reason}`;
   }
+}
+
+/** Fields for the metric that ends a run, such as a loss of at most 0.1. */
+function stopAt({name = "", at_least: least, at_most: most} = {}) {
+  return [
+    el("label", {}, "end when the metric", el("input", {name: "metric", value: name, placeholder: "none"})),
+    el("label", {}, "is", el("select", {name: "bound"},
+      el("option", {value: "at_most"}, "at most"), el("option", {value: "at_least", selected: least !== undefined}, "at least"))),
+    number("limit", "its value", least ?? most, {placeholder: "none"}),
+  ];
 }
 
 /** Why there is no new model like this one, and what to do instead. */

@@ -421,6 +421,11 @@ class Model:
             for i, o in enumerate(self.owners)
         ]
 
+    def durable_behind_s(self, now: float) -> float:
+        """For how long the partition that has waited longest has had something to store, and stored nothing more."""
+        waiting = (o for o in self.owners if o.from_version is not None and o.version > o.durable_version)
+        return max((now - o.stored_s for o in waiting), default=0.0)
+
     def summary(self) -> dict[str, Any]:
         """One entry of `GET /models`: the public document without spec and partitions."""
         return {

@@ -15,6 +15,8 @@ class Owner:
     token: Token = 0
     version: int = 0
     durable_version: int = 0
+    stored_s: float = 0.0
+    """When it was last reported to have stored something more, or to have nothing to store."""
     durable_clock: int = 0
     """sync: the clock at which a new owner would start."""
     from_version: int | None = None

@@ -238,6 +238,7 @@ class Reading:
             "files_error": model.files_error,
             "checkpoint_error": model.checkpoints.error,
             "partition_lines": model.partition_lines(),
+            "durable_behind_s": model.durable_behind_s(now),
             "waiting_for": self.waiting_for(name),
             "workers": self.workers(name, now, dead_s=DEAD_SHOWN_S),
         }

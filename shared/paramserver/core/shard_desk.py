@@ -252,7 +252,7 @@ class ShardDesk:
         for row in served:
             model = self.c.owned(e.name, row)
             if model is not None:
-                self._served(model, row)
+                self._served(model, row, now)
         for cut in cuts:
             model = self.c.owned(e.name, cut)
             if model is None or cut.clock != model.cuts.pending:
@@ -266,8 +266,11 @@ class ShardDesk:
         self._lost(e.name, lost)
         self.c.answer_now(e.request, {"state": shard.state})
 
-    def _served(self, model: Model, row: ServedRow) -> None:
+    def _served(self, model: Model, row: ServedRow, now: float) -> None:
         owner = model.owners[row.partition]
+        nothing_to_store = row.durable_version >= row.version
+        if nothing_to_store or row.durable_version > owner.durable_version or owner.from_version is None:
+            owner.stored_s = now
         owner.version, owner.durable_version, owner.kept_from = row.version, row.durable_version, 0
         if owner.from_version is None:
             owner.from_version, owner.previous = row.version, None
