@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any, Final
@@ -156,10 +157,10 @@ class Jobs:
             done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version))
         except Exception as e:
             error = problem_of(e)
-            if model is not None:
-                # The model stands still until the core hears that the restore has ended.  It may have heard of the
-                # beginning even if that was answered 503, and it may not have heard of the end.
-                self._runtime.send(io.RestoreFinished(0, model, error, held.version))
+            # The model stands still, or has no values, until the core hears that the restore has ended.  It may have
+            # heard of the beginning even if that was answered 503, and it may not have heard of the end.
+            with suppress(NotFoundError):
+                self._runtime.send(io.RestoreFinished(0, model or self._read.key(target), error, held.version))
             raise error from e
         return Answer(answer.status, done.body)
 
