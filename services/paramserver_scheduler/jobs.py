@@ -154,7 +154,7 @@ class Jobs:
             for piece in in_pieces(workers):  # all at once would take seconds, in which nothing else is decided
                 await ask(partial(io.ModelRestored, model=target, generation=key.generation, workers=piece))
             await self._shards.restore(key, states, self._owner(key), lambda i: self._read.place(key, i))
-            done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version))
+            done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version), changes=True)
         except Exception as e:
             error = problem_of(e)
             # The model stands still, or has no values, until the core hears that the restore has ended.  It may have
@@ -208,7 +208,7 @@ class Jobs:
             except OSError as e:
                 raise problem_of(e) from e
             if creation is not None:
-                await self._runtime.ask(lambda n: io.DeleteCheckpoint(n, model, name))
+                await self._runtime.ask(lambda n: io.DeleteCheckpoint(n, model, name), changes=True)
 
     async def prune(self) -> None:
         """Delete here what the rule of `keep` has deleted at the others while this scheduler did not run."""

@@ -26,7 +26,7 @@ class BlindRuntime:
         self.d.open[0] = event
         self.d.do(event)
 
-    async def ask(self, make: Any) -> Answer:
+    async def ask(self, make: Any, *, changes: bool = False) -> Answer:
         """Return the answer; raises `storage_unavailable` at events of that kind."""
         away = isinstance(make(0), self.kind)
         if away and not self.taken_in:

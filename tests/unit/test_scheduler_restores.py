@@ -28,7 +28,7 @@ async def test_many_states_are_restored_in_pieces(tmp_path: Path) -> None:
     d, asked = saved(tmp_path, **states, d=[4]), []
 
     class Noting(BlindRuntime):
-        async def ask(self, make: Any) -> Answer:
+        async def ask(self, make: Any, *, changes: bool = False) -> Answer:
             asked.append(type(make(0)))
             return await super().ask(make)
 
@@ -133,7 +133,7 @@ async def test_who_waits_for_a_restore_is_told_when_its_scheduler_leads_no_more(
     values = {"w": np.zeros(64, np.float32)}
     checkpoint.write(tmp_path / "checkpoints" / "m" / "mine", ModelSpec.parse(SPEC), values, {}, {}, [], {}, {})
 
-    async def ask(make: Any) -> Answer:
+    async def ask(make: Any, *, changes: bool = False) -> Answer:
         return Answer(200, d.ask(make))
 
     async def set_all(*args: Any) -> None:
