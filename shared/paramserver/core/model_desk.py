@@ -171,12 +171,10 @@ class ModelDesk:
             if more > 0:
                 self._check_memory(spec, more)
             was_sync = model.gate.sync
-            if spec.consistency.mode == "sync" and model.ending_sync:
-                raise problem(
-                    "loading",
-                    f"some partitions of model '{model.name}' are still leaving the previous synchronous phase",
-                    hint="send the same request again",
-                )
+            if spec.consistency.mode == "sync" and not was_sync and (model.ending_sync or model.unheard):
+                why = "are still leaving the previous synchronous phase" if model.ending_sync else "are not served yet"
+                detail = f"some partitions of model '{model.name}' {why}"
+                raise problem("loading", detail, hint="send the same request again")
             model.spec = spec
             model.revision += 1
             if was_sync and spec.consistency.mode != "sync":

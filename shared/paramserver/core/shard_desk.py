@@ -269,6 +269,7 @@ class ShardDesk:
     def _served(self, model: Model, row: ServedRow) -> None:
         owner = model.owners[row.partition]
         owner.version, owner.durable_version, owner.kept_from = row.version, row.durable_version, 0
+        owner.heard = True
         if owner.from_version is None:
             owner.from_version, owner.previous = row.version, None
             self.c.unbalanced = True  # it may be moved now
