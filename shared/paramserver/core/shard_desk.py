@@ -275,6 +275,11 @@ class ShardDesk:
             self.c.unbalanced = True  # it may be moved now
             self.c.mark_dirty(model)
             self._check_clock(model, row)
+        if row.revision > model.revision:
+            # Redis has lost what the last leader stored, and that leader has ended.  Shards ignore older revisions.
+            model.revision = row.revision + 1
+            self.c.save_model(model)
+            self.c.model_changed(model)
         if owner.revision != row.revision:
             owner.revision = row.revision
             self.c.mark_dirty(model)
