@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any, Final
@@ -153,13 +154,13 @@ class Jobs:
             for piece in in_pieces(workers):  # all at once would take seconds, in which nothing else is decided
                 await ask(partial(io.ModelRestored, model=target, generation=key.generation, workers=piece))
             await self._shards.restore(key, states, self._owner(key), lambda i: self._read.place(key, i))
-            done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version))
+            done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version), changes=True)
         except Exception as e:
             error = problem_of(e)
-            if model is not None:
-                # The model stands still until the core hears that the restore has ended.  It may have heard of the
-                # beginning even if that was answered 503, and it may not have heard of the end.
-                self._runtime.send(io.RestoreFinished(0, model, error, held.version))
+            # The model stands still, or has no values, until the core hears that the restore has ended.  It may have
+            # heard of the beginning even if that was answered 503, and it may not have heard of the end.
+            with suppress(NotFoundError):
+                self._runtime.send(io.RestoreFinished(0, model or self._read.key(target), error, held.version))
             raise error from e
         return Answer(answer.status, done.body)
 
@@ -207,7 +208,7 @@ class Jobs:
             except OSError as e:
                 raise problem_of(e) from e
             if creation is not None:
-                await self._runtime.ask(lambda n: io.DeleteCheckpoint(n, model, name))
+                await self._runtime.ask(lambda n: io.DeleteCheckpoint(n, model, name), changes=True)
 
     async def prune(self) -> None:
         """Delete here what the rule of `keep` has deleted at the others while this scheduler did not run."""

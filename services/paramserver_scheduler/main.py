@@ -102,6 +102,7 @@ async def lead(
     leadership = Leadership(lease, runtime.note_redis, runtime.redis_data_lost, others.newer_leader_exists)
     runtime.confirm = leadership.confirm
     shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings), stop)
+    over = problem("no_leader", "this scheduler is no longer the leader")
     try:
         async with asyncio.TaskGroup() as group:
             jobs = Jobs(runtime, checkpoints, others, shards, redis, history, group, lease.name)
@@ -115,11 +116,12 @@ async def lead(
             group.create_task(http.state.service.redis_memory.watch(redis))
             group.create_task(jobs.prune())
             await stop.wait()
+            await runtime.finish(over)
             raise StopRequested("told to stop")
     finally:
         http.state.service = None
         # Ends feeds and long polls: their clients retry and are forwarded to the next leader.
-        runtime.close(problem("no_leader", "this scheduler is no longer the leader"))
+        runtime.close(over)
         await others.aclose()
         await shards.aclose()
         await forwarder.aclose()

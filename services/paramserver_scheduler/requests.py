@@ -8,8 +8,9 @@ from fastapi import Request, Response
 from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.fields import INTEGER_MAX
-from paramserver.errors import problem
+from paramserver.errors import InDoubt, problem
 from paramserver_node import negotiate, value_docs
+from paramserver_node.forward import changes_something, in_doubt
 from paramserver_scheduler import bodies
 from paramserver_scheduler.runtime import Answer
 from paramserver_scheduler.service import Service
@@ -80,9 +81,16 @@ async def read_optional(request: Request, kind: type[B]) -> B:
 
 
 async def ask(request: Request, make: Callable[[int], io.Event]) -> Answer:
-    """Return the core's answer to this request's event; the wait ends when the client hangs up."""
+    """Return the core's answer to this request's event; the wait ends when the client hangs up.
+
+    Raises InDoubt if it may have been done; not between nodes, which send each request again until it is answered.
+    """
     negotiate.check_accept(request)
-    return await service(request).runtime.ask(make, request.receive)
+    changes = changes_something(request.scope) and not request.scope["path"].startswith("/internal/")
+    try:
+        return await service(request).runtime.ask(make, request.receive, changes=changes)
+    except InDoubt as e:
+        raise in_doubt(request.scope, e.detail) from e
 
 
 async def reply(

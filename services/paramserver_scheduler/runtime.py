@@ -9,7 +9,8 @@ decide something are refused with 503 after a short wait; reads, heartbeats and 
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
@@ -34,6 +35,8 @@ log = logging.getLogger("paramserver.scheduler")
 
 STORE_WAIT_S: Final = 2.0
 """How long a request waits for Redis before it is answered 503."""
+FINISH_S: Final = 1.0
+"""How long a scheduler that is told to stop goes on storing what it has decided."""
 RETRY_S: Final = 0.25
 TICK_S: Final = 0.5
 
@@ -65,6 +68,8 @@ class _Waiter:
     on_reply: Callable[[Answer], None] | None
     since: float | None
     """Since when it depends on Redis: from the start, or, if accepted while Redis is away, since its reply waits."""
+    changes: bool
+    """Whether its sender must know if it may have been done."""
 
 
 @dataclass(slots=True)
@@ -112,6 +117,9 @@ class Runtime:
         self._next = _Batch()
         """Pending behind `_writing`: a single merged batch, so that it stays bounded while Redis is away."""
         self._queued = asyncio.Event()
+        self._settled = asyncio.Event()
+        """Nothing is pending."""
+        self._settled.set()
         self._redis_back = asyncio.Event()
         self._redis_back.set()
         self._wake = asyncio.Event()
@@ -125,6 +133,8 @@ class Runtime:
         make: Callable[[int], io.Event],
         receive: Receive | None = None,
         on_reply: Callable[[Answer], None] | None = None,
+        *,
+        changes: bool = False,
     ) -> Answer:
         """Pass the core the event that `make` builds from a request number, and return its reply.
 
@@ -132,6 +142,7 @@ class Runtime:
             make: builds the event.
             receive: tells when the client hangs up (ASGI); the wait then ends with Unavailable.
             on_reply: called with the answer at the moment it becomes visible, before any later document is published.
+            changes: InDoubt is raised if what was decided may be stored, and that is not known when the wait ends.
 
         Raises the PsError that the core replied or `on_reply` raised, the reason for which the runtime was closed, or
         Unavailable: `storage_unavailable` if Redis is away for too long, `too_many_requests` if too many requests are
@@ -148,8 +159,9 @@ class Runtime:
         if len(self._waiters) >= limits.WAITERS_MAX and not isinstance(event, _LEASES):  # those end soon
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        since = None if isinstance(event, _ACCEPTED_WHILE_AWAY) else monotonic()
-        self._waiters[number] = _Waiter(future, on_reply, since)
+        harmless = isinstance(event, _ACCEPTED_WHILE_AWAY)
+        since = None if harmless else monotonic()
+        self._waiters[number] = _Waiter(future, on_reply, since, changes and not harmless)
         try:
             self.send(event)
             return await (future if receive is None or future.done() else while_there(receive, future))
@@ -200,6 +212,7 @@ class Runtime:
             if waiter is not None and waiter.since is None:
                 waiter.since = monotonic()
         self._next.add(batch)
+        self._settled.clear()
         self._queued.set()
 
     # --- effects out ---
@@ -254,12 +267,26 @@ class Runtime:
             group.create_task(self._tick_loop())
             group.create_task(self._store_loop())
 
+    async def finish(self, reason: PsError) -> None:
+        """Accept no more events, refused with `reason`, and store and answer what is decided, unless Redis is away."""
+        self.stopped = reason
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FINISH_S):
+                await self._settled.wait()
+
     def close(self, reason: PsError) -> None:
         """Answer every pending request with `reason`, end the feeds, and accept no more events."""
         self.stopped = reason
-        for number in list(self._waiters):
-            self._answer(number, reason, 503)
+        self._refuse(list(self._waiters), reason)
         self.hub.close()
+
+    def _refuse(self, numbers: Sequence[int], reason: PsError) -> None:
+        """Answer these requests with `reason`, or as in doubt if what they change is decided and may be stored."""
+        replies = [e for b in (self._writing, self._next) for e in b.effects if isinstance(e, io.Reply)]
+        decided = {r.request for r in replies if not isinstance(r.outcome, PsError)}
+        doubt = problem("in_doubt", f"{reason.detail}; this request may have been done")
+        for number in numbers:
+            self._answer(number, doubt if number in decided and self._waiters[number].changes else reason, 503)
 
     async def _raise_failures(self) -> None:
         raise await self._failures.get()
@@ -291,6 +318,7 @@ class Runtime:
                     self._writing.add(self._next)
                     self._next = self._writing
                 self._writing = _Batch()
+            self._settled.set()
 
     async def _try_write(self, batch: _Batch) -> bool:
         """Write the batch in one script; False if it must be written again, merged with what has come since."""
@@ -316,8 +344,7 @@ class Runtime:
         self._set_redis_away(why.detail)
         before = monotonic() - STORE_WAIT_S
         late = [n for n, w in self._waiters.items() if w.since is not None and w.since < before]
-        for number in late:
-            self._answer(number, _storage_away(why.detail), 503)
+        self._refuse(late, _storage_away(why.detail))
         for batch in (self._writing, self._next):
             batch.effects = [e for e in batch.effects if not isinstance(e, io.Reply) or e.request in self._waiters]
 
@@ -328,7 +355,7 @@ class Runtime:
 
     def redis_data_lost(self) -> None:
         """Begin a new term and write everything again, because Redis has lost it."""
-        if self._store.begin_new_term():
+        if self.stopped is None and self._store.begin_new_term():
             log.error("redis.emptied: writing everything again in term %d", self._store.term)
             unseen = {*self._writing.tokens, *self._next.tokens}
             self.send(io.RedisEmptied(self._store.term, unseen))

@@ -339,16 +339,17 @@ class Membership:
         """Tell the scheduler that this shard leaves, so that its partitions are reassigned at once.
 
         With `stored`, only if no model loses a commit by that; False if one would: it is being stored, ask again.
+        Raises PsError.
         """
-        if self.epoch:
-            asked = {"epoch": self.epoch, "stored": int(stored)}
-            try:
-                answer = await self.link.request("DELETE", f"/internal/shards/{self.name}", params=asked)
-            except PsError as error:
-                log.info("cannot deregister from the scheduler: %s", error)
-            else:
-                return bool(answer.get("left", True))
-        return True
+        if not self.epoch:
+            return True
+        asked = {"epoch": self.epoch, "stored": int(stored)}
+        try:
+            answer = await self.link.request("DELETE", f"/internal/shards/{self.name}", params=asked)
+        except (FencedError, NotFoundError) as error:  # it has left, and the answer was lost; or it is taken for dead
+            log.info("deregistered already: %s", error)
+            return True
+        return bool(answer.get("left", True))
 
 
 def _as_fenced(error: PsError) -> PsError:

@@ -24,7 +24,7 @@ GRACE_S: Final = 3.0
 HAND_OVER: Final = 0.75
 """Share of the rest in which other shards may take over the partitions; all of it is for storing."""
 AWAY_S: Final = 5.0
-"""How long schedulers may refuse to move partitions before the shard stops serving what it has."""
+"""How long schedulers may fail to answer before the shard does without them: another one may be taking over."""
 ASK_S: Final = 1.0
 _LOOK_S: Final = 0.1
 
@@ -42,6 +42,8 @@ class Stopping:
         self._left = False
         self._trouble = ""
         """Why the scheduler was asked in vain the last time."""
+        self._away_since_s: float | None = None
+        """Since when every request to it was in vain."""
 
     async def run(self, asked: asyncio.Event, stop: asyncio.Event) -> None:
         """Wait for `asked`, shut the shard down, then set `stop` so that the server closes."""
@@ -56,24 +58,19 @@ class Stopping:
             await _until(began + self._store_s, self._store())
             if not self._left:
                 self._tell_losses()
-                await _until(began + self._store_s + LEAVE_S, self._leave(stored=False))
+                await _until(began + self._store_s + LEAVE_S, self._leave_without_storing())
         self._membership.serving.close()
         self._runtime.close()
         stop.set()
 
     async def _hand_over(self) -> None:
-        """Have the scheduler move partitions away until none is left, or until no shard can take any.
-
-        If the scheduler refuses, it is asked again for `AWAY_S`: another one may be taking over.
-        """
-        now, refused_at = asyncio.get_running_loop().time, None
+        """Have the scheduler move partitions away until none is left, or until no shard can take any."""
         while True:
             found = await self._drain(cut=False)  # also without partitions: one may be on its way here
             if found is None:
                 if not self._owned:
                     return
-                refused_at = now() if refused_at is None else refused_at
-                if now() - refused_at >= AWAY_S:
+                if self._given_up:
                     log.warning("cannot hand over: %s", self._trouble)
                     return
                 await asyncio.sleep(ASK_S)
@@ -84,7 +81,6 @@ class Stopping:
             if not targets:
                 log.info("no other shard can take %d partitions", max(self._owned, mapped))
                 return
-            refused_at = None
             for look in range(round(ASK_S / _LOOK_S)):
                 if self._owned or not look:
                     await asyncio.sleep(_LOOK_S)
@@ -99,7 +95,7 @@ class Stopping:
         while True:
             if not (self._unsaved or self._runtime.writer.waiting or self._beyond_cuts):
                 await self._leave(stored=True)
-                if self._left:
+                if self._left or self._given_up:
                     return
             self._runtime.feed(SaveAll())
             if self._beyond_cuts and loop.time() >= ask_at:
@@ -107,18 +103,47 @@ class Stopping:
                 ask_at = loop.time() + ASK_S
             await asyncio.sleep(_LOOK_S)
 
+    async def _leave_without_storing(self) -> None:
+        while True:
+            await self._leave(stored=False)
+            if self._left or self._given_up:
+                return
+            await asyncio.sleep(_LOOK_S)
+
     async def _leave(self, *, stored: bool) -> None:
-        self._left = await self._membership.leave(stored=stored)
+        """Deregister, unless the scheduler has something stored first; a shard without partitions tries only once."""
+        try:
+            self._left = await self._membership.leave(stored=stored)
+        except PsError as error:
+            self._asked_in_vain(error)
+            log.info("cannot deregister from the scheduler: %s", error)
+            self._left = not self._owned
+        else:
+            self._answered()
 
     async def _drain(self, *, cut: bool) -> tuple[int, int] | None:
         """Ask the scheduler to move all partitions away; return what `Membership.drain` does, None if it refuses."""
         try:
             found = await self._membership.drain(cut=cut)
         except PsError as error:
-            self._trouble = str(error)
+            self._asked_in_vain(error)
             return None
-        self._trouble = ""
+        self._answered()
         return found
+
+    def _asked_in_vain(self, error: PsError) -> None:
+        self._trouble = str(error)
+        if self._away_since_s is None:
+            self._away_since_s = asyncio.get_running_loop().time()
+
+    def _answered(self) -> None:
+        self._trouble, self._away_since_s = "", None
+
+    @property
+    def _given_up(self) -> bool:
+        """Whether the scheduler was asked in vain for `AWAY_S`."""
+        since_s = self._away_since_s
+        return since_s is not None and asyncio.get_running_loop().time() - since_s >= AWAY_S
 
     def _tell_losses(self) -> None:
         """Log what only this process holds, and which models will continue from before that."""

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 from redis import Redis
 from starlette.types import Message
+from tests.refusals import refused_with
 
 from paramserver.core import scheduler_io as io
 from paramserver.core.cluster import Cluster
@@ -158,6 +159,36 @@ async def test_closing_answers_everyone(redis_url: str) -> None:
         with pytest.raises(PsError, match="stopping"):
             await join(runtime, "late")
         assert [line async for line in feed.lines()] == []
+
+
+async def test_what_is_decided_is_answered_before_a_leader_that_is_told_to_stop_ends(redis_url: str) -> None:
+    """A request whose decision is on its way to Redis gets its answer; what comes later is refused."""
+    async with running(redis_url, []) as runtime:
+        asking = asyncio.ensure_future(runtime.ask(lambda n: io.JoinPool(n, None, []), changes=True))
+        await asyncio.sleep(0)  # it has started, and waits
+        assert runtime.core.read.pool(time.monotonic())
+        over = problem("no_leader", "told to stop")
+        await runtime.finish(over)
+        with pytest.raises(PsError, match="told to stop"):
+            await join(runtime, "late")
+        runtime.close(over)
+        assert (await asking).status == 201
+
+
+@pytest.mark.parametrize(("changes", "told"), [(True, "in_doubt"), (False, "no_leader")])
+async def test_what_may_be_stored_as_a_leader_ends_is_in_doubt(redis_url: str, changes: bool, told: str) -> None:
+    """While Redis does not confirm a decision, the end of the leader leaves its request in doubt."""
+    with Redis.from_url(redis_url) as plain:
+        async with running(redis_url, []) as runtime:
+            plain.client_pause(60_000, all=False)  # writes wait
+            try:
+                asking = asyncio.ensure_future(runtime.ask(lambda n: io.JoinPool(n, None, []), changes=changes))
+                await asyncio.sleep(0)  # it has started, and waits
+                runtime.close(problem("no_leader", "another one leads"))
+                with refused_with(told):
+                    await asking
+            finally:
+                plain.client_unpause()
 
 
 def create(runtime: Runtime, name: str) -> Any:

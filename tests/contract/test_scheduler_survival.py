@@ -119,6 +119,21 @@ def test_a_restore_that_redis_interrupts_is_over(cluster: Nodes) -> None:
     cluster.post(f"/models/{name}/restore", {"checkpoint": "mine"}, status=200)
 
 
+def test_a_run_that_redis_has_not_confirmed_is_in_doubt(cluster: Nodes) -> None:
+    """Who begins a run as Redis stops is told to look first: it begins once Redis is back, and again would be 409."""
+    name = unique("m")
+    cluster.post("/models", {"name": name, "params": {"w": {"shape": [5]}}}, status=201)
+    pid = redis_pid(cluster)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        told = cluster.post("/runs", {"model": name, "entry": "a.b:c"}, status=503)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (told["code"], told["retryable"]) == ("in_doubt", False)
+    assert "look first" in told["hint"]
+    assert name in [r["model"] for r in cluster.get("/runs")["items"]]
+
+
 def redis_pid(cluster: Nodes) -> int:
     """The process id of the test's Redis."""
     pid = redis_server.serving_pid(int(cluster.redis_url.rsplit(":", 1)[1].split("/")[0]))

@@ -362,7 +362,7 @@ def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
     """A model created by a restore is `initializing` until that finishes, then `ready`, or removed if it fails."""
     d = Driver("s0")
     for error in (None, PsError("corrupt_state", "torn")):
-        number = d.send(lambda n: io.CreateModel(n, SPEC | SYNC, "x", restore=True))
+        number = d.send(lambda n: io.CreateModel(n, SPEC | SYNC, "", restore=True))
         d.beats()
         made = d.result(number)
         assert made["state"] == "initializing"
@@ -403,6 +403,23 @@ def test_a_model_that_a_client_restores_is_ready_when_the_client_says_so(mode: s
     assert (done["state"], done["clock"]) == ("ready", 0 if mode == "async" else 12)
     assert d.result(end(made["timeline"]))["timeline"] == done["timeline"]
     assert code(d, d.send(lambda n: io.DeleteModel(n, "m", "mine"))) == "upload_in_progress"
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_restore_that_fails_in_a_model_that_a_client_is_creating_leaves_it_to_the_client(mode: str) -> None:
+    """The client, which was restoring a folder of its own into the model that it made, ends that as if alone."""
+    d = Driver("s0")
+    spec = SPEC | {"consistency": {"mode": mode}}
+    number = d.send(lambda n: io.CreateModel(n, spec, "mine", restore=True))
+    d.beats()
+    made = d.result(number)
+    d.ask(lambda n: io.StartRestore(n, "m"))
+    failed = d.send(lambda n: io.RestoreFinished(n, ModelKey("m", 1), PsError("corrupt_state", "torn")))
+    assert code(d, failed) == "corrupt_state"
+
+    assert d.core.read.model("m")["state"] == "initializing"
+    done = d.ask(lambda n: io.ModelRestored(n, "m", made["generation"], made["timeline"], 12))
+    assert (done["state"], done["clock"]) == ("ready", 0 if mode == "async" else 12)
 
 
 @pytest.mark.parametrize("ack", ["applied", "journaled"])

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.refusals import refused_with
 
-from paramserver import checkpoint, limits
+from paramserver import checkpoint
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
@@ -29,9 +29,9 @@ from paramserver.wire.state import SetFrame, StateFrame
 from paramserver_scheduler.checkpoints import CheckpointStore, assignments
 from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs
-from paramserver_scheduler.runtime import Answer
 from paramserver_scheduler.shards import ShardClient
 
+from .restoring import BlindRuntime, saved
 from .scheduling import SPEC, Driver, code
 
 FROM_FILE: dict[str, Any] = {"w": {"shape": [64], "init": {"kind": "file", "path": "first.safetensors"}}}
@@ -261,30 +261,6 @@ async def test_a_checkpoint_of_another_creation_is_not_restored_for_this_ones(tm
             await jobs.restore("m", "mine", "m", None)
 
 
-class BlindRuntime:
-    """A runtime for which Redis is away at events of one kind, before the core handles them or after (`taken_in`)."""
-
-    def __init__(self, d: Driver, kind: type, taken_in: bool) -> None:
-        self.core, self.d = d.core, d
-        self.kind, self.taken_in = kind, taken_in
-
-    def send(self, event: io.Event) -> None:
-        """Handle an event that needs no reply."""
-        self.d.open[0] = event
-        self.d.do(event)
-
-    async def ask(self, make: Any) -> Answer:
-        """Return the answer; raises `storage_unavailable` at events of that kind."""
-        away = isinstance(make(0), self.kind)
-        if away and not self.taken_in:
-            raise problem("storage_unavailable", "Redis does not answer")
-        number = self.d.send(make)
-        self.d.beats()
-        if away:
-            raise problem("storage_unavailable", "Redis does not answer")
-        return Answer(200, self.d.result(number))
-
-
 def held(version: int) -> list[tuple[StateFrame, PartitionState]]:
     """Return the only partition of a model at that version, as its shard sends it."""
     return [(StateFrame("m", 1, 0, version, 0, 1, 64, 0, (0,)), PartitionState(np.zeros(64, np.float32), (), (0,)))]
@@ -392,103 +368,6 @@ def test_a_name_that_another_creation_has_is_not_used() -> None:
     with pytest.raises(PsError, match="exists already"):
         d.result(asked)
     assert d.core._c.models["m"].checkpoints.error == "", "only who asked made a mistake"
-
-
-def saved(state_dir: Path, **workers: Any) -> Driver:
-    """Return a cluster with a model that has a checkpoint `mine` on disk, with the states of these workers."""
-    d = Driver.with_model()
-    values, states = {"w": np.zeros(64, np.float32)}, {f"m/{w}": state for w, state in workers.items()}
-    checkpoint.write(state_dir / "checkpoints" / "m" / "mine", ModelSpec.parse(SPEC), values, {}, {}, [], states, {})
-    return d
-
-
-async def test_many_states_are_restored_in_pieces(tmp_path: Path) -> None:
-    """A restore brings the core the workers' states in pieces, between which it can decide other things."""
-    states = {w: w * 200_000 for w in "abc"}
-    d, asked = saved(tmp_path, **states, d=[4]), []
-
-    class Noting(BlindRuntime):
-        async def ask(self, make: Any) -> Answer:
-            asked.append(type(make(0)))
-            return await super().ask(make)
-
-    unused, runtime = Mock(), cast(Any, Noting(d, io.Tick, taken_in=True))
-    async with asyncio.TaskGroup() as group:
-        shards = Mock(restore=AsyncMock())
-        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
-        await jobs.restore("m", "mine", "m", None)
-
-    assert asked == [io.StartRestore, *[io.ModelRestored] * 3, io.RestoreFinished]
-    assert [d.join(w)["state"] for w in "abcd"] == [*states.values(), [4]]
-
-
-@pytest.mark.parametrize("target", ["m", "copy"])
-async def test_who_joins_while_values_are_restored_has_the_state_for_them(tmp_path: Path, target: str) -> None:
-    """A worker that joins a model before all its restored values are set begins with its restored state."""
-    d, joined = saved(tmp_path, a=[4]), []
-
-    async def set_all(*args: Any) -> None:
-        joined.append(d.ask(lambda n: io.JoinWorker(n, target, "a"))["state"])
-
-    unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
-    async with asyncio.TaskGroup() as group:
-        shards: Any = Mock(restore=set_all)
-        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
-        await jobs.restore("m", "mine", target, None)
-
-    assert joined == [[4]]
-
-
-async def test_a_restore_whose_states_do_not_fit_sets_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restore that brings more states than there is room for is refused before a value is set or commits pause."""
-    d = saved(tmp_path, a="x" * 60_000, b="x" * 60_000)
-    monkeypatch.setattr(limits, "WORKER_STATES_MAX", 100_000)
-    shards, unused, runtime = Mock(restore=AsyncMock()), Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
-    async with asyncio.TaskGroup() as group:
-        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
-        with refused_with("too_large"):
-            await jobs.restore("m", "mine", "m", None)
-
-    assert not shards.restore.called
-    assert d.join("a")["state"] is None
-
-
-@pytest.mark.parametrize("taken_in", [True, False])
-@pytest.mark.parametrize("kind", [io.StartRestore, io.RestoreFinished])
-async def test_a_restore_that_redis_cuts_short_is_over(tmp_path: Path, kind: type, taken_in: bool) -> None:
-    """If Redis fails at the start or end of a restore, handled by the core or not, the next restore can start."""
-    d = saved(tmp_path)
-    unused, blind = Mock(), cast(Any, BlindRuntime(d, kind, taken_in))
-    async with asyncio.TaskGroup() as group:
-        shards = Mock(restore=AsyncMock())
-        jobs = Jobs(blind, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
-        with pytest.raises(PsError, match="Redis"):
-            await jobs.restore("m", "mine", "m", None)
-
-    assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
-
-
-async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
-    """A second restore is refused while the first is in progress, and the first goes on and succeeds."""
-    d = saved(tmp_path)
-    begun, goes_on = asyncio.Event(), asyncio.Event()
-
-    async def set_all(*args: Any) -> None:
-        begun.set()
-        await goes_on.wait()
-
-    unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
-    async with asyncio.TaskGroup() as group:
-        shards: Any = Mock(restore=set_all)
-        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
-        first = asyncio.ensure_future(jobs.restore("m", "mine", "m", None))
-        await begun.wait()
-        with pytest.raises(PsError, match="being restored"):
-            await jobs.restore("m", "mine", "m", None)
-        with pytest.raises(PsError, match="being restored"):
-            d.ask(lambda n: io.StartRestore(n, "m"))
-        goes_on.set()
-        assert (await first).status == 200
 
 
 async def test_keys_of_a_model_that_is_gone_are_deleted_once_redis_answers(monkeypatch: pytest.MonkeyPatch) -> None:

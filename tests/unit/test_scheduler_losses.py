@@ -503,3 +503,22 @@ def test_a_model_that_was_never_complete_goes_with_its_file() -> None:
     with pytest.raises(PsError, match="cannot be read"):
         d.result(asked)
     assert not d.core.read.models()
+
+
+def test_settings_that_redis_lost_with_the_leader_do_not_shut_out_the_next_ones() -> None:
+    """The next leader's documents are above what the shards have, who would ignore them for ever otherwise."""
+    d = Driver.with_model()
+    before = dict(d.hash)
+    d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}))
+    known = d.document()["revision"]
+    mine = [p for p in d.core.read.model("m")["partitions"] if p["shard"] == "s0"]
+    rows = [["m", 1, p["index"], p["incarnation"], 0, 0, known, 0] for p in mine]
+    d.hash = before
+    d.restart()
+    d.ask(lambda n: io.ShardHeartbeat(n, "s0", d.shards["s0"], {}, rows))
+
+    assert d.document()["revision"] == d.core.read.model("m")["revision"] > known
+    assert d.document()["spec"]["optimizer"]["lr"] == 0.001
+    stored = d.document()["revision"]
+    d.restart()
+    assert d.core.read.model("m")["revision"] == stored

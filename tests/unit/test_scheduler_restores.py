@@ -1,22 +1,130 @@
-"""Restores by a scheduler that ceases to lead."""
+"""Restores by the scheduler, of checkpoints that it has: their beginning, their end, and one that ceases to lead."""
 
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
+from tests.refusals import refused_with
 
-from paramserver import checkpoint
+from paramserver import checkpoint, limits
+from paramserver.core import scheduler_io as io
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import InDoubt
+from paramserver.errors import InDoubt, PsError
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.runtime import Answer
 
+from .restoring import BlindRuntime, saved
 from .scheduling import SPEC, Driver
+
+
+async def test_many_states_are_restored_in_pieces(tmp_path: Path) -> None:
+    """A restore brings the core the workers' states in pieces, between which it can decide other things."""
+    states = {w: w * 200_000 for w in "abc"}
+    d, asked = saved(tmp_path, **states, d=[4]), []
+
+    class Noting(BlindRuntime):
+        async def ask(self, make: Any, *, changes: bool = False) -> Answer:
+            asked.append(type(make(0)))
+            return await super().ask(make)
+
+    unused, runtime = Mock(), cast(Any, Noting(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        shards = Mock(restore=AsyncMock())
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        await jobs.restore("m", "mine", "m", None)
+
+    assert asked == [io.StartRestore, *[io.ModelRestored] * 3, io.RestoreFinished]
+    assert [d.join(w)["state"] for w in "abcd"] == [*states.values(), [4]]
+
+
+@pytest.mark.parametrize("target", ["m", "copy"])
+async def test_who_joins_while_values_are_restored_has_the_state_for_them(tmp_path: Path, target: str) -> None:
+    """A worker that joins a model before all its restored values are set begins with its restored state."""
+    d, joined = saved(tmp_path, a=[4]), []
+
+    async def set_all(*args: Any) -> None:
+        joined.append(d.ask(lambda n: io.JoinWorker(n, target, "a"))["state"])
+
+    unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        shards: Any = Mock(restore=set_all)
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        await jobs.restore("m", "mine", target, None)
+
+    assert joined == [[4]]
+
+
+async def test_a_restore_whose_states_do_not_fit_sets_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore that brings more states than there is room for is refused before a value is set or commits pause."""
+    d = saved(tmp_path, a="x" * 60_000, b="x" * 60_000)
+    monkeypatch.setattr(limits, "WORKER_STATES_MAX", 100_000)
+    shards, unused, runtime = Mock(restore=AsyncMock()), Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        with refused_with("too_large"):
+            await jobs.restore("m", "mine", "m", None)
+
+    assert not shards.restore.called
+    assert d.join("a")["state"] is None
+
+
+@pytest.mark.parametrize("taken_in", [True, False])
+@pytest.mark.parametrize("kind", [io.StartRestore, io.RestoreFinished])
+async def test_a_restore_that_redis_cuts_short_is_over(tmp_path: Path, kind: type, taken_in: bool) -> None:
+    """If Redis fails at the start or end of a restore, handled by the core or not, the next restore can start."""
+    d = saved(tmp_path)
+    unused, blind = Mock(), cast(Any, BlindRuntime(d, kind, taken_in))
+    async with asyncio.TaskGroup() as group:
+        shards = Mock(restore=AsyncMock())
+        jobs = Jobs(blind, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        with pytest.raises(PsError, match="Redis"):
+            await jobs.restore("m", "mine", "m", None)
+
+    assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
+
+
+@pytest.mark.parametrize("taken_in", [True, False])
+async def test_a_creation_by_restore_that_redis_cuts_short_can_be_repeated(tmp_path: Path, taken_in: bool) -> None:
+    """If Redis fails at the creation of a restore's model, no model without values is left under the name."""
+    d = saved(tmp_path)
+    unused, blind = Mock(), cast(Any, BlindRuntime(d, io.CreateModel, taken_in))
+    async with asyncio.TaskGroup() as group:
+        shards = Mock(restore=AsyncMock())
+        jobs = Jobs(blind, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        with pytest.raises(PsError, match="Redis"):
+            await jobs.restore("m", "mine", "copy", None, exist_ok=False)
+        blind.kind = io.Tick
+        await jobs.restore("m", "mine", "copy", None, exist_ok=False)
+
+    assert d.core.read.model("copy")["state"] == "ready"
+
+
+async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
+    """A second restore is refused while the first is in progress, and the first goes on and succeeds."""
+    d = saved(tmp_path)
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def set_all(*args: Any) -> None:
+        begun.set()
+        await goes_on.wait()
+
+    unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        shards: Any = Mock(restore=set_all)
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        first = asyncio.ensure_future(jobs.restore("m", "mine", "m", None))
+        await begun.wait()
+        with pytest.raises(PsError, match="being restored"):
+            await jobs.restore("m", "mine", "m", None)
+        with pytest.raises(PsError, match="being restored"):
+            d.ask(lambda n: io.StartRestore(n, "m"))
+        goes_on.set()
+        assert (await first).status == 200
 
 
 async def test_who_waits_for_a_restore_is_told_when_its_scheduler_leads_no_more(tmp_path: Path) -> None:
@@ -25,7 +133,7 @@ async def test_who_waits_for_a_restore_is_told_when_its_scheduler_leads_no_more(
     values = {"w": np.zeros(64, np.float32)}
     checkpoint.write(tmp_path / "checkpoints" / "m" / "mine", ModelSpec.parse(SPEC), values, {}, {}, [], {}, {})
 
-    async def ask(make: Any) -> Answer:
+    async def ask(make: Any, *, changes: bool = False) -> Answer:
         return Answer(200, d.ask(make))
 
     async def set_all(*args: Any) -> None:

@@ -67,11 +67,12 @@ class Leader:
         away_until_s: float = 0.0,
         mapped: int = PARTITIONS,
         stored_s: float = 0.0,
+        away_from_s: float = 0.0,
     ) -> None:
         """The model has reached `clock`; `targets` other shards could take partitions, but never do.
 
-        Until `away_until_s` nobody answers.  `mapped`: how many partitions the shard has by the leader's map.  By
-        `stored_s` the last commit is stored of which the leader knows.
+        From `away_from_s` until `away_until_s` nobody answers.  `mapped`: how many partitions the shard has by the
+        leader's map.  By `stored_s` the last commit is stored of which the leader knows.
         """
         self.epoch, self.stopping = 1, False
         self.serving = Serving()
@@ -81,13 +82,18 @@ class Leader:
         self.closed: list[tuple[float, int]] = []
         """When it stopped serving, and of how many partitions a cut was stored then."""
         self.left_at: float | None = None
+        self.ended_s = 0.0
         self.runtime: Runtime
         self._view, self._clock, self._targets, self._away_until_s = view, clock, targets, away_until_s
         self._mapped, self._stored_s = mapped, stored_s
+        self._away_from_s = away_from_s
+
+    def _answer(self) -> None:
+        if self._away_from_s <= asyncio.get_running_loop().time() < self._away_until_s:
+            raise problem("no_leader", "no scheduler answers")
 
     async def drain(self, *, cut: bool) -> tuple[int, int]:
-        if asyncio.get_running_loop().time() < self._away_until_s:
-            raise problem("no_leader", "no scheduler answers")
+        self._answer()
         if cut:
             self.runtime.feed(replace(self._view, cut_asked=self._clock, cut_urgent=True))
         return self._targets, self._mapped
@@ -97,6 +103,7 @@ class Leader:
         return {KEY: self._clock if len(stored) == PARTITIONS else None}
 
     async def leave(self, *, stored: bool) -> bool:
+        self._answer()
         now = asyncio.get_running_loop().time()
         if stored and now < self._stored_s:
             return False
@@ -138,7 +145,8 @@ def stopped(
             asked.set()
             await stopping.run(asked, stop)
             assert stop.is_set()
-            assert asyncio.get_running_loop().time() <= stop_s
+            member.ended_s = asyncio.get_running_loop().time()
+            assert member.ended_s <= stop_s
         return member, stopping
 
     return virtual_time.run(work())
@@ -237,6 +245,23 @@ def test_a_scheduler_that_is_away_for_a_moment_is_asked_again_for_moves(away_s: 
     leader, _ = stopped("async", targets=1, away_until_s=away_s)
 
     assert leader.closed[0][0] == pytest.approx(served_s, abs=1.1)
+
+
+@pytest.mark.parametrize(("back_s", "left_s"), [(4.0, 4.0), (1e9, None)])
+def test_a_scheduler_that_is_away_as_a_shard_leaves_is_asked_again(back_s: float, left_s: float | None) -> None:
+    """Its partitions move at once when another scheduler leads; without one, the shard ends after 5 s all the same."""
+    leader, stopping = stopped("async", away_from_s=0.1, away_until_s=back_s)
+
+    assert not stopping.lost
+    assert leader.left_at == (left_s and pytest.approx(left_s, abs=0.5))
+    assert leader.ended_s < 7.0
+
+
+def test_a_shard_without_partitions_does_not_wait_for_a_scheduler() -> None:
+    """Nothing moves when it leaves, so it ends at once also if no scheduler answers."""
+    leader, _ = stopped(owned=0, mapped=0, away_until_s=1e9)
+
+    assert leader.ended_s < 1.0
 
 
 @pytest.mark.parametrize("away_s", [0.5, 12.0])

@@ -16,7 +16,7 @@ from paramserver.errors import PsError, problem
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PushId
 
-from .scheduling import SPEC, Driver
+from .scheduling import SPEC, Driver, code
 
 WORKER = "run/a"
 ROSTER = {WORKER: 1}
@@ -361,6 +361,24 @@ def taken_over(d: Driver, version: int, clock: int) -> Any:
     assert rows
     d.ask(lambda n: io.ShardHeartbeat(n, "s0", d.shards["s0"], {}, rows))
     return d.core.read.model("m")
+
+
+def test_a_new_leader_begins_a_synchronous_phase_once_it_has_heard_the_versions() -> None:
+    """The phase begins beyond them; without them it would begin at 0, and the schedule of learning rates with it."""
+
+    def heard(version: int) -> None:
+        for owner in d.core._c.models["m"].owners:
+            owner.version = version
+        d.beats()
+
+    d = Driver.with_model()
+    heard(1000)
+    d.restart()
+    change = {"consistency": {"mode": "sync"}}
+    assert code(d, d.send(lambda n: io.PatchModel(n, "m", change))) == "loading"
+    assert d.core.read.model("m")["spec"]["consistency"]["mode"] == "async"
+    heard(1000)
+    assert d.ask(lambda n: io.PatchModel(n, "m", change))["clock"] > 1000
 
 
 def test_who_takes_over_before_the_first_commit_of_a_timeline_begins_no_other_one() -> None:

@@ -171,12 +171,10 @@ class ModelDesk:
             if more > 0:
                 self._check_memory(spec, more)
             was_sync = model.gate.sync
-            if spec.consistency.mode == "sync" and model.ending_sync:
-                raise problem(
-                    "loading",
-                    f"some partitions of model '{model.name}' are still leaving the previous synchronous phase",
-                    hint="send the same request again",
-                )
+            if spec.consistency.mode == "sync" and not was_sync and (model.ending_sync or model.unheard):
+                why = "are still leaving the previous synchronous phase" if model.ending_sync else "are not served yet"
+                detail = f"some partitions of model '{model.name}' {why}"
+                raise problem("loading", detail, hint="send the same request again")
             model.spec = spec
             model.revision += 1
             if was_sync and spec.consistency.mode != "sync":
@@ -319,14 +317,15 @@ class ModelDesk:
         model = self.c.of_key(e.model.name, e.model.generation)
         if model is None:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
-        if e.error is not None and not model.restoring and RESTORED not in model.missing:
+        if e.error is not None and not model.restoring and not model.awaits_restore:
             raise e.error  # that restore never began, or has already ended
-        if e.error is not None and model.awaits_restore:
+        if e.error is not None and model.awaits_restore and not model.creator:
             self.remove(model, e.error, now)
         else:
             model.restoring = False
             self.c.save_model(model)
-            self._end_restore(model, e.version, failed=e.error is not None)
+            if e.error is None or not model.awaits_restore:  # else the client that is creating the model goes on
+                self._end_restore(model, e.version, failed=e.error is not None)
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
     def _end_restore(self, model: Model, version: int, *, failed: bool = False) -> None:

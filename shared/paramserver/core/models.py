@@ -158,6 +158,11 @@ class Model:
         return not self.gate.sync and left > 0 and any(o.revision is None or o.revision < left for o in self.owners)
 
     @property
+    def unheard(self) -> bool:
+        """Whether the version of a partition is not known: this leader has taken over, and no owner has reported it."""
+        return not all(o.heard for o in self.owners)
+
+    @property
     def movable(self) -> bool:
         """Whether its partitions may move now: nothing is in progress that only their present owners can finish."""
         cutting = self.cuts.pending is not None

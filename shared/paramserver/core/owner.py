@@ -14,6 +14,8 @@ class Owner:
     shard: str | None = None
     token: Token = 0
     version: int = 0
+    heard: bool = True
+    """Whether that is the partition's version, or was: false under a leader that has taken over and heard of none."""
     durable_version: int = 0
     stored_s: float = 0.0
     """When it was last reported to have stored something more, or to have nothing to store."""
@@ -65,4 +67,4 @@ class Owner:
     def of(cls, row: Sequence[Any]) -> "Owner":
         """Rebuild an owner from its stored `row`."""
         options = row[2] if len(row) > 2 else {}
-        return cls(row[0], row[1], source=options.get("source"), kept_from=options.get("from", 0))
+        return cls(row[0], row[1], heard=False, source=options.get("source"), kept_from=options.get("from", 0))

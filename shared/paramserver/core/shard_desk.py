@@ -272,11 +272,17 @@ class ShardDesk:
         if nothing_to_store or row.durable_version > owner.durable_version or owner.from_version is None:
             owner.stored_s = now
         owner.version, owner.durable_version, owner.kept_from = row.version, row.durable_version, 0
+        owner.heard = True
         if owner.from_version is None:
             owner.from_version, owner.previous = row.version, None
             self.c.unbalanced = True  # it may be moved now
             self.c.mark_dirty(model)
             self._check_clock(model, row)
+        if row.revision > model.revision:
+            # Redis has lost what the last leader stored, and that leader has ended.  Shards ignore older revisions.
+            model.revision = row.revision + 1
+            self.c.save_model(model)
+            self.c.model_changed(model)
         if owner.revision != row.revision:
             owner.revision = row.revision
             self.c.mark_dirty(model)
