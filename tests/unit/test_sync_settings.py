@@ -14,9 +14,10 @@ from paramserver.core.shard_events import AssignPart, CommitDecided, ModelView, 
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PushId
 
-from .partitions import LEVELS, ROSTER, WORKERS, listed, ones, serving, spec, stage, successor, view
+from .partitions import LEVELS, ROSTER, WORKERS, listed, ones, refused, serving, spec, stage, successor, view
 
 ADAM = {"name": "adam", "lr": 0.5}
+ADAGRAD = {"name": "adagrad", "lr": 0.5}
 MOMENTUM = {"name": "momentum", "lr": 0.25}
 SYNC = {"mode": "sync"}
 
@@ -129,3 +130,35 @@ def test_first_values_begin_under_the_settings_of_their_first_commit(ack: str) -
     late, expected = trained(late=True), content(trained(late=False))
     assert content(late) == expected
     assert ack == "applied" or content(successor(late)) == expected
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_restore_waits_for_the_optimizer_that_its_state_is_of(mode: str) -> None:
+    """State of as many arrays, but of another optimizer than the shard has heard of, is refused until it has."""
+    driver = serving(spec(optimizer=MOMENTUM, consistency={"mode": mode}), workers=ROSTER)
+    part = AssignPart(0, ones(7.0), "float32", True, slots=(np.full(4, 2.0, np.float32),), steps=(5,))
+
+    def restore() -> int:
+        request = driver.request()
+        driver.send(SetReceived(request, "m", (part,), restore=True, slot_names=("sum",)))
+        return request
+
+    assert refused(driver, restore()).code == "loading"
+    driver.patch({"optimizer": ADAGRAD})
+    driver.outcome(restore())
+
+    assert content(driver) == (2, 1, [7.0] * 4, [[2.0] * 4], (5,))
+
+
+def test_a_restore_that_is_refused_brings_no_settings() -> None:
+    """Where a restore's state is of an earlier optimizer, the newer one still waits for its commit."""
+    driver = serving(spec(optimizer=MOMENTUM, consistency=SYNC), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    first = view(driver)
+    driver.patch({"optimizer": ADAGRAD})
+    part = AssignPart(0, ones(7.0), "float32", True, slots=(ones(),), steps=(5,))
+    driver.send(SetReceived(request := driver.request(), "m", (part,), restore=True, slot_names=("momentum_buffer",)))
+
+    assert refused(driver, request).code == "loading"
+    decide(driver, commit(first, 0, first, 0))
+    assert content(driver) == (1, 1, [-0.25] * 4, [[1.0] * 4], (1,))
