@@ -18,6 +18,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.checkpoints import ALIASES
 from paramserver.core.documents import check_states, in_pieces, size_of
 from paramserver.core.layout import Layout
+from paramserver.core.optimizer import slot_names
 from paramserver.core.reading import Reading
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import NotFoundError, PsError, as_problem, problem
@@ -153,7 +154,8 @@ class Jobs:
             # Before the values, which may take minutes: who joins meanwhile is to have the state that belongs to them.
             for piece in in_pieces(workers):  # all at once would take seconds, in which nothing else is decided
                 await ask(partial(io.ModelRestored, model=target, generation=key.generation, workers=piece))
-            await self._shards.restore(key, states, self._owner(key), lambda i: self._read.place(key, i))
+            names = slot_names(spec.optimizer)
+            await self._shards.restore(key, states, names, self._owner(key), lambda i: self._read.place(key, i))
             done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version), changes=True)
         except Exception as e:
             error = problem_of(e)

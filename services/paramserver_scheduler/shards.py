@@ -60,9 +60,16 @@ class ShardClient:
         return await _each(range(partitions), fetch)
 
     async def restore(
-        self, model: ModelKey, states: Sequence[tuple[PartitionState, int]], owner: Owner, place: Place
+        self,
+        model: ModelKey,
+        states: Sequence[tuple[PartitionState, int]],
+        names: tuple[str, ...],
+        owner: Owner,
+        place: Place,
     ) -> None:
         """Set each partition to its state, at its version or above; staged and buffered contributions are dropped.
+
+        `names`: of the optimizer's arrays in the states.
 
         A shard refuses the state if a newer leader has begun another timeline.  What a death undoes meanwhile is set
         again: in sync it sets all partitions back.  Raises like `states`; some partitions may then have been set.
@@ -71,7 +78,8 @@ class ShardClient:
 
         async def send(index: int) -> None:
             at = place(index)
-            frame, arrays = restore_frame(model.name, model.generation, index, *states[index], at[0])
+            state, version = states[index]
+            frame, arrays = restore_frame(model.name, model.generation, index, state, names, version, at[0])
             await self._set(owner(index), frame, arrays)
             sent[index] = at
 

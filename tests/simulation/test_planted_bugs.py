@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from paramserver import limits
 from paramserver.core import shard_desk
 from paramserver.core.cluster import Cluster
+from paramserver.core.commit import Commit
 from paramserver.core.cuts import Cuts
 from paramserver.core.durability import Durability
 from paramserver.core.gate import Gate
@@ -22,12 +23,16 @@ from paramserver.core.partition import Partition
 from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.reading import Reading
 from paramserver.core.scheduler_io import CreateModel, ParameterUploaded
+from paramserver.core.served_model import ServedModel
+from paramserver.core.set_operation import SetOperation
+from paramserver.core.settings import spec_from_model_document
+from paramserver.core.settings_operation import SettingsOperation
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_effects import LoadPartition, Task, UpdateTask
 from paramserver.core.shard_events import TaskResult
 from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.spec import ModelSpec
-from paramserver.core.tasks import Dataset
+from paramserver.core.tasks import Dataset, RangeSet
 from paramserver.core.timeline import go_back, reload
 from paramserver.core.window import PushMemory
 from paramserver.testing import shards
@@ -261,6 +266,74 @@ def test_losing_ranges_of_the_dead_turns_the_checkers_red(monkeypatch: pytest.Mo
     monkeypatch.setattr(Dataset, "release", lambda *_: False)
 
     assert turns_red("async", kind="moves", within=1, data=True, deaths=True, says="0 workers finished")
+
+
+def test_leasing_what_is_done_again_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If what was done of a pass is forgotten when a worker dies, ranges are handed out again and the run fails."""
+    release = Dataset.release
+
+    def forgetful(self: Dataset, *args: Any) -> bool:
+        if self.complete in self.done:
+            self.done[self.complete] = RangeSet()
+            self.cursor.clear()
+        return release(self, *args)
+
+    monkeypatch.setattr(Dataset, "release", forgetful)
+
+    assert turns_red(within=3, data=True, deaths=True, says="is handed out again")
+
+
+def test_going_too_far_ahead_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If ssp lets a worker go one iteration further than its bound, the run fails."""
+    released = Gate.released
+
+    monkeypatch.setattr(Gate, "released", lambda self, clock, low: released(self, clock - 1, low))
+
+    assert turns_red("ssp", within=12, deaths=True, says="is released 3 ahead of")
+
+
+def test_an_assignment_that_keeps_the_version_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an assigned value has the version, and so the ETag, of the one before, the run fails."""
+    publish = ShardCore.publish_version
+
+    def same(self: ShardCore, partition: Partition, *args: Any) -> None:
+        publish(self, partition, *args)
+        partition.version -= bool(partition.operations) and isinstance(partition.operations[0], SetOperation)
+
+    monkeypatch.setattr(ShardCore, "publish_version", same)
+
+    assert turns_red("sync", change="puts", within=3, says="has two contents")
+
+
+def test_entering_sync_with_the_newest_settings_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a partition that enters sync late adopts newer settings than the phase's first commit names, the run fails."""
+    start = SettingsOperation.start
+
+    def newest(self: SettingsOperation, *args: Any) -> Any:
+        (p,) = self.partitions
+        was_sync = p.spec.consistency.mode == "sync"
+        tasks = start(self, *args)
+        if not was_sync and p.spec.consistency.mode == "sync":
+            p.adopt(self.spec, self.revision, self.live_workers)
+        return tasks
+
+    monkeypatch.setattr(SettingsOperation, "start", newest)
+
+    assert turns_red("sync", kind="feeds", change="optimizers", within=4, says="is at revision")
+
+
+def test_taking_newer_settings_away_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a commit that was decided before a restore brings older settings back, partitions differ and the run fails."""
+    settings_of = ServedModel.settings_of
+
+    def older(self: ServedModel, commit: Commit, p: Partition) -> tuple[int, ModelSpec]:
+        if commit.settings is None or commit.revision >= p.revision:
+            return settings_of(self, commit, p)
+        return commit.revision, spec_from_model_document(self.spec, commit.settings)
+
+    monkeypatch.setattr(ServedModel, "settings_of", older)
+
+    assert turns_red("sync", kind="births", change="optimizers", first=14, within=1, says="partitions differ")
 
 
 def test_believing_an_upload_whose_shard_has_died_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

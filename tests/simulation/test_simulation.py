@@ -169,6 +169,13 @@ def test_a_commit_is_applied_with_the_settings_it_names(level: str) -> None:
         run(Simulation(seed, "sync", level, "feeds", "settings"))
 
 
+@pytest.mark.parametrize("first", spread(5))
+def test_a_change_of_the_optimizer_leaves_all_partitions_alike(first: int) -> None:
+    """Where the optimizer changes around restores and phases out of sync, no partition loses state that others keep."""
+    for seed in range(first, 8 * STEP, STEP):
+        run(Simulation(seed, "sync", kind=("", "births", "stops")[seed % 3], change="optimizers"))
+
+
 def test_what_the_policy_dropped_is_not_folded_after_a_change_of_it() -> None:
     """Where the policy for late reports changes to `drop` and back to `fold`, every mean is of whole contributions."""
     for seed in (12, 21, 47, 52, 53, 57, 59):

@@ -220,7 +220,7 @@ async def test_what_a_restore_has_set_is_set_again_if_a_death_undoes_it(
 
     monkeypatch.setattr(shards, "_set", receive)
     states = [(PartitionState(np.zeros(4, np.float32), (), (1,)), 3)] * 2
-    await shards.restore(ModelKey("m", 1), states, lambda index: "http://shard:1", lambda i: places[i])
+    await shards.restore(ModelKey("m", 1), states, (), lambda index: "http://shard:1", lambda i: places[i])
     await shards.aclose()
 
     assert sorted(named) == again

@@ -59,11 +59,13 @@ def test_slots_of_another_optimizer_are_left_out() -> None:
 
 def test_a_restored_state_is_written_as_it_is_read() -> None:
     """The frame that restores a state names it whole, and its arrays are the body of that state."""
-    frame, arrays = restore_frame("m", 4, 2, HELD, 7, timeline=3)
+    frame, arrays = restore_frame("m", 4, 2, HELD, ("exp_avg", "exp_avg_sq"), 7, timeline=3)
     data = encode_header(frame)
 
     assert msgpack.unpackb(data[8 : 8 + int.from_bytes(data[4:8], "little")]) == {
-        "kind": "set", "model": "m", "generation": 4, "restore": True, "timeline": 3, "first": False,
+        "kind": "set", "model": "m", "generation": 4, "restore": True, "timeline": 3,
+        "slot_names": ["exp_avg", "exp_avg_sq"],
+        "first": False,
         "parts": [{
             "partition": 2, "count": 3, "ranges": None, "dtype": "float32", "size": 3, "slots": 2, "steps": [6, 1],
             "expected": None, "version": 7,
@@ -72,7 +74,7 @@ def test_a_restored_state_is_written_as_it_is_read() -> None:
     assert decode_header(data, SetFrame)[0] == frame
     assert b"".join(a.tobytes() for a in arrays) == VALUES.tobytes()
     assert frame.body_bytes() == 36
-    assert restore_frame("m", 4, 2, HELD, 7)[0].timeline is None
+    assert restore_frame("m", 4, 2, HELD, (), 7)[0].timeline is None
 
 
 def test_a_set_frame_has_a_body_for_each_of_its_parts() -> None:

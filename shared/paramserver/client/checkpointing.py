@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.client.control import Creation, listed
 from paramserver.core.layout import Layout
+from paramserver.core.optimizer import slot_names
 from paramserver.core.partition_state import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_request
@@ -132,13 +133,14 @@ def _set_all(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadlin
     for workers in in_pieces(found.states_in(model_map.name)):  # first: if there is no room for them, no value is set
         yield from _report(model_map, {"workers": workers}, deadline)
     states = scatter(model_map.layout, found.params, found.slots, found.steps, found.spec.optimizer)
+    names = slot_names(model_map.layout.spec.optimizer)
     least = versions(model_map.layout, Layout(found.spec), found.versions)
     pending, sent = list(range(len(states))), dict[int, int]()
     backoff = Backoff(deadline)
     while pending:
         now, later = pending[:AT_ONCE], pending[AT_ONCE:]
         sent.update((i, _token(model_map, i)) for i in now)
-        requests = [_set_request(cluster, model_map, i, states[i], least[i], deadline) for i in now]
+        requests = [_set_request(cluster, model_map, i, states[i], names, least[i], deadline) for i in now]
         outcomes = yield requests
         again, model_map = yield from _sort_outcomes(cluster, model_map, now, outcomes, backoff, deadline, {})
         pending = again + later
@@ -238,9 +240,15 @@ def _fresh_map(cluster: Cluster, model_map: ModelMap, deadline: Deadline) -> Cal
 
 
 def _set_request(
-    cluster: Cluster, model_map: ModelMap, index: int, state: PartitionState, version: int, deadline: Deadline
+    cluster: Cluster,
+    model_map: ModelMap,
+    index: int,
+    state: PartitionState,
+    names: tuple[str, ...],
+    version: int,
+    deadline: Deadline,
 ) -> Request:
-    frame, arrays = restore_frame(model_map.name, model_map.generation, index, state, version)
+    frame, arrays = restore_frame(model_map.name, model_map.generation, index, state, names, version)
     head = encode_header(frame)
     body = np.concatenate([np.frombuffer(head, np.uint8), *(np.ascontiguousarray(a).view(np.uint8) for a in arrays)])
     headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from paramserver.core.operation import record_settings_change
-from paramserver.core.partition import LOAD_AGAIN_S
+from paramserver.core.partition import LOAD_AGAIN_S, NO_REVISION
 from paramserver.core.requests import RequestDesk
 from paramserver.core.shard_effects import LoadPartition, Report
 from paramserver.core.shard_events import LoadFailed, PartitionLoaded
@@ -50,6 +50,8 @@ class LoadDesk:
             p.clock = model.began  # where it enters sync, once what it has buffered is applied
         elif loaded.settings is None or p.spec.consistency.mode != "sync":
             p.clock = p.clock if p.clock in model.commits else model.clock
+        if loaded.settings is None and p.clock in model.commits:
+            p.revision = NO_REVISION  # that commit brings the settings, which may be older than those known here
         if p.level and loaded.settings is None:
             if not loaded.stored:
                 p.fresh_slots()  # by the settings journaled next; they may have changed since loading began

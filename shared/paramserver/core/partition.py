@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from paramserver.core.pulls import WaitingPull
 
 LOAD_AGAIN_S = 1.0
+NO_REVISION = -1
+"""Before every revision: that of first values in sync whose first commit is decided already, until they take it."""
 
 ContributionKey = tuple[str, int, int]
 """(worker, epoch, clock): identifies one contribution to a synchronous clock."""

@@ -151,11 +151,12 @@ class ServedModel:
     def settings_of(self, commit: Commit, p: Partition) -> tuple[int, ModelSpec]:
         """(revision, settings) under which the partition applies its next commit.
 
-        A commit without settings names the revision of the one before it, whose settings the partition has (or newer
-        ones, from a restore).  Raises CorruptState if the settings that the commit brings along cannot be read.
+        A commit without settings names the revision of the one before it, whose settings the partition has.  None takes
+        newer ones away, which a restore has brought with state of their optimizer.  Raises CorruptState if the settings
+        that the commit brings along cannot be read.
         """
-        if commit.settings is None:
-            return p.revision, p.spec
+        if commit.settings is None or commit.revision < p.revision:
+            return max(commit.revision, p.revision), p.spec
         if self.brought is None or self.brought[0] is not commit:
             self.brought = commit, spec_from_model_document(self.spec, commit.settings)
         return commit.revision, self.brought[1]

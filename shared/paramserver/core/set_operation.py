@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from paramserver.core.journal import set_head
 from paramserver.core.operation import RequestOperation, record_settings_change
+from paramserver.core.optimizer import slot_names
 from paramserver.core.partition import Partition
 from paramserver.core.shard_effects import AssignTask, PushDone, Task
-from paramserver.core.shard_events import SetReceived, TaskResult
+from paramserver.core.shard_events import AssignPart, SetReceived, TaskResult
 from paramserver.errors import PsError, as_problem, problem
 
 if TYPE_CHECKING:
@@ -32,24 +33,34 @@ class SetOperation(RequestOperation):
             level = self.partitions[0].level
             if level:
                 shard.durability.admit(level, sum(part.data.nbytes for part in self.event.parts))
-            for p, part in zip(self.partitions, self.event.parts, strict=True):
-                if self.event.restore:
-                    self._change_settings(shard, p, now)
+            pairs = list(zip(self.partitions, self.event.parts, strict=True))
+            for p, part in pairs:
+                self._check_slots(p, part)
+            for p, part in pairs:
+                if self._changes_settings(p):
+                    fresh = p.adopt(self.model.spec, self.model.revision, self.model.live_workers)
+                    record_settings_change(shard, p, now, fresh=fresh)
                 assert p.state is not None
-                if part.slots is not None and len(part.slots) != len(p.state.slots):
-                    raise problem("loading", "the model's optimizer is being changed")
                 tasks.append(AssignTask(p.key, p.state, part))
         except Exception as error:
             self.refuse(shard, as_problem(error))
             return ()
         return tasks
 
-    def _change_settings(self, shard: "ShardCore", p: Partition, now: float) -> None:
-        """Adopt settings that would wait for the next commit: there is none before the restore has ended."""
-        model = self.model
-        if p.revision < model.revision and model.sync and p.spec.consistency.mode == "sync":
-            fresh = p.adopt(model.spec, model.revision, model.live_workers)
-            record_settings_change(shard, p, now, fresh=fresh)
+    def _changes_settings(self, p: Partition) -> bool:
+        """Whether a restore brings settings into effect that wait for a commit: there is none before it has ended."""
+        synchronous = self.model.sync and p.spec.consistency.mode == "sync"
+        return self.event.restore and synchronous and p.revision < self.model.revision
+
+    def _check_slots(self, p: Partition, part: AssignPart) -> None:
+        """Raise `loading` if the part's optimizer state is not that of the optimizer in force from now on.
+
+        Either this shard has not heard of a change of it yet, or the restore has not.
+        """
+        names = slot_names((self.model.spec if self._changes_settings(p) else p.spec).optimizer)
+        same = self.event.slot_names in (None, names)
+        if part.slots is not None and (not same or len(part.slots) != len(names)):
+            raise problem("loading", "the model's optimizer is being changed")
 
     def _check_expected(self) -> None:
         pairs = zip(self.partitions, self.event.parts, strict=True)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
 from paramserver.core.operation import Operation, record_settings_change
 from paramserver.core.shard_effects import Task
@@ -40,9 +42,12 @@ class SettingsOperation(Operation):
             shard.run_next(p, FlushOperation(self.model, [p], early=True))
             return ()
         enters = new.mode == "sync"
-        fresh = p.adopt(self.spec, self.revision, self.live_workers)
         if enters:
+            # The phase's first commit brings all else: the settings that it names may be older than those known here.
+            fresh = p.adopt(structs.replace(p.spec, consistency=new), p.revision, self.live_workers)
             p.clock = self.clock
+        else:
+            fresh = p.adopt(self.spec, self.revision, self.live_workers)
         record_settings_change(shard, p, now, fresh=fresh)
         if enters:
             shard.plan.cut(p)

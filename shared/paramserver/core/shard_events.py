@@ -246,6 +246,8 @@ class SetReceived(Struct, frozen=True):
     """Restores also drop staged and buffered gradients."""
     timeline: int | None = None
     """The timeline it is meant for; None: any."""
+    slot_names: tuple[str, ...] | None = None
+    """Names of the optimizer state that its parts bring; None: not known, so only their number is compared."""
     first: bool = False
     """Uploads change nothing once the model is complete."""
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 RANGES: Final = 8
 PASSES: Final = 3
+ASSIGNMENTS: Final = ("dynamic", "static")
 
 
 class Tasks:
@@ -13,10 +14,21 @@ class Tasks:
 
     def __init__(self) -> None:
         self._times = Counter[tuple[int, int]]()
+        self._done_s: dict[tuple[int, int], float] = {}
+        """When a worker first knew that its report of a range counts."""
 
     def worked_on(self, task: Mapping[str, Any]) -> None:
         """Note that a worker has worked on a range, and will report that."""
         self._times[task["pass"], task["index"]] += 1
+
+    def done(self, task: Mapping[str, Any], now: float) -> None:
+        """Note that the report of a range was confirmed."""
+        self._done_s.setdefault((task["pass"], task["index"]), now)
+
+    def leased(self, task: Mapping[str, Any], asked_s: float) -> None:
+        """Assert that a range that was asked for then was not known to be done before."""
+        at = task["pass"], task["index"]
+        assert asked_s <= self._done_s.get(at, asked_s), f"{at} is handed out again, but was done"
 
     def check(self, document: Mapping[str, Any], *, once: bool) -> None:
         """Assert that all ranges were worked on, each in every pass, exactly `once` if no worker joined again."""

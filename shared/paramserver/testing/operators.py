@@ -8,6 +8,8 @@ import numpy as np
 
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
+from paramserver.core.optimizer import slot_count, slot_names
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.shard_events import AssignPart, SetReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
@@ -29,6 +31,20 @@ MODES: Final[tuple[dict[str, Any], ...]] = (
     {"mode": "async"},
     {"mode": "buffered", "count": 2, "interval_ms": 300},
 )
+OPTIMIZERS: Final[tuple[dict[str, Any], ...]] = (
+    {"name": "momentum", "lr": 0.5, "momentum": 0.5},
+    {"name": "nesterov", "lr": 0.25, "momentum": 0.75},
+    {"name": "adagrad", "lr": 0.5},
+    {"name": "rmsprop", "lr": 0.125, "momentum": 0.5},
+    {"name": "adam", "lr": 0.5, "betas": [0.5, 0.75]},
+    {"name": "adamw", "lr": 0.5, "weight_decay": 0.25},
+    {"name": "ftrl", "lr": 0.5},
+)
+SCHEDULES: Final[tuple[dict[str, Any], ...]] = (
+    {"kind": "constant"},
+    {"kind": "exponential", "gamma": 0.875},
+    {"kind": "cosine", "t_max": 30, "warmup": 4},
+)
 ANY_MODE: Final = (*MODES, {"mode": "ssp", "staleness": 2, "min_workers": 3}, {"mode": "sync", "min_workers": 3})
 
 
@@ -40,11 +56,15 @@ class SimOperator(SimClient):
         self.layout = Layout(simulation.spec)
         self.restored: int | None = None
         """The timeline that the last restore began; None if a leader died during it, or another timeline began."""
+        self.alike = [0]
+        """Timelines that began with all partitions alike: the first, and those of complete restores."""
         self.mixed = False
         """Whether the partitions may be in different states (promises): a restore was cut short, or a shard died after
         it, and there was no cut to go back to."""
         self.over = False
         self.value = ASSIGNED
+        self.optimizer: OptimizerSpec | None = None
+        """The optimizer whose state restores bring; None: that of the reference."""
         self.generation = 0
         """Of the newest creation of the model that was answered."""
 
@@ -62,6 +82,7 @@ class SimOperator(SimClient):
             "puts": self._put,
             "flips": self._flip,
             "settings": self._change_settings,
+            "optimizers": self._change_optimizers,
             "recreations": self._create_again,
         }
         if self.sim.change == "modes":
@@ -82,6 +103,7 @@ class SimOperator(SimClient):
         ended = yield from self._insist(lambda r: io.RestoreFinished(r, key, None, LATER * turn))
         if begun is not None and ended["timeline"] == begun["timeline"] + 1:
             self.restored = ended["timeline"]
+            self.alike.append(ended["timeline"])
         complete = self.restored is not None
         kept = returns if self.sim.level == "applied" else complete
         self.mixed = not kept or (self.mixed and not complete)
@@ -96,6 +118,9 @@ class SimOperator(SimClient):
         core = leader.core
         while True:
             document = core.read.model(self.sim.spec.name)
+            if self.sim.other_optimizers:
+                self.optimizer = core._c.models[self.sim.spec.name].spec.optimizer
+            self.sim.ledger.restored.add((document["generation"], document["timeline"]))
             done = yield from self._assign(timeline=document["timeline"], version=version)
             if done or not leader.leading or leader.core is not core:
                 return
@@ -106,8 +131,7 @@ class SimOperator(SimClient):
 
     def _flip(self, turn: int) -> Script:
         for rule in (MODES[turn % len(MODES)], self.sim.spec.consistency.document()):
-            change = {"consistency": rule}
-            yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
+            yield from self._patch({"consistency": rule})
             yield self.sim.world.rng.uniform(0.0, 1.5)
 
     def _change_settings(self, turn: int) -> Script:
@@ -116,17 +140,37 @@ class SimOperator(SimClient):
         if self.sim.late:
             settings += [{"late": "drop"}, {"late": "fold"}]
         for setting in settings:
-            change = {"consistency": setting}
-            yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
+            yield from self._patch({"consistency": setting})
             yield self.sim.world.rng.uniform(0.0, 0.5)
+
+    def _change_optimizers(self, turn: int) -> Script:
+        """Change the optimizer, then restore the model or have it leave sync for a while, all within moments."""
+        rng = self.sim.world.rng
+        yield from self._patch({"optimizer": self._any_optimizer()})
+        if rng.random() < 0.6:
+            yield rng.uniform(0.0, 0.3)  # a commit may name it
+            yield from self._patch({"optimizer": self._any_optimizer()})
+            yield from self._restore(turn)
+            return
+        yield from self._patch({"consistency": MODES[turn % len(MODES)], "optimizer": self._any_optimizer()})
+        yield rng.uniform(0.0, 1.5)
+        yield from self._patch({"consistency": self.sim.spec.consistency.document()})
+        yield rng.choice((0.0, rng.uniform(0.0, 1.0)))
+        yield from self._patch({"optimizer": self._any_optimizer()})
+
+    def _any_optimizer(self) -> dict[str, Any]:
+        rng = self.sim.world.rng
+        return rng.choice(OPTIMIZERS) | {"schedule": rng.choice(SCHEDULES)}
+
+    def _patch(self, change: dict[str, Any]) -> Script:
+        yield from self._insist(lambda r: io.PatchModel(r, self.sim.spec.name, change))
 
     def _change_modes(self) -> Script:
         """Change to any mode, any number of workers' clocks apart; end in `async`, in which nothing waits."""
         rng = self.sim.world.rng
         for left in reversed(range(MODE_CHANGES)):
             yield rng.uniform(0.0, 2.5)
-            change = {"consistency": rng.choice(ANY_MODE) if left else MODES[0]}
-            yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
+            yield from self._patch({"consistency": rng.choice(ANY_MODE) if left else MODES[0]})
             if self.sim.deaths:
                 yield from self._remove_worker()
 
@@ -166,6 +210,7 @@ class SimOperator(SimClient):
         With `timeline`, do it as a restore to `version`; return False once the model is on another timeline.
         """
         restore = timeline is not None
+        names = None if self.optimizer is None else slot_names(self.optimizer)
         left = set(range(self.sim.spec.partitions))
         while left:
             for shard, indices in (yield from self.owners(left)).items():
@@ -173,7 +218,7 @@ class SimOperator(SimClient):
                 done = yield self.sim.shards[shard].ask(
                     self.name,
                     f"set {indices}",
-                    lambda r, p=parts: SetReceived(r, self.sim.spec.name, p, self.generation, restore, timeline),  # type: ignore[misc]
+                    lambda r, p=parts: SetReceived(r, self.sim.spec.name, p, self.generation, restore, timeline, names),  # type: ignore[misc]
                 )
                 if not isinstance(done, PsError):
                     left -= set(indices)
@@ -186,7 +231,10 @@ class SimOperator(SimClient):
     def _part(self, index: int, restore: bool, version: int) -> AssignPart:
         """The state after `value` steps, or with `sum` that value; only a restore is sure to have the optimizer's."""
         size, segments = self.layout.partition_size(index), len(self.layout.segments[index])
-        value, *slots = (np.full(size, x, np.float32) for x in self.sim.reference.after(int(self.value)))
+        element = self.sim.reference.after(int(self.value))
+        if self.optimizer is not None:
+            element = (self.value, 1.0, 2.0)[: 1 + slot_count(self.optimizer)]
+        value, *slots = (np.full(size, x, np.float32) for x in element)
         steps = (int(self.value),) * segments if slots else None
         state = tuple(slots) if slots or restore else None
         return AssignPart(index, value, "float32", True, slots=state, steps=steps, version=max(0, version - 1))

@@ -8,6 +8,7 @@ from typing import Any
 from paramserver.core import scheduler_io as io
 from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import PsError, problem
+from paramserver.testing.contents import Contents
 from paramserver.testing.nodes import Node
 from paramserver.testing.storage import Number, SimRedis, Verdict
 from paramserver.testing.world import Answer, Call, World
@@ -31,9 +32,11 @@ class Ledger:
     commits: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     revisions: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """(generation, timeline, t) -> revision of the settings that the commit names."""
-
     made_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
     """When each was published first."""
+    restored: set[tuple[int, int]] = field(default_factory=set)
+    """(generation, timeline) of those on which a restore has set anything."""
+    contents: Contents = field(default_factory=Contents)
 
     def note(self, document: Document, now: float) -> None:
         """Record a published document.  A model's document includes commits, even those whose leader died before it
@@ -76,6 +79,11 @@ class SimScheduler(Node):
         self.leading = False
         self.seen_term = 0
         """The highest term it knows of; kept in memory only."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it runs, and by its own knowledge leads."""
+        return self.up and self.leading
 
     def start(self) -> None:
         """Start as a standby; once nobody leads, load the state from Redis and lead under a new term."""

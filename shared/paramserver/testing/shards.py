@@ -256,7 +256,7 @@ class SimShard(Node):
         before = pullable(self.core)
         effects = self.core.handle(event, self.world.now)
         check_superseded(self.core, before)
-        self._check_settings()
+        self._check()
         for effect in effects:
             self.in_turn(type(effect).__name__, lambda effect=effect: self._perform(effect))  # type: ignore[misc]
         due = self.core.deadline()
@@ -264,14 +264,27 @@ class SimShard(Node):
             self._wakes_at = due
             self.later(max(1e-4, due - self.world.now), "tick", self._tick)
 
-    def _check_settings(self) -> None:
-        """Assert that each synchronous partition has the settings that the commit it took last names, and no others."""
+    def _check(self) -> None:
+        """Assert that each partition's content is the only one of its name, and in sync its settings those of commits.
+
+        These are the ones that the commit it took last names, and none that are newer than those of the next.  Only a
+        restore brings newer ones.
+        """
+        ledger = self.scheduler.ledger
         for model in self.core.models.values():
+            line = model.key.generation, model.timeline
             for p in model.partitions.values():
-                named = self.scheduler.ledger.revisions.get((model.key.generation, model.timeline, p.clock - 1))
-                settled = p.state is not None and not p.committing and p.spec.consistency.mode == "sync"
-                if named is not None and settled:
-                    assert p.revision == named, f"partition {p.index} is at revision {p.revision}, not {named}"
+                restored = line in ledger.restored
+                ledger.contents.note(model, p, restored)
+                if p.state is None or p.committing or p.spec.consistency.mode != "sync" or not model.sync:
+                    continue
+                last, following = (ledger.revisions.get((*line, clock)) for clock in (p.clock - 1, p.clock))
+                named = last in (None, p.revision) or (restored and last is not None and last < p.revision)
+                assert named, f"partition {p.index} is at revision {p.revision}, not {last}"
+                early = following is None or p.revision <= following or restored
+                assert early, (
+                    f"partition {p.index} is at revision {p.revision} before the commit that names {following}"
+                )
 
     def _tick(self) -> None:
         self._wakes_at = float("inf")

@@ -7,8 +7,9 @@ model whose optimizer adds them up, so the values count what was applied: in syn
 otherwise each push adds one, and none may be counted twice.  In some of the synchronous runs, an operator restores the
 model, assigns values or changes its mode during training.  Mode, level, faults and operator are derived from the seed
 unless given.  With `--change modes`, each push adds to an element of its own, and the operator changes to any mode;
-with `--deaths` as well, he also removes workers right after that.  With `--change recreations`, he deletes the model
-and creates it again under the same name, and the elements show which pushes each creation has.  With another
+with `--deaths` as well, he also removes workers right after that.  With `--change optimizers`, he changes the optimizer
+around restores and phases out of sync, and partitions must stay alike.  With `--change recreations`, he deletes the
+model and creates it again under the same name, and the elements show which pushes each creation has.  With another
 `--optimizer`, all pushes are ones, values and optimizer state must be what some number of steps gives, and that number
 counts.  With `--models 2`, another model is trained by workers of its own on the same shards.  With `--data`, workers
 lease a range of data for each iteration, and end with the data.  With `--upload`, the first values are not 0 but are
@@ -29,7 +30,7 @@ from paramserver.core.scheduler import SchedulerCore
 from paramserver.core.shard_effects import PulledPart
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
-from paramserver.testing.data import PASSES, RANGES, Tasks
+from paramserver.testing.data import ASSIGNMENTS, PASSES, RANGES, Tasks
 from paramserver.testing.operators import ASSIGNED, SimOperator
 from paramserver.testing.reference import OPTIMIZERS, Reference
 from paramserver.testing.schedulers import Ledger, SimScheduler
@@ -58,8 +59,11 @@ MODES: Final = "modes"
 """A change that is made only if it is asked for: the model goes from any mode to any other, again and again."""
 SETTINGS: Final = "settings"
 """A change that is made only if it is asked for: another setting of the synchronous mode."""
+OTHER_OPTIMIZERS: Final = "optimizers"
+"""A change that is made only if it is asked for: another optimizer, before a restore or around a phase out of sync."""
 RECREATIONS: Final = "recreations"
 """A change that is made only if it is asked for: the model is deleted and created again, in any mode, at any level."""
+ASKED: Final = (MODES, SETTINGS, OTHER_OPTIMIZERS, RECREATIONS)
 DECAY: Final = 0.9
 """Factor of the learning rate from one update to the next, where an update is a step."""
 UNDONE_MAX_S: Final = 15.0
@@ -130,7 +134,7 @@ class Simulation:
         if self.any_mode:
             # Workers end each iteration as they do in sync, which is right in every mode.
             first, self.mode = sorted(CONSISTENCY)[self.seed % 4], "sync"
-        if self.mode != "sync" and self.change in ("", SETTINGS):
+        if self.mode != "sync" and self.change in ("", SETTINGS, OTHER_OPTIMIZERS):
             self.change = "none"
         self.change = self.change or chosen
         if self.beside is None:
@@ -168,7 +172,7 @@ class Simulation:
                 "checkpoint": {"every_minutes": 0, "every_clocks": self.checkpoints},
             }
         )
-        self.operator = SimOperator(self)
+        self.operator, self.trainers = SimOperator(self), [SimWorker(self, i) for i in range(self.workers)]
         self.runs = [self]
         """One per model."""
         if self.models > 1:
@@ -223,15 +227,15 @@ class Simulation:
                 break
             yield 0.5
         self.operator.generation = made["generation"]
-        data = self.spec.name, DATASET, RANGES, 1
+        data = self.spec.name, DATASET, RANGES, 1, None, None, ASSIGNMENTS[self.seed // 3 % 2], PASSES
         while self.tasks is not None:
-            if not isinstance((yield from creator.ask(lambda r: io.RegisterDataset(r, *data, passes=PASSES))), PsError):
+            if not isinstance((yield from creator.ask(lambda r: io.RegisterDataset(r, *data))), PsError):
                 break
             yield 0.5
         if self.upload:
             self.world.play(Uploader(self, f"{self.prefix}uploader").work())
-        for i in range(self.workers):
-            self.world.play(SimWorker(self, i).train())
+        for trainer in self.trainers:
+            self.world.play(trainer.train())
         if self.changed:
             self.world.play(self.operator.work())
 
@@ -257,6 +261,10 @@ class Simulation:
 
     def _check_changed(self, part: PulledPart) -> None:
         """Check a value of a changed model: each commit, flush or push adds one to whatever was there."""
+        if self.other_optimizers:
+            arrays = part.state.values, *part.state.slots
+            assert all(a.min() == a.max() for a in arrays), f"a torn read: {arrays}"
+            return
         if self.own_elements:
             off = np.abs(part.state.values[:, None] - _SHARES).min(axis=1)
             assert off.max() < 1e-5, f"partition {part.partition}: element {off.argmax()} is no share of one push"
@@ -281,12 +289,15 @@ class Simulation:
         if self.mode == "sync" and self.change == "restores" and not excused:
             values = [self.reference.steps(p.state) for p in found]
             assert len(set(values)) == 1, f"the partitions end in different states: {values}"
+        if self.other_optimizers:
+            self.ledger.contents.check_alike(self.operator.generation, self.operator.alike)
         for p in found:
             if self.changed:
                 self._check_changed(p)
                 lost = self._lost(p) if self.own_elements and self.lossless else []
                 assert not lost, f"partition {p.partition} lacks (worker, push) {lost}"
-                if self.operator.restored == self.timeline and self.lossless:
+                restored = self.operator.restored == self.timeline and not self.other_optimizers
+                if restored and self.lossless:
                     sums = self.ledger.sums(self.operator.generation, self.timeline)
                     value = self.reference.steps(p.state)
                     assert value == ASSIGNED + sums, f"partition {p.partition}: {value} after {sums} commits"
@@ -384,6 +395,11 @@ class Simulation:
         return self.change in (MODES, RECREATIONS)
 
     @property
+    def other_optimizers(self) -> bool:
+        """Whether the operator changes the optimizer, so that only the partitions can be compared with each other."""
+        return self.change == OTHER_OPTIMIZERS
+
+    @property
     def own_elements(self) -> bool:
         """Whether each push adds to an element of its own, so that it can be told whatever happens to the model."""
         return self.any_mode and self.optimizer == "sum"
@@ -449,7 +465,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=sorted(CONSISTENCY), default="", help=override)
     parser.add_argument("--level", choices=LEVELS, default="", help=override)
     parser.add_argument("--kind", choices=[*KINDS, *RARE_KINDS], default="", help=override)
-    parser.add_argument("--change", choices=(*CHANGES, MODES, SETTINGS, RECREATIONS), default="", help=override)
+    parser.add_argument("--change", choices=(*CHANGES, *ASKED), default="", help=override)
     parser.add_argument("--clocks", type=int, default=CLOCKS, help="iterations of each worker")
     parser.add_argument("--checkpoints", type=int, default=0, help="clocks between checkpoints; 0: none")
     parser.add_argument("--late", choices=["fold", "drop"], default="", help=late)

@@ -104,7 +104,7 @@ class Trouble:
         if not world.faults_active:
             return
         # Decisions of a leader that died since the copy would be in nobody's memory either.
-        decided = any(s.up and s.leading and s.term == image["term"] == sim.redis.term for s in sim.schedulers)
+        decided = any(s.leads and s.term == image["term"] == sim.redis.term for s in sim.schedulers)
         if not decided or not self._all_in_memory:
             world.after(0.2, "Redis is copied", self._copy)
             return

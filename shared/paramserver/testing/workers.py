@@ -123,6 +123,10 @@ class SimWorker(SimClient):
         super().__init__(simulation, f"{simulation.prefix}worker-{index}")
         self.index = index
         self.seq = 0
+        self.member: tuple[str, int] = ("", 0)
+        """(worker, epoch) that it last joined as."""
+        self.reported = 0
+        """The iterations that it has reported as done, or that its join told it."""
 
     def train(self) -> Script:
         """Join and train; rejoin when fenced, until the last clock is done."""
@@ -133,6 +137,7 @@ class SimWorker(SimClient):
                 yield 0.3
                 continue
             sim.joined(me)
+            self.member, self.reported = (me["worker"], me["epoch"]), int(me["clock"])
             beating = _Heartbeat(self, me)
             sim.world.play(beating.beat())
             try:
@@ -200,12 +205,15 @@ class SimWorker(SimClient):
         wanted: tuple[Any, ...] = (self.sim.spec.name, me["worker"], me["epoch"], DATASET, 3.0, ())
         while True:
             self._may_die()
+            asked_s = self.sim.world.now
             answer = yield from self.ask(lambda r: io.LeaseTask(r, *wanted))
             if isinstance(answer, PsError):
                 if not answer.retryable:
                     return answer
                 yield 0.2
             elif answer["task"] is not None or answer["finished"]:
+                if answer["task"] is not None and self.sim.tasks is not None:
+                    self.sim.tasks.leased(answer["task"], asked_s)
                 return answer
 
     def _task_done(self, me: Any, task: Any) -> Script:
@@ -218,6 +226,7 @@ class SimWorker(SimClient):
                 lambda r: io.TaskDone(r, self.sim.spec.name, me["worker"], me["epoch"], task["id"])
             )
             if not isinstance(done, PsError):
+                self.sim.tasks.done(task, self.sim.world.now)
                 return True
             if not done.retryable:
                 return False
@@ -294,7 +303,7 @@ class SimWorker(SimClient):
             raise _Died
 
     def _report(self, me: Any, clock: int, timeline: int, since: int) -> Script:
-        model = self.sim.spec.name
+        model, self.reported = self.sim.spec.name, max(self.reported, clock)
         while True:
             self._may_die()
             answer = yield from self.ask(
@@ -305,7 +314,21 @@ class SimWorker(SimClient):
                     return answer
                 yield 0.2
             elif answer["released"]:
+                self._check_ahead(clock)
                 return answer
+
+    def _check_ahead(self, clock: int) -> None:
+        """Assert that a worker that goes on after so many iterations leaves no live one further behind than it may."""
+        rule = self.sim.spec.consistency
+        if rule.mode != "ssp" or self.sim.any_mode or self.sim.tasks is not None:
+            return  # who has rested for lack of data goes on further ahead than it has reported
+        rosters = [s.core._c.models[self.sim.spec.name].roster.workers for s in self.sim.schedulers if s.leads]
+        for other in self.sim.trainers:
+            name, epoch = other.member
+            known = [roster.get(name) for roster in rosters]
+            counted = known and all(w is not None and w.alive and not w.resting and w.epoch == epoch for w in known)
+            behind = clock - other.reported
+            assert not counted or behind <= rule.staleness, f"{self.name} is released {behind} ahead of {other.name}"
 
 
 class _Heartbeat:

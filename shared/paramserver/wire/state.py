@@ -106,6 +106,9 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
     """Whether staged and buffered gradients are dropped."""
     timeline: Count | None = None
     """The assignment is refused if the model is on another timeline by then; None: any."""
+    slot_names: tuple[str, ...] | None = None
+    """Names of the slots that the parts bring.  The assignment is refused (`loading`) while the model's optimizer, as
+    far as the shard knows it, has others; None, from an earlier version: only their number must be right."""
     first: bool = False
     """Whether these are first values, which change nothing once the model is complete."""
 
@@ -115,12 +118,23 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
 
 
 def restore_frame(
-    model: str, generation: int, index: int, state: PartitionState, version: int, timeline: int | None = None
+    model: str,
+    generation: int,
+    index: int,
+    state: PartitionState,
+    names: tuple[str, ...],
+    version: int,
+    timeline: int | None = None,
 ) -> tuple[SetFrame, Sequence[AnyArray]]:
     """Return the frame that replaces all that a partition holds by this state, and its body as arrays.
+
+    `names`: of the state's slots.
 
     Afterwards the partition has this version, or its own next one if that is greater.
     """
     size = state.values.size
     part = SetPart(index, size, None, "float32", size, len(state.slots), state.steps, version=version)
-    return SetFrame(model, generation, (part,), restore=True, timeline=timeline), [state.values, *state.slots]
+    return SetFrame(model, generation, (part,), restore=True, timeline=timeline, slot_names=names), [
+        state.values,
+        *state.slots,
+    ]
