@@ -186,15 +186,12 @@ def test_of_all_refusals_only_rolled_back_waits_for_the_stores_before_it() -> No
         assert (reply.outcome.code, reply.waits) == (refused, refused == "rolled_back")
 
 
-@pytest.mark.parametrize("restarts", [True, False])
-def test_a_model_made_synchronous_is_never_taken_for_untouched(restarts: bool) -> None:
+def test_a_model_made_synchronous_is_never_taken_for_untouched() -> None:
     """A model that no worker has joined, and of whose pushes no owner has told yet, is recovered from snapshots.
 
     Taken for untouched, it would draw its initial values again.
     """
     d = Driver.with_model()
-    if restarts:
-        d.restart()
     d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
     assert d.document()["timeline"] == 1
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
