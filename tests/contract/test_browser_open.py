@@ -117,6 +117,7 @@ def test_only_a_fraction_is_shown_in_percent(rest_cluster: Nodes) -> None:
         )
         wanted = {"val_acc": "50.0 %", "acc1": "25.0 %", "top_accuracy": "75.0 %", "grad_acc_steps": "4", "accum": "8"}
         assert {k: facts[k] for k in wanted} == wanted
+        assert seen.errors == []
 
 
 def test_a_map_of_partitions_is_drawn_again_only_when_it_changes(rest_cluster: Nodes) -> None:

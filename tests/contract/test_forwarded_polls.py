@@ -80,6 +80,7 @@ def test_a_poll_that_was_passed_on_waits_as_long_as_it_asks(cluster: Nodes) -> N
 
 def in_flight(url: str) -> float:
     """The number of requests that this node is answering, the one that asks included."""
-    text = httpx.get(f"{url}/metrics", headers=Credentials.found(None, None, os.environ).headers).text
+    headers = Credentials.found(None, None, os.environ).headers
+    text = httpx.get(f"{url}/metrics", headers=headers, timeout=30.0).text
     found = {f.name: f.samples for f in text_string_to_metric_families(text)}
     return found["paramserver_http_requests_in_flight"][0].value

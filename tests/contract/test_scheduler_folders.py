@@ -14,7 +14,7 @@ from tests.waiting import eventually
 
 from paramserver_node import redis_server, tokens
 
-from .processes import Nodes, leader, signal_to, summing_model
+from .processes import START_S, Nodes, leader, signal_to, summing_model
 
 pytestmark = pytest.mark.process
 
@@ -153,7 +153,6 @@ def test_an_empty_redis_is_refused_where_a_state_is_expected(tmp_path: Path) -> 
         lone.start_scheduler()
         lone.stop()
         lone.start("scheduler", "paramserver_scheduler", *own)
-        http = httpx.Client(base_url=lone.url)
-        eventually(lambda: http.get("/readyz").status_code == 200)
-        http.close()
+        with httpx.Client(base_url=lone.url, timeout=30.0) as http:
+            eventually(lambda: http.get("/readyz").status_code == 200, within_s=START_S)
         lone.stop()

@@ -48,6 +48,7 @@ def started_again(cluster: Nodes, index: int) -> Iterator[None]:
     try:
         yield
     finally:
+        cluster.kill(process_name(index))
         cluster.start_scheduler(index)
 
 
@@ -125,9 +126,13 @@ def test_one_leads_and_the_other_hands_on(cluster: Nodes) -> None:
 def test_kill_of_the_leader_twice_in_a_row(cluster: Nodes) -> None:
     """Each time a leader is killed the other leads the same cluster within 5 s, and no worker sees an error."""
     name, cluster_id = summing_model(cluster), cluster.get("/map")["cluster"]
+
+    def in_time(last: list[float]) -> bool:
+        return len(last) == 2 and max(last) < TAKE_OVER_S
+
     with Training(",".join(cluster.urls), name, 2).running() as training:
         took_s: list[float] = []
-        while sum(t < TAKE_OVER_S for t in took_s) < 2 and len(took_s) < 5:  # more often, if the machine stood still
+        while not in_time(took_s[-2:]) and len(took_s) < 5:  # more often, if the machine stood still
             old = leader(cluster)
             term = term_of(cluster, old)
             with started_again(cluster, old):
@@ -137,7 +142,7 @@ def test_kill_of_the_leader_twice_in_a_row(cluster: Nodes) -> None:
                 took_s.append(time.monotonic() - killed_s)
                 training.goes_on()
             assert cluster.get("/map")["cluster"] == cluster_id
-    assert sum(t < TAKE_OVER_S for t in took_s) == 2, took_s
+    assert in_time(took_s[-2:]), took_s
     values = cluster.post("/pull", {"model": name})["params"]["w"]
     version = cluster.get(f"/models/{name}")["clock"]
     assert values == [float(values[0])] * 5

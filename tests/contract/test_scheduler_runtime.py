@@ -161,8 +161,11 @@ async def test_closing_answers_everyone(redis_url: str) -> None:
         assert [line async for line in feed.lines()] == []
 
 
-async def test_what_is_decided_is_answered_before_a_leader_that_is_told_to_stop_ends(redis_url: str) -> None:
+async def test_what_is_decided_is_answered_before_a_leader_that_is_told_to_stop_ends(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request whose decision is on its way to Redis gets its answer; what comes later is refused."""
+    monkeypatch.setattr(runtime_module, "FINISH_S", 30.0)
     async with running(redis_url, []) as runtime:
         asking = asyncio.ensure_future(runtime.ask(lambda n: io.JoinPool(n, None, []), changes=True))
         await asyncio.sleep(0)  # it has started, and waits

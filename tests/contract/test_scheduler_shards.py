@@ -72,7 +72,7 @@ def test_what_cannot_be_is_refused(cluster: Nodes) -> None:
 async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
     """A shard that asks the scheduler about a worker learns its epoch and generation, and whether it is live."""
     name = made(cluster)
-    me = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)
+    me = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)
     link = SchedulerLink([cluster.url], Credentials())
     nothing: Any = None
     shard = Membership("s", [], link, nothing, Directory("s"), nothing, nothing, nothing, nothing)
@@ -132,9 +132,10 @@ def test_a_request_that_comes_back_to_a_scheduler_ends_there(tmp_path: Path) -> 
         first = leader(cluster)
         for index in (first, 1 - first):
             alias = f"http://localhost:{cluster.ports[index]}"  # no scheduler calls itself that
-            epoch = cluster.post("/internal/shards", {"name": "mistaken", "addresses": [alias]}, status=201)["epoch"]
+            shard = {"name": "mistaken", "addresses": [alias]}
 
             for method, path, body in (("POST", "/push", {}), ("GET", "/pull/m/w", None)):
+                epoch = cluster.post("/internal/shards", shard, status=201)["epoch"]  # it has no heartbeat
                 refused = cluster.call(method, path, body, status=503)
                 assert refused["detail"] == "the address of a shard leads to a scheduler instead"
-            cluster.call("DELETE", f"/internal/shards/mistaken?epoch={epoch}", status=204)
+                cluster.call("DELETE", f"/internal/shards/mistaken?epoch={epoch}", status=204)

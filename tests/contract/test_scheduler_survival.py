@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from redis import Redis
 from safetensors.numpy import load_file, save_file
 from tests.waiting import eventually
 
@@ -131,7 +132,11 @@ def test_a_run_that_redis_has_not_confirmed_is_in_doubt(cluster: Nodes) -> None:
         os.kill(pid, signal.SIGCONT)
     assert (told["code"], told["retryable"]) == ("in_doubt", False)
     assert "look first" in told["hint"]
-    assert name in [r["model"] for r in cluster.get("/runs")["items"]]
+    (run,) = [r["id"] for r in cluster.get("/runs")["items"] if r["model"] == name]
+    with Redis.from_url(cluster.redis_url) as plain:
+        eventually(lambda: plain.hexists("ps:state", f"run:{run}"), what="the run in Redis")
+    eventually(lambda: cluster.get("/status")["cluster"]["redis"] == "ok")
+    cluster.post("/runs", {"model": name, "entry": "a.b:c"}, status=409)
 
 
 def redis_pid(cluster: Nodes) -> int:

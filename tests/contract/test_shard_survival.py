@@ -139,7 +139,10 @@ def test_without_redis_and_scheduler_a_shard_stops_answering(lone: Nodes) -> Non
     def serves() -> bool:
         return httpx.post(f"{url(lone, 0)}/pull", json={"model": name}, timeout=10).status_code == 200
 
-    eventually(lambda: serves() and time.monotonic() > began + 4, what="serving on, for which Redis alone is enough")
+    told = [serves()]
+    while time.monotonic() < began + 4:
+        told.append(serves())
+    assert sum(told) > len(told) / 2, "Redis alone is enough"  # not each time, if the machine stands still
     with redis_client.Redis.from_url(lone.redis_url) as r:
         pid = int(r.info("server")["process_id"])
     os.kill(pid, signal.SIGSTOP)

@@ -198,6 +198,7 @@ async def ready_or_told(self):
         if "not trusted" in self.state.tail("shard-0"):
             raise TimeoutError
         await asyncio.sleep(0.1)
+    await waiting
 
 supervisor.Supervisor._until_servers_are_ready = ready_or_told
 supervisor.main(sys.argv[1:])
@@ -220,7 +221,7 @@ def test_a_start_without_the_authority_says_so(
     assert lock is not None
     argv = [sys.executable, "-P", "-c", STARTS, str(tmp_path), str(lock.fileno())]
     with lock:
-        subprocess.run(argv, check=True, timeout=90, capture_output=True, pass_fds=[lock.fileno()])
+        subprocess.run(argv, check=True, timeout=200, capture_output=True, pass_fds=[lock.fileno()])
 
     found = state.supervisor()
     assert found is not None

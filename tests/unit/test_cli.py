@@ -411,8 +411,11 @@ def test_a_script_without_its_function_is_named_as_its_user_knows_it(
     (tmp_path / "async.py").write_text("def main(worker): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     entry = train._named_anew("async:train", tmp_path)
+    module = entry.partition(":")[0]
     with pytest.raises(AttributeError, match="module 'async' has no attribute 'train'"):
-        load(entry, [entry.partition(":")[0]])
+        load(entry, [module])
+    for name in ("async", module):
+        sys.modules.pop(name, None)
 
 
 def test_a_file_beside_a_script_that_would_hide_a_module_of_python_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from paramserver.client.cluster import Cluster, model_path
 from paramserver.client.control import request, run_path
 from paramserver.client.gradients import prepare
 from paramserver.client.membership import Membership
-from paramserver.client.spec_builder import model_document, patch_document
+from paramserver.client.spec_builder import model_document
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.net.addresses import urls_of
@@ -24,11 +24,6 @@ MASKED: Any = np.ma.masked_equal(np.arange(4.0), 3.0)
 def created(optimizer: Any = None, consistency: Any = None, **of_w: Any) -> None:
     """Build the document of a model with one parameter of these settings."""
     model_document("m", {"w": ps.Param(**{"value": (4,)} | of_w)}, optimizer, consistency, {})
-
-
-def patched(**fields: Any) -> None:
-    """Build the patch of a model that changes these fields."""
-    patch_document(None, None, None, {}, fields)
 
 
 def not_joined() -> Any:
@@ -92,8 +87,6 @@ def not_joined() -> Any:
         (lambda: urls_of("8700", {}), "http://127.0.0.1:8700"),
         (lambda: run_path(cast(Any, {"id": "run-1"})), r"a name is text, not {.id.: .run-1.} \(run\[.id.\] of"),
         (lambda: model_path("m", "checkpoints", cast(Any, 3)), "a name is text, not 3$"),
-        (lambda: patched(partitions=2), r"partitions: is fixed when the model is created"),
-        (lambda: patched(ack="journaled"), "ack: is fixed when the model is created"),
         (lambda: created(optimizer=ps.Cosine(t_max=5)), r"optimizer: .*, not Cosine\(.*ps.Adam\(lr=1e-3\)"),
         (lambda: created(consistency=ps.Adam()), r"consistency: .*, not Adam\(.*ps.Sync\(\)"),
         (lambda: not_joined().evaluate({"accuracy": 0.9}), r"a function .*, not {'accuracy': 0.9} \(w.evaluate"),

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import sys
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -272,8 +273,9 @@ def test_the_trouble_of_redis_has_words(error: Exception, text: str) -> None:
     assert node_redis.trouble(error) == f"Redis {text}"
 
 
-def test_no_port_is_given_twice() -> None:
+def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """`free_port` never returns a port twice, so that two servers about to start do not share one."""
+    monkeypatch.setattr(redis_server, "_HELD", deque[socket.socket]())  # other tests' ports stay held
     ports = [redis_server.free_port() for _ in range(1000)]
     assert len(set(ports)) == len(ports)
 
@@ -301,5 +303,8 @@ def test_a_port_that_was_given_is_nobody_elses_by_chance() -> None:
             other.bind(("127.0.0.1", port))  # nor does the system choose it for anyone
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
-        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(server.getsockname()):
-            server.accept()[0].close()
+        with socket.create_server(("127.0.0.1", port)) as server:
+            client = socket.create_connection(server.getsockname())
+            accepted, _ = server.accept()
+            client.close()  # before the server's side, whose port would not be free for a minute by itself
+            accepted.close()
