@@ -135,14 +135,16 @@ def changes_something(scope: Scope) -> bool:
 
 
 def in_doubt(scope: Scope, detail: str) -> PsError:
-    """Return the error `in_doubt` for a forwarded request; `retryable` if it cannot count twice.
+    """Return the error `in_doubt` for a request; `retryable` if it cannot count twice.
 
     That is so for idempotent methods (RFC 9110, 9.2.2), for POSTs that are idempotent all the same, and for pushes with
     a key.  A push id, which also makes a push repeatable, is in the body, which is not looked into here.
     """
-    keyed = scope["path"] in _PUSHES and any([name == b"idempotency-key" for name, _ in scope["headers"]])
+    is_push = scope["path"] in _PUSHES
+    keyed = is_push and any([name == b"idempotency-key" for name, _ in scope["headers"]])
     repeatable = keyed or scope["method"] in ("PUT", "DELETE") or _ABSOLUTE.fullmatch(scope["path"]) is not None
-    hint = "" if repeatable else "look first whether it was done; a push may be sent again under its id"
+    look = "look first whether it was done" + "; a push may be sent again under its id" * is_push
+    hint = "" if repeatable else look
     return problem("in_doubt", detail, hint=hint, retryable=repeatable)
 
 

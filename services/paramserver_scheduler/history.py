@@ -129,18 +129,20 @@ class History:
             if revision != new[1]:
                 self.add(now, "model_changed", f"model {name} has new settings (revision {new[1]})")
             if timeline != new[2]:
-                self._note_timeline(name, document["clock"], changed=revision != new[1], kept=owners == known, now=now)
+                kept = None if known is None else owners == known
+                self._note_timeline(name, document["clock"], changed=revision != new[1], kept=kept, now=now)
         self._models[name] = new
         self._note_roster(name, document["workers"], now)
 
-    def _note_timeline(self, name: str, clock: int, *, changed: bool, kept: bool, now: float) -> None:
+    def _note_timeline(self, name: str, clock: int, *, changed: bool, kept: bool | None, now: float) -> None:
         """Tell of a new timeline; `changed`: settings begin with it, `kept`: its owners keep what they have."""
-        if changed:
+        if changed and kept is not False:
             self.add(now, "model_in_sync", f"model {name} is synchronous from clock {clock} on")
-        elif kept:
-            self.add(now, "model_restored", f"model {name} was restored and continues at clock {clock}")
-        else:
+        elif not kept:
             self.add(now, "model_rolled_back", f"model {name} was rolled back to clock {clock}", "bad")
+        else:
+            what = "was restored, or has lost a part of its journal, and continues"
+            self.add(now, "model_restored", f"model {name} {what} at clock {clock}")
 
     def _note_roster(self, model: str, workers: Mapping[str, Any], now: float) -> None:
         old, new = self._workers.get(model, {}), {w: int(v[0]) for w, v in workers.items()}

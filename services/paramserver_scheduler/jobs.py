@@ -21,7 +21,7 @@ from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_names
 from paramserver.core.reading import Reading
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import NotFoundError, PsError, as_problem, problem
+from paramserver.errors import InDoubt, NotFoundError, PsError, as_problem, problem
 from paramserver.types import ModelKey
 from paramserver_node.redis import fsync_way
 from paramserver_scheduler import checkpoints
@@ -104,8 +104,9 @@ class Jobs:
         except asyncio.CancelledError:
             if not work.cancelled():
                 raise  # the request itself is
-            detail = f"this scheduler leads no more, and model '{target}' may be restored in part"
-            raise problem("in_doubt", detail, hint="restore it again", retryable=False) from None
+            raise _restored_in_part(target, "this scheduler leads no more") from None
+        if isinstance(outcome, InDoubt):
+            raise _restored_in_part(target, outcome.detail)
         if isinstance(outcome, PsError):
             raise outcome
         return outcome
@@ -317,6 +318,11 @@ def _check_clocks(document: Mapping[str, Any], clocks: Sequence[int]) -> None:
             f"partitions were read at clocks {min(clocks)} to {max(clocks)}, not at clock {wanted}",
             hint="request another checkpoint",
         )
+
+
+def _restored_in_part(model: str, why: str) -> PsError:
+    detail = f"{why}, and model '{model}' may be restored in part"
+    return problem("in_doubt", detail, hint="restore it again", retryable=False)
 
 
 def problem_of(error: Exception) -> PsError:

@@ -268,7 +268,7 @@ class Runtime:
             group.create_task(self._store_loop())
 
     async def finish(self, reason: PsError) -> None:
-        """Accept no more events, refused with `reason`, and store and answer what is decided, unless Redis is away."""
+        """Accept no more events, refused with `reason`, and store and answer what is decided, if Redis takes it."""
         self.stopped = reason
         with suppress(TimeoutError):
             async with asyncio.timeout(FINISH_S):
@@ -331,6 +331,8 @@ class Runtime:
             self.close(problem("no_leader", str(e)))
             raise
         except RedisDataLost:
+            if self.stopped is not None:  # the next leader begins the new term
+                await asyncio.sleep(RETRY_S)
             self.redis_data_lost()
             return False
         except PsError as e:

@@ -106,16 +106,21 @@ def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
     assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
 
 
-def test_an_optimizer_with_other_state_is_not_set_while_a_model_is_restored() -> None:
+@pytest.mark.parametrize("model", ["m", "copy"])
+def test_an_optimizer_with_other_state_is_not_set_while_a_model_is_restored(model: str) -> None:
     """A restore brings the state of the optimizer that the model had when it began, whose arrays another would take."""
     d = Driver.with_model(optimizer={"name": "momentum"})
-    d.ask(lambda n: io.StartRestore(n, "m"))
+    if model == "m":
+        d.ask(lambda n: io.StartRestore(n, "m"))
+    else:
+        d.send(lambda n: io.CreateModel(n, {**d.document()["spec"], "name": model}, "", restore=True))
+        d.beats()
     with refused_with("conflict", match="being restored"):
-        d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"name": "adagrad"}}))
-    d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}))
-    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
+        d.ask(lambda n: io.PatchModel(n, model, {"optimizer": {"name": "adagrad"}}))
+    d.ask(lambda n: io.PatchModel(n, model, {"optimizer": {"lr": 0.5}}))
+    d.ask(lambda n: io.RestoreFinished(n, d.core.read.key(model)))
 
-    body = d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"name": "adagrad"}}))
+    body = d.ask(lambda n: io.PatchModel(n, model, {"optimizer": {"name": "adagrad"}}))
     assert (body["spec"]["optimizer"]["name"], body["spec"]["optimizer"]["lr"]) == ("adagrad", 0.5)
 
 

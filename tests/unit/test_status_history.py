@@ -180,6 +180,8 @@ async def test_prometheus_reads_how_long_a_partition_has_stored_nothing() -> Non
     assert await after_s(2.0, (140, 100), (9, 9)) == (40, 3.0)
     assert await after_s(1.0, (160, 150), (20, 9)) == (11, 1.0)
     assert await after_s(1.0, (160, 160), (20, 20)) == (0, 0)
+    d.ask(lambda n: io.StartRestore(n, "m00"))
+    assert await after_s(60.0, (170, 160), (20, 20)) == (10, 0)  # what it sets is stored once it has ended
 
 
 async def test_a_dead_shard_is_a_problem_until_it_is_no_longer_listed() -> None:
@@ -429,12 +431,28 @@ def test_only_a_return_to_an_earlier_state_is_told_as_a_rollback(shards: int) ->
         if document["type"] == "model":
             history.note(document, d.now)
 
+    what = "was restored, or has lost a part of its journal, and continues"
     told = [(e.kind, e.text, e.level) for e in reversed(history.events) if e.kind != "model_changed"]
     assert told == [
         ("model_in_sync", f"model m is synchronous from clock {clock} on", "info"),
-        ("model_restored", "model m was restored and continues at clock 50", "info"),
+        (
+            "model_restored",
+            f"model m {what} at clock 50",
+            "info",
+        ),
         ("model_rolled_back", f"model m was rolled back to clock {d.document()['clock']}", "bad"),
     ]
+
+
+def test_a_rollback_with_new_settings_is_told_as_one() -> None:
+    """A model that loses a shard and workers at once, whose rates are by their number, is told as rolled back."""
+    d, history = Driver.with_model(), History(0.0)
+    document = d.document()
+    history.note(document, d.now)
+    owners = [[shard, token + 1, *rest] for shard, token, *rest in document["owners"]]
+    new = {key: document[key] + 1 for key in ("revision", "timeline")}
+    history.note({**document, **new, "owners": owners}, d.now)
+    assert [e.kind for e in history.events][:2] == ["model_rolled_back", "model_changed"]
 
 
 def test_events_are_bounded() -> None:

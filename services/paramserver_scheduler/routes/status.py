@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from paramserver import limits
-from paramserver.errors import problem
+from paramserver.errors import NotFoundError, problem
 from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
@@ -109,7 +109,7 @@ async def series(request: Request) -> Response:
     texts: list[bytes] = []  # each made by itself: a thousand series at once would hold everybody up
     for name in names:
         reported = name.removeprefix(REPORTED)
-        found = s.history.rings.read(name, only, grid) if reported == name else _reported(s, reported, only, grid)
+        found = s.history.rings.read(name, only, grid) if name in UNITS else _reported(s, reported, only, grid)
         for labels, values in found:
             if any(v is not None for v in values):
                 item = {"metric": name, "unit": UNITS.get(name, ""), "labels": dict(labels), "values": values}
@@ -129,7 +129,12 @@ def _reported(s: Service, name: str, only: dict[str, str], grid: Grid) -> Iterat
     if "node" in only:
         return
     for model in [only["model"]] if "model" in only else [m["name"] for m in s.read.models()]:
-        points = s.read.points(model).get(name, ())
+        try:
+            points = s.read.points(model).get(name, ())
+        except NotFoundError:
+            if "model" in only:
+                raise
+            continue  # it was deleted while others were answered
         if "worker" in only:
             points = [p for p in points if p[2] == only["worker"]]
         if points:

@@ -163,7 +163,8 @@ class ModelDesk:
         with validating():
             spec = model.spec.patched(e.patch)
         if spec != model.spec:
-            if model.restoring and slot_names(spec.optimizer) != slot_names(model.spec.optimizer):
+            restored = model.restoring or model.awaits_restore
+            if restored and slot_names(spec.optimizer) != slot_names(model.spec.optimizer):
                 # The shards would take the arrays that the restore brings for those of the new optimizer.
                 hint = "change its optimizer once that has ended"
                 raise problem("conflict", f"model '{model.name}' is being restored", hint=hint)

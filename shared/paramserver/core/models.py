@@ -427,8 +427,14 @@ class Model:
         ]
 
     def durable_behind_s(self, now: float) -> float:
-        """For how long the partition that has waited longest has had something to store, and stored nothing more."""
-        waiting = (o for o in self.owners if o.from_version is not None and o.version > o.durable_version)
+        """For how long the partition that has waited longest has had something to store, and stored nothing more.
+
+        What a restore sets is stored, or in sync part of a cut, only once it has ended.
+        """
+        if not self.ready or self.restoring:
+            return 0.0
+        served = (o for o in self.owners if o.shard is not None and o.from_version is not None)
+        waiting = (o for o in served if o.version > o.durable_version)
         return max((now - o.stored_s for o in waiting), default=0.0)
 
     def summary(self) -> dict[str, Any]:
