@@ -93,7 +93,13 @@ def test_metrics_may_have_any_name(rest_cluster: Nodes) -> None:
         rest_cluster.post(f"/models/{name}/metrics", {"metrics": {"top-1, top-5": 0.5, "push": 3.0}}, status=200)
         asked = f"/status/series?metric=reported.top-1, top-5,model.version,reported.push,&model={name}"
         named = ["reported.top-1, top-5", "model.version", "reported.push"]
-        eventually(lambda: [i["metric"] for i in rest_cluster.get(asked)["items"]] == named, what="the metrics")
+
+        def are_told() -> bool:
+            push = {"model": name, "grads": {"w": [1] * 8}}  # in a cluster of many models, idle ones have no past
+            rest_cluster.post("/push", push)
+            return [i["metric"] for i in rest_cluster.get(asked)["items"]] == named
+
+        eventually(are_told, what="the metrics")
         seen.page.goto(f"{rest_cluster.url}#{name}")
         seen.page.get_by_role("figure", name="Push", exact=True).wait_for()
         titles = seen.page.locator("#model-charts figcaption > b").all_inner_texts()
