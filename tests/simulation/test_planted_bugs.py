@@ -258,7 +258,7 @@ def test_losing_leases_of_data_turns_the_checkers_red(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Dataset, "of", without_leases)
 
-    assert turns_red("ssp", kind="crashes", first=10, within=1, data=True, says="was worked on 2 times")
+    assert turns_red("ssp", kind="crashes", first=97, within=1, data=True, says="was worked on 2 times")
 
 
 def test_losing_ranges_of_the_dead_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
