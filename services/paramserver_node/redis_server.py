@@ -23,8 +23,8 @@ START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 1.0
 _GIVEN: Final[set[int]] = set()
 """Ports that `free_port` has returned in this process."""
-_HELD: Final[deque[socket.socket]] = deque()
-"""Sockets that hold the newest of them."""
+_HELD: Final[deque[int]] = deque()
+"""File descriptors of sockets that hold the newest of them, until this process ends."""
 _HELD_MAX: Final = 256
 
 
@@ -108,9 +108,9 @@ def free_port() -> int:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         port = int(holder.getsockname()[1])
-        _HELD.append(holder)
+        _HELD.append(holder.detach())
         if sys.platform != "linux" or len(_HELD) > _HELD_MAX:
-            _HELD.popleft().close()
+            socket.close(_HELD.popleft())
         if port not in _GIVEN:
             _GIVEN.add(port)
             return port
