@@ -59,8 +59,12 @@ def test_a_moved_partition_is_followed_at_once(shards: Shards, now: Now, cluster
     assert sum(path == "/models/m" for _, path in shards.log) == 2
 
 
-def test_a_silent_shard_may_own_nothing_any_more(shards: Shards, now: Now, cluster: Cluster) -> None:
-    """If a shard cannot be reached, the client looks for new owners of its partitions before it tries again."""
+@pytest.mark.parametrize("code", ["unreachable", "unavailable"])
+def test_a_silent_shard_may_own_nothing_any_more(code: str, shards: Shards, now: Now, cluster: Cluster) -> None:
+    """If a shard cannot be reached, or serves nobody, the client looks for new owners before it tries again.
+
+    The latter, cut off from the scheduler alone, has lost all it had, and cannot join again to learn who owns it.
+    """
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
     shards.owners, shards.map_epoch = ["b"] * 4, shards.map_epoch + 1
     shards.log.clear()
@@ -68,7 +72,7 @@ def test_a_silent_shard_may_own_nothing_any_more(shards: Shards, now: Now, clust
     def gone(request: Request) -> Outcome:
         if request.to == A:
             shards.log.append((request.to, request.path))
-            return problem("unreachable", "nobody there")
+            return problem(code, "nobody there")
         return shards(request)
 
     drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), gone, now)

@@ -89,7 +89,8 @@ class Transfer:
             self._moved += 1
             if self._moved > 1 or any(map(is_temporary, errors)):  # an outdated map needs no pause the first time
                 yield self._backoff.pause(*failures, *refusals)
-            if silent or refusals or any(map(self._is_outdated, errors)):
+            # A shard that serves nobody may have lost all it had, and not be able to join again, or to say so.
+            if silent or refusals or any([self._is_outdated(e) or e.code == "unavailable" for e in errors]):
                 yield from self._refresh()
         return in_order(part for _, parts, _ in failed for part in parts)
 
