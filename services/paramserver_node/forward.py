@@ -143,8 +143,9 @@ def in_doubt(scope: Scope, detail: str) -> PsError:
     is_push = scope["path"] in _PUSHES
     keyed = is_push and any([name == b"idempotency-key" for name, _ in scope["headers"]])
     repeatable = keyed or scope["method"] in ("PUT", "DELETE") or _ABSOLUTE.fullmatch(scope["path"]) is not None
-    look = "look first whether it was done" + "; a push may be sent again under its id" * is_push
-    hint = "" if repeatable else look
+    hint = "" if repeatable else "look first whether it was done"
+    if is_push and not repeatable:
+        hint += "; a push may be sent again under its id"
     return problem("in_doubt", detail, hint=hint, retryable=repeatable)
 
 

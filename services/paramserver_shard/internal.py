@@ -64,8 +64,9 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
         known, frame, body = await reader.read(request.scope, request.receive, SetFrame, prepare)
         # In a thread, because a partition with its optimizer's state may be 256 MiB.
         parts = await runtime.submit(partial(assignments, frame, body.parts[0]))
-        generation, how = known.key.generation, (frame.restore, frame.timeline, frame.slot_names, frame.first)
-        command = SetReceived(0, model, parts, generation, *how)
+        command = SetReceived(
+            0, model, parts, known.key.generation, frame.restore, frame.timeline, frame.slot_names, frame.first
+        )
         done = await runtime.push(command)
         serving.check()
         return Response(encode_header(push_reply(done)), media_type=MEDIA_TYPE)

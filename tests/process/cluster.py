@@ -52,9 +52,8 @@ class Cluster:
 def cluster(state_dir: Path, *, shards: int = 2, args: tuple[str, ...] = ()) -> Iterator[Cluster]:
     """Start a cluster, and stop it at the end of the block; print its logs if the block failed."""
     up = [*PSCTL, "up", "--detach", "--json", "--shards", str(shards), "--state-dir", str(state_dir), *args]
-    done = subprocess.run(
-        up, capture_output=True, text=True, timeout=220
-    )  # by itself it gives up after 180 s, and stops
+    # By itself it gives up after 180 s, and stops.
+    done = subprocess.run(up, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     running = Cluster(json.loads(done.stdout.strip().splitlines()[-1]))
     try:

@@ -435,11 +435,7 @@ def test_only_a_return_to_an_earlier_state_is_told_as_a_rollback(shards: int) ->
     told = [(e.kind, e.text, e.level) for e in reversed(history.events) if e.kind != "model_changed"]
     assert told == [
         ("model_in_sync", f"model m is synchronous from clock {clock} on", "info"),
-        (
-            "model_restored",
-            f"model m {what} at clock 50",
-            "info",
-        ),
+        ("model_restored", f"model m {what} at clock 50", "info"),
         ("model_rolled_back", f"model m was rolled back to clock {d.document()['clock']}", "bad"),
     ]
 
