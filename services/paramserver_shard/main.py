@@ -20,7 +20,7 @@ from paramserver.core.shard import ShardCore
 from paramserver.core.urls import listed_urls
 from paramserver.errors import problem
 from paramserver.kernels import sockets
-from paramserver.limits import MIB, SHARED_BYTES_MAX
+from paramserver.limits import MIB, SHARED_BYTES_MAX, STAGED_BYTES_MAX
 from paramserver_node import redis as node_redis
 from paramserver_node.access import Access, LocalOnly, credentials
 from paramserver_node.forward import Forwarder
@@ -150,9 +150,10 @@ def assemble(
     link = SchedulerLink(listed_urls(settings.scheduler), own_credentials)
     scripts = ScriptRunner(bulk_redis)
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
-    runtime = Runtime(ShardCore(check_part), directory, pool, store, Journal(bulk_redis, scripts), group)
-    show(runtime, (pool, slots))
     memory, clocks = Memory(limit_of(settings.memory_limit), (pool, slots)), ClockReports()
+    core = ShardCore(check_part, min(STAGED_BYTES_MAX, memory.limit_bytes // 2))
+    runtime = Runtime(core, directory, pool, store, Journal(bulk_redis, scripts), group)
+    show(runtime, (pool, slots))
     membership = Membership(name, addresses, link, redis, directory, runtime, telemetry, memory, clocks)
     runtime.scheduler, runtime.on_values_kept = membership, telemetry.values_kept
     if folder is not None and lending is not None:

@@ -83,7 +83,7 @@ SHARD_DEAD_LISTED_S: Final = 3600.0
 QUEUED_REQUESTS_MAX: Final = 4096
 """Pushes and pulls that wait in one shard (for a busy partition, a load or a version)."""
 STAGED_BYTES_MAX: Final = 4 << 30
-"""Bytes of staged and buffered gradients in one shard."""
+"""Bytes of staged and buffered gradients in one shard; and no more than half of its memory limit."""
 CLOCKS_AHEAD_MAX: Final = 4096
 """sync: how many clocks beyond the open one a worker may push for or report."""
 CLOCKS_AT_ONCE_MAX: Final = 1 << 40

@@ -255,10 +255,10 @@ def test_pushes_that_sync_cannot_take_are_refused() -> None:
     assert (plain.value.code, clockless.value.code, old.value.code) == ("worker_required", "invalid_field", "fenced")
 
 
-def test_staged_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push beyond STAGED_BYTES_MAX gets `queue_full`, is not remembered, and is accepted once there is room."""
-    monkeypatch.setattr(limits, "STAGED_BYTES_MAX", 32)
+def test_staged_bytes_are_bounded() -> None:
+    """A push beyond the bound of its shard gets `queue_full`, is not remembered, and is accepted once there is room."""
     driver = serving(spec(), workers=ROSTER)
+    driver.core.held_bytes_max = 32
     stage(driver, 0, 0, 1.0)
     stage(driver, 1, 0, 1.0)
 

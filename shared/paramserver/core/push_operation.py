@@ -120,7 +120,7 @@ class PushOperation(RequestOperation):
                 raise problem("invalid_field", "clock: is required in mode sync", hint=hint)
             _check_clock(self.event.clock, max([self.model.clock, *(p.clock for p in self.partitions)]))
         nbytes = sum(part.data.nbytes for _, part in self._fresh)
-        if shard.held_bytes + nbytes > limits.STAGED_BYTES_MAX:
+        if shard.held_bytes + nbytes > shard.held_bytes_max:
             raise problem("queue_full", f"{shard.held_bytes} bytes of gradients wait to be applied in this shard")
 
     def _with_checksums(self, shard: "ShardCore") -> PushReceived:

@@ -8,6 +8,7 @@ arrival; a push is checked against the partition's state when it starts, not whe
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from paramserver import limits
 from paramserver.core.commits import CommitDesk
 from paramserver.core.durability import Durability
 from paramserver.core.handover import Handover
@@ -58,9 +59,14 @@ from paramserver.types import F32, ModelKey, PartitionKey, Token
 class ShardCore:
     """The models and partitions that one shard serves.  Only `handle` changes them."""
 
-    def __init__(self, check_content: Callable[[PushPart], PushPart] | None = None) -> None:
+    def __init__(
+        self,
+        check_content: Callable[[PushPart], PushPart] | None = None,
+        held_bytes_max: int = limits.STAGED_BYTES_MAX,
+    ) -> None:
         """`check_content` returns a part with `crc` and `finite` set; needed if parts arrive without them."""
         self._check_content = check_content
+        self.held_bytes_max = held_bytes_max
         self.models: dict[str, ServedModel] = {}
         self.map_epoch = 0
         self.held_bytes = 0
