@@ -173,12 +173,12 @@ class Iterations:
         if found is not None:
             pushed, values = found
             s.reports.note(s.clock, numbers)
-            released = pushed.released or s.mode not in ("ssp", "sync")
-            over = (clock + 1, epoch, timeline) if released and not pushed.released else self._released(pushed)
+            over = self._released(pushed)
+            if not pushed.released and s.mode not in ("ssp", "sync"):  # nobody is waited for
+                over = clock + 1, epoch, timeline
             yield from self._finish(deadline, until, over)
-            epoch, timeline = over[1:] if over is not None else (epoch, timeline)
-            if released and values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):
-                s.record_pulled(values, epoch, timeline)
+            if over is not None and values is not None and (s.numbers.epoch, s.timeline) == over[1:]:
+                s.record_pulled(values, *over[1:])
                 return values.frozen() if view else values
         return (yield from self._pull(deadline, until, out, view, done=found is not None))
 
