@@ -18,23 +18,24 @@ _SECTIONS: Final = {
 }
 _NAMED: Final = {"optimizer": "name", "consistency": "mode"}
 """Sections that are meant by their first field if they are set to a word: `optimizer=adam`."""
-_TOP: Final = {"evaluate_every"}
+_TOP: Final = {"evaluate_every", "params"}
 
 
 def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
     """Return the merge patch of a model's spec for NAME=VALUE words.
 
-    A plain name goes into the section that has such a field; `optimizer.lr=…`, `optimizer=adam` and
-    `consistency=sync` work, too.  Raises BadParameter (exit code 2) for an unknown name, or a name within a value that
-    another word sets.
+    A name without its section goes into the one that has such a field; `optimizer.lr=…`, `optimizer=adam` and
+    `consistency=sync` work, too.  `params.0.weight.lr_scale=…` is a field of the parameter '0.weight', and
+    `params.0.weight={…}` several of them.  Raises BadParameter (exit code 2) for an unknown name, or a name within a
+    value that another word sets.
     """
     patch: dict[str, Any] = {}
     for name, right in pairs(texts).items():
         section, dot, rest = name.partition(".")
         if dot:
-            *path, last = rest.split(".")
+            *path, last = _path(section, rest, right)
             target = patch
-            for part in (section, *path):
+            for part in path:
                 target = target.setdefault(part, {})
                 if not isinstance(target, dict):
                     raise typer.BadParameter(f"'{name}' is part of a setting that another word sets to {target!r}")
@@ -52,3 +53,12 @@ def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
                 raise typer.BadParameter(f"'{name}' is not a setting of a model; {hint}")
             patch.setdefault(owner, {})[name] = right
     return patch
+
+
+def _path(section: str, rest: str, value: Any) -> list[str]:
+    """Return the keys in a spec that lead to the setting `section.rest`."""
+    if section == "params":  # whose names may have dots
+        name, dot, key = (rest, "", "") if isinstance(value, dict) else rest.rpartition(".")
+        return [section, name, key] if dot else [section, rest]
+    owner = next((s for s, names in _SECTIONS.items() if section in names), None)
+    return [*([owner] if owner else []), section, *rest.split(".")]

@@ -31,6 +31,12 @@ HINTS: Final[Mapping[str, str]] = {
     "choose another path, or allow overwriting": "choose another folder, or --overwrite replaces it",
     "the list of runs has their ids": "psctl run list shows them",
     "the list of shards names them": "psctl status shows them",
+    "a longer timeout=, or model.save() on the server": "PARAMSERVER_TIMEOUT_S=300 gives it five minutes",
+    "try again, with a longer timeout": "again, with PARAMSERVER_TIMEOUT_S=300, it has five minutes",
+    "again, with a longer timeout=": "again, with PARAMSERVER_TIMEOUT_S=300, it has five minutes",
+    "look before you repeat it, and give it a longer timeout": (
+        "look before you repeat it; PARAMSERVER_TIMEOUT_S=300 gives it five minutes"
+    ),
     "stop it first": "psctl run stop ends it; psctl run list shows the runs",
     "create it, or look for its name in the list of models": "psctl models lists them, psctl create makes one",
     "choose another name, change the model's settings, or delete it first": (

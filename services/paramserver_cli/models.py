@@ -30,7 +30,7 @@ _Loader.add_implicit_resolver(
 def read_spec(path: Path) -> dict[str, Any]:
     """Read a model's spec from a YAML or JSON file, or standard input for `-`.  Raises Failed if it cannot be read."""
     try:
-        found = yaml.load(sys.stdin if str(path) == "-" else path.read_bytes(), Loader=_Loader)
+        found = yaml.load(sys.stdin if str(path) == "-" else path.read_text("utf-8"), Loader=_Loader)
     except OSError as e:
         raise Failed(f"cannot read {path}: {e.strerror}") from None
     except (yaml.YAMLError, ValueError) as e:  # ValueError: not UTF-8, or an impossible date

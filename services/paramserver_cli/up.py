@@ -71,7 +71,7 @@ def up(
     plan = Plan(
         shards,
         workers,
-        redis_url(redis),
+        redis_url(redis) if lifeline is None else None,  # that of `ps.local()` is its own, whatever is configured here
         host,
         port,
         allow=allow or ["paramserver.examples"],

@@ -27,12 +27,16 @@ def gone(url: str) -> bool:
     return False
 
 
-def test_a_local_cluster_comes_and_goes(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_local_cluster_comes_and_goes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """`ps.local` returns a client of a working cluster, which is stopped when the block ends.
 
-    Another one cannot be started in its folder, and that attempt does not stop it.
+    Another one cannot be started in its folder, and that attempt does not stop it.  A Redis that is configured here is
+    that of another cluster, and is left alone.
     """
     caplog.set_level(logging.INFO)
+    monkeypatch.setenv("PARAMSERVER_REDIS", "redis://127.0.0.1:1/0")
     with ps.local(shards=1, state_dir=tmp_path) as client:
         with pytest.raises(ps.Unavailable, match="already running"):
             ps.local(shards=1, state_dir=tmp_path)

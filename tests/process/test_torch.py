@@ -15,7 +15,7 @@ from tests.waiting import eventually
 
 import paramserver as ps
 
-from .cluster import Cluster
+from .cluster import Cluster, get
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip("needs torch: pip install torch==2.13.0", allow_module_level=True)
@@ -210,6 +210,24 @@ def test_first_values_that_another_process_has_not_sent_are_sent_or_waited_for(
 
     expected = _values(module(0 if died else 1))
     assert all(np.array_equal(value, expected[n]) for n, value in _values(net).items())
+
+
+def test_its_timeout_is_that_of_all_it_asks(client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout=` counts for the creation of the model and for its settings, too, whatever the client's own is."""
+    monkeypatch.setattr(client, "timeout", 1e-4)
+    with ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.1), timeout=60.0) as opt:
+        opt.param_groups[0]["lr"] = 0.2
+        opt.step()
+        assert get(f"{client.url}/models/{name}").json()["spec"]["optimizer"]["lr"] == 0.2
+
+
+def test_what_a_worker_has_already_is_refused_with_it(client: ps.Client, name: str) -> None:
+    """`rank`, `worker` and `timeout` are those of the worker, where one is given."""
+    net = module()
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.1)), client.model(name).worker() as w:
+        for options in ({"rank": 1}, {"worker": "a"}, {"timeout": 5.0}):
+            with pytest.raises(ps.RequestError, match=r"those of the ps\.Worker"):
+                ParameterServerOptimizer(net, w, **options)
 
 
 def test_what_does_not_fit_is_listed(client: ps.Client, name: str, shared_cluster: Cluster) -> None:

@@ -49,6 +49,10 @@ from . import virtual_time
         (["evaluate_every=10", "keep=5"], {"evaluate_every": 10, "checkpoint": {"keep": 5}}),
         (["optimizer.schedule.kind=cosine"], {"optimizer": {"schedule": {"kind": "cosine"}}}),
         (["clip_norm=null"], {"optimizer": {"clip_norm": None}}),
+        (["schedule.gamma=0.9"], {"optimizer": {"schedule": {"gamma": 0.9}}}),
+        (["params.0.weight.lr_scale=0.1"], {"params": {"0.weight": {"lr_scale": 0.1}}}),
+        (['params.0.weight={"trainable":false}'], {"params": {"0.weight": {"trainable": False}}}),
+        (['params={"0.weight":{"lr_scale":2}}'], {"params": {"0.weight": {"lr_scale": 2}}}),
     ],
 )
 def test_settings_on_the_command_line_become_a_patch(words: list[str], patch: dict[str, Any]) -> None:

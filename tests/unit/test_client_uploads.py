@@ -223,6 +223,25 @@ def test_a_creation_whose_upload_fails_leaves_nothing_behind(
     assert server.log[-1] == "DELETE /models/m"
 
 
+@pytest.mark.parametrize("kind", [ps.Client, ps.AsyncClient])
+def test_a_creation_that_ends_in_doubt_leaves_nothing_behind(
+    server: Server, kind: type[ps.Client] | type[ps.AsyncClient]
+) -> None:
+    """If the answer to the creation itself does not come in time, the model that may have been made is deleted."""
+
+    def lost(request: Request) -> Outcome | None:
+        if request.method != "POST":
+            return None
+        server.here, server.token = True, request.headers["x-upload-token"]
+        return problem("in_doubt", "no answer within 1 s")
+
+    server.refuse = lost
+    with pytest.raises(InDoubt):
+        result(answered(kind, server).create_model("m", server.values, partitions=5, timeout=0.5))
+
+    assert not server.here
+
+
 @pytest.mark.parametrize(
     ("kind", "own"),
     [(ps.Client, KeyboardInterrupt), (ps.AsyncClient, asyncio.CancelledError), (ps.Client, MemoryError)],

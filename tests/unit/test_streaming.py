@@ -276,13 +276,21 @@ class TwoLayers(Node):
         return super().document() | {"partitions": [{"index": i, "shard": "a"} for i in (0, 1)]}
 
 
-@pytest.mark.parametrize(("after", "raised"), [(0, Unreachable), (1, InDoubt)])
-def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(after: int, raised: type[PsError]) -> None:
-    """Once a piece was accepted a failed push is in doubt, even if the next piece certainly arrived nowhere.
+@pytest.mark.parametrize(
+    ("code", "after", "raised"),
+    [
+        ("unreachable", 0, Unreachable),
+        ("unreachable", 1, InDoubt),
+        ("non_finite", 0, RequestError),
+        ("non_finite", 1, InDoubt),
+    ],
+)
+def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(code: str, after: int, raised: type[PsError]) -> None:
+    """Once a piece was accepted a failed push is in doubt, even if the next piece arrived nowhere or was refused.
 
     Sent in another push, the accepted piece would count twice.
     """
-    node = TwoLayers(problem("unreachable", "cannot reach it"), after)
+    node = TwoLayers(problem(code, "it says no"), after)
     session = opened(node)
     stream = Stream(session)
     now = Now()
@@ -297,6 +305,7 @@ def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(after: int, raised: ty
         sent("a", "b")
 
     assert type(met.value) is raised
+    assert met.value.members.get("refused") == (code if raised is InDoubt else None)
     assert len(node.pushes) == after
 
 

@@ -24,7 +24,7 @@ from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
 from paramserver.core.selection import Names, Ranges
-from paramserver.errors import PsError
+from paramserver.errors import InDoubt, PsError
 from paramserver.net.addresses import urls_of
 from paramserver.net.calls import Call
 from paramserver.net.credentials import Credentials
@@ -72,12 +72,12 @@ class AsyncClient(ClientBase):
         return await self.transport.run(call)
 
     async def _create(self, call: Call[ModelMap], creation: control.Creation) -> ModelMap:
-        """Run a call that makes a model; if it is interrupted, remove what it has made."""
+        """Run a call that makes a model; if it is interrupted or ends in doubt, remove what it may have made."""
         try:
             return await self.run(call)
-        except PsError:
-            raise  # the call itself has removed it
-        except (Exception, asyncio.CancelledError):
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, PsError) and not isinstance(error, InDoubt):
+                raise  # the call itself has removed it, or made none
             await self.run(creation.remove())
             raise
 

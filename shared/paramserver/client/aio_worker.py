@@ -98,7 +98,7 @@ class AsyncWorker(WorkerBase):
         """See `Worker.pull`."""
         options: dict[str, Any] = {"names": names, "ranges": ranges, "out": out, "dtype": dtype, "view": not copy}
         options |= {"min_version": min_version, "wait_s": wait_s}
-        return await self._run(self._session.pull(self._deadline(timeout), **options))
+        return await self._run(self._session.pull(self._deadline(timeout, wait_s), **options))
 
     async def gradients(self, *, timeout: float | None = None) -> GradientArrays:
         """See `Worker.gradients`."""

@@ -12,7 +12,7 @@ from paramserver.client.consistency import Consistency
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.spec_builder import ParamLike, model_document
-from paramserver.errors import PsError
+from paramserver.errors import InDoubt, PsError
 from paramserver.net.addresses import urls_of
 from paramserver.net.calls import Call
 from paramserver.net.credentials import Credentials
@@ -63,12 +63,12 @@ class Client(ClientBase):
         return self.transport.run(call)
 
     def _create(self, call: Call[ModelMap], creation: control.Creation) -> ModelMap:
-        """Run a call that makes a model; if it is interrupted, remove what it has made."""
+        """Run a call that makes a model; if it is interrupted or ends in doubt, remove what it may have made."""
         try:
             return self.run(call)
-        except PsError:
-            raise  # the call itself has removed it
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, PsError) and not isinstance(error, InDoubt):
+                raise  # the call itself has removed it, or made none
             self.run(creation.remove())
             raise
 

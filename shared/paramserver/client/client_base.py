@@ -34,9 +34,10 @@ class ClientBase:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(self.urls)}>"
 
-    def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
-        """Return the deadline `timeout` seconds from now; by default the client's timeout plus `wait_s`."""
-        return Deadline.after(self.timeout + seconds(wait_s, "wait_s") if timeout is None else timeout)
+    def deadline(self, timeout: float | None, wait_s: float = 0.0, *, default: float | None = None) -> Deadline:
+        """Return the deadline `timeout` seconds from now; without one `default`, or the client's, plus `wait_s`."""
+        default = self.timeout if default is None else default
+        return Deadline.after(default + seconds(wait_s, "wait_s") if timeout is None else timeout)
 
     def numbers(self, model: str) -> PushNumbers:
         """Return what numbers this client's pushes to a model; a forked child gets its own."""

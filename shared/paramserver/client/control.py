@@ -50,9 +50,10 @@ class Creation:
 
     def remove(self, clock: Clock = time.monotonic) -> Call[None]:
         """Delete the model unless it is complete or another client's by now; if that fails, too, leave it."""
-        if self.name is not None:
+        name, self.name = self.name, None
+        if name is not None:
             with suppress(PsError):
-                path, headers = model_path(self.name), {"x-upload-token": self.token}
+                path, headers = model_path(name), {"x-upload-token": self.token}
                 yield from delete(path, Deadline(clock() + REMOVE_S, clock), headers)
 
 

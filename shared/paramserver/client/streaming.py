@@ -24,7 +24,7 @@ from paramserver.client.session import Session
 from paramserver.client.values import array_of
 from paramserver.client.worker_base import of_another_process
 from paramserver.core.layout import Layout
-from paramserver.errors import InDoubt, Unavailable, combined, problem
+from paramserver.errors import InDoubt, PsError, Unavailable, combined, problem
 from paramserver.net.calls import Call, Deadline
 from paramserver.net.concurrent_requests import CallerInterrupted, Interruptible
 from paramserver.net.retry import NOT_AGAIN
@@ -138,11 +138,12 @@ class Stream:
                 done = yield from self._session.deliver(
                     self._terms, grads, deadline, encoding=self._encoding, partitions=partitions
                 )
-            except Unavailable as error:
-                if self._done and not isinstance(error, InDoubt):
+            except PsError as error:
+                counts = isinstance(error, Unavailable) or any(piece.state != "staged" for piece in self._done)
+                if self._done and counts and not isinstance(error, InDoubt):
                     what = f"a part of the push was accepted, this one was not: {error.detail}"
-                    raise problem("in_doubt", what, hint=NOT_AGAIN) from error
-                raise
+                    raise problem("in_doubt", what, hint=NOT_AGAIN, refused=error.code) from error
+                raise  # what is only staged is torn as the block ends, and counts nowhere
             if done.state == "dropped":
                 self.give_up()  # the rest is not sent either
                 if any(piece.state != "staged" for piece in self._done):  # staged pieces are dropped as well

@@ -95,7 +95,7 @@ class Worker(WorkerBase):
         """Pull the current values (see `Model.pull`); in sync they include the commit that released this clock."""
         options: dict[str, Any] = {"names": names, "ranges": ranges, "out": out, "dtype": dtype, "view": not copy}
         options |= {"min_version": min_version, "wait_s": wait_s}
-        return self._run(self._session.pull(self._deadline(timeout), **options))
+        return self._run(self._session.pull(self._deadline(timeout, wait_s), **options))
 
     def push(
         self,

@@ -135,8 +135,8 @@ class WorkerBase:
                 raise problem("invalid_field", f"this call has no option {name}=", hint=hint)
         return metrics
 
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return self._client.deadline(self._timeout if timeout is None else timeout)
+    def _deadline(self, timeout: float | None, wait_s: float | None = None) -> Deadline:
+        return self._client.deadline(timeout, wait_s or 0.0, default=self._timeout)
 
     def _deadlines(self, timeout: float | None) -> tuple[Deadline, Deadline | None]:
         """Return when a call that ends an iteration gives up on the cluster, and on other workers: see `Iterations`."""

@@ -64,7 +64,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         rank: the worker's rank; None: the lowest free one.
         worker: the id to join under; None: a new one.
         partitions, ack: settings of a model created here.
-        timeout: timeout of each request to the cluster, in seconds; waiting for other workers has none.
+        timeout: timeout of each request to the cluster, in seconds; waiting for other workers has none.  A `ps.Worker`
+            has its own, and its rank and id.
 
     Raises RequestError listing all differences if the model does not fit the module.  On `close()`, at the end of a
     `with` block and at exit, its worker leaves the cluster, unless it was passed in.
@@ -94,7 +95,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         if pull and (pull.stage or pull.coding not in PULL_CODINGS):
             raise problem("unknown_codec", f"pull_codec '{pull_codec}' cannot be used here")
         with ExitStack() as stack:
+            if isinstance(model, Worker) and (rank, worker, timeout) != (None, None, None):
+                raise problem("invalid_field", "rank, worker and timeout are those of the ps.Worker that is passed")
             self._client, name = _resolve_model(model, timeout, stack)
+            self._timeout = timeout
             self._model = Model(self._client, name)
             self._create(optimizer if create else None, consistency, partitions, ack)
             model_map = self._map()
@@ -228,7 +232,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         if rate == self._rate or not self._worker.first or self._may_not_set_rate:
             return
         try:
-            self._model.set(lr=rate)
+            self._model.set(lr=rate, timeout=self._timeout)
         except AuthError as e:
             if self._worker.rank == 0:
                 raise
@@ -263,6 +267,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 partitions=partitions,
                 ack=ack,
                 exist_ok=True,
+                timeout=self._timeout,
             )
         except ConflictError as e:
             if e.code != "model_exists":  # another worker has created it meanwhile, with other settings
@@ -295,7 +300,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
 
     def _map(self) -> ModelMap:
         client = self._client
-        return client.run(client.cluster.map_of(self._model.name, client.deadline(None)))
+        return client.run(client.cluster.map_of(self._model.name, client.deadline(self._timeout)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the learning rate of a `state_dict()`; refuse that of another optimizer with RequestError."""
