@@ -84,8 +84,10 @@ class History:
         self._not_finite: set[tuple[str, str]] = set()
 
     def begin(self, read: Reading) -> None:
-        """Record the models that exist at the start, so that they cause no events."""
+        """Record the models and workers that exist at the start, so that they cause no events."""
         self._models = {m["name"]: (m["generation"], m["revision"], m["timeline"]) for m in read.models()}
+        for name in self._models:
+            self._workers[name] = {w["worker"]: w["epoch"] for w in read.workers(name, 0.0) if w["alive"]}
 
     def follow_clock(self, wall_offset_s: float) -> None:
         """Use another Unix time from now on; time series that then reach far into the future are forgotten.

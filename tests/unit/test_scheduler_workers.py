@@ -411,8 +411,10 @@ def test_the_status_tells_of_the_dead_for_a_minute() -> None:
         assert status is not None
         return [(w["worker"], w["state"]) for w in status["workers"]]
 
-    assert told() == [("m/c", "active"), ("m/b", "left")]
-    assert [w["worker"] for w in d.core.read.workers("m", d.now)] == ["m/c", "m/a", "m/b"]
+    for _ in range(2):
+        assert told() == [("m/c", "active"), ("m/b", "left")]
+        assert [w["worker"] for w in d.core.read.workers("m", d.now)] == ["m/c", "m/a", "m/b"]
+        d.restart()  # a new leader knows how long ago it was
 
 
 def test_epochs_begin_at_one_unless_a_model_of_that_name_was_deleted() -> None:

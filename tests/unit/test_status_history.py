@@ -440,6 +440,33 @@ def test_only_a_return_to_an_earlier_state_is_told_as_a_rollback(shards: int) ->
     ]
 
 
+def test_what_is_shown_is_of_the_newest_second_after_the_clock_was_set_back() -> None:
+    """The newest value of a metric is not averaged with those that were reported before the clock was set back."""
+    d = Driver.with_model()
+    for offset_s, loss in ((300.0, 2.0), (300.0, 4.0), (0.0, 0.25), (0.0, 0.75)):
+        d.do(io.ClockStepped(offset_s))
+        d.ask(lambda n, loss=loss: io.ReportMetrics(n, "m", {"loss": loss}))  # type: ignore[misc]
+        assert d.core.read.latest("m")["loss"][1] == {2.0: 2.0, 4.0: 3.0, 0.25: 0.25, 0.75: 0.5}[loss]
+
+
+def test_what_a_new_leader_finds_is_not_told_as_news() -> None:
+    """Models and live workers that a new leader takes over cause no events; a worker that dies then does."""
+    d, history = Driver.with_model(), History(0.0)
+    for name in ("a", "b"):
+        d.join(name)
+    d.restart()
+    history.begin(d.core.read)
+    seen = len(d.published)
+    d.core._c.model_changed(d.core._c.models["m"])
+    d.beats()
+    d.ask(lambda n: io.LeaveWorker(n, "m", "m/b"))
+    for document in d.published[seen:]:
+        history.note(document, d.now)
+
+    assert {document["type"] for document in d.published[seen:]} >= {"model", "roster"}
+    assert [e.kind for e in history.events] == ["worker_gone"]
+
+
 def test_a_rollback_with_new_settings_is_told_as_one() -> None:
     """A model that loses a shard and workers at once, whose rates are by their number, is told as rolled back."""
     d, history = Driver.with_model(), History(0.0)

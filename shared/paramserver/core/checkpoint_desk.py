@@ -60,15 +60,18 @@ class CheckpointDesk:
     def advance(self, model: Model, now: float) -> None:
         """Queue a checkpoint if the rule requires one, and begin the first in the queue if that is possible now."""
         points, cuts = model.checkpoints, model.cuts
-        if not model.ready or not model.served or model.restoring:
+        if not model.ready or model.restoring:
             return
         run = self.runs.of_model(model)
         every = (run.checkpoint_every if run else 0) or model.spec.checkpoint.every_clocks
         clock = model.gate.clock
-        if points.due(model.spec.checkpoint, every, clock, lambda: model.version, now):
+        due = points.due(model.spec.checkpoint, every, clock, lambda: model.version, now)
+        if not (due or points.pending) or not model.served:  # it may have thousands of partitions
+            return
+        if due:
             points.last_clock, points.last_version, points.last_s = clock, model.version, now
             points.pending.append(PendingCheckpoint(now, clock=clock))
-        if not points.pending or points.writing or _awaits_evaluation(model, now) or self._must_wait(model):
+        if points.writing or _awaits_evaluation(model, now) or self._must_wait(model):
             return
         if not model.gate.sync:
             self._begin(model, None, clock, now)

@@ -121,7 +121,7 @@ class Cluster:
         self.save(f"clock:{model.name}", model.stored_clock)
 
     def save_worker(self, model: Model, worker: Worker) -> None:
-        self.save(f"worker:{model.name}:{worker.name}", worker.stored)
+        self.save(f"worker:{model.name}:{worker.name}", lambda: worker.stored(self.wall_offset_s))
 
     def save_dataset(self, model: Model, dataset: str) -> None:
         self.save(f"tasks:{model.name}:{dataset}", model.datasets[dataset].progress)

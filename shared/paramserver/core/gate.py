@@ -5,7 +5,7 @@ here.  A sync commit t lists (worker, clock) pairs in (rank, clock) order; no pa
 """
 
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from paramserver import limits
@@ -30,6 +30,16 @@ class Gate:
     """sync: clocks below are never folded, because the policy was `drop` when the others passed them."""
     members: list[Worker] = field(default_factory=list)
     """sync: the incarnations in the open clock's roster."""
+    _of: list[Worker] | None = None
+    """sync: the barrier members for which `_awaited` and `_size` were made; None: for an earlier clock."""
+    _size: int = 0
+    """sync: how many of the open clock's roster count."""
+    _awaited: set[Worker] = field(default_factory=set)
+    """sync: those of them that have not finished it."""
+    _low_of: list[Worker] | None = None
+    _low: int = 0
+    """The lowest clock of `_low_of`."""
+    _at_low: int = 0
 
     @property
     def sync(self) -> bool:
@@ -47,7 +57,7 @@ class Gate:
     def reset(self, roster: Roster, clock: int) -> None:
         """Set the clock of the model and of every worker, for a rollback or the start of a sync phase."""
         self.clock = self.folds_from = clock
-        self.members.clear()
+        self.members, self._of, self._low_of = [], None, None
         for w in roster:
             w.done = w.granted = clock
             w.left_out = -1
@@ -63,7 +73,7 @@ class Gate:
         if len(roster.live()) >= self.rule.min_workers:
             self.opened = True
         if not self.sync and counted and (self.opened or self.rule.mode != "ssp"):
-            self.clock = max(self.clock, min([w.done for w in counted]))
+            self.clock = max(self.clock, self._lowest(counted))
         return self.opened and not was_open
 
     def join_clock(self, roster: Roster) -> int:
@@ -73,7 +83,7 @@ class Gate:
             return self.first_clock
         if not self.opened or not counted:
             return self.clock
-        return min([w.done for w in counted])
+        return self._lowest(counted)
 
     def min_clock(self, roster: Roster) -> int:
         """Iterations finished by the slowest worker.
@@ -84,7 +94,15 @@ class Gate:
         counted = roster.barrier_members()
         if not counted or (not self.opened and self.rule.mode == "ssp"):
             return self.clock
-        return min([w.done for w in counted])
+        return self._lowest(counted)
+
+    def _lowest(self, counted: list[Worker]) -> int:
+        """The lowest clock of the barrier members, of whom there are some; counted anew when the last one leaves it."""
+        if self._low_of is not counted or self._at_low < 1:
+            done = [w.done for w in counted]
+            self._low_of, self._low = counted, min(done)
+            self._at_low = done.count(self._low)
+        return self._low
 
     def check(self, worker: Worker, done: int, since: int | None) -> None:
         """Raise RequestError (`invalid_field`) if the worker cannot report these numbers; see `report`."""
@@ -112,7 +130,11 @@ class Gate:
                 worker.left_out = done
             first = max(first, dropped)
             worker.pending.extend(range(first, done))
+        if worker.done == self._low:
+            self._at_low -= 1
         worker.done = done
+        if done > self.clock:
+            self._awaited.discard(worker)
 
     def late(self, roster: Roster) -> dict[str, list[Any]]:
         """sync: [epoch, iterations done, clock granted, late clocks] by name, of the workers that may still fold.
@@ -148,7 +170,7 @@ class Gate:
         if worker.resting:
             if not self.sync:
                 worker.done = worker.granted = max(worker.done, self.join_clock(roster))
-            worker.resting = False
+            roster.rest(worker, False)
 
     def next_clock(self, worker: Worker) -> int:
         """The clock that this worker is to work on next."""
@@ -181,11 +203,14 @@ class Gate:
         """sync: commit the open clock and open the next one, if that is possible now; else None."""
         if not self.opened:
             return None
-        members = self._roster(roster)
-        if not {*self.members}.issuperset(members):
-            self.members = members
-        t = self.clock
-        if sum([w.done > t for w in members]) < self.needed(len(members)):
+        t, counted = self.clock, roster.barrier_members()
+        if self._of is not counted:
+            members = self._roster(roster)
+            if not {*self.members}.issuperset(members):
+                self.members = members
+            self._of, self._size = counted, len(members)
+            self._awaited = {w for w in members if w.done <= t}
+        if self._size - len(self._awaited) < self.needed(self._size):
             return None
         listed: list[Contribution] = []
         for w in roster.live():
@@ -200,7 +225,7 @@ class Gate:
         """
         commit = self._commit((), roster, timeline, revision, True)
         self.opening = False
-        self.members.clear()
+        self.members, self._of, self._low_of = [], None, None
         for w in roster:
             w.done, w.granted = max(w.done, self.clock), max(w.granted, self.clock)
             w.pending = [c for c in w.pending if c >= self.clock]
@@ -211,16 +236,14 @@ class Gate:
     ) -> Commit:
         commit = Commit(self.clock, timeline, listed, revision, len(roster.live()), cut)
         self.clock += 1
-        self.members = roster.barrier_members()
+        self.members, self._of = roster.barrier_members(), None
         return commit
 
-    def released(self, clock: int, min_clock: int) -> bool:
-        """Whether a worker that has finished `clock` iterations may begin the next one; see `min_clock`."""
+    def released(self, roster: Roster) -> float:
+        """The number of iterations up to which a worker that has finished them may begin the next one."""
         if self.sync:
-            return clock <= self.clock
-        if self.rule.mode == "ssp":
-            return clock - min_clock <= self.rule.staleness
-        return True
+            return self.clock
+        return self.min_clock(roster) + self.rule.staleness if self.rule.mode == "ssp" else inf
 
     def waiting_for(self, clock: int, roster: Roster) -> list[str]:
         """What a worker that is not released waits for: names of workers, missing joins, or the commit."""

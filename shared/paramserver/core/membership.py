@@ -188,11 +188,12 @@ class Worker(Holder):
         while len(self.metrics) > limits.METRIC_NAMES_MAX:
             del self.metrics[next(iter(self.metrics))]
 
-    def stored(self) -> dict[str, Any]:
-        """Stored field `worker:MODEL:NAME`."""
+    def stored(self, wall_offset_s: float) -> dict[str, Any]:
+        """Stored field `worker:MODEL:NAME`; `wall_offset_s` is Unix time minus monotonic time."""
         return {
             "epoch": self.epoch,
             "alive": self.alive,
+            "heard_s": None if self.alive else self.heard_s + wall_offset_s,
             "rank": self.rank,
             "clock": self.done,
             "timeline": self.timeline,
@@ -203,9 +204,11 @@ class Worker(Holder):
         }
 
     @classmethod
-    def of(cls, name: str, doc: Mapping[str, Any], now: float) -> "Worker":
-        """Rebuild a worker from its stored document, as if heard from now, at the clock stored there."""
+    def of(cls, name: str, doc: Mapping[str, Any], now: float, wall_offset_s: float) -> "Worker":
+        """Rebuild a worker from its stored document, at the clock stored there: a live one as if heard from now."""
         worker = cls(name, doc["epoch"], now, doc["alive"], lease_s=doc["lease_s"], rank=doc["rank"])
+        if not worker.alive and doc.get("heard_s") is not None:  # an earlier version stored none
+            worker.heard_s = min(now, doc["heard_s"] - wall_offset_s)
         worker.done = worker.granted = doc["clock"]
         worker.timeline = doc["timeline"]  # so that a plain client that has not been told of a rollback yet will be
         worker.draining, worker.left = doc["draining"], doc["left"]
@@ -221,6 +224,7 @@ class Roster:
         self.floor = 0
         """Highest epoch of any worker that was forgotten, or was of a model deleted before this one was created."""
         self._live: list[Worker] | None = None
+        self._counted: list[Worker] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
@@ -235,7 +239,7 @@ class Roster:
         """Mark that incarnation as dead."""
         worker.alive = False
         worker.pending.clear()
-        self._live = None
+        self._live = self._counted = None
 
     def store_state(self, name: str, state: Any, now: float) -> Worker | None:
         """Store a state for the next incarnation of that worker to begin with; return None if the roster is full."""
@@ -253,7 +257,13 @@ class Roster:
 
     def barrier_members(self) -> list[Worker]:
         """The workers that barriers wait for, by rank."""
-        return [w for w in self.live() if not w.resting]
+        if self._counted is None:
+            self._counted = [w for w in self.live() if not w.resting]
+        return self._counted
+
+    def rest(self, worker: Worker, resting: bool) -> None:
+        """Note whether barriers are to pass over that worker."""
+        worker.resting, self._counted = resting, None
 
     def find(self, name: str, epoch: int) -> Worker:
         """Return the live worker of that epoch; raises NotFoundError (`unknown_worker`) or FencedError (`fenced`)."""
@@ -293,5 +303,5 @@ class Roster:
         if old is not None:
             worker.state, worker.state_size = old.state, old.state_size
         self.workers[name] = worker
-        self._live = None
+        self._live = self._counted = None
         return worker, forgotten

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
+from math import inf
 from typing import Any, Final
 
 from paramserver import limits
@@ -98,6 +100,10 @@ class Model:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     creators: list[Waiter] = field(default_factory=list)
     clock_waiters: list[Waiter] = field(default_factory=list)
+    waits_for: float = inf
+    """No parked clock report is released before this clock; -1: each is to be looked at."""
+    clock_waits_end_s: float = inf
+    """No wait of one of them ends before."""
     task_waiters: list[Waiter] = field(default_factory=list)
 
     @cached_property
@@ -254,9 +260,10 @@ class Model:
 
     def left_out(self, worker: Worker, clock: int) -> bool:
         """sync: whether the commit of the clock that this worker has just finished is kept, and none lists it."""
-        kept, its = [c for _, c in self.commits], (worker.name, worker.epoch, clock - 1)
-        listed = any([(x.worker, x.epoch, x.clock) == its for c in kept for x in c.contributions])
-        return not listed and any([c.t == clock - 1 for c in kept])
+        its = worker.name, worker.epoch, clock - 1
+        later = [c for _, c in takewhile(lambda kept: kept[1].t >= clock - 1, reversed(self.commits))]
+        listed = any([(x.worker, x.epoch, x.clock) == its for c in later for x in c.contributions])
+        return not listed and any([c.t == clock - 1 for c in later])
 
     def prune_commits(self, now: float) -> list[Commit]:
         """Remove and return the commits that no shard can need any more."""
@@ -289,6 +296,7 @@ class Model:
         self.gate.reset(self.roster, clock)
         self.commits.clear()
         self.cuts.restart_at(clock)
+        self.waits_for = -1  # all are told of it
         self.evaluated = min(self.evaluated, clock)
         self.evaluations = [e for e in self.evaluations if e.clock <= clock]
         self.checkpoints.last_clock = min(self.checkpoints.last_clock, clock)

@@ -58,9 +58,9 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for model, parameter, _ in _of_models(c, groups["filled"]):
         model.filled.add(parameter)
         model.missing.discard(parameter)
-    for model, worker, doc in _of_models(c, groups["worker"]):
-        late = groups["clock"][model.name]["late"].get(worker)
-        model.roster.workers[worker] = _worker(worker, model, doc, late, now)
+    for model, name, doc in _of_models(c, groups["worker"]):
+        worker = model.roster.workers[name] = Worker.of(name, doc, now, c.wall_offset_s)
+        _set_clock(worker, model, groups["clock"][model.name]["late"].get(name))
     for model, _, doc in sorted(_of_models(c, groups["commit"]), key=lambda found: found[2]["t"]):
         model.commits.append((now, Commit.of(doc)))
     for model, dataset, doc in _of_models(c, groups["dataset"]):
@@ -88,8 +88,7 @@ def _of_models(
         yield c.models[model], rest, doc
 
 
-def _worker(name: str, model: Model, doc: Mapping[str, Any], late: Sequence[Any] | None, now: float) -> Worker:
-    worker = Worker.of(name, doc, now)
+def _set_clock(worker: Worker, model: Model, late: Sequence[Any] | None) -> None:
     if late is not None and late[0] == worker.epoch:
         _, worker.done, worker.granted, worker.pending = late
     else:
@@ -99,7 +98,6 @@ def _worker(name: str, model: Model, doc: Mapping[str, Any], late: Sequence[Any]
         clock = model.gate.clock if model.gate.sync else max(worker.done, model.gate.clock)
         worker.done = worker.granted = clock
         worker.left_out = None
-    return worker
 
 
 def _resume(c: Cluster, model: Model) -> None:

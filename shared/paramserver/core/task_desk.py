@@ -189,7 +189,8 @@ class TaskDesk:
             if task is not None:
                 model.gate.resume(worker, model.roster)
             elif w.dataset != EVALUATE and not worker.resting:
-                worker.resting = rested = True
+                model.roster.rest(worker, True)
+                rested = True
             if task is None and not finished and now < w.deadline_s:
                 continue
             body = {

@@ -1,5 +1,6 @@
 """Workers join, report their clocks and leave, and commits are decided."""
 
+from math import inf
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -156,6 +157,7 @@ class WorkerDesk:
         model.gate.open(model.roster)  # Before it goes, because it counts towards `min_workers`.
         worker.left = left
         model.roster.mark_dead(worker)
+        model.waits_for = -1  # its parked requests are refused
         for name, dataset in model.datasets.items():
             if dataset.release(worker.name, worker.epoch):
                 self.c.save_dataset(model, name)
@@ -271,6 +273,8 @@ class WorkerDesk:
         self._report(model, worker, e.clock, e.since)
         waiter = Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock)
         self.c.park(model.clock_waiters, waiter, now)
+        model.waits_for = min(model.waits_for, e.clock)
+        model.clock_waits_end_s = min(model.clock_waits_end_s, waiter.deadline_s)
         worker.open_polls += 1
         self.c.mark_dirty(model)
 
@@ -355,7 +359,10 @@ class WorkerDesk:
 
     def release(self, model: Model, now: float) -> None:
         """Answer the clock waiters that are released, rolled back, past their deadline, or no longer members."""
-        low = model.gate.min_clock(model.roster) if model.clock_waiters else 0
+        top = model.gate.released(model.roster) if model.ready else -1
+        if model.waits_for > top and now < model.clock_waits_end_s:
+            return
+        low = model.gate.min_clock(model.roster)
         for w in list(model.clock_waiters):
             worker = model.worker_of(w)
             if worker is None or not worker.alive:
@@ -364,9 +371,11 @@ class WorkerDesk:
                 worker.timeline = model.timeline
                 self.c.answer_waiter(model, w, self._rolled_back(model, worker), now)
             else:
-                released = model.ready and model.gate.released(w.clock, low)
+                released = w.clock <= top
                 if released or now >= w.deadline_s:
                     self.c.answer_waiter(model, w, self._clock_body(model, worker, w.clock, low, released), now)
+        model.waits_for = min([w.clock for w in model.clock_waiters], default=inf)
+        model.clock_waits_end_s = min([w.deadline_s for w in model.clock_waiters], default=inf)
 
     def grant(self, model: Model, worker: Worker) -> int:
         """Record and return the clock that the worker is told to go on at."""
