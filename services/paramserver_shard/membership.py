@@ -211,17 +211,14 @@ class Membership:
 
     def _heartbeat(self) -> dict[str, Any]:
         core = self._runtime.core
+        lost = self._runtime.lost = {key: token for key, token in self._runtime.lost.items() if core.owns(key, token)}
         return {
             "epoch": self.epoch,
             "metrics": self._metrics(),
             "partitions": list(core.partitions()),
             "cuts": list(core.cuts()),
             "released": list(core.released()),
-            "lost": [
-                [key.model.name, key.model.generation, key.index, token]
-                for key, token in self._runtime.lost.items()
-                if core.owns(key, token)
-            ],
+            "lost": [[key.model.name, key.model.generation, key.index, token] for key, token in lost.items()],
             "memory": self.memory.document(),
             "loads": self._runtime.loads.rates(),
         }

@@ -221,15 +221,6 @@ def test_its_timeout_is_that_of_all_it_asks(client: ps.Client, name: str, monkey
         assert get(f"{client.url}/models/{name}").json()["spec"]["optimizer"]["lr"] == 0.2
 
 
-def test_what_a_worker_has_already_is_refused_with_it(client: ps.Client, name: str) -> None:
-    """`rank`, `worker` and `timeout` are those of the worker, where one is given."""
-    net = module()
-    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.1)), client.model(name).worker() as w:
-        for options in ({"rank": 1}, {"worker": "a"}, {"timeout": 5.0}):
-            with pytest.raises(ps.RequestError, match=r"those of the ps\.Worker"):
-                ParameterServerOptimizer(net, w, **options)
-
-
 def test_what_does_not_fit_is_listed(client: ps.Client, name: str, shared_cluster: Cluster) -> None:
     """Another module, a missing model, an invalid URL and parameters without names are each refused with the reason."""
     with pytest.raises(ps.NotFoundError, match="optimizer="):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from paramserver.codecs import Codec
 from paramserver.codecs.parts import encode_partition
 from paramserver.core.commit import Contribution
-from paramserver.core.journal import KINDS, JournalEntry
+from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import HeldPart, LoadedState
 from paramserver.core.replay import Replay, replay
@@ -43,6 +43,10 @@ def spec(optimizer: str = "adam", mode: str = "async") -> ModelSpec:
             "ack": "journaled",
         }
     )
+
+
+KINDS = ("push", "hold", "commit", "flush", "config", "set", "drop")
+"""All kinds of entries."""
 
 
 class Recorder(InMemoryStore):

@@ -109,6 +109,18 @@ def test_a_shard_that_ends_gets_its_models_cut_at_once(targets: int) -> None:
     assert d.core.read.model("m")["cut"] == 2
 
 
+def test_a_model_that_is_at_its_cut_when_a_shard_stops_is_not_hurried_later() -> None:
+    """A request for a cut that is there already leaves nothing behind: the next one keeps to its interval."""
+    d, a = beyond_its_cut(after_s=6)  # its last commit is a cut
+    d.beats()
+    d.ask(lambda n: io.SetShardState(n, "s0", "draining", d.shards["s0"], cut=True))
+    d.ask(lambda n: io.SetShardState(n, "s0", "active", d.shards["s0"]))
+    d.clock(a, 3)
+    d.do(io.Tick())
+    d.beats()
+    assert (d.core.read.model("m")["cut"], d.document("m")["cut_asked"]) == (2, None)
+
+
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_pending_cut_becomes_urgent_for_a_shard_that_stops(behind: bool) -> None:
     """A cut that has begun leaves the budget when a shard is to stop; if commits came since, another follows it."""

@@ -262,9 +262,12 @@ def test_a_partition_that_moves_is_whole_in_redis_whatever_redis_loses(emptied: 
     view = replace(view, clock=2, release={0: 7})
     driver.send(view)
     (whole,) = pending(driver, StoreSnapshot)
+    at = [(0, driver.core.models["m"].partitions[0].version)]
+    assert driver.core.present(ModelKey("m", 1), at)
     if when == "once it is stored":
         driver.settle()
         assert list(driver.core.released())
+        assert not driver.core.present(ModelKey("m", 1), at), "its new owner may have newer values"
 
     if emptied:
         driver.store = InMemoryStore()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import paramserver as ps
 from paramserver.client.spec_builder import model_document
 from paramserver.errors import RequestError
 
@@ -15,6 +16,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 from torch import nn
 
+from paramserver.torch import ParameterServerOptimizer
 from paramserver.torch.fitting import as_params, check_fit, named_parameters
 
 from .test_torch_codecs import model_map
@@ -92,3 +94,10 @@ def test_a_wrapper_that_renames_is_named(wrapper: str) -> None:
             check_fit({n: torch.zeros(p.shape) for n, p in net.layout.by_name.items()}, model)
         assert f"'{wrapper}'" in e.value.hint
         assert hint in e.value.hint
+
+
+@pytest.mark.parametrize("options", [{"rank": 1}, {"worker": "a"}, {"timeout": 5.0}], ids=str)
+def test_what_a_worker_has_already_is_refused_with_it(options: dict[str, Any]) -> None:
+    """`rank`, `worker` and `timeout` are those of the worker, where one is passed."""
+    with ps.Client("http://127.0.0.1:9") as client, pytest.raises(ps.RequestError, match=r"those of the ps\.Worker"):
+        ParameterServerOptimizer(nn.Linear(1, 1), client.model("m").worker(), **options)

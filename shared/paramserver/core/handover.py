@@ -42,7 +42,7 @@ class Handover:
             self._shard.resume(model, kept, now)
             return
         key = PartitionKey(model.key, index)
-        p = Partition.of(key, token, model.layout, model.spec, model.revision, model.live_workers)
+        p = Partition.of(key, token, model.layout, model.spec, model.revision)
         p.source, model.partitions[index] = source, p
         self._shard.perform(LoadPartition(key, token, source, model.spec, model.layout))
 

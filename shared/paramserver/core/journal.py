@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from paramserver.core.partition_state import HeldPart
     from paramserver.core.shard_events import AssignPart, PushPart, PushReceived
 
-KINDS: Final = ("push", "hold", "commit", "flush", "config", "set", "drop")
 _HEAD_BYTES: Final = 256  # approximate size of a head without its ranges
 
 
@@ -47,7 +46,7 @@ class JournalEntry(Struct, frozen=True):
     lsn: int
     """1, 2, 3 ... per partition without gaps, continued across owners."""
     kind: str
-    """One of `KINDS`."""
+    """Its kind: see above."""
     head: Mapping[str, Any]
     arrays: tuple[AnyArray, ...] = ()
     """1-D, little-endian; never modified."""

@@ -44,7 +44,7 @@ class Partition:
     spec: ModelSpec
     """Settings in force for this partition; they change only between operations."""
     revision: int
-    live_workers: int
+    live_workers: int = 1
     source: Source = "init"
     """Where its state is loaded from."""
     state: PartitionState | None = None
@@ -87,12 +87,10 @@ class Partition:
     """Its whole state is stored and unchanged since, so another shard may take it over."""
 
     @classmethod
-    def of(
-        cls, key: PartitionKey, token: Token, layout: Layout, spec: ModelSpec, revision: int, live_workers: int
-    ) -> "Partition":
+    def of(cls, key: PartitionKey, token: Token, layout: Layout, spec: ModelSpec, revision: int) -> "Partition":
         """Create a partition that has yet to be loaded."""
         size, segments = layout.partition_size(key.index), layout.segments[key.index]
-        return cls(key, token, size, segments, spec, revision, live_workers, level=LEVELS[spec.ack])
+        return cls(key, token, size, segments, spec, revision, level=LEVELS[spec.ack])
 
     @property
     def index(self) -> int:

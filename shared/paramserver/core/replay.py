@@ -31,7 +31,7 @@ class Replay:
         self, key: PartitionKey, loaded: LoadedState, spec: ModelSpec, layout: Layout, compute: Compute
     ) -> None:
         """`loaded`: a snapshot or the initial values; `spec`: any revision, as only what never changes is used."""
-        self._p = Partition.of(key, 0, layout, spec, 0, 1)
+        self._p = Partition.of(key, 0, layout, spec, 0)
         self._p.load(loaded)
         self._known = loaded.settings is not None
         self._stored = loaded.stored

@@ -21,7 +21,7 @@ from paramserver.core.partition_state import PartitionState
 from paramserver.core.pulls import PullDesk
 from paramserver.core.queues import OperationQueues
 from paramserver.core.requests import RequestDesk
-from paramserver.core.served_model import ServedModel, wrong_owner
+from paramserver.core.served_model import ServedModel, replaced, wrong_owner
 from paramserver.core.settings_operation import SettingsOperation
 from paramserver.core.shard_effects import Effect, Outcome, Reply, Report
 from paramserver.core.shard_events import (
@@ -166,7 +166,7 @@ class ShardCore:
         out = [
             p.state.values
             for p, (_, version) in zip(held, parts, strict=True)
-            if p is not None and p.state is not None and p.version == version
+            if p is not None and p.answers and p.state is not None and p.version == version
         ]
         return out if model is not None and model.ready and len(out) == len(parts) else None
 
@@ -314,8 +314,7 @@ class ShardCore:
         other = self.models.get(model.key.name, model)
         if other is model:
             return problem("unknown_model", f"model '{model.key.name}' was deleted")
-        detail = f"model '{model.key.name}' was deleted and created again"
-        return problem("model_replaced", detail, generation=other.key.generation)
+        return replaced(other.key)
 
     def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
         """Return the model, if known, and the partition, if this shard has it under that token."""
