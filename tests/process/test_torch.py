@@ -29,8 +29,7 @@ from paramserver.errors import problem
 from paramserver.torch import ParameterServerOptimizer
 
 pytestmark = pytest.mark.process
-WORKERS = 2
-BATCH = 8
+WORKERS, BATCH = 2, 8
 
 
 @pytest.fixture
@@ -208,8 +207,7 @@ def test_first_values_that_another_process_has_not_sent_are_sent_or_waited_for(
     net = module()
     ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05)).close()
 
-    expected = _values(module(0 if died else 1))
-    assert all(np.array_equal(value, expected[n]) for n, value in _values(net).items())
+    assert all(np.array_equal(v, _values(module(0 if died else 1))[n]) for n, v in _values(net).items())
 
 
 def test_its_timeout_is_that_of_all_it_asks(client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
