@@ -279,6 +279,9 @@ def _measure(client: ps.Client, shard: str, addresses: list[str], body: dict[str
                 began_s = time.perf_counter()
                 http.post("/pull", json=body).raise_for_status()
                 rate = size / (time.perf_counter() - began_s) / MIB
+        except httpx.HTTPStatusError as e:  # it is reached, but does not serve: it has no contact, or is full
+            said = f"{address} answered {e.response.status_code}: {e.response.text[:300]}"
+            return Finding(shard, "warning", said, "run psctl status, and psctl doctor again in a few seconds")
         except httpx.HTTPError as e:
             reached = str(e)
             continue

@@ -126,7 +126,7 @@ def test_a_loop_over_tasks_goes_on_after_ctrl_c() -> None:
         session = opened(node)
 
         def lease(session: Session = session, node: Node = node, now: Now = now) -> Any:
-            return drive(TaskRequests(session).lease("d", Deadline.after(30.0, now)), node, now)
+            return drive(TaskRequests(session).lease("d", now), node, now)
 
         more = interrupted(n, lease, kept)
         began_s = now()

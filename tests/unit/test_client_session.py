@@ -296,7 +296,7 @@ def test_stop_ends_waiting_and_tasks() -> None:
 
     drive(Iterations(session).advance(deadline(), None), node)
 
-    assert drive(TaskRequests(session).lease("train", deadline()), node) is None
+    assert drive(TaskRequests(session).lease("train"), node) is None
     assert session.status == "stop"
 
 
@@ -319,7 +319,7 @@ def test_tasks_are_waited_for_and_done() -> None:
     ]
     node.script["/models/m/tasks/train%3A0%3A2/done"] = [ok({"done": True})]
 
-    found = drive(TaskRequests(session).lease("train", deadline()), node)
+    found = drive(TaskRequests(session).lease("train"), node)
     assert found is not None
     drive(TaskRequests(session).done(found, deadline()), node)
 
@@ -348,13 +348,13 @@ def test_a_lease_says_what_is_still_worked_on() -> None:
     node.script[LEASE] = [*(given(t) for t in tasks), given(None), given(None)]
     node.script["/models/m/tasks/train%3A0%3A0/done"] = [ok({"done": True})]
 
-    first, second, _ = (drive(TaskRequests(session).lease("train", deadline()), node) for _ in tasks)
+    first, second, _ = (drive(TaskRequests(session).lease("train"), node) for _ in tasks)
     assert first is not None
     assert second is not None
     drive(TaskRequests(session).done(first, deadline()), node)
     session.holding.put_down(second)
-    drive(TaskRequests(session).lease("train", deadline(), wait=False), node)
-    drive(TaskRequests(session).lease("other", deadline(), wait=False), node)
+    drive(TaskRequests(session).lease("train", wait=False), node)
+    drive(TaskRequests(session).lease("other", wait=False), node)
 
     ids = [t["id"] for t in tasks]
     assert [b["holding"] for b in node.bodies(LEASE)] == [[], ids[:1], ids[:2], ids[2:], []]
@@ -368,7 +368,7 @@ def test_a_task_that_was_given_in_an_answer_that_is_lost_is_not_held() -> None:
     node, session = joined()
     node.script[LEASE] = [problem("in_doubt", "the connection broke"), given(TASK)]
 
-    assert drive(TaskRequests(session).lease("train", deadline()), node) is not None
+    assert drive(TaskRequests(session).lease("train"), node) is not None
 
     assert [b["holding"] for b in node.bodies(LEASE)] == [[], []]
 
@@ -379,7 +379,7 @@ def test_one_task_of_a_dataset_is_asked_for_at_a_time() -> None:
     Otherwise one thread's `holding` would lack the task that another is just being given.
     """
     node, session = joined()
-    asking, other = TaskRequests(session).lease("train", deadline()), TaskRequests(session).lease("train", deadline())
+    asking, other = TaskRequests(session).lease("train"), TaskRequests(session).lease("train")
     (request,) = cast(list[Request], next(asking))
 
     assert isinstance(next(other), Pause)
@@ -394,13 +394,13 @@ def test_one_task_of_a_dataset_is_asked_for_at_a_time() -> None:
 def test_a_request_for_a_task_that_is_given_up_lets_the_next_one_be_made() -> None:
     """A lease request that is aborted, as by Ctrl-C or a cancelled task, does not block the next one."""
     node, session = joined()
-    asking = TaskRequests(session).lease("train", deadline())
+    asking = TaskRequests(session).lease("train")
     next(asking)
 
     asking.close()
     node.script[LEASE] = [given(TASK)]
 
-    assert drive(TaskRequests(session).lease("train", deadline()), node) is not None
+    assert drive(TaskRequests(session).lease("train"), node) is not None
 
 
 def test_numbers_stay_within_the_window() -> None:

@@ -7,7 +7,7 @@ import pytest
 from paramserver.client.task_requests import TaskRequests
 from paramserver.errors import ConflictError
 
-from .session_node import Node, deadline, ok, opened
+from .session_node import Node, ok, opened
 from .sharding import drive
 
 LEASE = "/models/m/tasks/lease"
@@ -23,17 +23,17 @@ def test_a_loop_inside_another_over_the_same_dataset_is_refused_once_it_would_wa
     session = opened(node)
     lease = TaskRequests(session).lease
     node.script[LEASE] = [ok({"task": RANGE}), ok({"task": {**RANGE, "id": "train:0:3"}}), NOTHING_FREE]
-    outer, inner = (drive(lease("train", deadline()), node) for _ in range(2))
+    outer, inner = (drive(lease("train"), node) for _ in range(2))
     assert outer is not None
     assert inner is not None
     session.holding.done(inner)
 
     with pytest.raises(ConflictError, match="loop over 'train' inside another"):
-        drive(lease("train", deadline()), node)
+        drive(lease("train"), node)
 
     session.holding.put_down(outer)
     node.script[LEASE] = [NOTHING_FREE, ok({"task": None, "finished": True})]
-    assert drive(lease("train", deadline()), node) is None
+    assert drive(lease("train"), node) is None
 
 
 @pytest.mark.parametrize("another", ["thread", "task"])
@@ -44,14 +44,14 @@ def test_threads_and_tasks_of_one_worker_wait_for_each_others_ranges(another: st
     node.script[LEASE] = [ok({"task": RANGE}), NOTHING_FREE, ok({"task": None, "finished": True})]
 
     async def both() -> None:
-        assert drive(lease("train", deadline()), node) is not None
+        assert drive(lease("train"), node) is not None
         if another == "thread":
-            await asyncio.to_thread(drive, lease("train", deadline()), node)
+            await asyncio.to_thread(drive, lease("train"), node)
         else:
             await asyncio.create_task(one())
 
     async def one() -> None:
-        assert drive(lease("train", deadline()), node) is None
+        assert drive(lease("train"), node) is None
 
     asyncio.run(both())
     assert not node.script[LEASE]

@@ -201,7 +201,7 @@ class AsyncWorker(WorkerBase):
 
     async def tasks(self, dataset: str = "train") -> AsyncIterator[Task]:
         """See `Worker.tasks`."""
-        while (task := await self._run(self._tasks.lease(dataset, self._deadline(None)))) is not None:
+        while (task := await self._run(self._tasks.lease(dataset))) is not None:
             try:
                 yield task
                 await self._run(self._tasks.done(task, self._deadline(None)))
@@ -215,7 +215,7 @@ class AsyncWorker(WorkerBase):
         check_measure(measure)
         if not self._session.evaluation_waits:
             return None
-        task = await self._run(self._tasks.lease(EVALUATE, self._deadline(None), wait=False))
+        task = await self._run(self._tasks.lease(EVALUATE, wait=False))
         if task is None:
             return None
         try:

@@ -1,6 +1,7 @@
 """Requests of one worker for tasks: ranges of a dataset, evaluations."""
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from paramserver.client.tasks import Task
 from paramserver.client.turns import Held
 from paramserver.core.series import in_json
 from paramserver.errors import PsError, problem
-from paramserver.net.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, json_request
+from paramserver.net.calls import ATTEMPT_S, POLL_S, Call, Clock, Deadline, Pause, json_request
 from paramserver.net.retry import deliver_json
 
 log = logging.getLogger("paramserver")
@@ -23,7 +24,7 @@ class TaskRequests:
     def __init__(self, session: Session) -> None:
         self._session: Final = session
 
-    def lease(self, dataset: str, deadline: Deadline, wait: bool = True) -> Call[Task | None]:
+    def lease(self, dataset: str, clock: Clock = time.monotonic, *, wait: bool = True) -> Call[Task | None]:
         """Lease the next range of a dataset; None when the dataset is finished, or the worker is asked to finish.
 
         Without `wait`, also None if no range is free now.  Raises ConflictError (`conflict`) if the caller would wait
@@ -37,7 +38,7 @@ class TaskRequests:
                 if not s.holding.begin(dataset, held):
                     yield Pause(0.05)
                     continue
-                doc = yield from self._lease(dataset, deadline, wait)
+                doc = yield from self._lease(dataset, clock, wait)
                 task = s.holding.take(dataset, doc) if doc is not None else None
             finally:
                 held.over = True
@@ -50,13 +51,13 @@ class TaskRequests:
                 raise problem("conflict", detail, hint="leave the outer loop first, or use one thread for each")
         return None
 
-    def _lease(self, dataset: str, deadline: Deadline, wait: bool) -> Call[Any]:
+    def _lease(self, dataset: str, clock: Clock, wait: bool) -> Call[Any]:
         """Send one request for a task and return the answer; None as in `Session.ask`."""
         s = self._session
         epoch, timeline = s.numbers.epoch, s.timeline
         body = {"dataset": dataset, "holding": s.holding.ids(dataset)}
         path = model_path(s.model, "tasks", "lease")
-        doc = yield from s.ask(path, body, epoch, timeline, POLL_S if wait else 0.0, deadline.clock)
+        doc = yield from s.ask(path, body, epoch, timeline, POLL_S if wait else 0.0, clock)
         if doc:  # no barrier waits for a worker that waits for a task, so the model may have gone on meanwhile
             s.catch_up(int(doc.get("clock") or 0), epoch, timeline)
         return doc

@@ -233,7 +233,7 @@ class Worker(WorkerBase):
         range is free again once this worker requests the next one.  A loop inside another one over the same dataset
         raises ConflictError (`conflict`) once it would wait for the range of the outer one.
         """
-        while (task := self._run(self._tasks.lease(dataset, self._deadline(None)))) is not None:
+        while (task := self._run(self._tasks.lease(dataset))) is not None:
             try:
                 yield task
                 self._run(self._tasks.done(task, self._deadline(None)))
@@ -249,7 +249,7 @@ class Worker(WorkerBase):
         check_measure(measure)
         if not self._session.evaluation_waits:
             return None
-        task = self._run(self._tasks.lease(EVALUATE, self._deadline(None), wait=False))
+        task = self._run(self._tasks.lease(EVALUATE, wait=False))
         if task is None:
             return None
         try:
