@@ -257,7 +257,7 @@ def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> Non
             )
             await asyncio.gather(*(model.push(ones()) for _ in range(10)))
             assert (await model.pull())["w"].tolist() == [10.0] * 100
-            await model.add_tasks("train", size=4, chunk=2)
+            await model.add_tasks("train", size=4, task_size=2)
             async with model.worker() as w:
                 starts = []
                 async for task in w.tasks("train"):
@@ -266,7 +266,7 @@ def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> Non
                 p = await w.pushpull(ones())
                 assert p["w"].tolist() == [13.0] * 100
             assert starts == [0, 2]
-            await model.add_tasks("again", size=2, chunk=1)
+            await model.add_tasks("again", size=2, task_size=1)
             async with model.worker() as w:
                 async for _ in w.tasks("again"):
                     break

@@ -85,7 +85,7 @@ def test_a_block_runs_as_printed(
         elif "create_model" not in text:
             model = client.create_model("demo", spec)
             if "w.tasks" in text:
-                model.add_tasks("train", size=20, chunk=10)
+                model.add_tasks("train", size=20, task_size=10)
             for _ in range(7):
                 model.push(given["grads"])
             given |= {"model": model, "p": model.pull(), "w": stack.enter_context(model.worker())}

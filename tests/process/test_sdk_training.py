@@ -158,7 +158,7 @@ def test_a_step_may_have_a_gradient_for_some_elements(client: ps.Client, name: s
 def test_tasks_are_worked_through_once_by_living_workers(client: ps.Client, name: str) -> None:
     """A task whose worker left before finishing it goes to the next worker, and a finished dataset yields no tasks."""
     model = client.create_model(name, {"w": (4,)})
-    model.add_tasks("train", size=10, chunk=3)
+    model.add_tasks("train", size=10, task_size=3)
     with model.worker() as w:
         first = next(iter(w.tasks("train")))
     with model.worker() as w:
@@ -173,7 +173,7 @@ def test_tasks_are_worked_through_once_by_living_workers(client: ps.Client, name
 def test_a_range_whose_loop_was_left_is_worked_on_all_the_same(client: ps.Client, name: str) -> None:
     """A task whose loop was left, by `break` or an exception, is handed out again to the same worker."""
     model = client.create_model(name, {"w": (4,)})
-    model.add_tasks("train", size=4, chunk=1)
+    model.add_tasks("train", size=4, task_size=1)
     with model.worker() as w:
         for _ in w.tasks():
             break

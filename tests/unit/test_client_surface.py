@@ -394,17 +394,17 @@ def test_a_codec_is_named(codec: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"epochs": 0}, "epochs: must be an integer from 1"),
+        ({"passes": 0}, "passes: must be an integer from 1"),
         ({"size": 5.5}, "size: must be an integer from 1 to .*, not 5.5"),
-        ({"chunk": 0}, "chunk: must be an integer from 1"),
-        ({"chunk": 1, "size": 1 << 40}, "chunk: 1 would make more than"),
-        ({"size": None, "chunk": None, "ranges": [(0, 5.5)]}, "ranges: must be pairs"),
-        ({"ranges": [(0, 5)]}, "either ranges=, or size= and chunk="),
+        ({"task_size": 0}, "task_size: must be an integer from 1"),
+        ({"task_size": 1, "size": 1 << 40}, "task_size: 1 would make more than"),
+        ({"size": None, "task_size": None, "ranges": [(0, 5.5)]}, "ranges: must be pairs"),
+        ({"ranges": [(0, 5)]}, "either ranges=, or size= and task_size="),
     ],
 )
 def test_a_dataset_is_refused_in_the_words_of_who_adds_it(wrong: dict[str, Any], said: str) -> None:
     """The error for an invalid dataset names the caller's argument, and fractions are refused, not truncated."""
-    options: Any = {"size": 10, "chunk": 2, "ranges": None, "uri": None, "epochs": 1, **wrong}
+    options: Any = {"size": 10, "task_size": 2, "ranges": None, "uri": None, "passes": 1, **wrong}
     with pytest.raises(ps.RequestError, match=said):
         dataset_document("train", **options, assignment="dynamic")
 

@@ -298,15 +298,17 @@ class AsyncModel(ModelBase):
         dataset: str,
         *,
         size: int | None = None,
-        chunk: int | None = None,
+        task_size: int | None = None,
         ranges: Sequence[tuple[int, int]] | None = None,
-        epochs: int | None = 1,
+        passes: int | None = 1,
         uri: str | None = None,
         static: bool = False,
         timeout: float | None = None,
     ) -> None:
         """See `Model.add_tasks`."""
-        body = control.dataset_document(dataset, size, chunk, ranges, uri, epochs, "static" if static else "dynamic")
+        body = control.dataset_document(
+            dataset, size, task_size, ranges, uri, passes, "static" if static else "dynamic"
+        )
         await self._client.run(self._post("tasks", body, timeout))
 
     async def tasks(self, *, timeout: float | None = None) -> list[dict[str, Any]]:

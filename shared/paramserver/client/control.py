@@ -235,18 +235,18 @@ def metric_points(model: str, name: str | None, deadline: Deadline) -> Call[dict
 def dataset_document(
     dataset: str,
     size: int | None,
-    chunk: int | None,
+    task_size: int | None,
     ranges: Any,
     uri: str | None,
-    epochs: int | None,
+    passes: int | None,
     assignment: str,
 ) -> dict[str, Any]:
     """Return the body that registers a dataset.  Raises RequestError (`invalid_field`) naming the caller's argument."""
-    passes = None if epochs is None else whole_number("epochs", epochs, 1)
+    passes = None if passes is None else whole_number("passes", passes, 1)
     body: dict[str, Any] = {"dataset": dataset, "passes": passes, "assignment": assignment}
     if ranges is not None:
-        if size is not None or chunk is not None:
-            raise problem("invalid_field", "give either ranges=, or size= and chunk=", where="ranges")
+        if size is not None or task_size is not None:
+            raise problem("invalid_field", "give either ranges=, or size= and task_size=", where="ranges")
         try:
             body["ranges"] = [[index(start), index(stop)] for start, stop in ranges]
         except (TypeError, ValueError):
@@ -254,11 +254,11 @@ def dataset_document(
             raise problem("invalid_field", detail, hint="ranges=[(0, 1000), (1000, 1500)]", where="ranges") from None
     if size is not None:
         body["size"] = whole_number("size", size, 1)
-    if chunk is not None:
-        body["task_size"] = whole_number("chunk", chunk, 1)
+    if task_size is not None:
+        body["task_size"] = whole_number("task_size", task_size, 1)
         if size is not None and -(-body["size"] // body["task_size"]) > limits.TASKS_PER_DATASET_MAX:
-            detail = f"chunk: {chunk} would make more than {limits.TASKS_PER_DATASET_MAX} tasks"
-            raise problem("invalid_field", detail, where="chunk")
+            detail = f"task_size: {task_size} would make more than {limits.TASKS_PER_DATASET_MAX} tasks"
+            raise problem("invalid_field", detail, where="task_size")
     if uri is not None:
         body["uri"] = uri
     return body

@@ -209,20 +209,22 @@ class Model(ModelBase):
         dataset: str,
         *,
         size: int | None = None,
-        chunk: int | None = None,
+        task_size: int | None = None,
         ranges: Sequence[tuple[int, int]] | None = None,
-        epochs: int | None = 1,
+        passes: int | None = 1,
         uri: str | None = None,
         static: bool = False,
         timeout: float | None = None,
     ) -> None:
         """Register a dataset as ranges that workers lease; repeating the same call changes nothing.
 
-        Give either `size` elements in ranges of `chunk` (None: in at most 64 equal ranges), or `ranges`.  There are
-        `epochs` passes over them (None: without end).  `static`: range i goes to live worker i modulo
+        Give either `size` elements in ranges of `task_size` (None: in at most 64 equal ranges), or `ranges`.  They are
+        handed out `passes` times (None: without end).  `static`: range i goes to live worker i modulo
         their number, in order of rank, so always to the same one as long as none joins or leaves.
         """
-        body = control.dataset_document(dataset, size, chunk, ranges, uri, epochs, "static" if static else "dynamic")
+        body = control.dataset_document(
+            dataset, size, task_size, ranges, uri, passes, "static" if static else "dynamic"
+        )
         self._client.run(self._post("tasks", body, timeout))
 
     def tasks(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
