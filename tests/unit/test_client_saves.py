@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
+from tests.refusals import refused_with
 
 from paramserver.client.checkpointing import save
 from paramserver.client.cluster import Cluster
@@ -13,7 +14,59 @@ from paramserver.wire.frame import encode_header
 from paramserver.wire.state import StateFrame
 
 from .session_node import deadline
-from .sharding import Shards, drive
+from .sharding import Shards, drive, refusal
+
+
+def index_of(request: Request) -> int:
+    """The partition whose state is asked for."""
+    return int(request.path.split("/")[4].partition("?")[0])
+
+
+def state_of(shards: Shards, index: int, *, clock: int, generation: int = 7) -> Response:
+    """A shard's answer: the values of that partition."""
+    begin, end = shards.layout.bounds[index : index + 2]
+    steps = (0,) * len(shards.layout.segments[index])
+    frame = StateFrame("m", generation, index, 1, clock, 9, end - begin, 0, steps)
+    return Response(200, {}, encode_header(frame) + shards.flat[begin:end].astype(np.float32).tobytes())
+
+
+def test_a_cut_that_is_no_longer_held_is_followed_by_the_next(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:
+    """Shards hold their newest cut only: if one has begun meanwhile, the checkpoint is of that one."""
+    shards.spec = replace(shards.spec, consistency=ConsistencySpec("sync"))
+    document, asked, held = shards.document, list[str](), [5, 6]
+    shards.document = lambda: {**document(), "cut": held[0]}  # type: ignore[method-assign]
+
+    def answer(request: Request) -> Outcome:
+        if request.path == "/models/m/workers":
+            return Response(200, {}, b'{"items": []}')
+        if not request.path.startswith("/internal/state/m/"):
+            return shards(request)
+        asked.append(request.path)
+        if "cut=" not in request.path:
+            return state_of(shards, index_of(request), clock=7 + len(asked))
+        if request.path.endswith("cut=5"):
+            held[0] = 6
+            return refusal("conflict", "the partition does not hold the cut of clock 5")
+        return state_of(shards, index_of(request), clock=6)
+
+    manifest = drive(save(cluster, "m", str(tmp_path / "c"), deadline(), overwrite=False), answer)
+    assert manifest["clock"] == 6
+    assert {path.partition("cut=")[2] for path in asked} == {"", "5", "6"}
+
+
+def test_a_checkpoint_is_of_one_creation_of_the_model(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:
+    """Each partition is asked for by the generation of the first, so that no other model's values come between."""
+    asked: list[str] = []
+
+    def answer(request: Request) -> Outcome:
+        if request.path.startswith("/internal/state/m/"):
+            asked.append(request.path)
+            return refusal("model_replaced")
+        return shards(request)
+
+    with refused_with("model_replaced"):
+        drive(save(cluster, "m", str(tmp_path / "c"), deadline(), overwrite=False), answer)
+    assert all("generation=7" in path for path in asked)
 
 
 def test_values_are_read_again_if_sync_ends_meanwhile(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:
@@ -26,15 +79,12 @@ def test_values_are_read_again_if_sync_ends_meanwhile(cluster: Cluster, shards: 
             return Response(200, {}, b'{"items": []}')
         if not request.path.startswith("/internal/state/m/"):
             return shards(request)
-        index = int(request.path.rsplit("/", 1)[1])
+        index = index_of(request)
         read.append(index)
         if len(read) == 3:  # a shard has heard of it, and applies the next push by itself
             shards.spec = replace(shards.spec, consistency=ConsistencySpec("async"))
             shards.flat += 1.0
-        begin, end = shards.layout.bounds[index : index + 2]
-        steps = (0,) * len(shards.layout.segments[index])
-        frame = StateFrame("m", 7, index, 1, 5, 9, end - begin, 0, steps)
-        return Response(200, {}, encode_header(frame) + shards.flat[begin:end].astype(np.float32).tobytes())
+        return state_of(shards, index, clock=5)
 
     manifest = drive(save(cluster, "m", str(tmp_path / "c"), deadline(), overwrite=False), answer)
     assert manifest["spec"]["consistency"]["mode"] == "async"

@@ -263,6 +263,18 @@ def test_a_creation_that_is_interrupted_leaves_nothing_behind(
     assert not server.here
 
 
+def test_a_removal_that_is_interrupted_is_made_again() -> None:
+    """Whoever is interrupted as it removes what it made has not removed it: the caller's removal is still made."""
+    creation = control.Creation()
+    creation.name = "m"
+    own = creation.remove()
+    next(own)
+    own.close()
+
+    (request,) = next(creation.remove())  # type: ignore[misc]
+    assert (request.method, request.path) == ("DELETE", "/models/m")
+
+
 @pytest.mark.parametrize(("code", "token"), [("upload_in_progress", None), ("not_built", ""), ("not_built", "b")])
 def test_a_model_that_may_be_anothers_is_not_deleted(
     now: Now, cluster: Cluster, server: Server, code: str, token: str | None

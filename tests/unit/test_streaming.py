@@ -305,7 +305,8 @@ def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(code: str, after: int,
         sent("a", "b")
 
     assert type(met.value) is raised
-    assert met.value.members.get("refused") == (code if raised is InDoubt else None)
+    assert met.value.members.get("refused") == (code if raised is InDoubt and code == "non_finite" else None)
+    assert met.value.members.get("partitions") == ([0] if raised is InDoubt else None)
     assert len(node.pushes) == after
 
 

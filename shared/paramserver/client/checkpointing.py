@@ -37,15 +37,20 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
     model_map = yield from cluster.fetch_map(model, deadline)
     cut: int | None = None  # None: the current state; if the model moves on meanwhile, read its newest cut
     while True:
-        states = yield from _states(cluster, model_map, cut, deadline)
+        try:
+            states = yield from _states(cluster, model_map, cut, deadline)
+        except ConflictError:
+            if cut is None:
+                raise
+            states = []  # the next cut has begun, and shards hold only their newest
         clocks = {frame.clock for frame, _ in states}
-        if model_map.spec.consistency.mode != "sync":
+        if cut is None and model_map.spec.consistency.mode != "sync":
             break
         now = yield from cluster.fetch_map(model, deadline)
         if len(clocks) == 1 and now.spec.consistency.mode == "sync" and now.timeline == model_map.timeline:
             break
         model_map = now
-        cut = model_map.document.get("cut")
+        cut = model_map.document.get("cut") if now.spec.consistency.mode == "sync" else None
         if deadline.left_s() < 0.2:
             hint = "a longer timeout=, or model.save() on the server"
             raise problem("unavailable", "the partitions could not be read at one clock in time", hint=hint)
@@ -178,7 +183,7 @@ def _states(
     found: dict[int, Response] = {}
     pending = list(range(model_map.spec.partitions))
     backoff = Backoff(deadline)
-    query = f"?cut={cut}" if cut is not None else ""
+    query = f"?generation={model_map.generation}" + (f"&cut={cut}" if cut is not None else "")
     while pending:
         now, later = pending[:AT_ONCE], pending[AT_ONCE:]
         requests = [

@@ -50,11 +50,11 @@ class Creation:
 
     def remove(self, clock: Clock = time.monotonic) -> Call[None]:
         """Delete the model unless it is complete or another client's by now; if that fails, too, leave it."""
-        name, self.name = self.name, None
-        if name is not None:
+        if self.name is not None:
             with suppress(PsError):
-                path, headers = model_path(name), {"x-upload-token": self.token}
+                path, headers = model_path(self.name), {"x-upload-token": self.token}
                 yield from delete(path, Deadline(clock() + REMOVE_S, clock), headers)
+            self.name = None
 
 
 def create_model(
@@ -91,7 +91,6 @@ def create_model(
                     yield from creation.remove(deadline.clock)
                 raise
         if doc.get("state", "ready") == "ready":
-            cluster.forget(str(body["name"]))
             return (yield from cluster.store_document(doc, deadline))
         # Another client is uploading.  If it gives up, the token goes to the next client that asks.
         if deadline.left_s() <= 0.2:

@@ -166,7 +166,7 @@ class Iterations:
             done = yield from self._step(grads, numbers, deadline, until, **options)
             return (yield from self._pull(deadline, until, out, view, done=done.state != "dropped"))
         yield from s.rejoin_if_torn(deadline)
-        epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
+        epoch, timeline = s.numbers.epoch, s.timeline
         commit_wait_s = self._commit_wait_s(deadline)
         exchanging = s.exchange(grads, deadline, out=out, view=view, last=True, commit_wait_s=commit_wait_s, **options)
         found = yield from self._reporting_divergence(numbers, exchanging)
@@ -175,7 +175,7 @@ class Iterations:
             s.reports.note(s.clock, numbers)
             over = self._released(pushed)
             if not pushed.released and s.mode not in ("ssp", "sync"):  # nobody is waited for
-                over = clock + 1, epoch, timeline
+                over = s.clock + 1, epoch, timeline  # which other threads may have raised meanwhile
             yield from self._finish(deadline, until, over)
             if over is not None and values is not None and (s.numbers.epoch, s.timeline) == over[1:]:
                 s.record_pulled(values, *over[1:])

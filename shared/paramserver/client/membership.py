@@ -14,7 +14,6 @@ calls, so state that both change is changed under a lock or by a single assignme
 import logging
 import threading
 from collections.abc import Mapping
-from math import inf
 from secrets import token_hex
 from typing import Any, Final
 from urllib.parse import quote
@@ -219,19 +218,19 @@ class Membership:
     ) -> Call[Any]:
         """Send a request to the scheduler, which may hold it for `wait_s`, and return the answer.
 
-        A silent scheduler is given up after `silence_s` more, or `ANSWER_S` after `until`, if that is sooner.  What the
-        answer asks of the worker is adopted.  Returns None if the worker of this epoch and timeline was rolled back or
+        A silent scheduler is given up after `silence_s` more, or `ANSWER_S` after `until`.  What the answer asks of the
+        worker is adopted.  Returns None if the worker of this epoch and timeline was rolled back or
         lost its membership; that has been followed (`_follow`).
         """
         now = clock()
-        ends = inf if until is None else max(now, until.at) + ANSWER_S
+        ends = now + wait_s + self.silence_s if until is None else max(now, until.at) + ANSWER_S
         request = _request("POST", path, {"worker": self.worker, "epoch": epoch, **body, "wait_s": wait_s}, wait_s)
         try:
-            doc = yield from deliver_json(request, Deadline(min(now + wait_s + self.silence_s, ends), clock))
+            doc = yield from deliver_json(request, Deadline(ends, clock))
         except PsError as e:
             if not self._follows(e):
                 raise
-            yield from self._follow(e, epoch, timeline, Deadline(min(now + self.silence_s, ends), clock))
+            yield from self._follow(e, epoch, timeline, Deadline(ends, clock))
             return None
         self._adopt(doc)
         return doc

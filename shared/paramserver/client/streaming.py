@@ -101,6 +101,8 @@ class Stream:
         self._pieces: Pieces | None = None
         self._terms: PushTerms | None = None
         self._done: list[Pushed] = []
+        self._taken: frozenset[int] = frozenset()
+        """Partitions that shards have accepted."""
         self._opened = self._sent = self.over = False
 
     def open(self, deadline: Deadline) -> Call[None]:
@@ -142,13 +144,16 @@ class Stream:
                 counts = isinstance(error, Unavailable) or any(piece.state != "staged" for piece in self._done)
                 if self._done and counts and not isinstance(error, InDoubt):
                     what = f"a part of the push was accepted, this one was not: {error.detail}"
-                    raise problem("in_doubt", what, hint=NOT_AGAIN, refused=error.code) from error
+                    more: dict[str, Any] = {} if isinstance(error, Unavailable) else {"refused": error.code}
+                    raise problem("in_doubt", what, hint=NOT_AGAIN, partitions=sorted(self._taken), **more) from error
                 raise  # what is only staged is torn as the block ends, and counts nowhere
             if done.state == "dropped":
                 self.give_up()  # the rest is not sent either
                 if any(piece.state != "staged" for piece in self._done):  # staged pieces are dropped as well
-                    raise problem("in_doubt", "a part of the push was applied, the rest dropped", hint=NOT_AGAIN)
+                    what = "a part of the push was applied, the rest dropped"
+                    raise problem("in_doubt", what, hint=NOT_AGAIN, partitions=sorted(self._taken))
             self._done.append(done)
+            self._taken |= partitions
         return True
 
     def close(self) -> Pushed:

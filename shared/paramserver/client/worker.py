@@ -50,6 +50,7 @@ class Worker(WorkerBase):
         super().__init__(client, model, name, rank, timeout, codec)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._joining = Interruptible()
 
     def __enter__(self) -> "Worker":
         if self._pid != -1:
@@ -77,6 +78,7 @@ class Worker(WorkerBase):
             if self._thread is not None and self._thread.is_alive():
                 self._thread.join(LEAVE_S)
         finally:  # also if Ctrl-C ends the wait: the others would wait for this worker for a whole lease
+            self._joining.revoke()
             if self._session.joined:
                 self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
 
@@ -275,7 +277,7 @@ class Worker(WorkerBase):
         if self._stop.is_set():
             return  # the caller was interrupted while it started this thread
         try:
-            self._client.run(self._session.join(self._deadline(None)))
+            self._client.transport.run(self._session.join(self._deadline(None)), self._joining)
         except BaseException as e:
             joined.set_exception(e)
             return

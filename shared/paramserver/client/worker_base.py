@@ -14,7 +14,7 @@ from paramserver.client.task_requests import TaskRequests
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Ranges
 from paramserver.errors import PsError, problem
-from paramserver.net.calls import Call, Deadline
+from paramserver.net.calls import Call, Deadline, seconds
 from paramserver.types import DTypeLike
 
 log = logging.getLogger("paramserver")
@@ -54,7 +54,7 @@ class WorkerBase:
         timeout: float | None,
         codec: Codec | None,
     ) -> None:
-        self._client, self._timeout = client, timeout
+        self._client, self._timeout = client, None if timeout is None else seconds(timeout)
         silence_s = client.timeout if timeout is None else timeout
         self._session = Session(client.cluster, model, name, rank, silence_s, codec)
         self._iterations = Iterations(self._session)

@@ -1,0 +1,85 @@
+"""How long a worker's calls last, and what calls that overlap leave behind."""
+
+import socket
+import threading
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+from tests.refusals import refused_with
+from tests.waiting import eventually
+
+import paramserver as ps
+from paramserver.client import worker as worker_module
+from paramserver.client.iterations import Iterations
+from paramserver.errors import problem
+from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request
+
+from .session_node import GRAD, Node, deadline, no, opened
+from .sharding import Now, drive
+from .test_client_iterations import Shard
+
+CLOCK = "/models/m/clock"
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_timeout_of_the_call_counts_where_the_scheduler_is_away(silent: bool) -> None:
+    """A step with a timeout of its own asks for a scheduler for as long, however short the default is."""
+    node, now = Node("ssp"), Now()
+    session = opened(node)
+
+    def answer(request: Request) -> Outcome:
+        if request.path != CLOCK:
+            return node(request)
+        now.s += (request.timeout_s or 0.0) if silent else 0.1
+        return problem("in_doubt", "no answer") if silent else no("no_leader")
+
+    began_s, until = now(), Deadline.after(300.0, now)
+    with pytest.raises(ps.Unavailable):
+        drive(Iterations(session).step(GRAD, {}, until, until), answer, now)
+    assert 290.0 < now() - began_s < 305.0
+
+
+@pytest.mark.parametrize("way", ["step", "exchange"])
+def test_of_overlapping_iterations_each_counts(way: str) -> None:
+    """Where threads may share a worker, a slow iteration does not set back the clock that quicker ones have reached."""
+    node = Shard("async")
+    session = opened(node)
+    iterate = getattr(Iterations(session), way)
+    drive(session.pull(deadline()), node)
+
+    slow: Call[Any] = iterate(GRAD, {}, deadline(), None)
+    effect = next(slow)
+    for _ in range(3):
+        drive(iterate(GRAD, {}, deadline(), None), node)
+    with suppress(StopIteration):
+        while True:
+            effect = slow.send([] if isinstance(effect, Pause) else [node(r) for r in effect])
+
+    assert session.clock == 4
+
+
+def test_a_join_that_is_interrupted_does_not_happen_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C during a join its thread gives up: joined later, it would hold others up, and fence a new worker."""
+    monkeypatch.setattr(worker_module, "LEAVE_S", 0.1)
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        client = ps.Client(f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+        def interrupted(_: Future[None]) -> None:
+            stack.enter_context(silent.accept()[0])  # the request is under way
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Future, "result", interrupted)
+        worker = client.model("m").worker("anna")
+        with pytest.raises(KeyboardInterrupt):
+            worker.__enter__()
+        eventually(lambda: not [t for t in threading.enumerate() if t.name == "worker of m"], within_s=10.0)
+        client.close()
+
+
+def test_a_timeout_that_is_no_number_is_refused_when_the_worker_is_made() -> None:
+    """`worker(timeout=)` is checked as that of the client is."""
+    with ps.Client("http://127.0.0.1:9") as client, refused_with("invalid_field", match="timeout"):
+        client.model("m").worker(timeout="5")  # type: ignore[arg-type]
