@@ -27,7 +27,7 @@ FORWARDED_ROLE: Final = "x-paramserver-role"
 """Header on requests that a node forwards under its own token: the role of the client."""
 
 SILENCE_S: Final = 75.0
-"""Timeout of each read from and write to the other node; long polls take up to 60 s."""
+"""Timeout of each read from and write to the other node, but for `_LONG`; long polls take up to 60 s."""
 _TIMEOUT: Final = httpx.Timeout(SILENCE_S, connect=2.0).as_dict()
 _NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
 """Errors after which the other node cannot have begun with the request."""
@@ -39,6 +39,8 @@ _PIECE_BYTES: Final = 256 << 10
 _PUSHES: Final = ("/push", "/pushpull")
 _ABSOLUTE: Final = re.compile("/models/[^/]+/(clock|tasks/.+/done|workers/.+/drain)")
 """POSTs that change nothing if they come again."""
+_LONG: Final = re.compile("/models/[^/]+/(checkpoints|restore)")
+"""POSTs that take as long as the model is large, without a byte of the answer."""
 _ENDLESS: Final = ("text/event-stream", "application/x-ndjson")
 """Media types of answers that go on until one side ends them."""
 
@@ -266,7 +268,8 @@ def _outgoing(request: Request, url: str, headers: Sequence[tuple[bytes, bytes]]
     base = httpx.URL(url)
     exact = base.raw_path.rstrip(b"/") + target(request.scope)  # a parsed URL would lose `.` and `..`
     content = body.pieces() if body.expected else None
-    extensions = {"timeout": _TIMEOUT, "target": exact}
+    long = request.method == "POST" and _LONG.fullmatch(request.url.path)
+    extensions = {"timeout": {**_TIMEOUT, "read": None} if long else _TIMEOUT, "target": exact}
     return httpx.Request(request.method, base, headers=headers, content=content, extensions=extensions)
 
 

@@ -99,8 +99,8 @@ def _wrong(section: str, name: str, value: Any) -> str:
 
 
 def _as_of_node(url: str) -> str:
-    """Return a client's URL as a node's: without credentials (for a proxy) before the host, and with a scheme."""
-    return re.sub(r"(?<=://)[^/]*@", "", url) if "://" in url or not url else f"http://{url}"
+    """Return a client's URL, which needs no scheme, as a node's."""
+    return url if "://" in url or not url else f"http://{url}"
 
 
 def _wrong_urls(text: str, most: int | None = None) -> str:

@@ -350,8 +350,6 @@ class Stream:
             if not self._cut:
                 if not self._answered:
                     self._client.queue_frame(wire.u32_frame(self._number, wire.RST_STREAM, wire.INTERNAL_ERROR))
-                    if not self._client.writable:
-                        self._client.abort()  # it reads nothing, so it would not get the reset either
                 elif not self.body_ended:
                     self._client.queue_frame(wire.u32_frame(self._number, wire.RST_STREAM, wire.NO_ERROR))
                 self._drop()

@@ -15,6 +15,7 @@ from paramserver.client import worker as worker_module
 from paramserver.client.iterations import Iterations
 from paramserver.errors import problem
 from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request
+from paramserver.net.retry import LONGEST_S, Backoff
 
 from .session_node import GRAD, Node, deadline, no, opened
 from .sharding import Now, drive
@@ -83,3 +84,10 @@ def test_a_timeout_that_is_no_number_is_refused_when_the_worker_is_made() -> Non
     """`worker(timeout=)` is checked as that of the client is."""
     with ps.Client("http://127.0.0.1:9") as client, refused_with("invalid_field", match="timeout"):
         client.model("m").worker(timeout="5")  # type: ignore[arg-type]
+
+
+def test_a_call_may_be_tried_for_hours() -> None:
+    """However often a call has been tried, the pause before the next attempt is a bounded one."""
+    now = Now()
+    backoff = Backoff(Deadline.after(1e6, now))
+    assert all(backoff.pause(problem("unreachable", "nobody is there")).seconds <= LONGEST_S for _ in range(2000))

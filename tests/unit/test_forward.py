@@ -4,23 +4,31 @@ import asyncio
 import socket
 import threading
 
+import httpx
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
 from tests.unit.scripted_server import serving
 
-from paramserver.errors import InDoubt
+from paramserver.errors import InDoubt, Unavailable
 from paramserver.net.credentials import Credentials
+from paramserver_node import forward
 from paramserver_node.forward import Forwarder
 
 
-async def forwarded(forwarder: Forwarder, url: str, *, close: bool = False) -> bytes:
-    """Forward a GET to the node at `url`; return the body of its answer.  `close` the forwarder before it is read."""
+async def forwarded(
+    forwarder: Forwarder, url: str, *, close: bool = False, method: str = "GET", path: str = "/map"
+) -> bytes:
+    """Forward a request to the node at `url`; return the body of its answer.  `close` it before that is read."""
     there = asyncio.Event()  # never set: the client does not hang up
-    scope = {"type": "http", "method": "GET", "path": "/map", "query_string": b"a=1", "headers": [(b"x-a", b"\xe9 ")]}
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"a=1", "headers": [(b"x-a", b"\xe9 ")]}
     sent: list[Message] = []
 
+    body: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}] if method == "POST" else []
+
     async def receive() -> Message:
+        if body:
+            return body.pop()
         await there.wait()
         return {"type": "http.disconnect"}
 
@@ -106,3 +114,34 @@ async def test_a_closed_forwarder_finishes_what_it_has_begun() -> None:
     with serving(serve) as url:
         assert await forwarded(Forwarder(Credentials(), asyncio.Event()), url, close=True) == b"ok"
         assert await asyncio.to_thread(closed.wait, 20.0)
+
+
+@pytest.mark.parametrize(("method", "path", "answered"), [
+    ("POST", "/models/m/checkpoints", True), ("POST", "/models/m/restore", True), ("POST", "/models/m/clock", False),
+    ("GET", "/models/m/checkpoints", False),
+])  # fmt: skip
+async def test_what_takes_as_long_as_a_model_is_large_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, method: str, path: str, answered: bool
+) -> None:
+    """A checkpoint or restore may take longer than any other answer, so that silence does not end it."""
+    monkeypatch.setattr(forward, "_TIMEOUT", httpx.Timeout(0.2).as_dict())
+    asked, out_of_patience = threading.Event(), threading.Event()
+
+    def serve(connected: socket.socket) -> None:
+        connected.recv(1 << 16)
+        asked.set()
+        out_of_patience.wait(1.0 if answered else 20.0)  # five times the patience
+        connected.sendall(OK)
+
+    with serving(serve) as url:
+        forwarder = Forwarder(Credentials(), asyncio.Event())
+        try:
+            if answered:
+                assert await forwarded(forwarder, url, method=method, path=path) == b"ok"
+            else:
+                with pytest.raises(Unavailable):
+                    await forwarded(forwarder, url, method=method, path=path)
+        finally:
+            out_of_patience.set()
+            await forwarder.aclose()
+    assert asked.is_set()

@@ -95,6 +95,37 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
 
 
 @on_uvloop
+async def test_a_request_that_fails_beside_an_answer_in_progress_ends_alone() -> None:
+    """A stream that breaks off is reset; the connection goes on, though its send buffer is full at that moment."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/bad":
+            raise RuntimeError("it breaks off")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(2 * UNSENT_BYTES_MAX)})
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
+    config.load()
+    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
+    with theirs:
+        size = 4 * UNSENT_BYTES_MAX
+        widened = wire.settings({wire.INITIAL_WINDOW_SIZE: size}) + wire.u32_frame(0, wire.WINDOW_UPDATE, size)
+        await tell(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        while connection.writable:
+            await asyncio.sleep(0)
+        bad = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/bad")])
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 3, bad))
+        while not transport.is_closing() and (connection._newest < 3 or 3 in connection._streams):
+            await asyncio.sleep(0)
+        assert not transport.is_closing()
+        transport.abort()
+        while connection._running:
+            await asyncio.sleep(0)
+
+
+@on_uvloop
 async def test_pings_whose_answers_nobody_reads_end_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends what is answered at once, and reads nothing, is disconnected before much is kept for it."""
     monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.02)

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,7 @@ from tests.unit.scripted_server import Blocking, Kept, Peer, Server, serving
 
 from paramserver.client import control
 from paramserver.errors import InDoubt, Unreachable, problem
+from paramserver.net import plain
 from paramserver.net.calls import TIMEOUT_S_MAX, Deadline, Request, Response
 from paramserver.net.credentials import Credentials
 from paramserver.net.plain import PlainTransport, proxy_of
@@ -27,8 +29,9 @@ RUN = b"POST /runs"
 class Node:
     """A server that answers one request per connection, reads a second one and closes the connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reset: bool = False) -> None:
         self.heard: list[bytes] = []
+        self.reset = reset
 
     def __call__(self, connected: socket.socket) -> None:
         """Serve one connection."""
@@ -36,6 +39,8 @@ class Node:
         connected.sendall(OK)
         if said := connected.recv(65536):
             self.heard.append(said.split(b" HTTP")[0])
+            if self.reset:
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def asked(transport: PlainTransport, url: str, call: Any) -> Any:
@@ -59,14 +64,31 @@ def test_what_may_have_been_done_is_not_sent_again() -> None:
     assert node.heard == [b"GET /livez", RUN]
 
 
-def test_what_changes_nothing_is_sent_again() -> None:
+@pytest.mark.parametrize("reset", [False, True])
+def test_what_changes_nothing_is_sent_again(reset: bool) -> None:
     """If a kept connection breaks, a GET is sent again at once on another connection."""
-    node, transport = Node(), PlainTransport(Credentials())
+    node, transport = Node(reset=reset), PlainTransport(Credentials())
     with serving(node) as url:
         outcomes = [transport.send(Request("GET", path), url) for path in ("/a", "/b")]
         transport.close()
     assert [o.status for o in outcomes if isinstance(o, Response)] == [200, 200]
     assert node.heard == [b"GET /a", b"GET /b", b"GET /b"]
+
+
+def test_an_answer_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that has no place of its own is read up to a bound, as over HTTP/2."""
+    monkeypatch.setattr(plain, "BODY_BYTES_MAX", 1000)
+
+    def endless(connected: socket.socket) -> None:
+        connected.recv(65536)
+        connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n" + bytes(5000))
+
+    transport = PlainTransport(Credentials())
+    with serving(endless) as url:
+        outcome = transport.send(Request("GET", "/livez"), url)
+        transport.close()
+    assert isinstance(outcome, InDoubt)
+    assert "limited to 1000 bytes" in outcome.detail
 
 
 @pytest.mark.parametrize("ending", [b"HTTP/1.0 200 OK\r\n", b"HTTP/1.1 200 OK\r\nconnection: close\r\n"])

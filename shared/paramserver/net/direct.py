@@ -41,11 +41,6 @@ def path_of(address: str) -> str:
     return unquote(address.removeprefix(SCHEME))
 
 
-def socket_exists(address: str) -> bool:
-    """Whether the socket of this address exists on this machine; shards of other machines advertise theirs, too."""
-    return hasattr(socket, "AF_UNIX") and os.path.exists(path_of(address))
-
-
 def _check_owner(connected: Any) -> None:
     """Raise OSError unless a process of this user listens on the Unix socket at the other end.
 
@@ -219,10 +214,10 @@ class DirectTransport(_RequestEncoder):
             raise
 
     def _forget_closed(self) -> None:
-        """Close idle connections to Unix sockets that are gone: no later request would find them broken."""
+        """Close idle connections that have ended: to addresses that are gone no later request would find them so."""
         for address in self._idle.addresses():
-            if address.startswith(SCHEME) and not socket_exists(address):
-                self._idle.drop(address)
+            if (kept := self._idle.take(address)) is not None:
+                self._idle.keep(address, kept)
 
     def close(self) -> None:
         """Close the idle connections; one in use is closed once its answer has arrived."""

@@ -16,9 +16,10 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies_environment
 
 from paramserver.errors import PsError, problem
+from paramserver.limits import BODY_BYTES_MAX
 from paramserver.net.calls import Deadline, Outcome, Request, Response, Sink
 from paramserver.net.concurrent_requests import Interruptible, using_memory
-from paramserver.net.connection import cut
+from paramserver.net.connection import ENDED, cut
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import CONNECT_S, changes_nothing, common_headers, unreachable_by
 from paramserver.net.idle import Idle
@@ -74,7 +75,7 @@ class PlainTransport:
         """Send the request and return its outcome; None if the node closed the connection before it answered."""
         try:
             return self._answer(connection, request, url, within, deadline)
-        except http.client.RemoteDisconnected:
+        except ENDED:
             return None
         except TimeoutError:
             self._idle.drop(url)  # if the network has lost them, later requests would time out one by one
@@ -123,6 +124,8 @@ def _body(response: http.client.HTTPResponse, connected: socket.socket, sink: Si
     # Python 3.13 closes the response, and with it a socket that is not kept, with the last byte.
     while not response.isclosed() and (chunk := _piece(response, connected, deadline)):
         if sink is None:
+            if len(body) + len(chunk) > BODY_BYTES_MAX:
+                raise OSError(f"a body without a place is limited to {BODY_BYTES_MAX} bytes")
             body += chunk
         else:
             sink.feed(memoryview(chunk))

@@ -49,7 +49,7 @@ class Backoff:
         self.in_doubt = self.in_doubt or any(map(may_be_done, errors))
         if isinstance(error, Unavailable) and not _is_silence(error):
             self._answer = error
-        ceiling = min(LONGEST_S, FIRST_S * 2.0**self._tries)
+        ceiling = min(LONGEST_S, FIRST_S * 2.0 ** min(self._tries, 60))
         wait_s = _random.uniform(0.0, ceiling)
         if error.retry_after_s is not None and not _is_silence(error):
             wait_s += error.retry_after_s
