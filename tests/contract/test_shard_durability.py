@@ -190,7 +190,7 @@ def test_fsynced_is_refused_where_redis_keeps_no_file(cluster: Nodes) -> None:
             assert "appendonly" in refused["hint"]
             body = {"model": name, "grads": {"w": [1.0] * CELLS}, "ack": "fsynced", "worker": "w", "epoch": 1, "seq": 1}
             url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push"
-            answer = httpx.post(url, json=body, timeout=30)
+            answer = cluster.http.post(url, json=body)
             assert (answer.status_code, answer.json()["code"]) == (503, "storage_unavailable"), answer.text
             assert "retry-after" in answer.headers
         finally:
@@ -259,10 +259,10 @@ def test_the_last_shard_stores_everything_before_it_goes(lone: Nodes) -> None:
     for model in (name, plain):
         for seq in range(1, 4):
             body = {"model": model, "grads": {"w": [1.0] * CELLS}, "worker": "w", "epoch": 1, "seq": seq}
-            assert httpx.post(url, json=body, timeout=30).status_code in (200, 202)
+            assert lone.http.post(url, json=body).status_code in (200, 202)
     stopped_and_started(lone)
     exact(lone, plain, 3)
-    answer = httpx.post(url, json={**body, "model": name}, timeout=30)
+    answer = lone.http.post(url, json={**body, "model": name})
     assert (answer.status_code, answer.json()["duplicate"]) == (202, True), answer.text
 
 
@@ -317,7 +317,7 @@ def test_a_shard_that_cannot_store_what_only_it_has_says_so(tmp_path: Path, monk
             pid = int(r.info("server")["process_id"])
         os.kill(pid, signal.SIGSTOP)
         try:
-            assert httpx.post(url, json=body, timeout=30).status_code == 200
+            assert cluster.http.post(url, json=body).status_code == 200
             process, began = cluster.processes["shard-0"], time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert process.wait(25) == 1
