@@ -1,4 +1,4 @@
-"""Journaled pushes survive killed shards and a stopped or emptied Redis; a stopping shard stores everything first."""
+"""Journaled pushes survive killed shards and a stopped Redis; a stopping shard stores everything first."""
 
 import os
 import signal
@@ -197,27 +197,6 @@ def test_fsynced_is_refused_where_redis_keeps_no_file(cluster: Nodes) -> None:
     eventually(lambda: httpx.post(url, json=body, timeout=30).status_code == 200, within_s=60)
     exact(cluster, name, 1)
     cluster.post("/models", spec, status=201)
-
-
-def test_an_emptied_redis_is_seeded_from_memory(cluster: Nodes) -> None:
-    """After FLUSHALL under load the owners store everything again, and a shard killed then loses no push."""
-    name = made(cluster)
-    plain = made(cluster, "applied")
-    with Pusher(cluster, plain, "p") as other:
-        other.reach(5)
-    with Pusher(cluster, name) as pusher:
-        pusher.reach(10)
-        with redis_client.Redis.from_url(cluster.redis_url) as r:
-            r.flushall()
-            pusher.reach(pusher.acknowledged + 10)
-            eventually(lambda: len(r.keys(f"{{{name}.*:manifest")) == 4, within_s=40, what="the journaled model")
-            eventually(lambda: len(r.keys(f"{{{plain}.*:manifest")) == 4, within_s=40, what="the other model")
-        cluster.kill("shard-0")
-        cluster.start_shard("shard-0")
-        eventually(lambda: ready(cluster, "shard-0"), within_s=START_S, what="the shard's return")
-        pusher.reach(pusher.acknowledged + 5)
-    exact(cluster, name, pusher.acknowledged)
-    exact(cluster, plain, other.acknowledged)
 
 
 def test_redis_away_refuses_what_it_cannot_keep(cluster: Nodes) -> None:
