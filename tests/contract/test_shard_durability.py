@@ -282,24 +282,3 @@ def test_the_budget_does_not_hold_up_the_last_cut(tmp_path: Path, monkeypatch: p
         stopped_and_started(cluster)
         exact(cluster, name, 4)
         assert cluster.get(f"/models/{name}")["cut"] == 4
-
-
-def test_a_shard_that_cannot_store_what_only_it_has_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard that Redis does not answer when it is to stop exits with 1 within `stop_s`, and logs what is lost."""
-    monkeypatch.setenv("PARAMSERVER_STOP_S", "10")
-    with nodes(tmp_path, shards=1) as cluster:
-        name = made(cluster, "applied")
-        body = {"model": name, "grads": {"w": [1.0] * CELLS}, "worker": "w", "epoch": 1, "seq": 1}
-        url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push"
-        with redis_client.Redis.from_url(cluster.redis_url) as r:
-            pid = int(r.info("server")["process_id"])
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            assert cluster.http.post(url, json=body).status_code == 200
-            process, began = cluster.processes["shard-0"], time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(25) == 1
-            assert 4.5 < time.monotonic() - began < 20
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        assert "4 partitions could not be stored" in (cluster.folder / "shard-0.log").read_text()
