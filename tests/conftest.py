@@ -7,10 +7,13 @@ nohup: they inherit an ignored signal, and some tests interrupt theirs.
 
 import os
 import signal
+from collections.abc import Iterator
 from typing import Final
 
 import pytest
 from hypothesis import settings
+
+from paramserver.client.membership import Membership
 
 settings.register_profile("paramserver", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("paramserver")
@@ -29,3 +32,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("process") and {item.path.parent.name, item.path.stem} & set(ALONE):
             item.add_marker(pytest.mark.alone)
+
+
+@pytest.fixture(autouse=True)
+def long_leases(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers of a process test's own process ask for a longer lease than the usual 5 s.
+
+    On a crowded machine the process may stand still for as long; what a worker pushes then is dropped or in doubt, as
+    the rules say, and no sum is what a test expects.
+    """
+    introduction = Membership._introduction
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("process"):
+            patch.setattr(Membership, "_introduction", lambda worker: introduction(worker) | {"lease_s": 30.0})
+        yield

@@ -44,7 +44,7 @@ class ChaosCluster:
         self.urls: list[str] = first["schedulers"]
         self.url = ",".join(self.urls)
         self.shard_urls: list[str] = first["shards"]
-        self.http = httpx.Client(timeout=3.0, trust_env=False)
+        self.http = httpx.Client(timeout=10.0, trust_env=False)
         self.client: ps.Client
         """The test's own client; set once the cluster has started."""
 

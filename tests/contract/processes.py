@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,22 @@ from paramserver_node import redis_server
 
 START_S: Final = 120.0
 """Longest wait for what a process does once it has started: on a busy machine that alone can take a minute."""
+
+
+class Patient(httpx.HTTPTransport):
+    """Sends again what a shard refuses because it, or the whole machine, stood still for 3 s.
+
+    What may have been done is sent again only if it has an id, which is what `retryable` tells.
+    """
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Send the request, a hundred times at most, and return the last answer."""
+        for _ in range(100):
+            answer = super().handle_request(request)
+            if answer.status_code != 503 or b"no contact" not in answer.read() or not answer.json().get("retryable"):
+                break
+            threading.Event().wait(0.1)
+        return answer
 
 
 class Nodes:
@@ -34,9 +51,8 @@ class Nodes:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.shard_ports = {f"shard-{i}": redis_server.free_port() for i in range(shards)}
         # With PARAMSERVER_TOKEN in the environment the tests send it, as any client does.
-        self.http = httpx.Client(
-            base_url=self.url, headers=Credentials.found(None, None, os.environ).headers, timeout=30.0
-        )
+        headers = Credentials.found(None, None, os.environ).headers
+        self.http = httpx.Client(transport=Patient(), base_url=self.url, headers=headers, timeout=30.0)
 
     def start(self, name: str, *args: str) -> None:
         """Start a process whose output goes to a log file of its name."""

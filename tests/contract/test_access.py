@@ -20,7 +20,7 @@ from paramserver_scheduler.app import make_app as scheduler_app
 from paramserver_shard.app import make_app as shard_app
 from paramserver_shard.main import assemble
 
-from .processes import Nodes, nodes, unique
+from .processes import Nodes, Patient, nodes, unique
 
 pytestmark = pytest.mark.process
 
@@ -151,8 +151,8 @@ def test_plain_requests_meet_the_same_doors(cluster: Nodes) -> None:
     spec = {"name": name, "params": {"a": {"shape": [2]}, "b": {"shape": [2]}}, "partitions": 2}
     cluster.post("/models", spec, status=201)
     for url in node_urls(cluster).values():
-        http = httpx.Client(base_url=url, headers={"authorization": f"bearer {TOKEN['worker']}"}, timeout=30)
-        with http:
+        headers = {"authorization": f"bearer {TOKEN['worker']}"}
+        with httpx.Client(transport=Patient(), base_url=url, headers=headers, timeout=30) as http:
             pushed = http.post("/push", json={"model": name, "grads": {"a": [1, 1], "b": [1, 1]}})
             assert pushed.status_code == 200, pushed.text
             answer = http.post("/pull", json={"model": name, "min_version": pushed.json()["version"]})
@@ -176,7 +176,7 @@ def test_the_socket_on_this_machine_asks_too(cluster: Nodes) -> None:
     if not sockets:
         pytest.skip("no shared memory on this machine")
     for path in sockets:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://shard", timeout=30) as http:
+        with httpx.Client(transport=Patient(uds=path), base_url="http://shard", timeout=30) as http:
             assert http.post("/pull", json={"model": "x"}).status_code == 401
             reader = {"authorization": f"Bearer {TOKEN['reader']}"}
             assert http.post("/push", json={"model": "x"}, headers=reader).status_code == 403

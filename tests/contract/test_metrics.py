@@ -58,8 +58,8 @@ def test_the_page_lists_what_each_process_tells(rest_cluster: Nodes) -> None:
     shard = f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}"
     for url in (rest_cluster.url, shard):
         for _ in range(2):
-            httpx.post(f"{url}/push", json=push, headers={"idempotency-key": "again"}, timeout=30).raise_for_status()
-        httpx.post(f"{url}/pull", json={"model": name}, timeout=30).raise_for_status()
+            rest_cluster.http.post(f"{url}/push", json=push, headers={"idempotency-key": "again"}).raise_for_status()
+        rest_cluster.post(f"{url}/pull", {"model": name}, status=200)
     everywhere = listed("### Every process")
 
     def leading() -> bool:
@@ -102,8 +102,8 @@ def test_the_bytes_of_all_shards_add_up(rest_cluster: Nodes) -> None:
     urls = [f"http://127.0.0.1:{port}" for port in rest_cluster.shard_ports.values()]
     body = json.dumps({"model": name, "grads": {"w": [0.5] * 800}}).encode()
     kind = {"content-type": "application/json"}
-    httpx.post(f"{urls[0]}/push", content=body, headers=kind, timeout=30).raise_for_status()
-    httpx.post(f"{urls[0]}/pull", json={"model": name}, timeout=30).raise_for_status()
+    rest_cluster.http.post(f"{urls[0]}/push", content=body, headers=kind).raise_for_status()
+    rest_cluster.post(f"{urls[0]}/pull", {"model": name}, status=200)
 
     def total(metric: str) -> float:
         lines = [line for url in urls for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines()]

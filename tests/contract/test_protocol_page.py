@@ -3,7 +3,9 @@
 import http.client
 import json
 import struct
+import threading
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,14 +21,16 @@ KIND = "application/vnd.paramserver.frame"
 
 
 def asked(base: str, method: str, path: str, body: bytes | None = None, kind: str = KIND) -> tuple[int, bytes]:
-    """Send one request over HTTP/1.1, and return status and body of the answer."""
-    connection = http.client.HTTPConnection(urlsplit(base).netloc, timeout=20.0)
-    try:
-        connection.request(method, path, body, {} if body is None else {"content-type": kind})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
+    """Send a request over HTTP/1.1, and return status and body of the answer; wait while a node cannot serve."""
+    for _ in range(100):
+        with closing(http.client.HTTPConnection(urlsplit(base).netloc, timeout=20.0)) as connection:
+            connection.request(method, path, body, {} if body is None else {"content-type": kind})
+            answer = connection.getresponse()
+            status, content = answer.status, answer.read()
+        if status != 503:
+            break
+        threading.Event().wait(0.1)
+    return status, content
 
 
 def frame(header: dict[str, Any], values: Sequence[float] = ()) -> bytes:

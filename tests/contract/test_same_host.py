@@ -110,7 +110,7 @@ def test_a_gradient_whose_commit_does_not_come_keeps_its_slot(model: Model) -> N
     model.set(consistency=ps.Sync(min_workers=2))
     with model.worker() as first, model.worker() as second:
         with pytest.raises(ps.Unavailable, match=second.name):
-            first.exchange(np.full(SIZE, -1.0, np.float32), timeout=3.0)
+            first.exchange(np.full(SIZE, -1.0, np.float32), timeout=6.0)
         second.step(np.full(SIZE, -5.0, np.float32), timeout=10.0)
         assert (second.pull().flat == 3.0).all()
 
@@ -227,7 +227,7 @@ def test_a_closed_client_gives_back_what_nobody_reads(cluster: Nodes, model: Mod
         async with ps.AsyncClient(cluster.url) as other:
             await other.model(model.name).pull(copy=False)
             leased = held(other)
-            assert other.cluster.same_host.confirmed(leased)
+            assert eventually(lambda: other.cluster.same_host.confirmed(leased))
         assert not other.cluster.same_host.confirmed(leased)
         return other
 
@@ -244,10 +244,10 @@ def test_a_closed_client_gives_back_what_nobody_reads(cluster: Nodes, model: Mod
         client.model(model.name).pull()
         client.model(model.name).pull(copy=False)
         kept = held(client)
-        assert client.cluster.same_host.confirmed(kept)
+        assert eventually(lambda: client.cluster.same_host.confirmed(kept))
     assert not client.cluster.same_host.confirmed(kept)
     asyncio.run(pulls())
-    assert client.cluster.same_host.confirmed(read)
+    assert eventually(lambda: client.cluster.same_host.confirmed(read))
     assert (values.flat == 1.0).all()
 
 
@@ -342,15 +342,20 @@ def test_a_shard_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_what_has_not_changed_is_pulled_without_a_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull, copied or not, makes no request if the shards' boards show that the values held are current."""
-    model.push(np.full(SIZE, -1.0, np.float32))
-    first = model.pull(copy=False)
     asked = requests_of(model, monkeypatch)
-    again, mine = model.pull(copy=False), model.pull()
-    mine.flat[:] = 7.0
-    assert not asked
-    assert (again.flat == 1.0).all()
-    assert (again.version, again.origin) == (first.version, first.origin)
-    assert (model.pull().flat == 1.0).all()
+    for pushes in range(1, 4):  # more than once, if the machine stood still: a board shows no more than 3 s
+        model.push(np.full(SIZE, -1.0, np.float32))
+        first = model.pull(copy=False)
+        asked.clear()
+        again, mine = model.pull(copy=False), model.pull()
+        unasked = not asked
+        mine.flat[:] = 7.0
+        assert (again.flat == pushes).all()
+        assert (again.version, again.origin) == (first.version, first.origin)
+        assert (model.pull().flat == pushes).all()
+        if unasked:
+            break
+    assert unasked
 
 
 def test_a_push_brings_what_the_next_pull_wants(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,11 +364,15 @@ def test_a_push_brings_what_the_next_pull_wants(model: Model, monkeypatch: pytes
     model.pull(copy=False)
     model.push(grads)
     asked = requests_of(model, monkeypatch)
-    for i in range(1, 6):
+    for i in range(1, 16):
         values = model.pull(copy=False)
         assert (values.flat == i).all()
         assert values.version == i
         model.push(grads, base=values)
+        if i % 5 == 0:  # more than once, if the machine stood still
+            if set(asked) == {"/push"}:
+                break
+            asked.clear()
     assert set(asked) == {"/push"}
 
 
@@ -387,7 +396,7 @@ def test_values_that_a_dead_shard_has_lent_are_not_the_present(lone: Nodes) -> N
         (known,) = [m.found for m in client.cluster.lease_cache._models.values()]
         assert known is not None
         leased = known[0].leased
-        assert client.cluster.same_host.confirmed(leased)
+        assert eventually(lambda: client.cluster.same_host.confirmed(leased))
         lone.kill("shard-0")
         assert not client.cluster.same_host.confirmed(leased)
         lone.start_shard("shard-0")

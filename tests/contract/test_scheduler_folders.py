@@ -147,7 +147,7 @@ def test_an_empty_redis_is_refused_where_a_state_is_expected(tmp_path: Path) -> 
         lone = Nodes(tmp_path, url, 0)
         own = ("--port", str(lone.port), "--redis", url, "--state-dir", str(tmp_path / "state"), "--expect-state")
         lone.start("scheduler", "paramserver_scheduler", *own)
-        assert lone.processes["scheduler"].wait(20) == 1
+        assert lone.processes["scheduler"].wait(START_S) == 1
         assert "--expect-state" in lone.logs()
         assert plain.get("ps:term") is None
         lone.start_scheduler()

@@ -17,7 +17,7 @@ from tests.waiting import eventually
 import paramserver as ps
 from paramserver_node import redis_server
 
-from .processes import Nodes, leader, nodes, process_name, signal_to, summing_model
+from .processes import Nodes, Patient, leader, nodes, process_name, signal_to, summing_model
 
 pytestmark = pytest.mark.process
 
@@ -106,7 +106,7 @@ def test_one_leads_and_the_other_hands_on(cluster: Nodes) -> None:
     assert nodes_seen == {(process_name(first), "active"), (process_name(1 - first), "standby")}
     name = summing_model(cluster, "async")
     for url in cluster.urls:
-        with httpx.Client(base_url=url, timeout=30.0) as http:
+        with httpx.Client(transport=Patient(), base_url=url, timeout=30.0) as http:
             assert http.get(f"/models/{name}").json()["name"] == name
             assert http.post("/push", json={"model": name, "grads": {"w": [1.0] * 5}}).json()["state"] == "applied"
             assert http.post(f"/models/{name}/workers", json={}).status_code == 201

@@ -186,8 +186,8 @@ async def test_fences_only_rise(redis_url: str, plain: Redis) -> None:
 
 @pytest.fixture
 async def slow_link(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Link]:
-    """A link to Redis that carries 512 KiB in a second, which is as slow as is put up with."""
-    monkeypatch.setattr(node_redis, "PACE_BYTES_PER_S", 256 * 1024)
+    """A link to Redis that carries 512 KiB in a second, where an eighth of that is put up with."""
+    monkeypatch.setattr(node_redis, "PACE_BYTES_PER_S", 64 * 1024)
     link = Link("redis", urlsplit(redis_url).port or 0)
     await link.start()
     link.bytes_per_s = 512 * 1024

@@ -28,6 +28,8 @@ from .processes import Nodes, nodes, unique
 FLOODER = "127.0.0.2"
 """Another address of this machine, which makes the flooder another client."""
 MEMORY = 512 * MIB
+STOOD_STILL = ("unavailable", "in_doubt")
+"""What a shard answers that got no CPU time for 3 s: to a request, and to a push that it had accepted before."""
 
 
 def test_requests_are_bounded_in_all_and_for_each_client() -> None:
@@ -187,13 +189,14 @@ def served(cluster: Nodes, name: str, count: int) -> None:
     with httpx.Client(timeout=30.0) as http:
 
         def asked(path: str, body: dict[str, object]) -> Any:
+            key = {"idempotency-key": unique("push")} if path == "/push" else {}
             while True:
-                answer = http.post(f"{url}{path}", json={"model": name, **body})
+                answer = http.post(f"{url}{path}", json={"model": name, **body}, headers=key)
                 if answer.status_code == 200:
                     return answer.json()
                 refused.append(answer.json()["code"])
                 # A shard that got no CPU time for 3 s is 503 until it is confirmed again, also on a busy machine.
-                assert refused[-1] == "unavailable", answer.text
+                assert refused[-1] in STOOD_STILL, answer.text
                 assert len(refused) < 300
                 pause.wait(0.1)
 
@@ -272,7 +275,7 @@ def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes, packed: bool) 
         served(cluster, name, 20)
         url, kind = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push", {"content-type": MEDIA_TYPE}
         while (pushed := httpx.post(url, content=head + body, headers=kind, timeout=60)).status_code == 503:
-            assert pushed.json()["code"] == "unavailable"  # as in `served`
+            assert pushed.json()["code"] in STOOD_STILL  # as in `served`
         assert pushed.status_code == 200, "a big push of another client has room"
 
     def taken() -> bool:

@@ -143,8 +143,7 @@ def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, m
         eventually(lambda: gauge(cluster, others) == 1, what="the end of all requests but the one that asks")
         assert read_of(reader) < ELEMENTS * 4, "the reader was cut off too"
     eventually(lambda: gauge(cluster, "paramserver_buffer_lent_bytes") <= before, what="their memory, free again")
-    last = httpx.post(f"{url}/pull", json={"model": model, "ranges": {"w": [[0, 1]]}}, timeout=30)
-    assert last.json()["version"] == 0
+    assert cluster.post(f"{url}/pull", {"model": model, "ranges": {"w": [[0, 1]]}})["version"] == 0
 
 
 def read_of(reader: socket.socket) -> int:
@@ -181,11 +180,15 @@ def test_a_body_may_be_slow_but_not_too_slow(cluster: Nodes, model: str) -> None
     body = np.ones(ELEMENTS, np.float32).tobytes()
     frame = encode_header(PushFrame(model, [PushPart(i, None, None) for i in range(4)]))
     head = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(frame) + len(body)}\r\n\r\n".encode()
-    with closing(connect(cluster, "POST /push HTTP/1.1", head + frame + body[:100])) as s:
-        readable, _, _ = select.select([s], [], [], PATIENCE_S / 3)
-        assert not readable
-        s.sendall(body[100:])
-        assert s.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+    def accepted() -> bool:
+        with closing(connect(cluster, "POST /push HTTP/1.1", head + frame + body[:100])) as s:
+            readable, _, _ = select.select([s], [], [], PATIENCE_S / 3)
+            assert not readable
+            s.sendall(body[100:])
+            return s.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+    eventually(accepted, what="the push, which a machine that stands still makes too slow")
 
 
 def test_values_are_converted_as_they_are_read_not_before(cluster: Nodes, model: str) -> None:

@@ -56,7 +56,7 @@ async def test_what_is_large_has_the_time_that_it_takes(
 ) -> None:
     """Over a slow link a large part may take longer than the base timeout; a silent owner is given up."""
     monkeypatch.setattr(peers, "REQUEST_BASE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(peers, "PACE_BYTES_PER_S", MIB)
+    monkeypatch.setattr(peers, "PACE_BYTES_PER_S", MIB // 4)
     name = unique("m")
     spec: dict[str, Any] = {"name": name, "params": {"w": {"shape": [SIZE]}}, "optimizer": {"name": "sum"}}
     cluster.post("/models", spec | {"partitions": 1}, status=201)

@@ -6,22 +6,8 @@ from pathlib import Path
 import pytest
 
 import paramserver as ps
-from paramserver.client.membership import Membership
 
 from .cluster import Cluster, cluster
-
-
-@pytest.fixture(autouse=True)
-def long_leases() -> Iterator[None]:
-    """Workers of the tests' own process ask for a longer lease than the usual 5 s.
-
-    On a crowded machine the process may stand still for as long; what a worker pushes then is dropped or in doubt, as
-    the rules say, and no sum is what a test expects.
-    """
-    introduction = Membership._introduction
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Membership, "_introduction", lambda worker: introduction(worker) | {"lease_s": 30.0})
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -113,12 +113,9 @@ def test_it_trains_in_both_modes_though_processes_are_killed(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("sign", "number"),
     [
-        ("starting", signal.SIGINT),
         ("starting", signal.SIGKILL),
         ("status page", signal.SIGTERM),
-        ("status page", signal.SIGKILL),
         ("accuracy", signal.SIGINT),
-        ("accuracy", signal.SIGKILL),
     ],
 )
 def test_nothing_is_left_however_it_is_ended(tmp_path: Path, sign: str, number: signal.Signals) -> None:

@@ -63,7 +63,7 @@ def test_a_local_cluster_outlives_forked_children_that_leave_its_block() -> None
             if not child:
                 raise LeftByChild
             assert os.waitpid(child, 0)[1] == 0
-            model.push({"w": np.ones(5)}, timeout=5)
+            model.push({"w": np.ones(5)}, timeout=20)
             assert model.pull()["w"].tolist() == [2.0] * 5
     except LeftByChild:
         os._exit(0)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.waiting import eventually
 
 import paramserver as ps
 
@@ -28,8 +29,11 @@ def block(name: str, readme: str = "README.md") -> str:
 
 
 def shell(script: str, cluster: Cluster) -> str:
-    """Run the script in bash, with the README's address replaced by the cluster's, and return its output."""
-    script = script.replace("http://127.0.0.1:8700", cluster.url)
+    """Run the script in bash, with the README's address replaced by the cluster's, and return its output.
+
+    Its curl commands are repeated while a node cannot serve, as after a standstill of the machine.
+    """
+    script = script.replace("http://127.0.0.1:8700", cluster.url).replace("curl -sw", "curl -f --retry 9 -sw")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
@@ -85,12 +89,14 @@ def test_three_lines_of_numpy_read_a_parameter(shared_cluster: Cluster) -> None:
     with ps.connect(shared_cluster.url) as client:
         wanted = client.create_model("own", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}).pull()["w"]
     program = block("numpy").replace("http://127.0.0.1:8700", shared_cluster.url).replace("/demo/", "/own/")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", f"{program}\nprint(w.tolist())"], capture_output=True, text=True, timeout=100
-    )
+    argv = [sys.executable, "-P", "-c", f"{program}\nprint(w.tolist())"]
 
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == wanted.tolist() == [[0, 1, 2], [3, 4, 5]]
+    def printed() -> str:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert json.loads(eventually(printed)) == wanted.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_the_cluster_lines_start_and_stop_one(tmp_path: Path) -> None:

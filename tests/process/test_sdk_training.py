@@ -301,7 +301,7 @@ def test_a_model_restored_in_part_is_not_served(client: ps.Client, name: str, tm
 
     kill_a_restore()
     with refused_with("initializing", match="again with exist_ok, or delete it"):
-        half.push({"w": np.ones(64)}, timeout=3.0)
+        half.push({"w": np.ones(64)}, timeout=8.0)
     with refused_with("initializing", match="again with exist_ok, or delete it"):
         half.pull(timeout=8.0)
     with refused_with("model_exists", match="exist_ok=True"):

@@ -145,12 +145,15 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
 
 
 def test_down_says_which_shard_could_not_store_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If Redis takes nothing while a shard stops within its `stop_s`, `down` names the shard and exits with 1."""
+    """If Redis takes nothing while a shard stops within its `stop_s`, `down` names the shard and exits with 1.
+
+    What is lost is in the shard's log.
+    """
     monkeypatch.setenv("PARAMSERVER_STOP_S", "10")
     state = tmp_path / "c"
     with cluster(state, shards=1) as running:
         monkeypatch.delenv("PARAMSERVER_STOP_S")  # `down` knows it from the cluster
-        model = ps.connect(running.url).create_model("lost", {"w": (4,)}, optimizer=ps.Sum())
+        model = ps.connect(running.url).create_model("lost", {"w": (4,)}, optimizer=ps.Sum(), partitions=4)
         redis = int(running.present()["pids"]["redis"][0])
         os.kill(redis, signal.SIGSTOP)
         assert model.push({"w": [1.0, 2.0, 3.0, 4.0]}).state == "applied"
@@ -159,6 +162,7 @@ def test_down_says_which_shard_could_not_store_everything(tmp_path: Path, monkey
 
         assert down.returncode == 1
         assert "shard-0 ended with 1 before everything was stored" in down.stderr
+        assert "4 partitions could not be stored" in (state / "logs" / "shard-0.log").read_text()
         assert json.loads((state / "plan.json").read_text())["stop_s"] == 10.0
         assert not of_state(state)
 
