@@ -35,3 +35,14 @@ def test_a_stack_is_stopped_in_turn_before_it_gets_other_settings() -> None:
     assert [text.count(f"   {turn}") for text in (FILE, PAGE)] == [1, 1]
     revoking = [line for line in TYPED if "PARAMSERVER_REVOKED=" in line]
     assert [turn in line for line in revoking] == [True]
+
+
+def test_what_the_stack_asks_of_itself_goes_by_no_proxy(compose: dict[str, Any]) -> None:
+    """Docker's client may give each container a proxy: neither probes nor the stack's own requests are sent there."""
+    own = {"localhost", "127.0.0.1", "scheduler-1", "scheduler-2", "prometheus"}
+    asking = {n: s for n, s in compose["services"].items() if n not in ("secrets", "redis", "prometheus")}
+
+    assert {"scheduler-1", "shard", "series", "worker", "grafana"} <= asking.keys()
+    for name, service in asking.items():
+        for variable in ("NO_PROXY", "no_proxy"):
+            assert set(service["environment"][variable].split(",")) == own, (name, variable)
