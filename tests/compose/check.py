@@ -164,7 +164,7 @@ class Check:
         """After scaling to `count` shards during training, each has partitions and training continues."""
         began = time.monotonic()
         self.stack.env["SHARDS"] = str(count)
-        self.stack.compose("up", "--detach", "--wait", timeout_s=120.0)
+        self.stack.compose("up", "--detach", "--wait", "--no-recreate", timeout_s=120.0)
 
         def spread() -> bool:
             alive = [s for s in self.shards() if s["alive"]]
