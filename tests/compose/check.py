@@ -163,7 +163,8 @@ class Check:
     def scales(self, count: int) -> None:
         """After scaling to `count` shards during training, each has partitions and training continues."""
         began = time.monotonic()
-        self.stack.compose("up", "--detach", "--wait", "--no-recreate", "--scale", f"shard={count}", timeout_s=120.0)
+        self.stack.env["SHARDS"] = str(count)
+        self.stack.compose("up", "--detach", "--wait", "--no-recreate", timeout_s=120.0)
 
         def spread() -> bool:
             alive = [s for s in self.shards() if s["alive"]]

@@ -184,6 +184,6 @@ def test_other_clusters_are_told_the_command(elastic: Cluster, tmp_path: Path) -
     args = ("--url", elastic.url, "--state-dir", str(tmp_path), "--timeout", "3")
     done = elastic.psctl("scale", "shards", "3", *args, timeout_s=60)
     assert done.returncode == 1
-    assert "docker compose up -d --no-recreate --scale shard=3" in done.stdout
+    assert "echo SHARDS=3 >> .env && docker compose up -d --no-recreate" in done.stdout
     assert "kubectl -n paramserver scale statefulset shard --replicas 3" in done.stdout
     assert "2 of 3 shards" in done.stderr

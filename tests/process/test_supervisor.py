@@ -250,9 +250,9 @@ def test_a_cluster_that_was_started_without_streams_is_found_and_stopped(tmp_pat
     assert "is down" in down.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_cluster_in_the_foreground_ends_with_its_command(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C or a SIGKILL of a foreground `psctl up` ends the whole cluster; the exit code for Ctrl-C is 130."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_cluster_in_the_foreground_ends_with_its_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """A foreground `psctl up` that is asked to end waits until its cluster has; one that is killed ends it, too."""
     state = tmp_path / "c"
     argv = [*PSCTL, "up", "--shards", "1", "--json", "--state-dir", str(state)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as up:
@@ -262,7 +262,8 @@ def test_a_cluster_in_the_foreground_ends_with_its_command(tmp_path: Path, numbe
 
         up.send_signal(number)
 
-        assert up.wait(30) == (130 if number == signal.SIGINT else -9)
+        assert up.wait(30) == code
+    assert number == signal.SIGKILL or not StateDir(state).is_running()
     eventually(lambda: not of_state(state), what="the end of every process")
 
 

@@ -1,6 +1,8 @@
 """What third-party tools say about the container files; each test is skipped if its tool is not installed."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +12,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PROFILES: tuple[list[str], ...] = ([], ["--profile", "gpu"])
+PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+ENV_FILES = ("", "\n".join(re.findall(r"^    ([A-Z_]+=\S+ +#.*)$", PAGE, re.M)))
 
 
 def tool(name: str, how: str) -> str:
@@ -50,18 +53,21 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
     assert run(shellcheck, str(tmp_path / "bad.sh")).returncode != 0
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=["plain", "gpu"])
-def test_compose_reads_its_file(profile: list[str]) -> None:
-    """`docker compose config` accepts the file, with and without the GPU profile, which adds the GPU workers.
+@pytest.mark.parametrize("settings", ENV_FILES, ids=["plain", "settings"])
+def test_compose_reads_its_file(tmp_path: Path, settings: str) -> None:
+    """`docker compose config` accepts the file, and the documented `.env` sets the shards' number and adds GPU workers.
 
     No engine needs to run for it.
     """
     docker = tool("docker", "Docker Engine or its client, with compose")
     if run(docker, "compose", "version").returncode:
         pytest.skip("docker is here without compose: apt install docker-compose-plugin")
+    (tmp_path / "env").write_text(settings)
 
-    done = run(docker, "compose", *profile, "config", "--services")
+    done = run(docker, "compose", "--env-file", str(tmp_path / "env"), "config", "--format", "json")
 
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    assert ("worker-gpu" in done.stdout.split()) == bool(profile)
+    services = json.loads(done.stdout)["services"]
+    assert ("worker-gpu" in services) == bool(settings)
+    assert services["shard"]["deploy"]["replicas"] == (4 if settings else 2)

@@ -507,7 +507,10 @@ def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], obje
 
 
 def test_one_job_fills_every_secret(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-    """Only the make-secrets job may use the API, for exactly these Secrets; Prometheus reads a token that it writes."""
+    """Only the make-secrets job may use the API, for exactly these Secrets; Prometheus reads a token that it writes.
+
+    A pod of it that failed stays with its log, which says why: restarted in place it would go with the last attempt.
+    """
     (rule,) = named(objects, "Role", "make-secrets")["rules"]
     (job,) = [p for n, p in pods(objects).items() if n == "Job/make-secrets"]
     accounts = {n: p["spec"].get("serviceAccountName") for n, p in pods(objects).items()}
@@ -516,6 +519,7 @@ def test_one_job_fills_every_secret(compose: dict[str, Any], objects: list[dict[
     assert rule["verbs"] == ["get", "patch"]
     assert {n for n, a in accounts.items() if a == "make-secrets"} == {"Job/make-secrets"}
     assert job["spec"]["automountServiceAccountToken"] is True
+    assert job["spec"]["restartPolicy"] == "Never"
     jobs = read(ROOT / "deploy/prometheus.yml")["scrape_configs"]
     assert {j["authorization"]["credentials_file"] for j in jobs} == {"/run/tokens/reader"}
     command = compose["services"]["secrets"]["command"]

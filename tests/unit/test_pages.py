@@ -96,6 +96,12 @@ def test_files_modules_and_targets_exist(page: Path) -> None:
         assert target in targets, target
 
 
+@pytest.mark.parametrize("page", PRESENT, ids=named)
+def test_files_are_changed_by_what_linux_and_macos_understand(page: Path) -> None:
+    """No `sed -i` stands alone: that of macOS takes the next word for the ending of a copy."""
+    assert re.findall(r"sed -i .*", page.read_text()) == []
+
+
 def test_spelling_is_american() -> None:
     """Pages, sources and comments have American spelling, apart from the wrong keys that a test sends on purpose."""
     words = {named(f): set(WORD.findall(f.read_text().lower())) for f in TEXTS if f != Path(__file__)}
