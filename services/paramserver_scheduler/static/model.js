@@ -115,7 +115,10 @@ export class ModelPanel {
   }
 
   #panels(model) {
-    const all = this.#series.named("worker.lag"), lags = all.slice(0, DRAWN_MAX);
+    const live = new Set(model.workers.filter(w => w.alive).map(w => line("worker.lag", w.worker)));
+    const all = this.#series.named("worker.lag").sort((a, b) => live.has(b) - live.has(a) || byName(a, b));
+    const lags = all.slice(0, DRAWN_MAX), workers = lags.map(l => l.split("|")[1]);
+    const told = new Set(workers.map(runOf)).size > 1 ? w => w : shortWorker;
     const reported = this.#reported.map((name, i) => ({
       id: "reported." + name, title: title(name), unit: unitOf(name), zero: false, gaps: false, since: model.not_finite[name]?.[0],
       lines: [{of: "reported." + name, label: "", nth: name === "accuracy" ? 2 : i}],
@@ -130,7 +133,7 @@ export class ModelPanel {
       {id: "pull", title: "Pull time", unit: "s", note: "at the slowest shard, over ten seconds", lines: [
         {of: "model.pull_p50_s", label: "p50"}, {of: "model.pull_p99_s", label: "p99"}]},
       {id: "lag", title: "Version lag", unit: "versions", note: "versions applied between a worker's pull and its push",
-        lines: lags.map(l => ({of: l, label: shortWorker(l.split("|")[1])})), more: others(all.length - lags.length)},
+        lines: lags.map((l, i) => ({of: l, label: told(workers[i])})), more: others(all.length - lags.length)},
       {id: "bytes", title: "Traffic", unit: "B/s", note: "bytes of gradients and of values, over all shards", lines: [
         {of: "model.in_bytes_per_s", label: "gradients in", nth: 5}, {of: "model.out_bytes_per_s", label: "values out", nth: 6, dash: [4, 3]}]},
       {id: "durable", title: "Not yet durable", unit: "versions", note: "versions that would be lost with their shard",
@@ -147,6 +150,7 @@ function reportedNames(model) {
 
 const notFinite = () => el("span.bad", {}, NOT_FINITE);
 const shortWorker = name => name.split("/").at(-1);
+const runOf = name => name.split("/")[0];
 
 function head(model, runs, nowS) {
   const run = runs.find(r => r.model === model.name && !ended(r));
