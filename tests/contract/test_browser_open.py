@@ -108,6 +108,20 @@ def test_metrics_may_have_any_name(rest_cluster: Nodes) -> None:
         assert seen.errors == []
 
 
+def test_metrics_may_be_called_like_what_every_object_has(rest_cluster: Nodes) -> None:
+    """A metric whose name is that of a property of all objects is a number like others."""
+    with browser() as seen:
+        name = unique("named")
+        rest_cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+        rest_cluster.post(f"/models/{name}/metrics", {"metrics": {"constructor": 0.5, "toString": 3.0}}, status=200)
+        seen.page.goto(f"{rest_cluster.url}#{name}")
+        fact = seen.page.locator("#model-head dl.facts > div", has_text="constructor")
+        assert fact.locator("dd").inner_text() == "0.5"
+        assert fact.get_attribute("title") is None
+        seen.page.get_by_role("figure", name="ToString", exact=True).wait_for()
+        assert seen.errors == []
+
+
 def test_the_version_lag_is_that_of_live_workers_first(rest_cluster: Nodes) -> None:
     """Of more workers than are drawn it is the dead ones that are left out; where two runs are drawn, each is named."""
     with browser() as seen:
@@ -151,6 +165,19 @@ def test_live_nodes_are_drawn_before_dead_ones(tmp_path: Path) -> None:
         legend.first.wait_for()
         assert legend.first.inner_text().startswith("shard-0 ")
         assert legend.last.inner_text() == "and 3 more, not drawn"
+
+
+def test_a_fault_of_the_page_is_told_as_that(rest_cluster: Nodes) -> None:
+    """A page that cannot draw says so, writes the error to the console, and leaves no connection open for each try."""
+    with browser() as seen:
+        before = streams(rest_cluster)
+        seen.page.goto(rest_cluster.url)
+        eventually(lambda: seen.text("#live") != "", what="the first second")
+        seen.page.evaluate("document.getElementById('events').remove()")
+        seen.page.wait_for_selector("#problems:has-text('this page failed: TypeError')")
+        # The page's text is asked for, as only then the browser's errors are taken in.
+        eventually(lambda: seen.text("#state") and sum("TypeError" in e for e in seen.errors) > 3, what="some tries")
+        eventually(lambda: streams(rest_cluster) <= before + 1, what="the end of the earlier tries")
 
 
 def test_only_a_fraction_is_shown_in_percent(rest_cluster: Nodes) -> None:
