@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite, isnan
 from typing import Any, Protocol
 
 import typer
@@ -18,6 +19,8 @@ from paramserver_cli.training import Sample, Training
 
 PLAIN_EVERY_S = 5.0
 CHART_WIDTH = 64
+NOT_FINITE = "NaN or inf"
+"""What stands for a metric whose newest value is no finite number."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -94,7 +97,7 @@ def plain_line(training: Training) -> str:
 
 def numbers(s: Sample) -> str:
     """Return loss, accuracy, push rate and lag as one line; unknown ones are left out."""
-    parts = [] if s.loss is None else [f"loss {s.loss:.3f}"]
+    parts = [] if s.loss is None else [f"loss {fixed(s.loss)}"]
     if s.accuracy is not None:
         parts.append(f"accuracy {percent(s.accuracy)}")
     parts.append(f"{s.pushes_per_s:4.0f} pushes/s")
@@ -103,18 +106,24 @@ def numbers(s: Sample) -> str:
     return "  ".join(parts)
 
 
+def fixed(value: float) -> str:
+    """Return a number with three decimals."""
+    return f"{value:.3f}" if isfinite(value) else NOT_FINITE
+
+
 def percent(value: float) -> str:
     """Return a fraction in percent; a number above 1 is in percent already."""
-    return f"{value if value > 1 else 100 * value:.1f} %"
+    return f"{value if value > 1 else 100 * value:.1f} %" if isfinite(value) else NOT_FINITE
 
 
 def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
-    """Return the values as bars, sampled to at most `CHART_WIDTH` characters; None gives a blank."""
+    """Return the values as bars, sampled to at most `CHART_WIDTH` characters; None and NaN give a blank."""
     if len(values) > CHART_WIDTH:
         values = [values[i * len(values) // CHART_WIDTH] for i in range(CHART_WIDTH)]
     span = (high - low) or 1.0
     top = len(_BARS) - 1
-    return "".join(" " if v is None else _BARS[max(0, min(top, round((v - low) / span * top)))] for v in values)
+    known = (None if v is None or isnan(v) else v for v in values)
+    return "".join(" " if v is None else _BARS[max(0, min(top, round((v - low) / span * top)))] for v in known)
 
 
 class LiveDisplay:
@@ -140,7 +149,7 @@ def picture(training: Training, page: str) -> Panel:
     if s is None:
         return Panel(Group(head, Text(training.error or "waiting for workers")), title=training.model)
     losses = [x.loss for x in training.samples]
-    known = [x for x in losses if x is not None]
+    known = [x for x in losses if x is not None and not isnan(x)]
     top = max(known, default=1.0)
     curves = Table.grid(padding=(0, 1))
     curves.add_row("accuracy", Text(sparkline([x.accuracy for x in training.samples], 0.5, 1.0), style="green"))
@@ -150,7 +159,7 @@ def picture(training: Training, page: str) -> Panel:
         table.add_row(
             w.name,
             str(w.clock),
-            "-" if w.loss is None else f"{w.loss:.3f}",
+            "-" if w.loss is None else fixed(w.loss),
             "-" if w.lag is None else f"{w.lag:.0f}",
             f"{w.heartbeat_age_s:.1f} s",
             "" if w.state == "active" else w.state,

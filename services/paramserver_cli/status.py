@@ -17,7 +17,7 @@ import paramserver as ps
 from paramserver.errors import Unavailable
 from paramserver.limits import MIB
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import columns, console, last_line, natural, redraws
+from paramserver_cli.display import NOT_FINITE, columns, console, last_line, natural, redraws
 
 WATCH_S = 1.0
 WAITED_FOR_SHOWN = 8
@@ -93,7 +93,8 @@ def table(found: dict[str, Any]) -> RenderableType:
     if found["models"]:
         models = columns(_name("model"), "mode", "state", "version", "clock", "pushes/s", "lag", "workers", "last")
         for m in sorted(found["models"], key=lambda m: natural(m["name"])):
-            last = "  ".join(f"{s['name']} {s['last']:.4g}" for s in m["series"] if s["last"] is not None)
+            metrics = {s["name"]: f"{s['last']:.4g}" for s in m["series"]} | dict.fromkeys(m["not_finite"], NOT_FINITE)
+            last = "  ".join(f"{name} {value}" for name, value in metrics.items())
             lag = "-" if m["lag"] is None else f"{m['lag']:.1f}"
             numbers = (str(m["version"]), str(m["clock"]), f"{m['pushes_per_s']:.1f}", lag)
             workers = sum(w["alive"] for w in m["workers"])

@@ -22,7 +22,7 @@ from paramserver.errors import NotFoundError, PsError, Unavailable, problem
 from paramserver_cli import launch
 from paramserver_cli.assignments import merge_patch
 from paramserver_cli.config import Url, connect, worker_token
-from paramserver_cli.display import display, percent
+from paramserver_cli.display import display, fixed, percent
 from paramserver_cli.launch import Failed
 from paramserver_cli.models import create_from, read_spec
 from paramserver_cli.state_directory import Plan, StateDir
@@ -219,6 +219,6 @@ def _report(run: dict[str, Any], training: Training) -> None:
         raise Failed(f"{run['id']} {run['state']}: {run['reason']}")
     loss = next((s.loss for s in reversed(training.samples) if s.loss is not None), None)
     accuracy = training.last.accuracy if training.last else None
-    ends = [] if loss is None else [f"loss {loss:.3f}"]
+    ends = [] if loss is None else [f"loss {fixed(loss)}"]
     ends += [] if accuracy is None else [f"accuracy {percent(accuracy)}"]
     typer.echo("; ".join([f"{run['id']} {run['state']}: {run['reason']}", *ends]))

@@ -5,6 +5,7 @@ from __future__ import annotations  # client classes are named, but not imported
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import paramserver as ps
@@ -22,6 +23,7 @@ class WorkerLine:
     name: str
     clock: int
     loss: float | None
+    """NaN also stands for infinity, here and in a sample."""
     lag: float | None
     """Mean version lag of its pushes, as the shards measure it; None if unknown."""
     state: str
@@ -55,7 +57,7 @@ class Training:
     began_s: float = field(default_factory=time.monotonic)
     samples: list[Sample] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
-    """Accuracies of the evaluations, oldest first; equal ones in a row are stored once."""
+    """Accuracies of the evaluations, oldest first; equal ones in a row are stored once, also NaN (`math.nan`)."""
     error: str = ""
     """Why the last `poll` failed; empty if it succeeded."""
     _polls: int = 0
@@ -101,7 +103,7 @@ class Training:
             WorkerLine(
                 str(w["worker"]).rpartition("/")[2],
                 int(w["clock"]),
-                w["metrics"].get("loss"),
+                _loss(w["metrics"]),
                 w["lag"],
                 str(w["state"]),
                 float(w["heartbeat_age_s"]),
@@ -110,11 +112,12 @@ class Training:
             if w["alive"]
         )
         losses = [w.loss for w in workers if w.loss is not None]
-        newest = {s["name"]: s["last"] for s in model["series"]}
+        newest = {s["name"]: s["last"] for s in model["series"]} | dict.fromkeys(model["not_finite"], nan)
         accuracy = newest.get("accuracy")
         return Sample(
             elapsed_s=self.elapsed_s,
-            loss=sum(losses) / len(losses) if losses else None,
+            # One that is not finite is known of the model also when its worker is no longer there.
+            loss=nan if "loss" in model["not_finite"] else sum(losses) / len(losses) if losses else None,
             accuracy=accuracy if accuracy is not None or before is None else before.accuracy,
             version=int(model["version"]),
             clock=int(model["clock"]),
@@ -126,7 +129,7 @@ class Training:
     def has_reached(self, accuracy: float) -> bool:
         """Whether each of the last two entries of `evaluations` is at least `accuracy`."""
         last = self.evaluations[-2:]
-        return len(last) == 2 and min(last) >= accuracy
+        return len(last) == 2 and all(a >= accuracy for a in last)
 
     def rate(self) -> tuple[float, float]:
         """Return (updates per second, pushes per second), both averaged since the first sample with an update."""
@@ -135,3 +138,11 @@ class Training:
             return 0.0, 0.0
         span_s = moving[-1].elapsed_s - moving[0].elapsed_s
         return (moving[-1].version - moving[0].version) / span_s, sum(s.pushes_per_s for s in moving) / len(moving)
+
+
+def _loss(metrics: Mapping[str, float | None]) -> float | None:
+    """Return the loss among a worker's metrics, in which null stands for NaN and infinity; None if there is none."""
+    if "loss" not in metrics:
+        return None
+    loss = metrics["loss"]
+    return nan if loss is None else loss

@@ -155,7 +155,7 @@ class WorkerSettings(CallerSettings):
 
     log_level: str = "INFO"
     name: str = ""
-    """Name in the pool; default: host name and process id."""
+    """Unique name in the pool; default: host name, process id and a random part."""
     allow: str = "paramserver.examples"
     """Prefixes of the modules it may run, separated by commas."""
 

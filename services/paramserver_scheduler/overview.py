@@ -132,6 +132,7 @@ def _model(
     lags = [w.lag for w in workers if w.lag is not None and w.alive]
     owners = sorted({p["shard"] for p in partitions} - {None})
     place = {shard: i for i, shard in enumerate(owners)}
+    latest = s.read.latest(name)
     return ModelStatus(
         name=name,
         generation=line["generation"],
@@ -168,10 +169,10 @@ def _model(
         pull_p99_s=_max_over_shards(reports, "pull_p99_s"),
         lag=sum(lags) / len(lags) if lags else None,
         workers=workers,
-        latest=s.read.latest(name),
+        latest=latest,
         not_finite=s.read.not_finite(name),
         values_kept=round(sum(_number(t, "values_kept") or 0.0 for t in reports)),
-        series=[_series(*x) for x in s.read.points(name).items()] if series else [],
+        series=[_series(n, p, latest[n][1]) for n, p in s.read.points(name).items()] if series else [],
     )
 
 
@@ -214,13 +215,13 @@ def _max_over_shards(reports: Iterable[Document], name: str) -> float | None:
     return max((v for t in reports if (v := _number(t, name)) is not None), default=None)
 
 
-def _series(name: str, points: Collection[Point]) -> Series:
+def _series(name: str, points: Collection[Point], last: float) -> Series:
     """Average the points in groups of equal size, so that at most `POINTS` remain."""
     step = max(1, -(-len(points) // POINTS))
     times, values = [p[0] for p in points], [p[3] for p in points]
     groups = [slice(i, i + step) for i in range(0, len(points), step)]
     thin = [(fmean(times[g]), fmean(values[g])) for g in groups]
-    return Series(name=name, points=thin, last=thin[-1][1])
+    return Series(name=name, points=thin, last=last)
 
 
 def _run(r: Document, clock: int | None) -> RunStatus:

@@ -75,7 +75,7 @@ class Series(BaseModel):
 
     name: str = Field(examples=["loss"])
     points: list[tuple[float, float]] = Field(description="(seconds since 1970, value), oldest first")
-    last: float | None
+    last: float = Field(description="the value in `latest`; the last point is an average")
 
 
 class ModelStatus(BaseModel):

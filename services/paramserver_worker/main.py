@@ -6,8 +6,8 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from secrets import token_hex
 from typing import Annotated, Any
-from zlib import crc32
 
 import typer
 
@@ -49,12 +49,9 @@ def connect(settings: WorkerSettings) -> ps.Client:
 
 
 def default_name() -> str:
-    """Return HOST-PID as a valid pool name; a long host name is cut and ends in a checksum of the whole."""
-    told = socket.gethostname()
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", told).lstrip("._-") or "host"
-    if len(host) > HOST_CHARS:
-        host = f"{host[: HOST_CHARS - 9]}-{crc32(os.fsencode(told)):08x}"
-    return f"{host}-{os.getpid()}"
+    """Return HOST-PID-RANDOM as a valid pool name; two containers may have both the same host name and process id."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "host"
+    return f"{host[:HOST_CHARS]}-{os.getpid()}-{token_hex(3)}"
 
 
 @app.command(epilog=EPILOG)
@@ -65,7 +62,7 @@ def worker(
     allow: Annotated[
         list[str] | None, typer.Option(help="Prefix of entries it may run; repeatable. Default: the examples.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Its name in the pool; default: host and process.")] = None,
+    name: Annotated[str | None, typer.Option(help="Its unique name in the pool; default: host and process.")] = None,
     url: Annotated[str | None, typer.Option(help="The cluster; default: PARAMSERVER_URL.")] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:

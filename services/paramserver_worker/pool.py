@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import paramserver as ps
 from paramserver import limits
-from paramserver.errors import AuthError, ConflictError, NotFoundError, PsError, Unavailable
+from paramserver.errors import AuthError, ConflictError, FencedError, NotFoundError, PsError, Unavailable, problem
 from paramserver_node.unwind import Terminated
 from paramserver_node.usage import Usage
 from paramserver_worker import entry
@@ -43,19 +43,26 @@ class PoolMember:
     def __init__(self, client: ps.Client, name: str, allow: Sequence[str]) -> None:
         self._client, self._name, self._allow = client, name, list(allow)
         self._member, self._epoch = "", 0
+        self._join_in_doubt = False
+        """Whether a join may have been done without our knowing: a higher epoch may be our own."""
         self._usage = Usage(time.monotonic)
         self._unreachable = False
 
     def _join(self) -> None:
         body = {"name": self._name, "allow": self._allow}
-        answer = self._client.request("POST", "/pool", body, timeout=CALL_TIMEOUT_S)
+        try:
+            answer = self._client.request("POST", "/pool", body, timeout=CALL_TIMEOUT_S)
+        except Unavailable:
+            self._join_in_doubt = True
+            raise
         self._member, self._epoch = answer["member"], answer["epoch"]
         log.info("pool.joined member=%s epoch=%d allow=%s", self._member, self._epoch, ",".join(self._allow))
 
     def _heartbeat(self) -> dict[str, Any] | None:
         """Send a heartbeat, joining first if needed; returns the scheduler's answer, or None if there is none.
 
-        Raises AuthError if the token is refused, and RequestError (`invalid_field`) if the name is, on the first join.
+        Raises AuthError if the token is refused, RequestError (`invalid_field`) if the name is, on the first join, and
+        FencedError if another process has joined under the name.
         """
         try:
             if not self._epoch:
@@ -68,6 +75,14 @@ class PoolMember:
             self._unreachable = False
             return answer
         except (ConflictError, NotFoundError) as e:
+            if int(e.members.get("epoch") or 0) > self._epoch and not self._join_in_doubt:
+                # Two that replaced each other in turn would look like a process that dies at its place each time.
+                raise problem(
+                    "fenced",
+                    f"another process has joined the pool as '{self._name}' and replaces this one",
+                    hint="give each worker a unique name, or no name",
+                ) from e
+            self._join_in_doubt = False
             log.warning("pool.lost member=%s reason=%s: joining again", self._member, e.code)
             self._epoch = 0
         except AuthError:
@@ -162,6 +177,9 @@ class PoolMember:
             except AuthError as e:  # raised again once the function has ended
                 log.warning("pool.refused %s", e)
                 continue
+            except FencedError as e:  # this one, too; the place is the other process's, or will be somebody's
+                log.warning("pool.replaced %s", e)
+                answer = {"state": "stop", "run": None}
             if answer is None:
                 continue
             assigned = answer["run"] if answer["state"] != "stop" else None

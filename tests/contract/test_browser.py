@@ -155,6 +155,24 @@ def test_one_of_a_hundred_models_is_chosen_from_a_list(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
+def test_the_list_of_models_names_the_one_that_is_shown(tmp_path: Path) -> None:
+    """A model that was chosen from the list stays named there while newer ones are created and deleted."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        chosen, name = seen.page.locator("#models select"), seen.page.locator("#model-head .name")
+        for i in range(10):
+            cluster.post("/models", {"name": f"model-{i}", "params": {"w": {"shape": [2]}}}, status=201)
+        seen.page.goto(cluster.url)
+        seen.page.wait_for_selector("#models:has-text('10 models')")
+        chosen.select_option("model-4")
+        cluster.post("/models", {"name": "newer", "params": {"w": {"shape": [2]}}}, status=201)
+        seen.page.wait_for_selector("#models:has-text('11 models')")
+        assert (chosen.input_value(), name.inner_text()) == ("model-4", "model-4")
+        cluster.call("DELETE", "/models/newer")
+        seen.page.wait_for_selector("#models:has-text('10 models')")
+        assert (chosen.input_value(), name.inner_text()) == ("model-4", "model-4")
+        assert seen.errors == []
+
+
 def test_long_names_and_a_young_model_are_seen(tmp_path: Path) -> None:
     """On a phone a metric's long name fits, and in the longest range the only value that was reported is drawn."""
     names = {"m" * 64: 123456789.0, "loss": 1e8, "neg": -3.0, "huge": 1e30}

@@ -1,5 +1,6 @@
 """A status page that stays open for days: hidden for hours, past upgrades, set clocks and workers that come and go."""
 
+import json
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -105,6 +106,78 @@ def test_metrics_may_have_any_name(rest_cluster: Nodes) -> None:
         titles = seen.page.locator("#model-charts figcaption > b").all_inner_texts()
         assert {"Push", "Push time", "Top-1, top-5"} <= set(titles)
         assert seen.errors == []
+
+
+def test_metrics_may_be_called_like_what_every_object_has(rest_cluster: Nodes) -> None:
+    """A metric whose name is that of a property of all objects is a number like others."""
+    with browser() as seen:
+        name = unique("named")
+        rest_cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+        rest_cluster.post(f"/models/{name}/metrics", {"metrics": {"constructor": 0.5, "toString": 3.0}}, status=200)
+        seen.page.goto(f"{rest_cluster.url}#{name}")
+        fact = seen.page.locator("#model-head dl.facts > div", has_text="constructor")
+        assert fact.locator("dd").inner_text() == "0.5"
+        assert fact.get_attribute("title") is None
+        seen.page.get_by_role("figure", name="ToString", exact=True).wait_for()
+        assert seen.errors == []
+
+
+def test_the_version_lag_is_that_of_live_workers_first(rest_cluster: Nodes) -> None:
+    """Of more workers than are drawn it is the dead ones that are left out; where two runs are drawn, each is named."""
+    with browser() as seen:
+        name = unique("lagging")
+        rest_cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+
+        def join(worker: str) -> None:
+            rest_cluster.post(f"/models/{name}/workers", {"name": worker, "lease_s": 600}, status=201)
+            report = {"worker": worker, "metrics": {"lag": 2.0}}
+            rest_cluster.post(f"/models/{name}/metrics", report, status=200)
+
+        def legend() -> list[str]:
+            return [text.rpartition(" ")[0] for text in lag.locator(".legend > span").all_inner_texts()]
+
+        for i in range(10):
+            join(f"run-1/w{i}")
+        seen.page.goto(f"{rest_cluster.url}#{name}")
+        lag = seen.page.get_by_role("figure", name="Version lag")
+        eventually(lambda: legend() == [f"w{i}" for i in range(10)], what="the first run")
+        for i in range(10):
+            rest_cluster.call("DELETE", f"/models/{name}/workers/run-1/w{i}")
+        for worker in ("run-2/w10", "run-2/w2"):
+            join(worker)
+        wanted = ["run-2/w2", "run-2/w10", *(f"run-1/w{i}" for i in range(8))]
+        eventually(lambda: legend()[:10] == wanted, what="the second run")
+        assert "and 2 more, not drawn" in lag.inner_text()
+        assert seen.errors == []
+
+
+def test_live_nodes_are_drawn_before_dead_ones(tmp_path: Path) -> None:
+    """Of more shards than are drawn it is the dead ones that are left out."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        eventually(lambda: cluster.get("/status")["cluster"]["state"] == "ok", what="the shard")
+        status = cluster.get("/status")
+        (shard,) = (n for n in status["nodes"] if n["role"] == "shard")
+        status["nodes"] += [shard | {"name": f"dead-{i}", "alive": False, "state": "dead"} for i in range(12)]
+        answer = {"content_type": "text/event-stream", "body": f"event: status\ndata: {json.dumps(status)}\n\n"}
+        seen.page.route("**/status/stream", lambda route: route.fulfill(**answer))
+        seen.page.goto(cluster.url)
+        legend = seen.page.get_by_role("figure", name="Gradients in").locator(".legend > span")
+        legend.first.wait_for()
+        assert legend.first.inner_text().startswith("shard-0 ")
+        assert legend.last.inner_text() == "and 3 more, not drawn"
+
+
+def test_a_fault_of_the_page_is_told_as_that(rest_cluster: Nodes) -> None:
+    """A page that cannot draw says so, writes the error to the console, and leaves no connection open for each try."""
+    with browser() as seen:
+        before = streams(rest_cluster)
+        seen.page.goto(rest_cluster.url)
+        eventually(lambda: seen.text("#live") != "", what="the first second")
+        seen.page.evaluate("document.getElementById('events').remove()")
+        seen.page.wait_for_selector("#problems:has-text('this page failed: TypeError')")
+        # The page's text is asked for, as only then the browser's errors are taken in.
+        eventually(lambda: seen.text("#state") and sum("TypeError" in e for e in seen.errors) > 3, what="some tries")
+        eventually(lambda: streams(rest_cluster) <= before + 1, what="the end of the earlier tries")
 
 
 def test_only_a_fraction_is_shown_in_percent(rest_cluster: Nodes) -> None:

@@ -46,6 +46,30 @@ def test_a_name_that_is_not_allowed_ends_the_worker(shared_cluster: Cluster) -> 
     assert "unreachable" not in done.stderr
 
 
+def test_of_two_workers_of_one_name_the_first_ends(shared_cluster: Cluster) -> None:
+    """A worker whose name another one joins with exits with 1 and says what to do, and the other one stays."""
+    command = [*WORKER, "--name", "twin", "--url", shared_cluster.url]
+    workers: list[subprocess.Popen[str]] = []
+    with ps.connect(shared_cluster.url) as client:
+
+        def epoch() -> int:
+            items = client.request("GET", "/pool")["items"]
+            return max((m["epoch"] for m in items if m["member"] == "twin"), default=0)
+
+        try:
+            workers.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            eventually(lambda: epoch() == 1, what="the first one")
+            workers.append(subprocess.Popen(command, text=True))
+            assert "give each worker a unique name" in workers[0].communicate(timeout=60)[1]
+            assert workers[0].returncode == 1
+            assert epoch() == 2
+            assert workers[1].poll() is None
+        finally:
+            for worker in workers:
+                worker.terminate()
+                worker.wait(30)
+
+
 def test_a_worker_takes_its_settings_from_the_environment_and_the_file(shared_cluster: Cluster, tmp_path: Path) -> None:
     """A worker takes its URL and name from environment variables and its allowed modules from `paramserver.toml`."""
     (tmp_path / "paramserver.toml").write_text('[worker]\nallow = ["somewhere.else", "paramserver.examples"]\n')

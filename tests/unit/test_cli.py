@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import io
+import math
 import os
 import re
 import signal
@@ -477,6 +478,8 @@ def test_a_training_is_good_when_its_last_evaluations_are() -> None:
     assert not training.has_reached(0.96)
     training.evaluations += [0.961, 0.97]
     assert training.has_reached(0.96)
+    training.evaluations.append(math.nan)
+    assert not training.has_reached(0.96)
     training.samples += [_sample(0.0), _sample(10.0, 5), _sample(20.0, 105)]
     assert training.rate() == (10.0, 40.0)
 
@@ -484,7 +487,7 @@ def test_a_training_is_good_when_its_last_evaluations_are() -> None:
 def test_a_workers_lag_is_what_the_shards_measured() -> None:
     """A worker's lag is taken from the shards' measurement, not from the metrics that the worker reports."""
     worker = {"worker": "m/w0", "clock": 3, "lag": 1.5, "metrics": {"loss": 0.5}, "state": "active", "alive": True}
-    model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "series": []}
+    model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "series": [], "not_finite": {}}
     status = {"models": [model | {"workers": [worker | {"heartbeat_age_s": 0.1}]}]}
     client: Any = SimpleNamespace(status=lambda timeout: status)
     training = Training(client, "m", "async")
@@ -518,7 +521,7 @@ def test_the_live_picture_has_curves_and_workers() -> None:
 
 def test_a_sparkline_spans_its_range() -> None:
     """The lowest value is the lowest bar, the highest the highest; gaps are kept, and long series are thinned out."""
-    assert sparkline([0.0, None, 1.0], 0.0, 1.0) == "▁ █"
+    assert sparkline([0.0, None, 1.0, math.nan], 0.0, 1.0) == "▁ █ "
     assert len(sparkline([0.5] * 1000, 0.0, 1.0)) == CHART_WIDTH
 
 

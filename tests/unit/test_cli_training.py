@@ -1,22 +1,30 @@
 """What psctl remembers of a training that it follows."""
 
+import io
+import re
 from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from paramserver.errors import problem
 from paramserver_cli import train
+from paramserver_cli.display import picture, plain_line
 from paramserver_cli.launch import Failed
 from paramserver_cli.training import SAMPLES_MAX, Training
+
+MODEL = {
+    "name": "m", "clock": 0, "version": 0, "pushes_per_s": 0.0, "lag": None, "series": [], "not_finite": {},
+    "workers": [],
+}  # fmt: skip
 
 
 def test_a_training_of_days_takes_no_more_memory_than_one_of_an_hour() -> None:
     """A bounded number of samples is kept, evenly spaced from the first to the newest."""
-    model = {"name": "m", "clock": 0, "pushes_per_s": 0.0, "lag": None, "series": [], "workers": []}
     versions = count()
-    client: Any = SimpleNamespace(status=lambda timeout: {"models": [model | {"version": next(versions)}]})
+    client: Any = SimpleNamespace(status=lambda timeout: {"models": [MODEL | {"version": next(versions)}]})
     training = Training(client, "m", "sync")
     most = 0
     for newest in range(9 * SAMPLES_MAX):
@@ -54,3 +62,35 @@ def test_a_training_that_somebody_stopped_is_not_done(state: str) -> None:
     training = Training(SimpleNamespace(), "m", "m")  # type: ignore[arg-type]  # it has polled nothing
     with pytest.raises(Failed, match=f"run-1 {state}: it was asked to"):
         train._report({"id": "run-1", "state": state, "reason": "it was asked to"}, training)
+
+
+def test_a_loss_that_becomes_nan_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss of a worker that is NaN is no number of the training, in the line, the panel and at the end."""
+    losses = (0.5, None)
+    workers = [
+        {"worker": f"m/w{i}", "clock": 3, "lag": None, "metrics": {"loss": loss}, "state": "active", "alive": True,
+         "heartbeat_age_s": 0.1}
+        for i, loss in enumerate(losses)
+    ]  # fmt: skip
+    series = [{"name": "loss", "last": 0.5}, {"name": "accuracy", "last": 0.9}]
+    seconds = [
+        MODEL | {"workers": workers[:1], "series": series},
+        MODEL | {"workers": workers, "series": series, "not_finite": {"loss": (1.0, "m/w1")}},
+        # The workers have left, so what they last reported is known of the model alone.
+        *[MODEL | {"series": series, "not_finite": {"loss": (1.0, "m/w1"), "accuracy": (2.0, "m/w1")}}] * 2,
+    ]
+    client: Any = SimpleNamespace(status=lambda timeout: {"models": [seconds.pop(0)]})
+    training = Training(client, "m", "async")
+
+    training.poll()
+    assert "loss 0.500  accuracy 90.0 %" in plain_line(training)
+    training.poll()
+    assert "loss NaN or inf  accuracy 90.0 %" in plain_line(training)
+    out = Console(width=100, file=io.StringIO())
+    out.print(picture(training, "http://127.0.0.1:8700"))
+    assert re.search(r"w1 +3 +NaN or inf", out.file.getvalue())  # type: ignore[attr-defined]  # the StringIO above
+    for _ in range(2):
+        training.poll()
+    assert [repr(a) for a in training.evaluations] == ["0.9", "nan"]
+    train._report({"id": "run-1", "state": "finished", "reason": "it is over"}, training)
+    assert capsys.readouterr().out == "run-1 finished: it is over; loss NaN or inf; accuracy NaN or inf\n"

@@ -383,6 +383,20 @@ async def test_results_that_were_not_finite_are_a_problem() -> None:
     assert "lower the learning rate" in problem
 
 
+async def test_the_last_value_of_a_long_series_is_its_newest() -> None:
+    """A series is averaged down for drawing, but not its last value, which is what the page and psctl show."""
+    d, service = of_models(1)
+    for i in range(2 * overview.POINTS + 2):
+        d.wait(2.0)
+        d.ask(partial(io.ReportMetrics, model="m00", metrics={"accuracy": float(i)}, worker="", clock=i))
+
+    (found,) = (await overview.describe(service)).models
+
+    (series,) = found.series
+    assert len(series.points) <= overview.POINTS
+    assert series.last == found.latest["accuracy"][1] == 2 * overview.POINTS + 1
+
+
 def test_events_are_what_differs_from_the_second_before() -> None:
     """Each change of a shard, run or Redis since the last second is one event with a level; the first has none."""
     history = History(0.0)

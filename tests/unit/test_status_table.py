@@ -25,7 +25,8 @@ def printed(
 
 def model(*waiting_for: str) -> dict[str, Any]:
     """Return a synchronous model that waits for these."""
-    return {**MODEL, "name": "m", "workers": [], "series": [], "moving": [], "waiting_for": list(waiting_for)}
+    empty: dict[str, Any] = {"workers": [], "series": [], "not_finite": {}, "moving": []}
+    return {**MODEL, **empty, "name": "m", "waiting_for": list(waiting_for)}
 
 
 @pytest.mark.parametrize("waited", [["2 more workers to join"], ["job/slow", "other"]])
@@ -55,6 +56,14 @@ def test_workers_that_left_or_died_are_not_counted() -> None:
     workers = [{"state": state, "alive": alive} for state, alive in states.items()]
     line = printed(models=[{**model(), "workers": workers}]).splitlines()[-1]
     assert line.split()[-1] == "2"
+
+
+def test_a_metric_that_is_no_number_is_told() -> None:
+    """A metric whose newest value is NaN or infinite is shown as that, whether or not it ever had a number."""
+    series = [{"name": "accuracy", "last": 0.5}, {"name": "loss", "last": 0.25}]
+    bad = {"loss": (1.0, "m/a"), "norm": (1.0, "m/a")}
+    line = printed(models=[{**model(), "series": series, "not_finite": bad}]).splitlines()[-1]
+    assert line.rstrip().endswith("accuracy 0.5  loss NaN or inf  norm NaN or inf")
 
 
 @pytest.mark.parametrize(("state", "alive", "shown"), [("left", False, "left"), ("idle", False, "dead")])

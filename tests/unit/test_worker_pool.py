@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paramserver import limits
-from paramserver.errors import AuthError, problem
+from paramserver.errors import AuthError, FencedError, problem
 from paramserver_worker import entry, pool
 from paramserver_worker.pool import PoolMember
 
@@ -180,3 +180,78 @@ def test_an_outage_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 
     told = [r.getMessage().split()[0] for r in caplog.records]
     assert told == ["pool.joined", "pool.unreachable", "pool.back", "pool.unreachable"]
+
+
+class SharedNameScheduler:
+    """Gives out one place; then another process has joined under the member's name."""
+
+    def __init__(self, *, join_in_doubt: bool = False) -> None:
+        self.joins = 0
+        self.told_twice = threading.Event()
+        self._join_in_doubt = join_in_doubt
+        self._heartbeats = 0
+
+    def request(self, method: str, path: str, *_: Any, **__: Any) -> dict[str, Any]:
+        if path == "/pool":
+            self.joins += 1
+            if self._join_in_doubt and self.joins == 1:
+                raise problem("in_doubt", "no answer came")
+            return {"member": "w", "epoch": self.joins}
+        if path.startswith("/runs/"):
+            raise problem("fenced", "pool member 'w' is no longer a member", epoch=self.joins + 1)
+        self._heartbeats += 1
+        if self._heartbeats == 1:
+            return {"state": "run", "run": {"id": "r", "place": 0, "entry": "json:dumps", "model": "m"}}
+        if self._heartbeats > 3:
+            self.told_twice.set()
+        raise problem("fenced", "pool member 'w' is no longer a member", epoch=self.joins + 1)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_member_whose_name_another_process_has_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that another process of its name replaces does not replace that one in turn, and says what to do."""
+    scheduler: Any = SharedNameScheduler()
+    worked: list[bool] = []
+    monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(entry, "run", lambda *_, **__: worked.append(scheduler.told_twice.wait(5.0)))
+
+    with pytest.raises(FencedError, match="another process has joined the pool as 'w'"):
+        PoolMember(scheduler, "w", ["json"]).work()
+
+    assert worked == [True]
+    assert scheduler.joins == 1
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_function_whose_place_another_process_of_the_name_has_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that works on at a place which went to another process of the name has as long as at any lost one."""
+    scheduler: Any = SharedNameScheduler()
+    exits: list[int] = []
+    ended = threading.Event()
+
+    def end(status: int) -> None:
+        exits.append(status)
+        ended.set()
+
+    monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(pool, "STOP_GRACE_S", 0.0)
+    monkeypatch.setattr("paramserver_worker.pool.os._exit", end)
+    monkeypatch.setattr("paramserver_worker.pool.logging.shutdown", lambda: None)
+    monkeypatch.setattr(entry, "run", lambda *_, **__: ended.wait(5.0))
+
+    with pytest.raises(FencedError):
+        PoolMember(scheduler, "w", ["json"]).work()
+
+    assert exits[0] == pool.EXIT_OVERSTAYED
+
+
+def test_a_member_takes_its_own_late_join_for_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a join whose answer never came, a higher epoch may be the member's own: it joins again, once."""
+    monkeypatch.setattr(pool, "IDLE_POLL_S", 0.0)
+    monkeypatch.setattr(entry, "run", lambda *_, **__: None)
+    scheduler: Any = SharedNameScheduler(join_in_doubt=True)
+
+    with pytest.raises(FencedError):
+        PoolMember(scheduler, "w", ["json"]).work()
+
+    assert scheduler.joins == 3

@@ -56,7 +56,15 @@ export async function follow(path, onStatus, onLost) {
         why = error.message;
         throw error;
       });
-      for await (const text of events(answer.body, silence)) onStatus(JSON.parse(text));
+      for await (const text of events(answer.body, silence)) {
+        try {
+          onStatus(JSON.parse(text));
+        } catch (error) {
+          console.error(error);
+          why = `this page failed: ${error}`;
+          throw error;
+        }
+      }
     } catch (error) {
       // Said on the page; the next try tells more.
     }
@@ -82,7 +90,11 @@ class Silence {
     this.#timer = setTimeout(() => this.abort(), SILENCE_MS);
   }
 
-  end() { clearTimeout(this.#timer); }
+  /** Nothing is left open, also of an answer that was not read to its end. */
+  end() {
+    clearTimeout(this.#timer);
+    this.abort();
+  }
 }
 
 async function* events(body, silence) {

@@ -93,7 +93,10 @@ function drawTabs(models, shown) {
   if (named.length > TABS_MAX) {
     // Options are made only when they differ: a list that is open must not change under the pointer.
     const options = named.map(m => el("option", {value: m.name, selected: m === shown}, m.name));
-    return show($("models"), el("select", {"aria-label": "model"}, options), el("span.dim", {}, `${named.length} models`));
+    show($("models"), el("select", {"aria-label": "model"}, options), el("span.dim", {}, `${named.length} models`));
+    const select = $("models").querySelector("select");
+    if (select.value !== shown.name) select.value = shown.name;  // of a list that was used, the attribute no longer tells
+    return;
   }
   show($("models"), named.map(m => el("button", {
     type: "button", "aria-pressed": String(m === shown), "data-model": m.name, "data-key": m.name,

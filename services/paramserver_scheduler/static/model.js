@@ -15,6 +15,7 @@ const OWN = ["updates_per_s", "pushes_per_s", "pulls_per_s", "push_p50_s", "push
 
 /** What the words of the page mean, as tooltips. */
 const MEANINGS = {
+  __proto__: null,  // a metric may be called like what every object has
   version: "updates applied to the model; each partition counts its own, this is the lowest",
   clock: "iterations finished: of the slowest worker, or in sync of all together",
   "versions/s": "updates applied per second", "pushes/s": "gradients received per second",
@@ -92,7 +93,7 @@ export class ModelPanel {
     for (const name of OWN) values["model." + name] = model[name];
     for (const w of model.workers) if (w.alive) values[line("worker.lag", w.worker)] = w.lag;
     for (const name of this.#reported) {
-      if (!(name in model.latest)) continue;  // no finite value yet
+      if (!Object.hasOwn(model.latest, name)) continue;  // no finite value yet
       const [at, value] = model.latest[name];
       if (this.#seen[name] !== at) values["reported." + name] = value;  // told once, at its time
       this.#seen[name] = at;
@@ -115,7 +116,10 @@ export class ModelPanel {
   }
 
   #panels(model) {
-    const all = this.#series.named("worker.lag"), lags = all.slice(0, DRAWN_MAX);
+    const live = new Set(model.workers.filter(w => w.alive).map(w => line("worker.lag", w.worker)));
+    const all = this.#series.named("worker.lag").sort((a, b) => live.has(b) - live.has(a) || byName(a, b));
+    const lags = all.slice(0, DRAWN_MAX), workers = lags.map(l => l.split("|")[1]);
+    const told = new Set(workers.map(runOf)).size > 1 ? w => w : shortWorker;
     const reported = this.#reported.map((name, i) => ({
       id: "reported." + name, title: title(name), unit: unitOf(name), zero: false, gaps: false, since: model.not_finite[name]?.[0],
       lines: [{of: "reported." + name, label: "", nth: name === "accuracy" ? 2 : i}],
@@ -130,7 +134,7 @@ export class ModelPanel {
       {id: "pull", title: "Pull time", unit: "s", note: "at the slowest shard, over ten seconds", lines: [
         {of: "model.pull_p50_s", label: "p50"}, {of: "model.pull_p99_s", label: "p99"}]},
       {id: "lag", title: "Version lag", unit: "versions", note: "versions applied between a worker's pull and its push",
-        lines: lags.map(l => ({of: l, label: shortWorker(l.split("|")[1])})), more: others(all.length - lags.length)},
+        lines: lags.map((l, i) => ({of: l, label: told(workers[i])})), more: others(all.length - lags.length)},
       {id: "bytes", title: "Traffic", unit: "B/s", note: "bytes of gradients and of values, over all shards", lines: [
         {of: "model.in_bytes_per_s", label: "gradients in", nth: 5}, {of: "model.out_bytes_per_s", label: "values out", nth: 6, dash: [4, 3]}]},
       {id: "durable", title: "Not yet durable", unit: "versions", note: "versions that would be lost with their shard",
@@ -147,12 +151,13 @@ function reportedNames(model) {
 
 const notFinite = () => el("span.bad", {}, NOT_FINITE);
 const shortWorker = name => name.split("/").at(-1);
+const runOf = name => name.split("/")[0];
 
 function head(model, runs, nowS) {
   const run = runs.find(r => r.model === model.name && !ended(r));
   const facts = [
     ["version", fixed(model.version)], ["clock", fixed(model.clock)],
-    ...reportedNames(model).map(n => [n, n in model.not_finite ? notFinite() : unit(unitOf(n))(model.latest[n][1])]),
+    ...reportedNames(model).map(n => [n, Object.hasOwn(model.not_finite, n) ? notFinite() : unit(unitOf(n))(model.latest[n][1])]),
     ["versions/s", short(model.updates_per_s)], ["pushes/s", short(model.pushes_per_s)],
     ["push p99", seconds(model.push_p99_s)], ["version lag", short(model.lag)], ["not durable", fixed(model.durable_behind)],
   ];
@@ -161,7 +166,7 @@ function head(model, runs, nowS) {
       el("span.dim", {}, [model.mode, model.optimizer + (model.lr === null ? "" : ` lr ${short(model.lr)}`),
         `${short(model.elements)} values in ${model.parameters} parameter${model.parameters === 1 ? "" : "s"} (${bytes(4 * model.elements)})`].join(" · "))),
     run && progress(run),
-    ...reportedNames(model).filter(n => n in model.not_finite).map(n => diverged(n, model, nowS)),
+    ...reportedNames(model).filter(n => Object.hasOwn(model.not_finite, n)).map(n => diverged(n, model, nowS)),
     el("dl.facts", {}, facts.map(([name, value]) => el("div", {title: MEANINGS[name]}, el("dt", {}, name), el("dd.num", {}, value)))),
   ];
 }
@@ -170,7 +175,7 @@ function head(model, runs, nowS) {
 function diverged(name, {not_finite, latest}, nowS) {
   const [since, worker] = not_finite[name];
   const says = [`${title(name)} is ${NOT_FINITE} since ${moment(since, nowS)}`, worker && `as ${worker} reports`,
-    name in latest && `the last number was ${short(latest[name][1])}`].filter(Boolean).join(", ");
+    Object.hasOwn(latest, name) && `the last number was ${short(latest[name][1])}`].filter(Boolean).join(", ");
   return el("p.diverged", {role: "alert"}, el("span.bad", {}, `${says}. `),
     "The training has probably diverged. The model's own values are still finite, as gradients that are not are refused. "
     + "Lower the learning rate (Settings, below) or clip the gradients, and start again from a checkpoint or on a new model.");

@@ -53,7 +53,8 @@ export class NodePanel {
     show(document.getElementById("nodes"), rows(nodes, colors));
     const from = Math.max(cluster.now - spanS, this.series.slot(cluster.now - cluster.uptime_s));
     for (const [metric, chart] of this.#charts) {
-      const all = drawn.filter(n => n.role === "shard" || !metric.endsWith("_per_s")), names = all.slice(0, DRAWN_MAX);
+      const all = drawn.filter(n => n.role === "shard" || !metric.endsWith("_per_s")).sort((a, b) => b.alive - a.alive);
+      const names = all.slice(0, DRAWN_MAX);
       chart.draw(this.series.times, names.map(n => ({
         label: n.name, color: nodeColor(n, colors), values: this.series.of(line("node." + metric, n.name)),
       })), from, cluster.now, {more: others(all.length - names.length)});

@@ -76,6 +76,6 @@ export class Series {
 
   /** Names of the lines of a metric that have a value in the span. */
   named(metric) {
-    return [...this.lines.keys()].filter(n => n.startsWith(metric + "|") && this.lines.get(n).some(v => v !== null)).sort();
+    return [...this.lines.keys()].filter(n => n.startsWith(metric + "|") && this.lines.get(n).some(v => v !== null));
   }
 }
