@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from mmap import mmap
+from tracemalloc import get_traced_memory, start, stop
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,21 @@ def test_written_past_the_caches_the_bytes_are_the_same(o: OptimizerSpec, first:
 
         same(out, expected)
         assert all((a[:i] == 7e7).all() and (a[i + size :] == 7e7).all() for a, i in zip(room, at, strict=True))
+
+
+def test_steps_of_many_segments_are_not_kept() -> None:
+    """Pushes of thousands of rows, each with rows of its own, leave nothing of their steps in memory."""
+    w, out, o = vector(0), np.empty(SIZE, F), OptimizerSpec("sgd")
+    start()
+    before = get_traced_memory()[0]
+    for push in range(100):
+        steps = [SegmentStep(i, i + 1, 0.1, active=i % 2 == 0, scale=1.0 + push) for i in range(1000)]
+        kernels.apply(o, steps, w, (), w, "float32", out, ())
+        del steps
+    kept = get_traced_memory()[0] - before
+    stop()
+
+    assert kept < 1 << 20
 
 
 def test_what_is_beyond_the_caches_counts_the_state() -> None:
