@@ -90,6 +90,18 @@ def test_adam_is_exactly_its_formula_in_float32() -> None:
     same([out, m_out, v_out], [w - size * (first / (np.sqrt(second) * grow + F(1e-8))), first, second])
 
 
+@pytest.mark.parametrize("nontemporal", [False, True])
+@pytest.mark.parametrize("o", [o for o in ALL if o.name in ("momentum", "nesterov", "rmsprop", "adam", "adamw")])
+def test_state_that_decays_ends_at_zero(o: OptimizerSpec, nontemporal: bool) -> None:
+    """State below float32's normal numbers becomes 0: on what stays denormal each step would take ten times as long."""
+    w, zero, slots = vector(0), np.zeros(SIZE, F), [np.full(SIZE, np.finfo(F).tiny)] * slot_count(o)
+    out = [np.frombuffer(mmap(-1, 4 * SIZE), F) for _ in range(1 + len(slots))]
+
+    kernels.apply(o, [SegmentStep(0, SIZE, 0.1)], w, slots, zero, "float32", out[0], out[1:], nontemporal=nontemporal)
+
+    same(out, [w, *np.zeros_like(slots)])
+
+
 @every_optimizer
 def test_a_step_leaves_its_inputs_alone(o: OptimizerSpec) -> None:
     """A step does not change its inputs, so the old version stays valid while the new one is computed."""
