@@ -118,7 +118,7 @@ def _update(task: UpdateTask, pool: BufferPool, values: F32, nontemporal: bool) 
     # The checksum also brings the gradient into the cache for the update.
     crc = slice_crc(dtype, ((0, size),), gradient) if task.needs_check else None
     # The step does not read the gradient where values stay as they are.
-    unread = task.needs_check and any([not s.active or s.lr == 0.0 for s in task.steps])
+    unread = task.needs_check and any([not s.active or s.lr <= kernels.FTRL_RATE_MIN for s in task.steps])
     if unread and not kernels.all_finite(gradient, dtype):
         return TaskResult(None, bad_gradient=True)
     if not kernels.apply(*step, gradient, dtype, values, slots, nontemporal=nontemporal):

@@ -173,6 +173,8 @@ def first_state(spec: ModelSpec, layout: Layout, index: int, take: Callable[[int
 
 
 def _has_assigned_values(effect: LoadPartition) -> bool:
-    """Whether the partition has parameters with assigned initial values, which cannot be drawn again."""
+    """Whether the partition has assigned or restored initial values, which cannot be drawn again."""
+    if effect.restored:
+        return True
     segments = effect.layout.segments[effect.key.index]
     return any(effect.spec.params[s.param].init.kind in ASSIGNED_KINDS for s in segments)

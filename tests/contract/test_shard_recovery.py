@@ -334,12 +334,16 @@ async def test_why_a_partition_cannot_be_loaded_is_logged_once(redis: Redis, cap
         assert ["is damaged" in r.message for r in caplog.records] == [True, False], caplog.text
 
 
-async def test_values_that_were_never_stored_are_not_made_up(redis: Redis) -> None:
-    """A partition of uploaded values that was never stored is refused, because nothing can give it those values."""
+@pytest.mark.parametrize("source", ["snapshot", 3])
+@pytest.mark.parametrize(("kind", "restored"), [("upload", False), ("zeros", True), ("uniform", True)])
+async def test_values_that_were_never_stored_are_not_made_up(
+    redis: Redis, kind: str, restored: bool, source: str | int
+) -> None:
+    """A partition of uploaded or restored values that was never stored is refused: nothing can give it those values."""
     async with running(redis, ack="applied") as shard:
-        params = {"w": {"shape": [SIZE], "init": {"kind": "upload"}}}
+        params = {"w": {"shape": [SIZE], "init": {"kind": kind}}}
         spec = spec_of(ack="applied", params=params)
-        effect = LoadPartition(shard.key, TOKEN, "snapshot", spec, Layout(spec))
+        effect = LoadPartition(shard.key, TOKEN, source, spec, Layout(spec), restored)
         with pytest.raises(CorruptState, match="initial values were never stored") as caught:
             await loader_of(redis).load(effect)
     assert caught.value.members["never_stored"]

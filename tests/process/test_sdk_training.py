@@ -284,6 +284,23 @@ ps.connect(sys.argv[1]).restore(sys.argv[2], as_=sys.argv[3])
 """A restore that is killed once the first of the partitions are set."""
 
 
+def test_the_script_that_made_a_model_takes_the_one_that_is_restored_from_a_folder(
+    client: ps.Client, name: str, tmp_path: Path
+) -> None:
+    """A restored model has the spec of the checkpoint's, down to the initial values of the program that trains it."""
+    params = {"w": np.ones(64, np.float32), "b": ps.Param((8, 8), init="kaiming_normal")}
+    model = client.create_model(name, params)
+    model.push({"w": np.ones(64, np.float32)})
+    model.checkpoint(tmp_path / "ckpt")
+    before = model.pull()
+    model.delete()
+    client.restore(tmp_path / "ckpt")
+
+    again = client.create_model(name, params, exist_ok=True).pull()
+
+    assert {n: a.tolist() for n, a in again.items()} == {n: a.tolist() for n, a in before.items()}
+
+
 @pytest.mark.parametrize("mode", [ps.Async(), ps.Sync()], ids=["async", "sync"])
 def test_a_model_restored_in_part_is_not_served(client: ps.Client, name: str, tmp_path: Path, mode: Any) -> None:
     """A model that a killed client has restored in part refuses pushes and pulls; the error says what to do.

@@ -346,7 +346,7 @@ def test_believing_an_upload_whose_shard_has_died_turns_the_checkers_red(monkeyp
 
     monkeypatch.setattr(ModelDesk, "uploaded", believed)
 
-    assert turns_red(kind="births", first=11, within=1, upload=True, says="partition 0: -999.0")
+    assert turns_red(kind="births", first=11, within=1, given="upload", says="partition 0: -999.0")
 
 
 def test_losing_the_state_of_the_optimizer_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

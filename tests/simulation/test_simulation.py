@@ -231,12 +231,19 @@ def test_each_range_of_the_data_is_worked_on_in_each_pass(first: int) -> None:
 def test_no_push_is_applied_to_first_values_that_are_lost(first: int) -> None:
     """First values that are lost before they are stored are uploaded again, and only then can be trained or pulled."""
     for seed in range(1000 + first, 1000 + 10 * STEP, STEP):
-        run(Simulation(seed, kind="births", change="none", upload=True))
+        run(Simulation(seed, kind="births", change="none", given="upload"))
+
+
+@pytest.mark.parametrize("first", spread(9))
+def test_restored_values_that_are_lost_are_restored_again(first: int) -> None:
+    """What a restore has given a new model, and a death takes before it is stored, nothing else replaces."""
+    for seed in range(first, 10 * STEP, STEP):
+        run(Simulation(seed, "async", kind="births", change="none", given="restore"))
 
 
 def test_a_push_that_waited_for_lost_first_values_is_refused() -> None:
     """The run in which a push was applied to zeros, acknowledged, and gone with the second upload passes."""
-    run(Simulation(1113, kind="births", change="none", upload=True))
+    run(Simulation(1113, kind="births", change="none", given="upload"))
 
 
 @pytest.mark.parametrize("mode", CONSISTENCY)

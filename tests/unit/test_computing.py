@@ -77,9 +77,11 @@ def test_what_nobody_has_looked_at_is_looked_at_when_it_is_applied() -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "unread"), [("sgd", {"active": False}), ("ftrl", {"lr": 0.0})])
+@pytest.mark.parametrize(
+    ("name", "unread"), [("sgd", {"active": False}), ("ftrl", {"lr": 0.0}), ("ftrl", {"lr": 1e-21})]
+)
 def test_what_makes_no_step_is_looked_at_too(name: str, unread: dict[str, Any]) -> None:
-    """A gradient that nobody has looked at is refused for NaN in what makes no step: it is frozen, or has rate 0."""
+    """A gradient that nobody has looked at is refused for NaN in what makes no step: frozen, or at a rate next to 0."""
     pool, optimizer = BufferPool(), replace(SPEC.optimizer, name=name)
     task = tasks(pool, reuse_direct=False)[0]
     values, still = task.state.values, tuple([replace(step, **unread) for step in task.steps])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from mmap import mmap
+from tracemalloc import get_traced_memory, start, stop
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,18 @@ def test_adam_is_exactly_its_formula_in_float32() -> None:
     second = F(0.999) * v + F(1 - 0.999) * (g * g)
     size, grow = F(0.01 / (1 - 0.9**7)), F(1 / (1 - 0.999**7) ** 0.5)
     same([out, m_out, v_out], [w - size * (first / (np.sqrt(second) * grow + F(1e-8))), first, second])
+
+
+@pytest.mark.parametrize("nontemporal", [False, True])
+@pytest.mark.parametrize("o", [o for o in ALL if o.name in ("momentum", "nesterov", "rmsprop", "adam", "adamw")])
+def test_state_that_decays_ends_at_zero(o: OptimizerSpec, nontemporal: bool) -> None:
+    """State below float32's normal numbers becomes 0: on what stays denormal each step would take ten times as long."""
+    w, zero, slots = vector(0), np.zeros(SIZE, F), [np.full(SIZE, np.finfo(F).tiny)] * slot_count(o)
+    out = [np.frombuffer(mmap(-1, 4 * SIZE), F) for _ in range(1 + len(slots))]
+
+    kernels.apply(o, [SegmentStep(0, SIZE, 0.1)], w, slots, zero, "float32", out[0], out[1:], nontemporal=nontemporal)
+
+    same(out, [w, *np.zeros_like(slots)])
 
 
 @every_optimizer
@@ -194,6 +207,21 @@ def test_written_past_the_caches_the_bytes_are_the_same(o: OptimizerSpec, first:
 
         same(out, expected)
         assert all((a[:i] == 7e7).all() and (a[i + size :] == 7e7).all() for a, i in zip(room, at, strict=True))
+
+
+def test_steps_of_many_segments_are_not_kept() -> None:
+    """Pushes of thousands of rows, each with rows of its own, leave nothing of their steps in memory."""
+    w, out, o = vector(0), np.empty(SIZE, F), OptimizerSpec("sgd")
+    start()
+    before = get_traced_memory()[0]
+    for push in range(100):
+        steps = [SegmentStep(i, i + 1, 0.1, active=i % 2 == 0, scale=1.0 + push) for i in range(1000)]
+        kernels.apply(o, steps, w, (), w, "float32", out, ())
+        del steps
+    kept = get_traced_memory()[0] - before
+    stop()
+
+    assert kept < 1 << 20
 
 
 def test_what_is_beyond_the_caches_counts_the_state() -> None:

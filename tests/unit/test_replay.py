@@ -315,7 +315,7 @@ def test_a_restore_to_a_later_version_is_replayed_and_one_without_is_read(ready:
         session.look()
     recording = session.recording
 
-    assert [e.head["version"] for e in recording.entries if e.kind == "set"] == ([1, 25, 26] if ready else [0, 25, 25])
+    assert [e.head["version"] for e in recording.entries if e.kind == "set"] == [int(ready), 25, 26]
     recording.check()
     for i, entry in enumerate(recording.entries):
         if entry.head.get("least") == 0:

@@ -391,6 +391,28 @@ def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() 
     assert d.core.read.model("m")["state"] == "ready"
 
 
+@pytest.mark.parametrize("kind", ["zeros", "upload", "file"])
+def test_a_restored_model_whose_values_were_never_stored_is_to_be_restored_again(kind: str) -> None:
+    """Shards are told that its values come from nowhere else, and a client that creates it again is to upload none."""
+    spec = SPEC | {"params": {"w": {"shape": [64], "init": {"kind": kind} | ({"path": "x"} if kind == "file" else {})}}}
+    d = Driver("s0", "s1")
+    d.send(lambda n: io.CreateModel(n, spec, "mine", restore=True))
+    d.beats()
+    assert not d.document()["restored"], "a partition may still begin with what the restore replaces"
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, 0))
+    assert d.document()["restored"]
+
+    dies(d, "s0")
+
+    assert (d.core.read.model("m")["state"], d.document()["restored"]) == ("initializing", True)
+    made = d.send(lambda n: io.CreateModel(n, spec, "another"))
+    d.beats()
+    assert "upload_token" not in d.result(made)
+    assert not d.work
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, 0))
+    assert d.core.read.model("m")["state"] == "ready"
+
+
 GONE = problem("invalid_field", "'first' cannot be read")
 
 

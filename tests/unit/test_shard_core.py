@@ -133,6 +133,28 @@ def test_values_restored_while_a_model_enters_sync_do_not_keep_a_partition_from_
     assert (partition.clock, partition.spec.consistency.mode, driver.values()) == (3, "sync", [7.0] * 4)
 
 
+def test_values_set_beside_lost_ones_are_of_a_new_version_if_others_were_trained() -> None:
+    """What is set while first values are not complete is of the version it names, or the one after what was trained."""
+    driver = ShardDriver()
+    driver.serve(spec(2, 2), ready=False)
+
+    def restore() -> list[int]:
+        parts = tuple(AssignPart(i, ones(1), "float32", True, version=3) for i in (0, 1))
+        driver.send(SetReceived(request := driver.request(), "m", parts, restore=True))
+        done = driver.outcome(request)
+        assert isinstance(done, PushDone)
+        return [p.version for p in done.parts]
+
+    assert [restore(), restore()] == [[3, 3], [3, 3]]
+    view = driver.view
+    assert view is not None
+    driver.send(replace(view, ready=True))
+    driver.push({1: ones(1)})
+    driver.send(view)
+
+    assert restore() == [3, 5]
+
+
 def test_a_failed_load_is_told_and_tried_again() -> None:
     """When a load fails, waiting requests get its error, and the load is retried after a second."""
     driver = ShardDriver(eager=False)

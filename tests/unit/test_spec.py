@@ -92,6 +92,7 @@ def test_document_and_parse_are_inverse() -> None:
         ({"consistency": {"mode": "async", "staleness": 3}}, "consistency.staleness", "known fields"),
         ({"params": {"w": {"shape": [0]}}}, "params.w.shape", ""),
         ({"params": {"w": {"shape": [2], "init": {"kind": "normal", "std": -1}}}}, "params.w.init.std", ""),
+        ({"params": {"w": {"shape": [2], "init": {"kind": "uniform", "low": 2}}}}, "params.w.init.low", ""),
         ({"params": {"w": {"shape": [2], "init": {"kind": "file"}}}}, "params.w.init.path", "state directory"),
         ({"params": {"w": {"shape": [2], "init": FAR_FILE}}}, "params.w.init.path", "state directory"),
         ({"params": {"w": {}}}, "params.w.shape", "a list of positive integers"),

@@ -1,7 +1,10 @@
 """What a module's parameters may be: what is left out, and what is refused in words."""
 
 import importlib.util
+from itertools import count
+from threading import BrokenBarrierError
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -101,3 +104,20 @@ def test_what_a_worker_has_already_is_refused_with_it(options: dict[str, Any]) -
     """`rank`, `worker` and `timeout` are those of the worker, where one is passed."""
     with ps.Client("http://127.0.0.1:9") as client, pytest.raises(ps.RequestError, match=r"those of the ps\.Worker"):
         ParameterServerOptimizer(nn.Linear(1, 1), client.model("m").worker(), **options)
+
+
+def test_the_example_ends_with_a_worker_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are to begin together do not wait for ever for one that has failed before."""
+    from paramserver.examples import digits_torch
+
+    turns = count()
+
+    def made(*args: Any, **options: Any) -> Any:
+        if next(turns) == 0:
+            raise ConnectionError
+        return MagicMock()
+
+    monkeypatch.setattr(digits_torch, "BEGIN_S", 0.01)
+    monkeypatch.setattr(digits_torch, "ParameterServerOptimizer", made)
+    with pytest.raises((ConnectionError, BrokenBarrierError)):
+        digits_torch.once(MagicMock(), "async", "fp32", workers=2, steps=1)

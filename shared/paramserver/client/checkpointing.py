@@ -95,8 +95,6 @@ def restore(
     document = found.spec.document()
     document["name"] = check_model_name(as_ or found.spec.name)
     check_states(found.states_in(document["name"]))
-    for p in document["params"].values():
-        p["init"] = {"kind": "zeros"}  # the real values are set below
     if partitions is not None:
         document["partitions"] = partitions
     model_map = (yield from _existing_map(cluster, document["name"], deadline)) if exist_ok else None

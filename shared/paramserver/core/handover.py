@@ -44,7 +44,7 @@ class Handover:
         key = PartitionKey(model.key, index)
         p = Partition.of(key, token, model.layout, model.spec, model.revision)
         p.source, model.partitions[index] = source, p
-        self._shard.perform(LoadPartition(key, token, source, model.spec, model.layout))
+        self._shard.perform(LoadPartition(key, token, source, model.spec, model.layout, view.restored))
 
     def follow(self, model: ServedModel, partition: Partition, number: int, now: float) -> None:
         """Have the partition held if its release is requested under this number, or resume it (0: it is not)."""

@@ -81,6 +81,7 @@ class LoadDesk:
 
         def again(at: float) -> None:
             if self._shard.find(p.key, p.token)[1] is p and p.state is None:
-                self._shard.perform(LoadPartition(p.key, p.token, p.source, model.spec, model.layout))
+                load = LoadPartition(p.key, p.token, p.source, model.spec, model.layout, model.restored)
+                self._shard.perform(load)
 
         self._timers.at(now + after_s, again)

@@ -120,9 +120,9 @@ class ModelDesk:
             hint = "choose another name, change the model's settings, or delete it first"
             raise problem("model_exists", f"model '{spec.name}' exists{how}", hint=hint)
         token = None
-        files = {} if model.restored else spec.files
         mine = e.nonce == model.upload_token  # the answer that granted it may have been lost
-        if model.missing - files.keys() - {RESTORED} and (mine or now >= model.upload_until_s):
+        uploads = set() if model.restored else model.missing - spec.files.keys()  # beside restored values, none fit
+        if uploads and (mine or now >= model.upload_until_s):
             token = model.upload_token = e.nonce
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
             if not mine:

@@ -407,6 +407,7 @@ class Model:
             "state": "ready" if self.ready else "initializing",
             "owners": [o.feed_row() for o in self.owners],
             "source": self.source,
+            "restored": self.restored and not self.awaits_restore,
             "cut": self.cuts.newest,
             "cut_asked": self.cuts.pending,
             "cut_urgent": self.cuts.urgent,

@@ -80,6 +80,8 @@ class InitSpec(Struct, frozen=True):
             else:
                 low = 0.0 if name == "std" else float("-inf")
                 values[name] = r.number(name, getattr(default, name), low)
+        if kind == "uniform" and values["low"] > values["high"]:
+            r.fail("low", f"must not be above high, {values['high']}")
         r.done()
         return cls(kind, **values)
 

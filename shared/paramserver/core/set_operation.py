@@ -79,8 +79,9 @@ class SetOperation(RequestOperation):
                 p.version = max(p.version, part.version - 1)
                 shard.publish_version(p, state, now)
             else:
-                p.state = state  # no new version: the initial values are not complete yet
-                p.version = max(p.version, part.version)
+                p.state = state
+                # Values that are not complete yet have no new version, unless pushes were applied to others before.
+                p.version = p.version + 1 if p.version > part.version else part.version
                 p.lsn += 1
             if self.event.restore:
                 shard.held_bytes -= p.drop_unapplied()

@@ -18,8 +18,9 @@ from paramserver.types import AnyArray, Coding, ModelKey, PartitionKey, PushStat
 class LoadPartition(Struct, frozen=True):
     """Read the partition's state from its source and answer with `PartitionLoaded` or `LoadFailed`.
 
-    "init", and "snapshot" if none was ever stored, give the initial values of the spec at version 0.  If the model's
-    level is above `applied`, the journal is replayed on top of either (`core.replay`).
+    "init", and "snapshot" if none was ever stored, give the initial values of the spec at version 0; only "init" does
+    if the spec does not tell them.  If the model's level is above `applied`, the journal is replayed on top of either
+    (`core.replay`).
     """
 
     key: PartitionKey
@@ -27,6 +28,8 @@ class LoadPartition(Struct, frozen=True):
     source: Source
     spec: ModelSpec
     layout: Layout
+    restored: bool = False
+    """Whether a restore has given the model its first values, which the spec does not tell."""
 
 
 class Piece(Struct, frozen=True):

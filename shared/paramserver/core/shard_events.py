@@ -85,6 +85,8 @@ class ModelView(Struct, frozen=True):
     """sync: the clock at which this timeline began."""
     opening: bool = False
     """sync: whether the timeline's first commit is still to come, and will list nothing."""
+    restored: bool = False
+    """Whether a restore has given the model its first values, so that they cannot be drawn again."""
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any], shard: str, spec: ModelSpec, layout: Layout) -> Self:
@@ -111,6 +113,7 @@ class ModelView(Struct, frozen=True):
             cut_urgent=doc["cut_urgent"],
             began=doc["began"],
             opening=doc["opening"],
+            restored=doc["restored"],
         )
 
 
@@ -235,7 +238,8 @@ class AssignPart(Struct, frozen=True):
 class SetReceived(Struct, frozen=True):
     """An assignment of values: `PUT params`, a restore or an upload.
 
-    It raises the version by one (not while the model initializes), and to at least the version that the part gives.
+    It raises the version by one, and to at least the version that the part gives; while the model initializes, only one
+    above that.
     """
 
     request: Request

@@ -23,6 +23,8 @@ from paramserver.torch import ParameterServerOptimizer
 
 MODES: Final = {"async": ps.Async(), "ssp": ps.SSP(2), "sync": ps.Sync(), "buffered": ps.Buffered(2, interval_ms=20)}
 CODECS: Final = ("fp32", "fp16", "bf16", "int8", "topk:0.05", "fp32+zstd", "int8+lz4")
+BEGIN_S: Final = 60.0
+"""Longest wait of a worker for the others; one that cannot begin would keep them waiting."""
 OPTIMIZER: Final = ps.Adam(lr=4e-3, schedule=ps.Exponential(gamma=0.998))
 
 
@@ -86,7 +88,7 @@ def once(client: ps.Client, mode: str, codec: str, *, workers: int, steps: int, 
         net = Net()
         options: dict[str, Any] = {"optimizer": OPTIMIZER, "consistency": MODES[mode], "codec": codec}
         with ParameterServerOptimizer(net, client.model(name), **options) as opt:
-            ready.wait()  # otherwise the first worker would train alone for a while
+            ready.wait(BEGIN_S)  # otherwise the first worker would train alone for a while
             learn(net, opt, steps, batch_size, index)
 
     with ThreadPoolExecutor(workers) as pool:

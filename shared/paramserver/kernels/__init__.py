@@ -9,6 +9,7 @@
     mean(parts, divisor, out, start=0)       weighted sum of gradients in the given order, divided
     all_finite(a, dtype=None) -> bool        no NaN, no infinity
     norm2(a, dtype=None) -> float            2-norm, summed in float64
+    FTRL_RATE_MIN                            up to this learning rate ftrl makes no step, and reads no gradient
     warm_up()                                compile these functions, or load them from the cache on disk
 
 All arrays are one-dimensional and C-contiguous.  `w`, slots and outputs are float32 and equally long.  A gradient is
@@ -19,6 +20,15 @@ every machine.  The functions release the GIL and are thread-safe.  Arguments of
 caller, and raise ValueError before anything is written.
 """
 
-from paramserver.kernels.calls import all_finite, apply, apply_mean, exceeds_cache, mean, norm2, warm_up
+from paramserver.kernels.calls import (
+    FTRL_RATE_MIN,
+    all_finite,
+    apply,
+    apply_mean,
+    exceeds_cache,
+    mean,
+    norm2,
+    warm_up,
+)
 
-__all__ = ["all_finite", "apply", "apply_mean", "exceeds_cache", "mean", "norm2", "warm_up"]
+__all__ = ["FTRL_RATE_MIN", "all_finite", "apply", "apply_mean", "exceeds_cache", "mean", "norm2", "warm_up"]

@@ -53,8 +53,10 @@ CACHE_BYTES: Final = 48 << 20
 """From this many bytes of values, gradient and state, read and written, nontemporal stores pay off.  Measured with SGD
 and Adam: at 56 MiB they are a quarter faster, at 28 MiB no slower."""
 
-_FTRL_RATE_MIN: Final = 1e-20
+FTRL_RATE_MIN: Final = 1e-20
 """Up to this learning rate ftrl makes no step; it would change no float32 that is larger than 1e-12."""
+CACHED_STEPS_MAX: Final = 64
+"""Segments of which a step's table is kept: thousands of rows, which other pushes do not have, are a megabyte each."""
 
 _compile_lock = Lock()
 _compiled = False
@@ -147,14 +149,12 @@ def _row(o: OptimizerSpec, s: SegmentStep) -> tuple[float, ...]:
             return s.scale, clip, decay, lr, 0.0, 0.0
 
 
-@lru_cache(maxsize=256)
 def _tables(
     o: OptimizerSpec, steps: tuple[SegmentStep, ...], size: int
 ) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return (slot count, spans, step table, constants), as `loops.step` takes them.
 
-    Segments with equal parameters share a row of the table, and adjacent ones are merged into one span.  Cached,
-    because successive pushes often have the same segments, and for small ones building this takes longer than the step.
+    Segments with equal parameters share a row of the table, and adjacent ones are merged into one span.
     """
     spans: list[tuple[int, int, int]] = []
     rows: list[tuple[float, ...]] = []
@@ -165,7 +165,7 @@ def _tables(
         if start < at or stop < start:
             raise ValueError(f"segment [{start}, {stop}) after {at}: segments are sorted and do not overlap")
         # ftrl divides by its learning rate, which also bounds its step: next to zero means no step.
-        if s.active and start < stop and (s.lr > _FTRL_RATE_MIN or o.name != "ftrl"):
+        if s.active and start < stop and (s.lr > FTRL_RATE_MIN or o.name != "ftrl"):
             key = (s.lr, s.weight_decay, s.step, s.clip_value, s.scale)
             row = known.get(key, -1)
             if row < 0:
@@ -187,6 +187,10 @@ def _tables(
         np.array(rows, np.float64).reshape(-1, codes.COLUMNS),
         _constants(o),
     )
+
+
+_tables_of_few = lru_cache(maxsize=256)(_tables)
+"""Successive pushes often have the same segments, and for small ones building this takes longer than the step."""
 
 
 def exceeds_cache(optimizer: OptimizerSpec, elements: int) -> bool:
@@ -261,7 +265,8 @@ def _step(
     nontemporal: bool,
 ) -> bool:
     size = w.size
-    count, spans, table, constants = _tables(optimizer, tuple(steps), size)
+    tables = _tables_of_few if len(steps) <= CACHED_STEPS_MAX else _tables
+    count, spans, table, constants = tables(optimizer, tuple(steps), size)
     if len(slots) != count or len(slots_out) != count:
         raise ValueError(f"{optimizer.name} has {count} slots, not {len(slots)} and {len(slots_out)}")
     for a in (w_out, *slots, *slots_out):

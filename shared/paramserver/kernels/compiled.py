@@ -30,6 +30,7 @@ _spans = types.Array(types.int64, 2, "C")
 _table = types.Array(types.float64, 2, "C")
 _numbers = types.Array(types.float64, 1, "C")
 _addresses = types.Array(types.int64, 1, "C")
+_NORMAL_MIN = np.finfo(np.float32).tiny
 
 
 @jit_internal
@@ -44,6 +45,12 @@ def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> None:
     if decay != np.float32(0.0):
         for i in range(g.size):
             g[i] = g[i] + decay * w[i]
+
+
+@jit_internal
+def _settled(x: Any) -> Any:
+    """Return decaying state, or 0 if it is denormal: it would stay so, and every later step take ten times as long."""
+    return np.float32(0.0) if abs(x) < _NORMAL_MIN else x
 
 
 @jit_internal
@@ -84,7 +91,7 @@ def _block_step(store: Any) -> Any:
         for i in range(g.size):
             buf = mu * m[i] + g[i]
             new = w[i] - lr * buf
-            store(m_out, i, buf)
+            store(m_out, i, _settled(buf))
             store(out, i, new)
             worst = max(worst, magnitude_bits(new))
         return worst
@@ -96,7 +103,7 @@ def _block_step(store: Any) -> Any:
         for i in range(g.size):
             buf = mu * m[i] + g[i]
             new = w[i] - lr * (g[i] + mu * buf)
-            store(m_out, i, buf)
+            store(m_out, i, _settled(buf))
             store(out, i, new)
             worst = max(worst, magnitude_bits(new))
         return worst
@@ -119,7 +126,7 @@ def _block_step(store: Any) -> Any:
         worst = np.uint32(0)
         for i in range(g.size):
             square = alpha * s[i] + rest * (g[i] * g[i])
-            store(s_out, i, square)
+            store(s_out, i, _settled(square))
             root[i] = np.sqrt(square) + eps
             worst = max(worst, magnitude_bits(square))
         return worst
@@ -132,8 +139,8 @@ def _block_step(store: Any) -> Any:
         for i in range(g.size):
             square = alpha * s[i] + rest * (g[i] * g[i])
             mean = alpha * a[i] + rest * g[i]
-            store(s_out, i, square)
-            store(a_out, i, mean)
+            store(s_out, i, _settled(square))
+            store(a_out, i, _settled(mean))
             # Rounding can make the difference of nearly equal numbers slightly negative.
             spread = square - mean * mean
             root[i] = np.sqrt(spread if spread > zero else zero) + eps
@@ -165,8 +172,8 @@ def _block_step(store: Any) -> Any:
             first = b1 * m[i] + r1 * g[i]
             second = b2 * v[i] + r2 * (g[i] * g[i])
             new = keep * w[i] - size * (first / (np.sqrt(second) * grow + eps))
-            store(m_out, i, first)
-            store(v_out, i, second)
+            store(m_out, i, _settled(first))
+            store(v_out, i, _settled(second))
             store(out, i, new)
             worst = max(worst, max(magnitude_bits(second), magnitude_bits(new)))
         return worst

@@ -12,8 +12,8 @@ around restores and phases out of sync, and partitions must stay alike.  With `-
 model and creates it again under the same name, and the elements show which pushes each creation has.  With another
 `--optimizer`, all pushes are ones, values and optimizer state must be what some number of steps gives, and that number
 counts.  With `--models 2`, another model is trained by workers of its own on the same shards.  With `--data`, workers
-lease a range of data for each iteration, and end with the data.  With `--upload`, the first values are not 0 but are
-uploaded, again if they are lost before they are stored; for `sum` without an operator.
+lease a range of data for each iteration, and end with the data.  With `--given`, first values are not 0 but uploaded or
+(in `async`) restored, again if they are lost before they are stored; for `sum` without an operator.
 """
 
 import argparse
@@ -103,8 +103,8 @@ class Simulation:
     """2: another model is trained at the same time, in another mode."""
     data: bool = False
     """Whether an iteration needs a range of a dataset; the workers end with its last pass, whatever their clocks."""
-    upload: bool = False
-    """Whether the first values are uploaded, all of them `FIRST`."""
+    given: str = ""
+    """What brings the first values, all of them `FIRST`: an "upload" or a "restore"; empty: they are 0."""
     beside: "Simulation | None" = None
     """The run on whose cluster this one trains the other model; None: it has a cluster of its own."""
     world: World = field(init=False)
@@ -154,10 +154,10 @@ class Simulation:
         self.workers, self.restarts = 3, 0
         """Of workers that train, and how often one of them joined again or went back."""
         self.tasks = Tasks() if self.data else None
-        assert not self.upload or (self.optimizer == "sum" and not self.changed), "a reference begins at 0"
-        self.first = FIRST if self.upload else 0.0
+        assert not self.given or (self.optimizer == "sum" and not self.changed), "a reference begins at 0"
+        self.first = FIRST if self.given else 0.0
         self.clocks = DATA_CLOCKS_MAX if self.data else self.clocks
-        init = {"kind": "upload" if self.upload else "zeros"}
+        init = {"kind": "upload" if self.given == "upload" else "zeros"}
         self.spec = ModelSpec.parse(
             {
                 "name": MODEL if self.beside is None else OTHER,
@@ -188,7 +188,7 @@ class Simulation:
         chosen += f" --late {self.late}" if self.late else ""
         chosen += " --deaths" if self.deaths else ""
         chosen += " --data" if self.data else ""
-        chosen += " --upload" if self.upload else ""
+        chosen += f" --given {self.given}" if self.given else ""
         chosen += f" --optimizer {self.optimizer} --models {self.models}"
         return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
 
@@ -220,9 +220,9 @@ class Simulation:
     # --- clients
 
     def _create(self) -> Script:
-        creator = SimClient(self, "creator")
+        creator, restore = SimClient(self, "creator"), self.given == "restore"
         while True:
-            made = yield from creator.ask(lambda r: io.CreateModel(r, self.spec.document(), "nonce"))
+            made = yield from creator.ask(lambda r: io.CreateModel(r, self.spec.document(), "nonce", restore))
             if not isinstance(made, PsError):
                 break
             yield 0.5
@@ -232,7 +232,7 @@ class Simulation:
             if not isinstance((yield from creator.ask(lambda r: io.RegisterDataset(r, *data))), PsError):
                 break
             yield 0.5
-        if self.upload:
+        if self.given:
             self.world.play(Uploader(self, f"{self.prefix}uploader").work())
         for trainer in self.trainers:
             self.world.play(trainer.train())
@@ -473,13 +473,13 @@ def main() -> int:
     parser.add_argument("--models", type=int, choices=(1, 2), default=1, help="models trained at the same time")
     parser.add_argument("--deaths", action="store_true", help="workers die, too")
     parser.add_argument("--data", action="store_true", help="each iteration needs a range of a dataset")
-    parser.add_argument("--upload", action="store_true", help="the first values are uploaded; with --change none")
+    parser.add_argument("--given", choices=["upload", "restore"], default="", help="first values; with --change none")
     parser.add_argument("--quiet", action="store_true", help="print only failures")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
         chosen = (args.mode, args.level, args.kind, args.change, args.clocks, args.checkpoints, args.late, args.deaths)
-        more = {"models": args.models, "data": args.data, "upload": args.upload}
+        more = {"models": args.models, "data": args.data, "given": args.given}
         simulation = Simulation(seed, *chosen, optimizer=args.optimizer, **more)
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:

@@ -215,7 +215,7 @@ class SimRedis:
     def load(self, effect: LoadPartition) -> LoadedState:
         """Return the state that a partition starts from.
 
-        Raises CorruptState (`corrupt_state`) for an unknown cut, and for uploaded values that were never stored,
+        Raises CorruptState (`corrupt_state`) for an unknown cut, and for given values that were never stored,
         Unavailable (`storage_unavailable`) while there is no owner token.
         """
         key, params = effect.key, effect.spec.params
@@ -224,7 +224,7 @@ class SimRedis:
                 raise problem("storage_unavailable", "Redis has lost its state")
             stored = self.store.kept.get(key) or self.store.journals.get(key)
             uploaded = any(params[s.param].init.kind == "upload" for s in effect.layout.segments[key.index])
-            if not stored and uploaded and effect.source != "init":
+            if not stored and (uploaded or effect.restored) and effect.source != "init":
                 raise problem("corrupt_state", f"{key}: its initial values were never stored", never_stored=True)
         try:
             return self.store.load(effect)

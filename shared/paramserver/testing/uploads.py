@@ -1,4 +1,4 @@
-"""A simulated client that uploads a model's first values, and those that are lost before they are stored."""
+"""A simulated client that brings a model's first values, and those that are lost before they are stored."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -22,14 +22,16 @@ SEND_S: Final = 2.0
 
 
 class Uploader(SimClient):
-    """Uploads whatever the model lacks, as long as it is trained."""
+    """Uploads whatever the model lacks, or restores it whole, as long as it is trained."""
 
     def work(self) -> Script:
-        """Upload until the run is over."""
+        """Upload or restore until the run is over."""
         document = self.sim.spec.document()
         while not self.sim.over:
             missing, lost = yield from self.read("missing", self._lacks)
-            if missing:
+            if missing and self.sim.given == "restore":
+                yield from self._restore()
+            elif missing:
                 made = yield from self.ask(lambda r: io.CreateModel(r, document, "nonce"))
                 for name in missing if not isinstance(made, PsError) else ():
                     yield from self._upload(name, lost, made.get("upload_token"))
@@ -64,3 +66,27 @@ class Uploader(SimClient):
                 left -= set(indices)
                 yield self.sim.world.rng.uniform(0.0, SEND_S)
         yield from self.ask(lambda r: io.ParameterUploaded(r, self.sim.spec.name, name, token, given))
+
+    def _restore(self) -> Script:
+        """Set every partition as a client does, again those whose owner has died meanwhile, and tell the leader."""
+        model, layout, owners = self.sim.spec.name, Layout(self.sim.spec), dict[int, int]()
+        while True:
+            doc = yield from self.model()
+            left = {p["index"] for p in doc["partitions"] if owners.get(p["index"]) != p["incarnation"]}
+            if not left:
+                break
+            for shard, indices in (yield from self.owners(left)).items():
+                values = {i: np.full(layout.partition_size(i), FIRST, np.float32) for i in indices}
+                parts = tuple(AssignPart(i, v, "float32", True, slots=()) for i, v in values.items())
+                event = SetReceived(0, model, parts, doc["generation"], restore=True)
+                done = yield self.sim.shards[shard].ask(
+                    self.name,
+                    f"restore {indices}",
+                    lambda r, e=event: replace(e, request=r),  # type: ignore[misc]
+                )
+                if isinstance(done, PsError):
+                    yield from self.failed()
+                else:
+                    owners |= {p.partition: p.incarnation for p in done.parts}
+                yield self.sim.world.rng.uniform(0.0, SEND_S)
+        yield from self.ask(lambda r: io.ModelRestored(r, model, doc["generation"], doc["timeline"]))
