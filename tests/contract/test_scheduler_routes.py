@@ -176,6 +176,7 @@ def test_metrics_are_kept_as_series(cluster: Nodes) -> None:
     last = {s["name"]: s["last"] for s in model["series"]}
     assert last == {metric: value for metric, (_, value) in model["latest"].items()}
     assert last["accuracy"] == 0.5
+    assert 1 / 3 <= last["loss"] <= 1
 
 
 def test_a_run_finds_its_worker(cluster: Nodes) -> None:

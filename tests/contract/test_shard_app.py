@@ -17,7 +17,7 @@ from paramserver_shard.main import Shard, assemble
 @pytest.fixture
 async def shard() -> AsyncIterator[Shard]:
     """A real shard whose scheduler and Redis are not running."""
-    settings = ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9")
+    settings = ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9", memory_limit="64MiB")
     async with asyncio.TaskGroup() as group:
         shard = assemble(settings, group, None, asyncio.Event())
         yield shard
@@ -29,6 +29,11 @@ async def shard() -> AsyncIterator[Shard]:
 def app(shard: Shard) -> FastAPI:
     """Its app."""
     return make_app(shard.services)
+
+
+async def test_gradients_that_wait_take_half_of_its_memory_at_most(shard: Shard) -> None:
+    """What is staged or buffered is bounded by the memory limit, as the system would kill a shard that holds more."""
+    assert shard.services.runtime.core.held_bytes_max == 32 << 20
 
 
 async def test_every_route_carries_a_role(app: FastAPI) -> None:

@@ -113,13 +113,13 @@ def test_it_trains_in_both_modes_though_processes_are_killed(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("sign", "number"),
     [
-        ("starting", signal.SIGKILL),
+        ("starting", signal.SIGINT),
         ("status page", signal.SIGTERM),
-        ("accuracy", signal.SIGINT),
+        ("accuracy", signal.SIGKILL),
     ],
 )
 def test_nothing_is_left_however_it_is_ended(tmp_path: Path, sign: str, number: signal.Signals) -> None:
-    """Interrupted, terminated or killed at any stage, the demo leaves no process; its exit code is 128 + signal."""
+    """Interrupted, terminated or killed, the demo leaves no process; its exit code is 128 + signal."""
     with demo(tmp_path, seconds=30) as running:
         eventually(lambda: sign in running.printed(), within_s=120)
         assert len(running.processes()) >= 1

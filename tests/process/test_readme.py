@@ -33,7 +33,9 @@ def shell(script: str, cluster: Cluster) -> str:
 
     Its curl commands are repeated while a node cannot serve, as after a standstill of the machine.
     """
-    script = script.replace("http://127.0.0.1:8700", cluster.url).replace("curl -sw", "curl -f --retry 9 -sw")
+    script = script.replace("http://127.0.0.1:8700", cluster.url).replace(
+        "curl -sw", "curl --fail-with-body --retry 9 -sw"
+    )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],

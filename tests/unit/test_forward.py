@@ -124,7 +124,7 @@ async def test_what_takes_as_long_as_a_model_is_large_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, method: str, path: str, answered: bool
 ) -> None:
     """A checkpoint or restore may take longer than any other answer, so that silence does not end it."""
-    monkeypatch.setattr(forward, "_TIMEOUT", httpx.Timeout(0.2).as_dict())
+    monkeypatch.setattr(forward, "_TIMEOUT", httpx.Timeout(20.0, read=0.2).as_dict())
     asked, out_of_patience = threading.Event(), threading.Event()
 
     def serve(connected: socket.socket) -> None:

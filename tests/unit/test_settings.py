@@ -198,7 +198,7 @@ def of_environment(service: type[Settings], name: str, value: str) -> Any:
         *[
             (service, "url", value, "like http://HOST:PORT")
             for service in (WorkerSettings, ClientSettings)
-            for value in (",", "http://h:abc", "h:0", "ftp://h", "http://u:secret@h h:1")
+            for value in (",", "http://h:abc", "h:0", "ftp://h", "http://u:secret@h:1", "http://u:secret@h h:1")
         ],
         (ShardSettings, "ca", "/nope", "cannot read /nope"),
         (WorkerSettings, "ca", __file__, "holds no certificate"),
