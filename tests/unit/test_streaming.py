@@ -283,6 +283,7 @@ class TwoLayers(Node):
         ("unreachable", 1, InDoubt),
         ("non_finite", 0, RequestError),
         ("non_finite", 1, InDoubt),
+        ("in_doubt", 1, InDoubt),
     ],
 )
 def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(code: str, after: int, raised: type[PsError]) -> None:

@@ -185,17 +185,17 @@ def test_an_outage_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 class SharedNameScheduler:
     """Gives out one place; then another process has joined under the member's name."""
 
-    def __init__(self, *, join_in_doubt: bool = False) -> None:
+    def __init__(self, first_join: str = "") -> None:
         self.joins = 0
         self.told_twice = threading.Event()
-        self._join_in_doubt = join_in_doubt
+        self._first_join = first_join
         self._heartbeats = 0
 
     def request(self, method: str, path: str, *_: Any, **__: Any) -> dict[str, Any]:
         if path == "/pool":
             self.joins += 1
-            if self._join_in_doubt and self.joins == 1:
-                raise problem("in_doubt", "no answer came")
+            if self._first_join and self.joins == 1:
+                raise problem(self._first_join, "no answer came")
             return {"member": "w", "epoch": self.joins}
         if path.startswith("/runs/"):
             raise problem("fenced", "pool member 'w' is no longer a member", epoch=self.joins + 1)
@@ -245,13 +245,16 @@ def test_a_function_whose_place_another_process_of_the_name_has_is_ended(monkeyp
     assert exits[0] == pool.EXIT_OVERSTAYED
 
 
-def test_a_member_takes_its_own_late_join_for_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a join whose answer never came, a higher epoch may be the member's own: it joins again, once."""
+@pytest.mark.parametrize(("first_join", "joins"), [("in_doubt", 3), ("no_leader", 2)])
+def test_a_member_takes_its_own_late_join_for_no_other_process(
+    monkeypatch: pytest.MonkeyPatch, first_join: str, joins: int
+) -> None:
+    """After a join that may have been done, a higher epoch may be the member's own: it joins again, once."""
     monkeypatch.setattr(pool, "IDLE_POLL_S", 0.0)
     monkeypatch.setattr(entry, "run", lambda *_, **__: None)
-    scheduler: Any = SharedNameScheduler(join_in_doubt=True)
+    scheduler: Any = SharedNameScheduler(first_join)
 
     with pytest.raises(FencedError):
         PoolMember(scheduler, "w", ["json"]).work()
 
-    assert scheduler.joins == 3
+    assert scheduler.joins == joins

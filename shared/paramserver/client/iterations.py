@@ -9,7 +9,7 @@ polls the scheduler for as long as it takes.
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
@@ -27,6 +27,8 @@ log = logging.getLogger("paramserver")
 TOLD_AFTER_S: Final = 30.0
 """After so long a wait for other workers without a timeout, the log says once whom for."""
 PUSHED: Final = "the gradient was pushed: call worker.clock() to keep waiting, and do not push it again"
+Over: TypeAlias = tuple[int | None, int, int]
+"""Clock (None: the next), epoch and timeline to go on in, once an iteration is over."""
 DONE: Final = "the iteration is done; get the values with worker.pull(). Another step would count its gradient twice"
 
 
@@ -115,7 +117,7 @@ class Iterations:
                 return replace(done, late=True)
         return done
 
-    def _released(self, done: Pushed) -> tuple[int, int, int] | None:
+    def _released(self, done: Pushed) -> Over | None:
         """Clock, epoch and timeline to go on in, if the shards have `released` the iteration that this push ended.
 
         They follow from those of the push: before it began the heartbeat may have followed to another timeline.
@@ -175,7 +177,7 @@ class Iterations:
             s.reports.note(s.clock, numbers)
             over = self._released(pushed)
             if not pushed.released and s.mode not in ("ssp", "sync"):  # nobody is waited for
-                over = s.clock + 1, epoch, timeline  # which other threads may have raised meanwhile
+                over = None, epoch, timeline  # other threads may have raised the clock meanwhile
             yield from self._finish(deadline, until, over)
             if over is not None and values is not None and (s.numbers.epoch, s.timeline) == over[1:]:
                 s.record_pulled(values, *over[1:])
@@ -199,7 +201,7 @@ class Iterations:
                 raise
             raise hinting(e, DONE) from e
 
-    def _finish(self, deadline: Deadline, until: Deadline | None, released: tuple[int, int, int] | None) -> Call[bool]:
+    def _finish(self, deadline: Deadline, until: Deadline | None, released: Over | None) -> Call[bool]:
         """End an iteration whose push was accepted, by `advance` unless the shards have `released` its clock already.
 
         Returns whether it was reported too late, so that the push does not count.

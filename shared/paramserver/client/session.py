@@ -359,9 +359,9 @@ class Session(Membership):
             held.over = True
 
     def continue_at(
-        self, clock: int, epoch: int, timeline: int, min_clock: int = 0, *, until: Deadline | None = None
+        self, clock: int | None, epoch: int, timeline: int, min_clock: int = 0, *, until: Deadline | None = None
     ) -> Call[None]:
-        """Go on to `clock` once the worker is not paused, if its epoch and timeline are still these.
+        """Go on to `clock` (None: the next) once the worker is not paused, if its epoch and timeline are still these.
 
         Pulls from now on ask for at least `min_clock` commits.  A pause is waited out without limit, or up to `until`;
         then Unavailable (`unavailable`) is raised, and the clock must be reported again.
@@ -370,7 +370,7 @@ class Session(Membership):
         with self._lock:
             self.pushed = None
             if (self.numbers.epoch, self.timeline) == (epoch, timeline):
-                self._set_clock(clock)
+                self._set_clock(self.clock + 1 if clock is None else clock)
                 self._min_clock = max(self._min_clock, min_clock)
 
     def catch_up(self, clock: int, epoch: int, timeline: int) -> None:

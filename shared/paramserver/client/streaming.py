@@ -142,7 +142,10 @@ class Stream:
                 )
             except PsError as error:
                 counts = isinstance(error, Unavailable) or any(piece.state != "staged" for piece in self._done)
-                if self._done and counts and not isinstance(error, InDoubt):
+                if self._done and isinstance(error, InDoubt):
+                    taken = self._taken.union(error.members.get("partitions", ()))
+                    raise error.plus(partitions=sorted(taken)) from error
+                if self._done and counts:
                     what = f"a part of the push was accepted, this one was not: {error.detail}"
                     more: dict[str, Any] = {} if isinstance(error, Unavailable) else {"refused": error.code}
                     raise problem("in_doubt", what, hint=NOT_AGAIN, partitions=sorted(self._taken), **more) from error

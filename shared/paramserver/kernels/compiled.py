@@ -48,9 +48,15 @@ def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> None:
 
 
 @jit_internal
-def _settled(x: Any) -> Any:
+def _settled(x: Any, least: Any = _NORMAL_MIN) -> Any:
     """Return decaying state, or 0 if it is denormal: it would stay so, and every later step take ten times as long."""
-    return np.float32(0.0) if abs(x) < _NORMAL_MIN else x
+    return np.float32(0.0) if abs(x) < least else x
+
+
+@jit_internal
+def _least(eps: Any) -> Any:
+    """What second moments below are settled at: without eps their root is divided by, and they never become 0."""
+    return _NORMAL_MIN if eps > np.float32(0.0) else np.float32(0.0)
 
 
 @jit_internal
@@ -123,10 +129,10 @@ def _block_step(store: Any) -> Any:
     @jit_internal
     def _mean_square(s: Any, g: Any, s_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
         """Write rmsprop's running mean square to s_out, and the gradient's divisor, its root + eps, to `root`."""
-        worst = np.uint32(0)
+        worst, least = np.uint32(0), _least(eps)
         for i in range(g.size):
             square = alpha * s[i] + rest * (g[i] * g[i])
-            store(s_out, i, _settled(square))
+            store(s_out, i, _settled(square, least))
             root[i] = np.sqrt(square) + eps
             worst = max(worst, magnitude_bits(square))
         return worst
@@ -134,12 +140,12 @@ def _block_step(store: Any) -> Any:
     @jit_internal
     def _variance(s: Any, a: Any, g: Any, s_out: Any, a_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
         """The same, centered: the square of the running mean is subtracted."""
-        worst = np.uint32(0)
+        worst, least = np.uint32(0), _least(eps)
         zero = np.float32(0.0)
         for i in range(g.size):
             square = alpha * s[i] + rest * (g[i] * g[i])
             mean = alpha * a[i] + rest * g[i]
-            store(s_out, i, _settled(square))
+            store(s_out, i, _settled(square, least))
             store(a_out, i, _settled(mean))
             # Rounding can make the difference of nearly equal numbers slightly negative.
             spread = square - mean * mean
@@ -167,13 +173,13 @@ def _block_step(store: Any) -> Any:
         b1: Any, r1: Any, b2: Any, r2: Any, eps: Any, size: Any, grow: Any, keep: Any,
     ) -> Any:  # fmt: skip
         """size = lr / (1 - beta1^t), grow = 1 / sqrt(1 - beta2^t), keep = 1 - lr * decoupled weight decay."""
-        worst = np.uint32(0)
+        worst, least = np.uint32(0), _least(eps)
         for i in range(g.size):
             first = b1 * m[i] + r1 * g[i]
             second = b2 * v[i] + r2 * (g[i] * g[i])
             new = keep * w[i] - size * (first / (np.sqrt(second) * grow + eps))
             store(m_out, i, _settled(first))
-            store(v_out, i, _settled(second))
+            store(v_out, i, _settled(second, least))
             store(out, i, new)
             worst = max(worst, max(magnitude_bits(second), magnitude_bits(new)))
         return worst

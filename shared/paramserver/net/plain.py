@@ -72,7 +72,7 @@ class PlainTransport:
         within: Interruptible | None,
         deadline: Deadline,
     ) -> Outcome | None:
-        """Send the request and return its outcome; None if the node closed the connection before it answered."""
+        """Send the request and return its outcome; None if the connection ended before the whole answer was there."""
         try:
             return self._answer(connection, request, url, within, deadline)
         except ENDED:
