@@ -67,12 +67,16 @@ def test_what_a_push_refuses_is_raised_at_the_end(model: ps.Model) -> None:
 
 
 def test_a_refused_last_piece_is_in_no_later_pushs_way(model: ps.Model) -> None:
-    """A streamed push whose last piece is refused settles its push id, so that it does not block the push window."""
+    """A streamed push whose last piece is refused settles its push id, so that it does not block the push window.
+
+    It is in doubt, as other pieces have been applied; the error says what is wrong.
+    """
     last = grads()["first"]
     last[-1] = np.nan  # in a partition that stays incomplete, so it is sent when the block ends
     with model.worker(timeout=5.0) as w:
-        with pytest.raises(ps.RequestError, match="NaN"), w.stream() as push:
+        with pytest.raises(ps.InDoubt, match="NaN") as met, w.stream() as push:
             push.put("first", last)
+        assert met.value.members["refused"] == "non_finite"
         for _ in range(64):
             w.push({"second": grads()["second"]})
         assert w.push({"second": grads()["second"]}).state == "applied"
