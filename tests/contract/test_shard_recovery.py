@@ -284,7 +284,7 @@ async def test_a_journal_is_cut_off_however_old_the_newest_cut_is(redis: Redis) 
     async with running(redis, consistency={"mode": "sync"}) as shard:
         await shard.commit(0, cut=True)
         model = {"type": "model", "name": "m", "generation": 3, "spec": shard.spec.document(), "timeline": 0}
-        shard.directory.update(model | {"state": "ready", "owners": [["s", TOKEN]], "cut": 1})
+        shard.directory.update(model | {"state": "ready", "owners": [["s", TOKEN]], "cut": 1, "restored": False})
         for t in range(1, 5):
             await shard.commit(t)
         entries: Any = await redis.xrange(f"{{{shard.key}}}:journal")
