@@ -45,7 +45,7 @@ def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
         elif name in _TOP:
             patch[name] = right
         else:
-            owner = next((s for s, names in _SECTIONS.items() if name in names), None)
+            owner = _section_of(name)
             if owner is None:
                 known = sorted({*_NAMED, *_TOP}.union(*_SECTIONS.values()))
                 meant = near(name, known)
@@ -55,10 +55,15 @@ def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
     return patch
 
 
+def _section_of(field: str) -> str | None:
+    """Return the section that has such a field; None if none has."""
+    return next((section for section, names in _SECTIONS.items() if field in names), None)
+
+
 def _path(section: str, rest: str, value: Any) -> list[str]:
     """Return the keys in a spec that lead to the setting `section.rest`."""
     if section == "params":  # whose names may have dots
         name, dot, key = (rest, "", "") if isinstance(value, dict) else rest.rpartition(".")
         return [section, name, key] if dot else [section, rest]
-    owner = next((s for s, names in _SECTIONS.items() if section in names), None)
+    owner = _section_of(section)
     return [*([owner] if owner else []), section, *rest.split(".")]

@@ -1,13 +1,14 @@
 """What `psctl doctor` finds at a shard."""
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 import paramserver as ps
 from paramserver_cli.doctor import _measure
+
+from .http_server import answering
 
 
 class Busy(BaseHTTPRequestHandler):
@@ -28,12 +29,8 @@ class Busy(BaseHTTPRequestHandler):
 @pytest.fixture
 def busy() -> Iterator[str]:
     """The address of a shard that refuses pulls."""
-    with HTTPServer(("127.0.0.1", 0), Busy) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with answering(Busy) as address:
+        yield address
 
 
 def test_a_shard_that_refuses_is_not_called_out_of_reach(busy: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.unit.http2_connection import tell
 from uvicorn.config import Config
 from uvicorn.server import ServerState
@@ -33,6 +33,15 @@ def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return run
 
 
+async def connected(app: ASGIApp) -> tuple[socket.socket, asyncio.Transport, Connection]:
+    """Connect a client to a node that runs `app`: the client's end, and the node's transport and connection."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
+    config.load()
+    return theirs, *(await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours))
+
+
 @on_uvloop
 async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() -> None:
     """If a client sends requests but reads nothing, only a bounded number is started and a bounded size buffered."""
@@ -43,12 +52,7 @@ async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() ->
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": ANSWER})
 
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
-    config.load()
-    made: dict[str, Any] = {}
-    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), made), sock=ours)
+    theirs, transport, connection = await connected(app)
     with theirs:
         await tell(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}))
         await tell(theirs, wire.u32_frame(0, wire.WINDOW_UPDATE, 1 << 30))
@@ -75,11 +79,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": bytes(size)})
 
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
-    config.load()
-    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
+    theirs, transport, connection = await connected(app)
     with theirs:
         widened = wire.settings({wire.INITIAL_WINDOW_SIZE: size}) + wire.u32_frame(0, wire.WINDOW_UPDATE, size)
         await tell(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, ASKED))
@@ -87,7 +87,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
             await asyncio.sleep(0)
         assert transport.get_write_buffer_size()
         while reads and transport.get_write_buffer_size():
-            await loop.sock_recv(theirs, 1 << 20)
+            await asyncio.get_running_loop().sock_recv(theirs, 1 << 20)
         while not transport.is_closing() and connection._read_deadline._timer is not None:
             await asyncio.sleep(0)
         assert transport.is_closing() is not reads
@@ -104,11 +104,7 @@ async def test_a_request_that_fails_beside_an_answer_in_progress_ends_alone() ->
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": bytes(2 * UNSENT_BYTES_MAX)})
 
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
-    config.load()
-    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
+    theirs, transport, connection = await connected(app)
     with theirs:
         size = 4 * UNSENT_BYTES_MAX
         widened = wire.settings({wire.INITIAL_WINDOW_SIZE: size}) + wire.u32_frame(0, wire.WINDOW_UPDATE, size)
@@ -136,12 +132,7 @@ async def test_pings_whose_answers_nobody_reads_end_their_connection(monkeypatch
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("there is no request")
 
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
-    config.load()
-    made: dict[str, Any] = {}
-    transport, _ = await loop.create_connection(lambda: Connection(config, ServerState(), made), sock=ours)
+    theirs, transport, _ = await connected(app)
     with theirs:
         await tell(theirs, wire.settings({}))
         with suppress(ConnectionError):
@@ -171,11 +162,7 @@ async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monke
             await send({"type": "http.response.body", "body": ANSWER, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
-    config.load()
-    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
+    theirs, transport, connection = await connected(app)
     long = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/long")])
     with theirs:
         widened = wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}) + wire.u32_frame(
@@ -190,7 +177,7 @@ async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monke
         scanner, ended = wire.Scanner(1 << 20, 1 << 20), set[int]()
         while ended != {1, 3}:
             await asyncio.sleep(0)  # lets the server write after each piece, so that its buffer never runs empty
-            data = await loop.sock_recv(theirs, 16 << 10)
+            data = await asyncio.get_running_loop().sock_recv(theirs, 16 << 10)
             assert data, "the server has hung up"
             ended |= {n for _, flags, n, _, _ in scanner.scan(memoryview(data)) if n and flags & wire.END_STREAM}
         assert checked.is_set()

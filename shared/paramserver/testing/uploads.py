@@ -54,11 +54,7 @@ class Uploader(SimClient):
             for shard, indices in (yield from self.owners(left)).items():
                 sent = tuple(parts[i] for i in indices)
                 event = SetReceived(0, self.sim.spec.name, sent, self.sim.operator.generation, first=True)
-                done = yield self.sim.shards[shard].ask(
-                    self.name,
-                    f"upload {name} {indices}",
-                    lambda r, e=event: replace(e, request=r),  # type: ignore[misc]
-                )
+                done = yield from self._set(shard, f"upload {name} {indices}", event)
                 if isinstance(done, PsError):
                     yield from self.failed()
                     return  # as the shard that sends them on does
@@ -79,14 +75,14 @@ class Uploader(SimClient):
                 values = {i: np.full(layout.partition_size(i), FIRST, np.float32) for i in indices}
                 parts = tuple(AssignPart(i, v, "float32", True, slots=()) for i, v in values.items())
                 event = SetReceived(0, model, parts, doc["generation"], restore=True)
-                done = yield self.sim.shards[shard].ask(
-                    self.name,
-                    f"restore {indices}",
-                    lambda r, e=event: replace(e, request=r),  # type: ignore[misc]
-                )
+                done = yield from self._set(shard, f"restore {indices}", event)
                 if isinstance(done, PsError):
                     yield from self.failed()
                 else:
                     owners |= {p.partition: p.incarnation for p in done.parts}
                 yield self.sim.world.rng.uniform(0.0, SEND_S)
         yield from self.ask(lambda r: io.ModelRestored(r, model, doc["generation"], doc["timeline"]))
+
+    def _set(self, shard: str, what: str, event: SetReceived) -> Script:
+        """Have a shard set values; return its answer."""
+        return (yield self.sim.shards[shard].ask(self.name, what, lambda r: replace(event, request=r)))
