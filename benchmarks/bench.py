@@ -169,7 +169,7 @@ def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
         parts["cost"] = cost.tables(costs)
     figures = {k: float(v) for found in costs.values() for k, v in found.items() if isinstance(v, int | float)}
     if optimizers:
-        adam = sorted((r["elements"], 1 / r["of_copy"]) for r in optimizers["rows"] if r["name"] == "adam")
+        adam = sorted((r["elements"], r["ms"] / r["copy_ms"]) for r in optimizers["rows"] if r["name"] == "adam")
         figures |= {"adam_in_cache": adam[0][1], "adam_in_memory": adam[-1][1]}
     found_targets = outcomes(rows, figures, measured_only=not to_page)
     parts["targets"] = target_table(found_targets)

@@ -178,7 +178,7 @@ LIMITS = (
     Limit("workers_ratio", "cost of a push with 1,000 workers ≤ 1.2x that with 1", 1.2),
     Limit("connections_ratio", "cost of a push with 1,000 idle connections ≤ 1.2x that with none", 1.2),
     Limit("partitions_ratio", "cost of a push with 4,096 partitions it does not touch ≤ 1.2x that with 8", 1.2),
-    Limit("small_p99_ratio", "p99 of a 1 KB call beside 64 MiB transfers ≤ 3x idle", 3.0),
+    Limit("small_p99_ratio", "p99 of a 1 KB call beside 64 MiB transfers, HTTP/2 ≤ 3x idle", 3.0),
     Limit("adam_in_memory", "Adam, 100 MB: ≤ 1.3x the time of its memory traffic at memcpy speed", 1.3),
     Limit("adam_in_cache", "Adam, arrays of 4 MiB: the same", 1.3),
 )

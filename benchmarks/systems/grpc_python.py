@@ -51,7 +51,7 @@ class Held:
             return message()(value=self._values.tobytes())
 
     def push(self, request: Any, context: Any) -> Any:
-        """Async: apply the gradient.  Sync: wait for all workers' gradients; the last one applies their mean."""
+        """Apply the gradient, in sync the mean of all workers' once they are here; the answer holds the new values."""
         gradient = np.frombuffer(request.value, np.float32)
         with self._changed:
             if self._work.mode == "async":
@@ -66,7 +66,7 @@ class Held:
                 self._values -= np.float32(self._work.rate / self._work.workers) * self._sum
                 self._sum, self._count, self._version = None, 0, self._version + 1
                 self._changed.notify_all()
-        return message()()
+            return message()(value=self._values.tobytes())
 
 
 def serve(work: Work, index: int, pipe: Connection) -> None:
@@ -114,11 +114,11 @@ class GrpcClient:
         return [np.frombuffer(a.value, np.float32) for a in answers]
 
     def push(self, gradient: F32) -> None:
-        self._call(self._push, [message()(value=p.tobytes()) for p in self._work.split(gradient)])
+        self.exchange(gradient)
 
     def exchange(self, gradient: F32) -> Parts:
-        self.push(gradient)
-        return self.pull()
+        answers = self._call(self._push, [message()(value=p.tobytes()) for p in self._work.split(gradient)])
+        return [np.frombuffer(a.value, np.float32) for a in answers]
 
     def close(self) -> None:
         for c in self._channels:

@@ -45,8 +45,9 @@ class Parameters:
     def pull(self) -> F32:
         return self._values
 
-    def push(self, gradient: F32) -> None:
-        self._values -= self._rate * gradient
+    def push(self, gradient: F32, count: int = 1) -> None:
+        """Apply the mean of `count` gradients, given their sum."""
+        self._values -= self._rate / np.float32(count) * gradient
 
 
 class SyncParameters:
@@ -54,7 +55,8 @@ class SyncParameters:
 
     def __init__(self, work: Work, index: int) -> None:
         self._held = Parameters(work, index)
-        self._workers, self._gradients = work.workers, list[F32]()
+        self._workers, self._count = work.workers, 0
+        self._sum: F32 | None = None
         self._next: asyncio.Future[Any] | None = None
 
     async def about(self) -> tuple[int, int]:
@@ -70,13 +72,11 @@ class SyncParameters:
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         future = self._next
-        self._gradients.append(gradient)
-        if len(self._gradients) == self._workers:
-            mean = self._gradients[0] / np.float32(self._workers)
-            for g in self._gradients[1:]:
-                mean += g / np.float32(self._workers)
-            self._held.push(mean)
-            self._gradients, self._next = [], None
+        self._sum = gradient.copy() if self._sum is None else np.add(self._sum, gradient, out=self._sum)
+        self._count += 1
+        if self._count == self._workers:
+            self._held.push(self._sum, self._workers)
+            self._sum, self._next, self._count = None, None, 0
             future.set_result([ray.put(self._held.pull())])
         return await future
 
