@@ -146,14 +146,15 @@ def _pull_settled(model: ps.Model) -> ps.Params:
 def _follow(training: Training, run: str, seconds: float, shown: Display) -> None:
     """Show a training until it has both lasted `seconds` and reached the target.
 
-    Raises Failed if its run fails, or after LIMIT_S.
+    Raises Failed if its run fails, or if the target is not reached LIMIT_S after `seconds`.
     """
     checked_s = 0.0
     while training.elapsed_s < seconds or not training.has_reached(TARGET_ACCURACY):
         training.poll()
         shown.show(training)
-        if training.elapsed_s > LIMIT_S:
-            raise Failed(f"{training.title} training has not reached {100 * TARGET_ACCURACY:g} % in {LIMIT_S:g} s")
+        if training.elapsed_s > seconds + LIMIT_S:
+            wanted = f"{100 * TARGET_ACCURACY:g} %"
+            raise Failed(f"{training.title} training has not reached {wanted} in {training.elapsed_s:.0f} s")
         if training.elapsed_s - checked_s > CHECK_RUN_EVERY_S and not training.error:
             checked_s = training.elapsed_s
             document = training.client.get_run(run)

@@ -8,6 +8,7 @@ Goyal et al. 2017).  Starts a private cluster; every worker is a process.
 
 import argparse
 import multiprocessing
+import multiprocessing.connection
 
 import numpy as np
 
@@ -48,9 +49,11 @@ def main() -> None:
         workers = [spawn.Process(target=work, args=(client.url, i, args.iterations)) for i in range(args.num_workers)]
         for w in workers:
             w.start()
-        for w in workers:
-            w.join()
+        while any(w.is_alive() for w in workers) and not any(w.exitcode for w in workers):
+            multiprocessing.connection.wait([w.sentinel for w in workers if w.is_alive()])
         if any(w.exitcode for w in workers):
+            for w in workers:
+                w.terminate()  # the others would wait for the one that is missing
             raise SystemExit("a worker failed")
         print(f"accuracy {100 * digits.accuracy(model.pull()):.1f} %")
 
