@@ -19,17 +19,15 @@ from paramserver.errors import PsError, problem
 from paramserver.net.aio_connection import AsyncConnection
 from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.net.concurrent_requests import Interruptible, using_memory
+from paramserver.net.connect import CONNECT_S, connect
 from paramserver.net.connection import ENDED, Connection
 from paramserver.net.credentials import Credentials
 from paramserver.net.http2 import Answer, Refused
 from paramserver.net.idle import Idle
-from paramserver.net.look_up import look_up
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
 SCHEME: Final = "unix://"
-CONNECT_S: Final = 3.0
-"""Timeout for establishing a connection."""
 _BROKEN: Final = (*ENDED, Refused)
 """Errors that mean that the connection has ended, or takes no more requests."""
 _CHANGES_NOTHING: Final = ("/pull", "/slots")
@@ -164,6 +162,9 @@ class DirectTransport(_RequestEncoder):
         except OSError as e:
             self._idle.drop(address)
             return unreachable_by(e, address, shard=request.to is not None)
+        if not deadline.left_s():
+            connection.close()
+            return unreachable_by(TimeoutError(), address, shard=request.to is not None)
         try:
             return self._attempt(connection, request, address, deadline.attempt_s(), within)
         except _BROKEN as e:
@@ -202,8 +203,7 @@ class DirectTransport(_RequestEncoder):
                 raise
             return connected
         host, port, secure = _host(address)
-        look_up(host, timeout_s)
-        connected = socket.create_connection((host, port), timeout_s)
+        connected = connect(host, port, timeout_s)
         tcp.prepare(connected)
         if not secure:
             return connected
