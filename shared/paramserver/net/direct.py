@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from paramserver.errors import PsError, problem
+from paramserver.errors import InDoubt, PsError, problem
 from paramserver.net.aio_connection import AsyncConnection
 from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.net.concurrent_requests import Interruptible, using_memory
@@ -32,6 +32,10 @@ _BROKEN: Final = (*ENDED, Refused)
 """Errors that mean that the connection has ended, or takes no more requests."""
 _CHANGES_NOTHING: Final = ("/pull", "/slots")
 """Paths of POST requests that may be executed twice or for nothing; an unused slot expires."""
+
+
+class NotHttp2(InDoubt):
+    """The outcome of a request whose answer was not HTTP/2."""
 
 
 def path_of(address: str) -> str:
@@ -119,7 +123,7 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
         return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
     if isinstance(error, _BROKEN):
         return problem("in_doubt", f"the connection to {address} broke before it answered ({error})")
-    return problem("in_doubt", f"{address} did not answer in HTTP ({error})")
+    return NotHttp2("in_doubt", f"{address} did not answer in HTTP ({error})")
 
 
 def unreachable_by(error: Exception, address: str, *, shard: bool = False) -> PsError:
