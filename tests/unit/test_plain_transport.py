@@ -182,6 +182,32 @@ def test_one_that_does_not_gets_http1(ask: Callable[..., list[Any]]) -> None:
     assert heard == [b"PRI * HTTP/2.0", *[b"GET /models HTTP/1.1"] * 2]
 
 
+@both
+def test_a_url_that_no_longer_takes_http2_gets_http1(ask: Callable[..., list[Any]]) -> None:
+    """If something that refuses HTTP/2 is put in front of a node, one request fails, and the next one is a probe."""
+    heard: list[bytes] = []
+
+    def serve(connected: socket.socket) -> None:
+        if not heard:
+            peer = Peer(connected)
+            for _ in range(2):
+                peer.send(peer.answer(peer.until(wire.HEADERS), b"node"))
+            heard.append(b"node")
+            return
+        while said := connected.recv(65536):
+            heard.append(said.split(b"\r\n")[0])
+            if said.startswith(b"PRI"):
+                connected.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+                return
+            connected.sendall(OK)
+
+    with serving(serve) as url:
+        first, lost, *rest = ask(url, GET, GET, GET, GET)
+    assert isinstance(lost, InDoubt)
+    assert [o.body for o in (first, *rest)] == [b"node", b"{}", b"{}"]
+    assert heard == [b"node", *[b"PRI * HTTP/2.0"] * 2, *[b"GET /models HTTP/1.1"] * 2]
+
+
 def test_what_a_probe_tells() -> None:
     """An answer tells that a URL takes HTTP/2, a quick failure for a minute that it does not, silence nothing."""
     now = Now()

@@ -15,25 +15,27 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from paramserver.errors import PsError, problem
+from paramserver.errors import InDoubt, PsError, problem
 from paramserver.net.aio_connection import AsyncConnection
 from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.net.concurrent_requests import Interruptible, using_memory
+from paramserver.net.connect import CONNECT_S, connect
 from paramserver.net.connection import ENDED, Connection
 from paramserver.net.credentials import Credentials
 from paramserver.net.http2 import Answer, Refused
 from paramserver.net.idle import Idle
-from paramserver.net.look_up import look_up
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
 SCHEME: Final = "unix://"
-CONNECT_S: Final = 3.0
-"""Timeout for establishing a connection."""
 _BROKEN: Final = (*ENDED, Refused)
 """Errors that mean that the connection has ended, or takes no more requests."""
 _CHANGES_NOTHING: Final = ("/pull", "/slots")
 """Paths of POST requests that may be executed twice or for nothing; an unused slot expires."""
+
+
+class NotHttp2(InDoubt):
+    """The outcome of a request whose answer was not HTTP/2."""
 
 
 def path_of(address: str) -> str:
@@ -121,7 +123,7 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
         return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
     if isinstance(error, _BROKEN):
         return problem("in_doubt", f"the connection to {address} broke before it answered ({error})")
-    return problem("in_doubt", f"{address} did not answer in HTTP ({error})")
+    return NotHttp2("in_doubt", f"{address} did not answer in HTTP ({error})")
 
 
 def unreachable_by(error: Exception, address: str, *, shard: bool = False) -> PsError:
@@ -164,6 +166,9 @@ class DirectTransport(_RequestEncoder):
         except OSError as e:
             self._idle.drop(address)
             return unreachable_by(e, address, shard=request.to is not None)
+        if not deadline.left_s():
+            connection.close()
+            return unreachable_by(TimeoutError(), address, shard=request.to is not None)
         try:
             return self._attempt(connection, request, address, deadline.attempt_s(), within)
         except _BROKEN as e:
@@ -202,8 +207,7 @@ class DirectTransport(_RequestEncoder):
                 raise
             return connected
         host, port, secure = _host(address)
-        look_up(host, timeout_s)
-        connected = socket.create_connection((host, port), timeout_s)
+        connected = connect(host, port, timeout_s)
         tcp.prepare(connected)
         if not secure:
             return connected

@@ -19,11 +19,11 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import BODY_BYTES_MAX
 from paramserver.net.calls import Deadline, Outcome, Request, Response, Sink
 from paramserver.net.concurrent_requests import Interruptible, using_memory
+from paramserver.net.connect import CONNECT_S, connect
 from paramserver.net.connection import ENDED, cut
 from paramserver.net.credentials import Credentials
-from paramserver.net.direct import CONNECT_S, changes_nothing, common_headers, unreachable_by
+from paramserver.net.direct import changes_nothing, common_headers, unreachable_by
 from paramserver.net.idle import Idle
-from paramserver.net.look_up import look_up
 
 _PIECE_BYTES: Final = 1 << 20
 _WAIT_S_MAX: Final = 1e6
@@ -56,8 +56,11 @@ class PlainTransport:
         fresh: http.client.HTTPConnection | None = None
         try:
             fresh = _connection(url, min(CONNECT_S, deadline.attempt_s()), self._credentials)
-            look_up(fresh.host, min(CONNECT_S, deadline.attempt_s()))
+            # A tunnel takes no socket of ours in another way.
+            fresh._create_connection = _connect  # type: ignore[attr-defined]
             fresh.connect()
+            if not deadline.left_s():
+                raise TimeoutError
         except (OSError, http.client.HTTPException, ValueError) as e:
             if fresh is not None:
                 fresh.close()
@@ -213,3 +216,7 @@ def _connection(url: str, timeout_s: float, credentials: Credentials) -> http.cl
     tunnel = http.client.HTTPSConnection(proxy.hostname or "", proxy.port or 80, timeout=timeout_s, context=context)
     tunnel.set_tunnel(host, port or 443, _authorization(proxy))
     return tunnel
+
+
+def _connect(address: tuple[str, int], timeout_s: float, _: object) -> socket.socket:
+    return connect(*address, timeout_s)

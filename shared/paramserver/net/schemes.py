@@ -5,7 +5,7 @@ import ssl
 from typing import Final
 from urllib.parse import urlsplit
 
-from paramserver.net.look_up import look_up
+from paramserver.net.connect import connect
 
 _ASKED: Final = b"HEAD /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 _PORTS: Final = {"http": 80, "https": 443}
@@ -17,8 +17,7 @@ def in_scheme_spoken(url: str, timeout_s: float) -> str:
     parts = urlsplit(url)
     scheme = parts.scheme
     try:
-        look_up(parts.hostname or "", timeout_s)
-        with socket.create_connection((parts.hostname or "", parts.port or _PORTS[scheme]), timeout_s) as connected:
+        with connect(parts.hostname or "", parts.port or _PORTS[scheme], timeout_s) as connected:
             connected.settimeout(timeout_s)
             said = _answers(connected) if scheme == "https" else _shakes_hands(connected, parts.hostname)
     except (OSError, KeyError):

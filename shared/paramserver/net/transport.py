@@ -17,7 +17,7 @@ from paramserver.net.addresses import Addresses
 from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response
 from paramserver.net.concurrent_requests import ConcurrentRequests, Helpers, Interruptible, using_memory
 from paramserver.net.credentials import Credentials
-from paramserver.net.direct import AsyncDirectTransport, DirectTransport, unreachable
+from paramserver.net.direct import AsyncDirectTransport, DirectTransport, NotHttp2, unreachable
 from paramserver.net.forks import call_in_forked_child
 from paramserver.net.plain import PlainTransport, proxy_of
 from paramserver.net.schemes import in_scheme_spoken
@@ -69,6 +69,10 @@ class Protocols:
             log.info("transport.http1 url=%s reason=%s", url, outcome)
             self._http1[url] = self._clock() + _HTTP1_S
         return False
+
+    def forget(self, url: str) -> None:
+        """Probe the URL again: it took HTTP/2, but something else is in front of its node now."""
+        self._http2.discard(url)
 
 
 def _probe_before(request: Request) -> Request:
@@ -151,7 +155,12 @@ class BlockingTransport:
             request = deadline.bound(request)
         if isinstance(takes_http2, PsError):
             return takes_http2
-        return (self._http2 if takes_http2 else self._http1).send(request, url, within)
+        if not takes_http2:
+            return self._http1.send(request, url, within)
+        outcome = self._http2.send(request, url, within)
+        if isinstance(outcome, NotHttp2):
+            self._protocols.forget(url)
+        return outcome
 
 
 class AsyncTransport:
@@ -225,7 +234,12 @@ class AsyncTransport:
             request = deadline.bound(request)
         if isinstance(takes_http2, PsError):
             return takes_http2
-        return await (self._http2.send(request, url) if takes_http2 else self._in_thread(request, url))
+        if not takes_http2:
+            return await self._in_thread(request, url)
+        outcome = await self._http2.send(request, url)
+        if isinstance(outcome, NotHttp2):
+            self._protocols.forget(url)
+        return outcome
 
     async def _in_thread(self, request: Request, url: str) -> Outcome:
         """Send the request over HTTP/1.1; once cancelled, no thread uses its memory any more."""

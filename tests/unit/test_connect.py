@@ -1,0 +1,85 @@
+"""How a blocking client connects to a host that has several addresses, and what it does at its deadline."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+
+import pytest
+from tests.unit.scripted_server import serving
+
+from paramserver.errors import Unreachable
+from paramserver.net.calls import Request, Response
+from paramserver.net.credentials import Credentials
+from paramserver.net.direct import DirectTransport
+from paramserver.net.plain import PlainTransport
+from paramserver.net.schemes import in_scheme_spoken
+from paramserver.net.transport import BlockingTransport
+
+NAME = "http://ps.test:8700"
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port of this machine that answers no connection, because its queue of them is full."""
+    with ExitStack() as some:
+        listener = some.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            waiting = some.enter_context(socket.socket())
+            waiting.setblocking(False)
+            with suppress(BlockingIOError):
+                waiting.connect(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+def name(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+    """Let every name have these ports of this machine as its addresses."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)) for port in ports]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+def unused() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_addresses_that_do_not_answer_do_not_hide_one_that_does(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over HTTP/2 and HTTP/1.1, of several addresses the one that answers is found, after refusals and silence."""
+    monkeypatch.setattr("paramserver.net.connect._NEXT_S", 0.02)
+    heard: list[bytes] = []
+
+    def old(connected: socket.socket) -> None:
+        heard.append(connected.recv(65536).split(b"\r\n")[0])
+        connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    with serving(old) as url, closing(BlockingTransport([NAME], Credentials())) as transport:
+        name(monkeypatch, unused(), silent, silent, int(url.rsplit(":", 1)[1]))
+        (outcome,) = transport.perform([Request("POST", "/runs", b"{}", timeout_s=5.0)])
+        assert in_scheme_spoken(NAME.replace("http:", "https:"), 5.0) == NAME
+    assert isinstance(outcome, Response), outcome
+    assert heard == [b"PRI * HTTP/2.0", b"POST /runs HTTP/1.1", b"HEAD /livez HTTP/1.1"]
+
+
+def test_what_can_be_connected_to_nowhere_says_why(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host none of whose addresses answers is unreachable at the timeout; if all refuse, at once."""
+    with closing(BlockingTransport([NAME], Credentials())) as transport:
+        name(monkeypatch, unused(), silent)
+        (late,) = transport.perform([Request("GET", "/livez", timeout_s=0.1)])
+        name(monkeypatch, unused(), unused())
+        (refused,) = transport.perform([Request("GET", "/livez", timeout_s=20.0)])
+    assert isinstance(late, Unreachable)
+    assert "timed out" in late.detail
+    assert isinstance(refused, Unreachable)
+    assert "connection refused" in refused.detail
+
+
+@pytest.mark.parametrize("kind", [DirectTransport, PlainTransport])
+def test_nothing_is_sent_after_the_deadline(kind: type[DirectTransport] | type[PlainTransport]) -> None:
+    """A request whose time is over once there is a connection is unreachable, and not carried out."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(kind(Credentials())) as transport:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        outcome = transport.send(Request("POST", "/runs", b"{}", timeout_s=0.0), url)
+        connected, _ = listener.accept()
+        with connected:
+            assert connected.recv(65536) == b""
+    assert isinstance(outcome, Unreachable)
