@@ -37,8 +37,8 @@ class Settings:
     def sources(cls, flags: Mapping[str, Any], env: Mapping[str, str], file: Path) -> dict[str, tuple[Any, str]]:
         """Return the effective value of each setting, as (value, where it comes from).
 
-        Raises RequestError: `invalid_field` for a value of the wrong type or form, an unknown key, or a file named by
-        `PARAMSERVER_…_FILE` that cannot be read; `malformed` for a file that is not TOML.
+        Raises RequestError: `invalid_field` for a value of the wrong type or form, an unknown key, a file that cannot
+        be read, or an empty file of a secret; `malformed` for a file that is not TOML.
         """
         common, own = _tables(file, cls.section)
         types = get_type_hints(cls)
@@ -50,7 +50,11 @@ class Settings:
             elif env.get(variable) or (variable in env and f.metadata.get("empty")):
                 value, origin = env[variable], variable
             elif env.get(variable + "_FILE"):
-                value, origin = _file_contents(env[variable + "_FILE"], variable + "_FILE"), variable + "_FILE"
+                origin = variable + "_FILE"
+                value = _file_contents(env[origin], origin)
+                if f.name == "secret" and not value:  # it would count as none, with which a node asks for no token
+                    hint = "psctl secret prints a key to put into it; every node has the same"
+                    raise problem("invalid_field", f"{origin}: {env[origin]} is empty", hint=hint)
             elif f.name in own:
                 value, origin = own[f.name], f"{file} [{cls.section}]"
             elif f.name in common:

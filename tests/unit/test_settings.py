@@ -131,6 +131,18 @@ def test_a_missing_file_of_a_value_is_named(tmp_path: Path) -> None:
         ShardSettings.sources({}, {"PARAMSERVER_REDIS_FILE": str(tmp_path / "absent")}, tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
+def test_an_empty_file_is_no_secret(tmp_path: Path, text: str) -> None:
+    """An empty file of a secret is refused by name: without a secret a node asks nobody on its machine for a token."""
+    (tmp_path / "empty").write_text(text, encoding="utf-8")
+    revoked = {"PARAMSERVER_REVOKED_FILE": str(tmp_path / "empty")}
+
+    for service in (SchedulerSettings, ShardSettings, ClientSettings):
+        with pytest.raises(RequestError, match=r"PARAMSERVER_SECRET_FILE: .*is empty.*psctl secret"):
+            service.sources({}, {"PARAMSERVER_SECRET_FILE": str(tmp_path / "empty")}, tmp_path / "none.toml")
+    assert ShardSettings.sources({}, revoked, tmp_path / "none.toml")["revoked"][0] == ""
+
+
 def test_a_node_on_every_address_is_reached_by_its_host_name() -> None:
     """The URL of a node on 0.0.0.0 or :: has its host name; any other address is kept, IPv6 in brackets."""
     name = socket.gethostname()
