@@ -274,7 +274,7 @@ def _converted(value: Any, kind: type, name: str, origin: str) -> Any:
         return _BOOLS[str(value).lower()]
     try:
         if kind is str and isinstance(value, list):
-            return ",".join(map(str, value))
+            return ("\n" if name == "secret" else ",").join(map(str, value))
         if kind in (int, float) and isinstance(value, str | int) and not isinstance(value, bool):
             return kind(value)
         if kind is str and isinstance(value, Path | int | float) and not isinstance(value, bool):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paramserver.errors import RequestError
+from paramserver_node import tokens
 from paramserver_node.setting_checks import shown
 from paramserver_node.settings import (
     ClientSettings,
@@ -50,6 +51,18 @@ def test_each_value_comes_from_the_first_source_that_has_it(file: Path) -> None:
     assert found["advertise"] == ("http://a:1,http://b:2", f"{file} [shard]")
     assert found["log_level"] == ("DEBUG", str(file))
     assert found["host"] == ("127.0.0.1", "default")
+
+
+def test_a_list_is_the_text_that_the_setting_takes(tmp_path: Path) -> None:
+    """A list of TOML becomes URLs or names separated by commas, but the keys of a secret on lines of their own."""
+    keys = ["a" * 32, "b" * 32]
+    path = tmp_path / "paramserver.toml"
+    path.write_text(f"secret = {keys}\nrevoked = ['ci', 'laptop']")
+
+    found = ShardSettings.sources({}, {}, path)
+
+    assert tokens.keys_of(found["secret"][0]) == tuple(key.encode() for key in keys)
+    assert found["revoked"][0] == "ci,laptop"
 
 
 def test_an_empty_variable_turns_shared_memory_off(tmp_path: Path) -> None:
