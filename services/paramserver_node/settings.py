@@ -243,13 +243,16 @@ def _file_contents(path: str, origin: str) -> str:
 
 def _tables(file: Path, section: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return (top level, the section's table) of the file; both are empty if there is no file."""
-    if not file.is_file():
-        return {}, {}
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # editors on Windows begin files with a mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         # The hint is not `psctl config`, which would fail on the same file.
         raise problem("malformed", f"{file}: {e}", hint="its settings are listed in docs/settings.md") from None
+    except FileNotFoundError:
+        return {}, {}
+    except OSError as e:
+        hint = "allow this user to read it, or start in another folder"
+        raise problem("invalid_field", f"{file}: cannot be read: {e.strerror}", hint=hint) from None
     known = {s.section: {f.name for f in fields(s)} for s in SERVICES}
     tables = {name: found.pop(name) for name in known if name in found}
     _check_names(set(found), set().union(*known.values(), known), str(file))

@@ -1,5 +1,6 @@
 """Settings: precedence of flags, environment and file, the origin of each value, and the refusal of bad ones."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -104,6 +105,25 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, says: str) ->
 
     with pytest.raises(RequestError, match=says):
         ShardSettings.sources({}, {}, path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no node runs there")
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_a_settings_file_of_another_user_is_named(short_path: Path, where: str) -> None:
+    """A file that this user may not read is refused by name, with what to do, and not passed over."""
+    path, root = short_path / "paramserver.toml", os.geteuid() == 0
+    path.write_text("port = 9100")
+    path.chmod(0o600 if root else 0)
+    short_path.chmod(0o755 if where == "file" else 0)
+    if root:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(RequestError, match=r"paramserver.toml: cannot be read: Permission denied.*allow this user"):
+            ShardSettings.sources({}, {}, path)
+    finally:
+        if root:
+            os.seteuid(0)
+        short_path.chmod(0o700)
 
 
 def test_files_may_begin_with_the_mark_of_windows_editors(tmp_path: Path) -> None:
