@@ -185,17 +185,15 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
         if not self.transport.is_closing() and not self._lent.reads:
             self.transport.resume_reading()
 
-    def eof_received(self) -> None:
-        """Return None: the transport then closes."""
-
     def shutdown(self) -> None:
         """Take no new requests; those in flight are finished."""
         if not self._stopping:
             self._stopping = True
+            unsent = self._queued or self.transport.get_write_buffer_size() or tcp.unacknowledged_bytes(self._socket)
             self.queue_frame(wire.goaway(self._newest, wire.NO_ERROR))
             self.flush()
             if not self._streams:
-                self._hang_up(linger=False)  # nothing is under way: the stop need not wait for its client
+                self._hang_up(linger=bool(unsent))  # a client that has all need not be waited for
 
     # Receiving
 

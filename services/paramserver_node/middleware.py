@@ -115,7 +115,7 @@ class _Exchange:
             self._body_transfer: BodyTransfer = extensions[BODY]
             extensions[BODY] = self
             self._size = None  # over HTTP/2 a body may exceed its announced size, and is then refused: wait for its end
-        self._reading: asyncio.Lock | None = None
+        self._reading = asyncio.Lock()
         self._began_s = deadlines.now()
         self.received = 0
         self._too_slow = False
@@ -128,12 +128,13 @@ class _Exchange:
         self.ended = False
 
     async def receive(self) -> Message:
-        self._sender_waits = False  # the server now tells it to continue
-        if self._reading is None:
-            self._reading = asyncio.Lock()
         async with self._reading:  # an endpoint may wait for a disconnect while the rest is being drained
-            untimed = self._body_ended or _NO_DEADLINE in self._scope["state"]
-            message = await (self._receive() if untimed else self._received_in_time())
+            return await self._next()
+
+    async def _next(self) -> Message:
+        self._sender_waits = False  # the server now tells it to continue
+        untimed = self._body_ended or _NO_DEADLINE in self._scope["state"]
+        message = await (self._receive() if untimed else self._received_in_time())
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._body_ended = True
         return message
@@ -221,9 +222,9 @@ class _Exchange:
     async def _drain(self) -> None:
         drained = 0
         try:
-            async with asyncio.timeout(DRAIN_S_MAX):
+            async with asyncio.timeout(DRAIN_S_MAX), self._reading:  # whoever had it may have been given the end
                 while not self._body_ended and drained <= DRAIN_BYTES_MAX:
-                    drained += len((await self.receive()).get("body", b""))
+                    drained += len((await self._next()).get("body", b""))
         except (TimeoutError, PsError):
             pass
 

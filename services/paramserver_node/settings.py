@@ -37,8 +37,8 @@ class Settings:
     def sources(cls, flags: Mapping[str, Any], env: Mapping[str, str], file: Path) -> dict[str, tuple[Any, str]]:
         """Return the effective value of each setting, as (value, where it comes from).
 
-        Raises RequestError: `invalid_field` for a value of the wrong type or form, an unknown key, or a file named by
-        `PARAMSERVER_…_FILE` that cannot be read; `malformed` for a file that is not TOML.
+        Raises RequestError: `invalid_field` for a value of the wrong type or form, an unknown key, a file that cannot
+        be read, or an empty file of a secret; `malformed` for a file that is not TOML.
         """
         common, own = _tables(file, cls.section)
         types = get_type_hints(cls)
@@ -50,7 +50,11 @@ class Settings:
             elif env.get(variable) or (variable in env and f.metadata.get("empty")):
                 value, origin = env[variable], variable
             elif env.get(variable + "_FILE"):
-                value, origin = _file_contents(env[variable + "_FILE"], variable + "_FILE"), variable + "_FILE"
+                origin = variable + "_FILE"
+                value = _file_contents(env[origin], origin)
+                if f.name == "secret" and not value:  # it would count as none, with which a node asks for no token
+                    hint = "psctl secret prints a key to put into it; every node has the same"
+                    raise problem("invalid_field", f"{origin}: {env[origin]} is empty", hint=hint)
             elif f.name in own:
                 value, origin = own[f.name], f"{file} [{cls.section}]"
             elif f.name in common:
@@ -239,13 +243,16 @@ def _file_contents(path: str, origin: str) -> str:
 
 def _tables(file: Path, section: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return (top level, the section's table) of the file; both are empty if there is no file."""
-    if not file.is_file():
-        return {}, {}
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # editors on Windows begin files with a mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         # The hint is not `psctl config`, which would fail on the same file.
         raise problem("malformed", f"{file}: {e}", hint="its settings are listed in docs/settings.md") from None
+    except FileNotFoundError:
+        return {}, {}
+    except OSError as e:
+        hint = "allow this user to read it, or start in another folder"
+        raise problem("invalid_field", f"{file}: cannot be read: {e.strerror}", hint=hint) from None
     known = {s.section: {f.name for f in fields(s)} for s in SERVICES}
     tables = {name: found.pop(name) for name in known if name in found}
     _check_names(set(found), set().union(*known.values(), known), str(file))
@@ -270,7 +277,7 @@ def _converted(value: Any, kind: type, name: str, origin: str) -> Any:
         return _BOOLS[str(value).lower()]
     try:
         if kind is str and isinstance(value, list):
-            return ",".join(map(str, value))
+            return ("\n" if name == "secret" else ",").join(map(str, value))
         if kind in (int, float) and isinstance(value, str | int) and not isinstance(value, bool):
             return kind(value)
         if kind is str and isinstance(value, Path | int | float) and not isinstance(value, bool):

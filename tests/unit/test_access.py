@@ -365,7 +365,8 @@ def test_tls_takes_two_files_that_fit(tmp_path: Path) -> None:
 def test_clients_find_their_credentials(tmp_path: Path) -> None:
     """An argument wins over the environment, and a token there over a token file.
 
-    All certificates of a CA bundle are trusted, `repr` hides the token, and invalid tokens and CA files are refused.
+    All certificates of a CA bundle are trusted, `repr` hides the token, and invalid tokens and CA files are refused, as
+    is an empty token file.
     """
     certificates = [self_signed(tmp_path / name)[0] for name in ("a", "b")]
     bundle, file = tmp_path / "bundle.pem", tmp_path / "token"
@@ -383,6 +384,9 @@ def test_clients_find_their_credentials(tmp_path: Path) -> None:
     for token, ca in (("two words", None), ("new\nline", None), ("é", None), (None, file), (None, tmp_path / "none")):
         with pytest.raises(RequestError):
             Credentials.found(token, ca, {})
+    file.write_text("\n")
+    with pytest.raises(RequestError, match=r"^PARAMSERVER_TOKEN_FILE: .*token is empty"):
+        Credentials.found(None, None, env)
     with pytest.raises(RequestError, match=r"^PARAMSERVER_CA: cannot read"):
         Credentials.found(None, None, {"PARAMSERVER_CA": str(tmp_path / "none")})
 

@@ -12,6 +12,7 @@ from tests.unit.test_http2_limits import heard, nothing
 from paramserver.errors import InDoubt, PsError, problem
 from paramserver.net.calls import Response
 from paramserver.wire import http2 as wire
+from paramserver.wire.tcp import unacknowledged_bytes
 from paramserver_node.frame_abuse import COUNT_MAX, FrameAbuseLimit
 from paramserver_node.middleware import NodeMiddleware
 
@@ -117,7 +118,8 @@ async def test_a_request_on_a_stream_that_is_over_is_refused(number: int) -> Non
         assert int.from_bytes(code) == wire.STREAM_CLOSED
 
 
-async def test_what_a_client_says_late_costs_it_nothing_of_the_last_answer() -> None:
+@pytest.mark.parametrize("written", [False, True], ids=["before the answer", "after it"])
+async def test_what_a_client_says_late_costs_it_nothing_of_the_last_answer(written: bool) -> None:
     """A server that stops leaves its client the whole last answer, though the client goes on sending frames.
 
     A closed socket would answer them with a reset, which drops what the system still has of the answer.
@@ -132,7 +134,7 @@ async def test_what_a_client_says_late_costs_it_nothing_of_the_last_answer() -> 
         loop = asyncio.get_running_loop()
         wide = wire.settings({wire.INITIAL_WINDOW_SIZE: size}) + wire.u32_frame(0, wire.WINDOW_UPDATE, size)
         await tell(theirs, wide + wire.frame(wire.HEADERS, ENDS, 1, ASKED))
-        while not connection._newest:
+        while not connection._newest or (written and connection._running):
             await asyncio.sleep(0)
         connection.shutdown()
         came = b""
@@ -149,6 +151,18 @@ async def test_what_a_client_says_late_costs_it_nothing_of_the_last_answer() -> 
         theirs.close()
         while not connection.transport.is_closing():
             await asyncio.sleep(0)
+
+
+async def test_a_stop_does_not_wait_for_a_client_that_has_all_of_its_answers() -> None:
+    """A client that is sent nothing any more may keep its connection for long: it is told, and hung up on at once."""
+    async with connected(nothing) as (theirs, connection):
+        await tell(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        await heard(theirs, wire.HEADERS, 1)
+        while connection._running or unacknowledged_bytes(connection._socket):
+            await asyncio.sleep(0)
+        connection.shutdown()
+        assert connection.transport.is_closing()
+        await heard(theirs, wire.GOAWAY)
 
 
 @pytest.mark.parametrize("earlier", [True, False], ids=["before the answer", "after it"])

@@ -362,6 +362,24 @@ async def test_a_body_nobody_wants_is_read_before_the_answer_begins(path: bytes)
     assert unread == 0
 
 
+async def test_a_stream_begins_when_the_end_of_a_late_body_is_here() -> None:
+    """The end of the body is enough for the answer to begin, even if the endpoint got it, waiting for a disconnect."""
+    arriving: asyncio.Queue[Message] = asyncio.Queue()
+    begun = asyncio.Event()
+
+    async def send(message: Message) -> None:
+        begun.set()
+
+    request = scope_of("GET", b"/long", [(b"content-length", b"2")])
+    answering = asyncio.ensure_future(served(True)(request, arriving.get, send))
+    for _ in range(100):  # until both wait: the endpoint, and what reads the rest of the body before the answer
+        await asyncio.sleep(0)
+    arriving.put_nowait({"type": "http.request", "body": b"{}"})
+    async with asyncio.timeout(5.0):
+        await begun.wait()
+        await answering
+
+
 async def test_a_body_that_is_cut_off_is_refused() -> None:
     """A request whose client disconnects in the middle of its body is refused."""
     pieces: list[Message] = [{"type": "http.request", "body": b"{}", "more_body": True}]

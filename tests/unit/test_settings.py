@@ -1,5 +1,6 @@
 """Settings: precedence of flags, environment and file, the origin of each value, and the refusal of bad ones."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from paramserver.errors import RequestError
+from paramserver_node import tokens
 from paramserver_node.setting_checks import shown
 from paramserver_node.settings import (
     ClientSettings,
@@ -52,6 +54,18 @@ def test_each_value_comes_from_the_first_source_that_has_it(file: Path) -> None:
     assert found["host"] == ("127.0.0.1", "default")
 
 
+def test_a_list_is_the_text_that_the_setting_takes(tmp_path: Path) -> None:
+    """A list of TOML becomes URLs or names separated by commas, but the keys of a secret on lines of their own."""
+    keys = ["a" * 32, "b" * 32]
+    path = tmp_path / "paramserver.toml"
+    path.write_text(f"secret = {keys}\nrevoked = ['ci', 'laptop']")
+
+    found = ShardSettings.sources({}, {}, path)
+
+    assert tokens.keys_of(found["secret"][0]) == tuple(key.encode() for key in keys)
+    assert found["revoked"][0] == "ci,laptop"
+
+
 def test_an_empty_variable_turns_shared_memory_off(tmp_path: Path) -> None:
     """An empty variable turns shared memory off; for other settings it counts as unset, as compose files set it so."""
     env = {"PARAMSERVER_SHARED_MEMORY": "", "PARAMSERVER_NAME": ""}
@@ -93,6 +107,25 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, says: str) ->
         ShardSettings.sources({}, {}, path)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no node runs there")
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_a_settings_file_of_another_user_is_named(short_path: Path, where: str) -> None:
+    """A file that this user may not read is refused by name, with what to do, and not passed over."""
+    path, root = short_path / "paramserver.toml", os.geteuid() == 0
+    path.write_text("port = 9100")
+    path.chmod(0o600 if root else 0)
+    short_path.chmod(0o755 if where == "file" else 0)
+    if root:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(RequestError, match=r"paramserver.toml: cannot be read: Permission denied.*allow this user"):
+            ShardSettings.sources({}, {}, path)
+    finally:
+        if root:
+            os.seteuid(0)
+        short_path.chmod(0o700)
+
+
 def test_files_may_begin_with_the_mark_of_windows_editors(tmp_path: Path) -> None:
     """A byte order mark, with which editors on Windows begin UTF-8, is no part of the first setting or of a value."""
     (tmp_path / "paramserver.toml").write_text("port = 9100", encoding="utf-8-sig")
@@ -129,6 +162,18 @@ def test_a_missing_file_of_a_value_is_named(tmp_path: Path) -> None:
     """A `PARAMSERVER_…_FILE` that cannot be read is refused by name; the default is not used instead."""
     with pytest.raises(RequestError, match=r"PARAMSERVER_REDIS_FILE.*absent"):
         ShardSettings.sources({}, {"PARAMSERVER_REDIS_FILE": str(tmp_path / "absent")}, tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
+def test_an_empty_file_is_no_secret(tmp_path: Path, text: str) -> None:
+    """An empty file of a secret is refused by name: without a secret a node asks nobody on its machine for a token."""
+    (tmp_path / "empty").write_text(text, encoding="utf-8")
+    revoked = {"PARAMSERVER_REVOKED_FILE": str(tmp_path / "empty")}
+
+    for service in (SchedulerSettings, ShardSettings, ClientSettings):
+        with pytest.raises(RequestError, match=r"PARAMSERVER_SECRET_FILE: .*is empty.*psctl secret"):
+            service.sources({}, {"PARAMSERVER_SECRET_FILE": str(tmp_path / "empty")}, tmp_path / "none.toml")
+    assert ShardSettings.sources({}, revoked, tmp_path / "none.toml")["revoked"][0] == ""
 
 
 def test_a_node_on_every_address_is_reached_by_its_host_name() -> None:

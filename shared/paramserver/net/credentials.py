@@ -43,11 +43,13 @@ class Credentials:
     ) -> "Credentials":
         """Return those given, else those of PARAMSERVER_TOKEN (or the file PARAMSERVER_TOKEN_FILE) and PARAMSERVER_CA.
 
-        Raises RequestError (`invalid_field`) like `of`.
+        Raises RequestError (`invalid_field`) like `of`, and for a token file that is empty or cannot be read.
         """
         token = token or environment.get(ENV_TOKEN)
         if not token and (path := environment.get(f"{ENV_TOKEN}_FILE")):
             token = _text(path, f"{ENV_TOKEN}_FILE")
+            if not token.strip():
+                raise problem("invalid_field", f"{ENV_TOKEN}_FILE: {path} is empty", hint="psctl token prints a token")
         return cls.of(token, ca or environment.get(ENV_CA), origin="ca" if ca else ENV_CA)
 
     @property

@@ -1,6 +1,7 @@
 """Socket options for connections that carry bodies, at either end."""
 
 import socket
+import sys
 
 from paramserver.limits import SEND_BUFFER_BYTES
 
@@ -21,3 +22,19 @@ def prepare(connected: socket.socket) -> None:
         return  # the connection is closed already
     if here:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+
+
+def unacknowledged_bytes(connected: socket.socket) -> int:
+    """Return how much the system still holds of what was sent; 0 if the other end has it all, or where none can tell.
+
+    What it holds is lost if the connection is reset.
+    """
+    if sys.platform != "linux":
+        return 0
+    import fcntl
+    import termios
+
+    try:
+        return int.from_bytes(fcntl.ioctl(connected, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except (OSError, ValueError):
+        return 0  # the connection is closed already
