@@ -268,7 +268,7 @@ class Publish(Struct, frozen=True):
     - `clock`: in sync the `t` of the next commit.
     - `began`: the clock at which the timeline began.  Entering sync begins one; partitions move to that clock.
 
-    A `roster` document also has `revision`.  A commit without contributions changes no value; it exists for its `cut`.
+    A commit without contributions changes no value; it exists for its `cut`.
     """
 
     document: Json
