@@ -125,10 +125,6 @@ def _secret(settings: ClientSettings) -> str:
     return state.secret() if cluster is not None and all(map(cluster.is_at, settings.url.split(","))) else ""
 
 
-def _printable(name: str, value: Any) -> Any:
-    return redacted(name, value) if isinstance(value, str) else value
-
-
 def config(as_json: Json = False) -> None:
     """Show the effective settings and where each comes from.
 
@@ -143,9 +139,9 @@ def config(as_json: Json = False) -> None:
     for service in (SchedulerSettings, ShardSettings, WorkerSettings):
         parts[service.section] = service.sources({}, os.environ, Path.cwd() / FILE)
     rows = [
-        {"part": part, "name": name, "value": _printable(name, value), "origin": origin}
+        {"part": part, "name": name, "value": redacted(name, v) if isinstance(v, str) else v, "origin": origin}
         for part, settings in parts.items()
-        for name, (value, origin) in settings.items()
+        for name, (v, origin) in settings.items()
     ]
     if as_json:
         typer.echo(json.dumps({"items": rows, "next": None}))

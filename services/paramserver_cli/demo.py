@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import paramserver as ps
-from paramserver_cli import curves, launch
+from paramserver_cli import launch
 from paramserver_cli.config import connect
 from paramserver_cli.display import Display, at_terminal, display
 from paramserver_cli.launch import Failed
@@ -82,7 +82,7 @@ def demo(
             client = connect(cluster.scheduler, timeout_s=CALL_TIMEOUT_S)
             results = [_train(client, mode, seconds, out, cluster.scheduler) for mode in MODES]
             picture = out / "curves.png"
-            curves.write_png(picture, [r.training for r in results])
+            _draw(picture, [r.training for r in results])
             _summarize(results, picture)
             if at_terminal() and sys.stdin.isatty():
                 _wait_for_enter(cluster.scheduler)
@@ -161,6 +161,24 @@ def _follow(training: Training, run: str, seconds: float, shown: Display) -> Non
             if document["state"] == "failed":
                 raise Failed(f"the run failed: {document['reason']}")
         time.sleep(POLL_S)  # the redraw interval; the training runs in other processes
+
+
+def _draw(path: Path, trainings: list[Training]) -> None:
+    """Draw accuracy and loss over time in two panels, with a line per training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    accuracy, loss = figure.subplots(1, 2)
+    for training in trainings:
+        points = [(s.elapsed_s, s.accuracy, s.loss) for s in training.samples]
+        accuracy.plot(*zip(*[(t, 100 * a) for t, a, _ in points if a is not None], strict=True), label=training.title)
+        loss.plot(*zip(*[(t, v) for t, _, v in points if v is not None], strict=True), label=training.title)
+    accuracy.set(xlabel="seconds", ylabel="test accuracy in %", ylim=(None, 100))
+    loss.set(xlabel="seconds", ylabel="training loss", yscale="log")
+    for axes in (accuracy, loss):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def _summarize(results: list[Result], picture: Path) -> None:

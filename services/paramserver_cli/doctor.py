@@ -13,15 +13,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
 import typer
 from rich.text import Text
 
 import paramserver as ps
-from paramserver.errors import AuthError, PsError
+from paramserver.errors import AuthError, InDoubt, PsError, Unreachable
 from paramserver.limits import MIB, REDIS_NEARLY_FULL
+from paramserver.net.calls import Request, json_bytes
+from paramserver.net.retry import to_result
 from paramserver_cli import launch, ports
 from paramserver_cli.config import Json, Url, client_settings, connect, redis_url
 from paramserver_cli.display import columns, console
@@ -35,6 +37,9 @@ SHM_MIB_MIN = 64
 PROBE_ELEMENTS = 1 << 20
 """Elements per shard of the model used to measure bandwidth: 4 MiB of float32."""
 SLOW_MIB_PER_S = 20.0
+SHARD_TIMEOUT_S = 10.0
+PULL: Final = {"content-type": "application/json", "accept": "application/msgpack"}
+"""Headers of the pull that is measured."""
 DELETE_TIMEOUT_S = 3.0
 """Timeout for deleting that model; it is deleted even if its creation failed, because it may exist all the same."""
 
@@ -264,32 +269,33 @@ def _bandwidth(client: ps.Client, shards: int) -> Iterator[Finding]:
 
 
 def _measure(client: ps.Client, shard: str, addresses: list[str], body: dict[str, Any], size: int) -> Finding:
-    import httpx
-
-    reached, trusted = "", client.credentials.context()
-    headers = {"accept": "application/msgpack", **client.credentials.headers}
+    unreached: list[str] = []
     for address in addresses:
+        asked = Request("GET", "/livez", to=address, timeout_s=SHARD_TIMEOUT_S)
+        pull = Request("POST", "/pull", json_bytes(body), PULL, address, timeout_s=SHARD_TIMEOUT_S)
         try:
-            # As clients reach a shard at its own address: past the proxies of the environment.
-            with httpx.Client(base_url=address, timeout=10.0, headers=headers, verify=trusted, trust_env=False) as http:
-                http.get("/livez").raise_for_status()
-                began_s = time.perf_counter()
-                http.get("/livez")
-                latency_s = time.perf_counter() - began_s
-                began_s = time.perf_counter()
-                http.post("/pull", json=body).raise_for_status()
-                rate = size / (time.perf_counter() - began_s) / MIB
-        except httpx.HTTPStatusError as e:  # it is reached, but does not serve: it has no contact, or is full
-            said = f"{address} answered {e.response.status_code}: {e.response.text[:300]}"
-            passes = e.response.status_code in (429, 503)
-            remedy = "run psctl status, and psctl doctor again in a few seconds" if passes else ""
-            return Finding(shard, "warning", said, remedy)
-        except httpx.HTTPError as e:
-            reached = str(e)
+            _timed(client, asked)  # connects
+            latency_s, pull_s = _timed(client, asked), _timed(client, pull)
+        except (Unreachable, InDoubt) as e:
+            unreached.append(e.detail)
             continue
+        except PsError as e:  # it is reached, but does not serve: it has no contact, or is full
+            remedy = "run psctl status, and psctl doctor again in a few seconds" if e.retryable else e.hint
+            return Finding(shard, "warning", f"{address} answered {e.status}: {e.detail}", remedy)
+        rate = size / pull_s / MIB
         detail = f"{rate:.0f} MiB/s, {1000 * latency_s:.1f} ms at {address}"
         if rate < SLOW_MIB_PER_S:
             return Finding(shard, "warning", detail, 'push with dtype="bfloat16" to halve the bytes, or move closer')
         return Finding(shard, "ok", detail)
     remedy = "all traffic goes through the scheduler: open the port, or start the shard with --advertise"
-    return Finding(shard, "warning", f"{', '.join(addresses)} cannot be reached ({reached})", remedy)
+    return Finding(shard, "warning", "; ".join(unreached), remedy)
+
+
+def _timed(client: ps.Client, request: Request) -> float:
+    """Return how long a request takes, in seconds; raises the PsError of one that is refused or not answered."""
+    began_s = time.perf_counter()
+    (outcome,) = client.transport.perform([request])
+    took_s = time.perf_counter() - began_s
+    if isinstance(result := to_result(outcome), PsError):
+        raise result
+    return took_s

@@ -95,8 +95,11 @@ def scale(
             _set(client, line["name"], "active")
     if number < len(before):
         _fewer(client, before[number:], number, local, timeout)
+    elif number > len(before) and local is not None:
+        local.resize(number)
     elif number > len(before):
-        _more(number, local)
+        typer.echo("start them with one of these; the moves are shown once they have joined:")
+        _print_commands(number)
     _until_quiet(client, number, local, timeout)
     typer.echo(f"{number} shards")
 
@@ -159,14 +162,6 @@ def _local_cluster(url: str | None, state: Path | None) -> _LocalCluster | None:
     # It may have been started from another folder.  Other users' clusters are not listed; they could not be resized.
     others = ((s, c) for s in running() if (c := s.cluster()) is not None)
     return next((_LocalCluster(s, c) for s, c in others if c.is_at(meant)), None)
-
-
-def _more(number: int, local: _LocalCluster | None) -> None:
-    if local is not None:
-        local.resize(number)
-        return
-    typer.echo("start them with one of these; the moves are shown once they have joined:")
-    _print_commands(number)
 
 
 def _fewer(client: ps.Client, names: Sequence[str], number: int, local: _LocalCluster | None, timeout_s: float) -> None:

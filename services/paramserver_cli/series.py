@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Final
 
 import typer
@@ -184,10 +183,6 @@ def run_forever(series: Series) -> None:
                 pause_s = PAUSE_S
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)
-
-
 def series(
     entry: Annotated[
         str, typer.Argument(metavar="MODULE:FUNC", help="What the workers run; default: the digits example.")
@@ -212,7 +207,7 @@ def series(
 
         psctl run series mypackage.job:train --name demo --spec model.yaml --modes sync --minutes 10
     """
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     check_model_name(f"{name}-1")
     chosen = tuple(m.strip() for m in modes.split(","))
     if unknown := [m for m in chosen if m not in MODES]:

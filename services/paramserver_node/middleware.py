@@ -9,6 +9,7 @@ import time
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import unquote_to_bytes
 
+from prometheus_client import Gauge
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,9 +20,9 @@ from paramserver_node import problems
 from paramserver_node.access import ACCESS_ENDS_S, Guard, LocalOnly
 from paramserver_node.deadlines import Deadlines
 from paramserver_node.log import path_of
-from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.pieces import Pieces
 from paramserver_node.stream import BODY, BodyTransfer
+from paramserver_node.tally import Count, Counter, Histogram
 
 log = logging.getLogger("paramserver.node")
 
@@ -42,6 +43,18 @@ _OMIT_ID: Final = "omit_request_id"
 _PROCESS: Final = secrets.token_hex(8)
 _NUMBERS: Final = itertools.count(1)
 """Request numbers; prefixed with the random `_PROCESS` they are unique ids."""
+
+# Labels are route templates, methods and statuses, never paths or names that clients choose: their number is bounded.
+REQUESTS: Final = Counter("paramserver_http_requests_total", "Requests answered", ["route", "method", "status"])
+IN_FLIGHT: Final = Count()
+"""Requests being answered."""
+Gauge("paramserver_http_requests_in_flight", "Requests that are being answered").set_function(lambda: IN_FLIGHT.total)
+REQUEST_S: Final = Histogram(
+    "paramserver_http_request_seconds",
+    "Time from the first byte of a request to the end of its response",
+    ["route"],
+    buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+)
 
 
 def no_body_deadline(scope: Scope) -> None:

@@ -277,11 +277,8 @@ class Lease:
                 self._new_leader.set()
                 self._new_leader = asyncio.Event()
         rows = [json.loads(o) for o in others]
-        self.schedulers = tuple(sorted((Scheduler(r["name"], r["url"], r["age"] / 1e3) for r in rows), key=_order))
-
-
-def _order(scheduler: Scheduler) -> tuple[str, str]:
-    return scheduler.name, scheduler.url
+        schedulers = [Scheduler(r["name"], r["url"], r["age"] / 1e3) for r in rows]
+        self.schedulers = tuple(sorted(schedulers, key=lambda s: (s.name, s.url)))
 
 
 @asynccontextmanager

@@ -126,7 +126,7 @@ def _model(
 ) -> ModelStatus:
     name = line["name"]
     partitions = line["partition_lines"]
-    reports = [_model_metrics(x["metrics"], name) for x in shards if x["alive"]]
+    reports = [_object(_object(x["metrics"], "models"), name) for x in shards if x["alive"]]
     lags_seen = _lags(reports)
     workers = [_worker(w, lags_seen) for w in line["workers"]]
     lags = [w.lag for w in workers if w.lag is not None and w.alive]
@@ -195,12 +195,8 @@ def _worker(w: Document, seen: Mapping[str, float]) -> WorkerStatus:
     )
 
 
-def _model_metrics(metrics: Document, model: str) -> Document:
-    """The metrics of one model in a shard's heartbeat; shards are not trusted to send the right types."""
-    return _object(_object(metrics, "models"), model)
-
-
 def _object(document: Document, name: str) -> Document:
+    """The object of that name in a shard's metrics: shards are not trusted to send the right types."""
     value = document.get(name)
     return value if isinstance(value, Mapping) else {}
 

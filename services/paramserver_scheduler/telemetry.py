@@ -80,7 +80,8 @@ def _models(models: list[ModelStatus], paused: Set[str]) -> Iterator[Metric]:
         ((m, m.durable_behind_s) for m in models),
     )
     yield each("paramserver_model_clock", "Clock of a model", ((m, m.clock) for m in models))
-    yield each("paramserver_model_workers", "Live workers of a model", ((m, _live(m)) for m in models))
+    live = ((m, sum(w.alive for w in m.workers)) for m in models)
+    yield each("paramserver_model_workers", "Live workers of a model", live)
     resting = ((m, m.name in paused) for m in models)
     yield each("paramserver_model_paused", "1 while the run that trains the model is paused", resting)
     waited = ((m, len(m.waiting_for)) for m in models)
@@ -91,10 +92,6 @@ def _models(models: list[ModelStatus], paused: Set[str]) -> Iterator[Metric]:
     yield each("paramserver_model_partitions_loading", "Partitions that no owner serves yet", loading)
     moving = ((m, len(m.moving)) for m in models)
     yield each("paramserver_model_partitions_moving", "Partitions on their way to another shard", moving)
-
-
-def _live(model: ModelStatus) -> int:
-    return sum(w.alive for w in model.workers)
 
 
 def _one(name: str, text: str, value: float) -> Metric:

@@ -42,7 +42,6 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
             index,
             capture.version,
             capture.clock,
-            capture.token,
             values.size,
             len(slots),
             capture.state.steps,

@@ -224,8 +224,7 @@ class Membership:
         }
 
     def _metrics(self) -> dict[str, Any]:
-        pool = self._runtime.pool
-        metrics = self._telemetry.rates() | {"buffer_bytes": pool.lent_bytes + pool.kept_bytes}
+        metrics = self._telemetry.rates()
         if degraded := self._runtime.storage.degraded:
             metrics["degraded"] = degraded[:300]
         if self._runtime.storage.redis_away:

@@ -11,8 +11,8 @@ that a missing manifest was lost), `…:pending` (snapshots whose blocks may exi
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -23,12 +23,11 @@ from zlib_ng import zlib_ng
 
 from paramserver.core.partition_state import LoadedState
 from paramserver.errors import problem
-from paramserver.limits import SNAPSHOT_BLOCK_BYTES
+from paramserver.limits import SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S
 from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_node.redis import token_text
+from paramserver_node.redis import token_text, transfer_timeout
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
-from paramserver_shard.line import Line
 from paramserver_shard.scripts import Script, ScriptRunner
 from paramserver_shard.snapshot_format import (
     FORMAT,
@@ -108,6 +107,37 @@ class Budget:
             with suppress(TimeoutError):
                 async with asyncio.timeout(start - now):
                     await self._lifted.wait()
+
+
+class Line:
+    """Turns for blocks on the line to Redis, in one direction: one full block at once, however many partitions wait.
+
+    Without turns, transfers that share a slow line would all exceed their timeouts, begin again, and never end.
+    """
+
+    def __init__(self) -> None:
+        self._free_bytes = SNAPSHOT_BLOCK_BYTES
+        self._next = asyncio.Lock()  # held by the first in line until it has its turn
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def turn(self, size_bytes: int) -> AsyncIterator[None]:
+        """Wait for a turn to transfer a block of `size_bytes`; raises TimeoutError if the transfer is too slow then.
+
+        Turns are in order of arrival. The wait for one has no limit, as each turn has one.
+        """
+        async with self._next:
+            while self._free_bytes < size_bytes:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free_bytes -= size_bytes
+        try:
+            # What else has its turn shares the line, so each has the time that all of it may take.
+            async with transfer_timeout(SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S):
+                yield
+        finally:
+            self._free_bytes += size_bytes
+            self._freed.set()
 
 
 class SnapshotStore:

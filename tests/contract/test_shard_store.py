@@ -16,7 +16,7 @@ from paramserver.errors import CorruptState
 from paramserver.limits import MIB
 from paramserver.types import F32, AnyArray, ModelKey, PartitionKey
 from paramserver_node import redis as node_redis
-from paramserver_shard import line
+from paramserver_shard import snapshot_store
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.snapshot_format import to_stored
@@ -274,7 +274,7 @@ async def test_partitions_that_share_a_slow_line_are_stored_and_loaded_in_turn(
 ) -> None:
     """Over a line that carries one block within the timeout, but not all, every partition is stored and loaded."""
     size, keys = 1 << 20, [PartitionKey(ModelKey("m", 3), i) for i in range(11)]
-    monkeypatch.setattr(line, "SNAPSHOT_BLOCK_BYTES", 2 * size - 1)
+    monkeypatch.setattr(snapshot_store, "SNAPSHOT_BLOCK_BYTES", 2 * size - 1)
     await redis.mset({f"{{{key}}}:token": f"{TOKEN:020d}" for key in keys})
     link = Link("redis", urlsplit(redis_url).port or 0)
     await link.start()

@@ -1,8 +1,9 @@
 """Lists that psctl reads from a cluster, which come in pages."""
 
 import json
+import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -10,8 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from paramserver_cli.main import app
-
-from .http_server import answering
 
 MODELS = [{"name": f"m{i}", "state": "ready", "version": i, "mode": "async"} for i in range(3)]
 SHARDS = [
@@ -45,8 +44,12 @@ class Paged(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     """A running scheduler's URL."""
-    with answering(Paged) as address:
-        yield address
+    with HTTPServer(("127.0.0.1", 0), Paged) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 def test_all_models_are_listed(url: str) -> None:

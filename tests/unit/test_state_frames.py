@@ -11,7 +11,7 @@ from paramserver.errors import RequestError
 from paramserver.wire.frame import decode_header, encode_header
 from paramserver.wire.state import SetFrame, SetPart, StateFrame, restore_frame
 
-STATE = StateFrame("m", 4, 2, 7, 5, 9, 3, 2, (6, 1), ("exp_avg", "exp_avg_sq"))
+STATE = StateFrame("m", 4, 2, 7, 5, 3, 2, (6, 1), ("exp_avg", "exp_avg_sq"))
 VALUES = np.arange(9, dtype=np.float32)
 HELD = PartitionState(VALUES[:3], (VALUES[3:6], VALUES[6:]), (6, 1))
 
@@ -21,8 +21,8 @@ def test_a_state_frame_spells_out_what_a_partition_is() -> None:
     data = encode_header(STATE)
 
     assert msgpack.unpackb(data[8 : 8 + int.from_bytes(data[4:8], "little")]) == {
-        "kind": "state", "model": "m", "generation": 4, "partition": 2, "version": 7, "clock": 5, "incarnation": 9,
-        "size": 3, "slots": 2, "steps": [6, 1], "names": ["exp_avg", "exp_avg_sq"],
+        "kind": "state", "model": "m", "generation": 4, "partition": 2, "version": 7, "clock": 5, "size": 3,
+        "slots": 2, "steps": [6, 1], "names": ["exp_avg", "exp_avg_sq"],
     }  # fmt: skip
     assert decode_header(data, StateFrame)[0] == STATE
 
@@ -32,7 +32,7 @@ def test_a_state_is_read_as_values_and_then_slots() -> None:
     state = STATE.read(VALUES.tobytes())
 
     assert STATE.body_bytes() == 36
-    one, bare = (StateFrame("m", 4, 2, 7, 5, 9, 4, slots, (6,)) for slots in (1, 0))
+    one, bare = (StateFrame("m", 4, 2, 7, 5, 4, slots, (6,)) for slots in (1, 0))
     assert [a.tolist() for a in one.read(VALUES[:8].tobytes()).slots] == [[4, 5, 6, 7]]
     assert bare.read(VALUES[:4].tobytes()).slots == ()
     assert [a.tolist() for a in (state.values, *state.slots)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
@@ -45,7 +45,7 @@ def test_a_state_is_read_as_values_and_then_slots() -> None:
 @pytest.mark.parametrize("names", [None, ("exp_avg", "exp_avg_sq")])
 def test_slots_of_the_same_optimizer_are_kept(names: tuple[str, ...] | None) -> None:
     """A state keeps slots and step counts if the optimizer has the same slots, or if its shard did not name them."""
-    frame = StateFrame("m", 4, 2, 7, 5, 9, 3, 2, (6, 1), names)
+    frame = StateFrame("m", 4, 2, 7, 5, 3, 2, (6, 1), names)
 
     assert frame.fitting(HELD, OptimizerSpec("adam")) is HELD
 

@@ -37,9 +37,7 @@ class Client(ClientBase):
         ca: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(urls_of(url, os.environ), timeout)
-        self.credentials = Credentials.found(token, ca, os.environ)
-        """The token it sends, and the certificate authorities it trusts."""
-        self.transport = BlockingTransport(self.urls, self.credentials)
+        self.transport = BlockingTransport(self.urls, Credentials.found(token, ca, os.environ))
 
     def __enter__(self) -> Self:
         return self

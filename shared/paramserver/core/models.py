@@ -378,19 +378,15 @@ class Model:
 
     def roster_document(self) -> dict[str, Any]:
         """Feed document of type `roster`."""
-        live = self.roster.live()
         return {
             "type": "roster",
             "model": self.name,
             "generation": self.generation,
-            "revision": self.revision,
-            "workers": {w.name: [w.epoch, w.rank] for w in live},
-            "live_workers": len(live),
+            "workers": {w.name: [w.epoch, w.rank] for w in self.roster.live()},
         }
 
     def feed_document(self, all_commits: bool) -> dict[str, Any]:
         """Feed document of type `model`."""
-        live = self.roster.live()
         kept = [c for _, c in self.commits]
         upload = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
         return {
@@ -403,7 +399,6 @@ class Model:
             "began": self.began,
             "opening": self.gate.opening,
             "spec": self.spec.document(),
-            "live_workers": len(live),
             "state": "ready" if self.ready else "initializing",
             "owners": [o.feed_row() for o in self.owners],
             "source": self.source,
@@ -412,7 +407,7 @@ class Model:
             "cut_asked": self.cuts.pending,
             "cut_urgent": self.cuts.urgent,
             "upload": upload if self.missing else None,
-            "workers": {w.name: [w.epoch, w.rank] for w in live},
+            "workers": {w.name: [w.epoch, w.rank] for w in self.roster.live()},
             "commits": [c.document(self.key) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])],
         }
 

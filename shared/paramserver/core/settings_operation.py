@@ -32,13 +32,13 @@ class SettingsOperation(Operation):
             return ()  # within sync, settings take effect with the commit that names them
         if old.mode == "sync" and p.clock in self.model.commits and p.clock < self.clock:
             # Apply the commits decided before the change first.
-            shard.run_next(p, self._again())
+            shard.run_next(p, replace(self))
             p.committing = True
             shard.run_next(p, CommitOperation(self.model, [p], commit=self.model.commits[p.clock]))
             return ()
         full = new.mode != "buffered" or old.mode == "sync" or len(p.buffered) >= new.count
         if p.unapplied and full:
-            shard.run_next(p, self._again())
+            shard.run_next(p, replace(self))
             shard.run_next(p, FlushOperation(self.model, [p], early=True))
             return ()
         enters = new.mode == "sync"
@@ -58,6 +58,3 @@ class SettingsOperation(Operation):
             shard.flush_by(p, p.flush_at, now)
         shard.settings_changed(p, now)
         return ()
-
-    def _again(self) -> "SettingsOperation":
-        return replace(self)

@@ -1,6 +1,6 @@
 """Shards: joins, reports and deaths; ownership of partitions, completion of cuts, refilling of an emptied Redis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Final
 
@@ -12,7 +12,6 @@ from paramserver.core.membership import Shard, expired
 from paramserver.core.models import RESTORED, Model
 from paramserver.core.move_desk import MoveDesk
 from paramserver.core.owner import Owner
-from paramserver.core.placement import assign
 from paramserver.core.scheduler_io import JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
 from paramserver.core.timeline import begin_sync, go_back, reload
 from paramserver.core.urls import is_address, is_node_url
@@ -334,6 +333,29 @@ def _addresses(given: Sequence[Any]) -> tuple[str, ...]:
         detail = f"addresses: must be like http://HOST:PORT, not {wrong or given[0]!r:.80}"
         raise problem("invalid_field", detail, where="addresses")
     return tuple(given)
+
+
+def assign(
+    orphans: Mapping[int, int], shards: Iterable[str], held: Mapping[str, int], total: Mapping[str, int]
+) -> dict[int, str]:
+    """Return the shard for each partition in `orphans` (index -> bytes); empty if there are no shards.
+
+    Greedy, largest partition first, onto the shard that holds the least of the model (Graham 1969, longest processing
+    time): starting from nothing, the loads of two shards differ by at most one partition.
+
+    `held`: bytes of this model that each shard has already; `total`: bytes of all models, which breaks ties so that
+    many small models spread as well.
+    """
+    load = {s: (held.get(s, 0), total.get(s, 0)) for s in shards}
+    out: dict[int, str] = {}
+    if not load:
+        return out
+    for index in sorted(orphans, key=lambda i: (-orphans[i], i)):
+        shard = min(load, key=lambda s: (*load[s], s))
+        own, everything = load[shard]
+        load[shard] = (own + orphans[index], everything + orphans[index])
+        out[index] = shard
+    return out
 
 
 def _held(model: Model, shards: Sequence[str]) -> dict[str, int]:

@@ -30,7 +30,6 @@ class StateFrame(Header, frozen=True, tag_field="kind", tag="state", omit_defaul
     partition: Count
     version: Count
     clock: Count
-    incarnation: Count
     size: Count
     """Elements of the values and of each slot."""
     slots: Count
