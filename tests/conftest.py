@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)  # unlike an ignored one, not inherited
 
-ALONE: Final = ("chaos", "test_browser", "test_scheduler_leader", "test_shard_overload")
+ALONE: Final = ("chaos", "test_scheduler_leader", "test_shard_overload")
 """Folders and modules whose tests measure how soon real processes react: no other test runs beside them."""
 
 
