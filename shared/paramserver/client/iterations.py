@@ -224,5 +224,6 @@ class Iterations:
 
 
 def hinting(error: PsError, hint: str) -> PsError:
-    """Return the error with `hint` appended to its own hint."""
-    return from_document({**error.document(), "hint": f"{error.hint}; {hint}" if error.hint else hint})
+    """Return the error of a call whose push was accepted, with `hint` appended to its own: it must not be repeated."""
+    hint = f"{error.hint}; {hint}" if error.hint else hint
+    return from_document({**error.document(), "hint": hint, "retryable": False})

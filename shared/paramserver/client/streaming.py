@@ -148,16 +148,21 @@ class Stream:
                 if self._done and counts:
                     what = f"a part of the push was accepted, this one was not: {error.detail}"
                     more: dict[str, Any] = {} if isinstance(error, Unavailable) else {"refused": error.code}
-                    raise problem("in_doubt", what, hint=NOT_AGAIN, partitions=sorted(self._taken), **more) from error
+                    raise self._in_doubt(what, **more) from error
                 raise  # what is only staged is torn as the block ends, and counts nowhere
             if done.state == "dropped":
                 self.give_up()  # the rest is not sent either
                 if any(piece.state != "staged" for piece in self._done):  # staged pieces are dropped as well
                     what = "a part of the push was applied, the rest dropped"
-                    raise problem("in_doubt", what, hint=NOT_AGAIN, partitions=sorted(self._taken))
+                    raise self._in_doubt(what)
             self._done.append(done)
             self._taken |= partitions
         return True
+
+    def _in_doubt(self, what: str, **members: Any) -> PsError:
+        """Return the error for a push of which a part was accepted."""
+        taken = sorted(self._taken)
+        return problem("in_doubt", what, hint=NOT_AGAIN, retryable=False, partitions=taken, **members)
 
     def close(self) -> Pushed:
         """End the push and return its result.  Raises RequestError (`empty_push`) if nothing was put."""

@@ -24,7 +24,7 @@ from paramserver.client.sends import PushTransfer, Transfer, good_and_failed, in
 from paramserver.client.values import sendable
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
-from paramserver.errors import InDoubt, PsError, Unavailable, problem
+from paramserver.errors import PsError, Unavailable, problem
 from paramserver.net.calls import POLL_S, Call, Deadline, Pause, plain, seconds
 from paramserver.types import LEVELS, DType, DTypeLike
 from paramserver.wire.frame import PushReply
@@ -204,10 +204,8 @@ def after_push(pulling: Call[Params]) -> Call[Params]:
     try:
         return (yield from pulling)
     except Unavailable as e:
-        if isinstance(e, InDoubt):
-            raise
         detail = f"the push was accepted, the pull after it failed: {e.detail}"
-        raise problem("in_doubt", detail, hint=e.hint) from e
+        raise problem("in_doubt", detail, hint=e.hint, retryable=False) from e
 
 
 def exchange(
