@@ -89,7 +89,7 @@ class Membership:
 
     @property
     def evaluation_waits(self) -> bool:
-        """Whether an evaluation may be pending: one that no worker has taken, or that failed here."""
+        """Whether an evaluation may be pending: one that no worker has taken, or that failed or may be leased here."""
         return self._evaluation_waits or self.holding.evaluation_failed
 
     def join(self, deadline: Deadline) -> Call[None]:
