@@ -294,21 +294,29 @@ class AsyncPushStream:
         self._stream = Stream(session, **options)
         self._more = asyncio.Event()
         self._failed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._pid = os.getpid()
         self.result = DROPPED
         """The result of the push, set when the block has ended."""
 
     async def __aenter__(self) -> "AsyncPushStream":
+        self._loop = asyncio.get_running_loop()
         await self._run(self._stream.open(self._deadline()))
         self._task = asyncio.create_task(self._send(), name="push stream")
         return self
 
     def put(self, name: str, grad: Any) -> None:
         """See `PushStream.put`; complete partitions are sent whenever the event loop runs."""
+        if self._pid != os.getpid():
+            raise of_another_process()
         self._stream.put(name, grad)
-        self._more.set()
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._more.set)
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._pid != os.getpid():
+            return  # the event loop and its tasks are the parent's
         assert self._task is not None
         self._failed, self._stream.over = kind is not None, True
         self._more.set()
