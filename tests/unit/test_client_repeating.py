@@ -107,6 +107,20 @@ def test_a_push_that_was_accepted_before_the_values_failed_is_not_retryable(way:
     assert not met.value.retryable
 
 
+@pytest.mark.parametrize(("way", "code"), [("pushpull", "in_doubt"), ("exchange", "unavailable")])
+def test_a_shard_that_is_late_with_a_commit_does_not_hide_that_the_gradient_counts(way: str, code: str) -> None:
+    """If a clock is released, but a shard does not have its commit by the deadline, the error says what was pushed."""
+    node, now = Shard("sync"), Now()
+    session = opened(node)
+    node.released = False
+    call = WAYS[way](session, Deadline.after(2.0, now))
+
+    with pytest.raises(Unavailable, match=r"push was accepted|Another step would count") as met:
+        drive(call, lambda r: no("version_not_reached") if r.path == "/pull" else node(r), now)
+    assert (met.value.code, met.value.retryable) == (code, False)
+    assert (len(node.pushes), session.clock) == (1, 1 if way == "exchange" else 0)
+
+
 def test_a_clock_may_be_reported_again_after_a_step_that_may_not_be_repeated() -> None:
     """The error of a step whose push was accepted is not retryable, that of the `clock()` after it is."""
     node, now = Shard("ssp"), Now()

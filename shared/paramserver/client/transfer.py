@@ -203,9 +203,16 @@ def after_push(pulling: Call[Params]) -> Call[Params]:
     """
     try:
         return (yield from pulling)
-    except Unavailable as e:
+    except PsError as e:
+        if not is_late(e):
+            raise
         detail = f"the push was accepted, the pull after it failed: {e.detail}"
         raise problem("in_doubt", detail, hint=e.hint, retryable=False) from e
+
+
+def is_late(error: PsError) -> bool:
+    """Whether values could not be had in time: nobody served them, or a shard does not have them yet."""
+    return isinstance(error, Unavailable) or error.code == "version_not_reached"
 
 
 def exchange(
