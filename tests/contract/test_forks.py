@@ -132,7 +132,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(model: Model, lock
 
 
 def test_a_worker_on_asyncio_belongs_to_the_process_that_opened_it(rest_cluster: Nodes, model: Model) -> None:
-    """A forked child can neither push as its parent's asyncio worker nor make it leave."""
+    """A forked child can neither push as its parent's asyncio worker, nor in its stream, nor make it leave."""
 
     async def main() -> None:
         async with ps.AsyncClient(rest_cluster.url) as client:
@@ -141,11 +141,17 @@ def test_a_worker_on_asyncio_belongs_to_the_process_that_opened_it(rest_cluster:
             def child() -> bool:
                 with pytest.raises(ps.ConflictError, match="belongs to the process that opened it"):
                     asyncio.run(worker.push(np.ones(SIZE, np.float32)))
+                with pytest.raises(ps.ConflictError, match="belongs to the process that opened it"):
+                    push.put("a", np.ones(SIZE // 3, np.float32))
+                asyncio.run(push.__aexit__(None))
                 asyncio.run(worker.__aexit__())
                 return True
 
             async with worker:
-                assert ended(forked(child)) == 0
+                async with worker.stream() as push:
+                    assert ended(forked(child)) == 0
+                    push.put("a", np.ones(SIZE // 3, np.float32))
+                assert push.result.state == "applied"
                 assert [w["worker"] for w in model.workers()] == [worker.name]
                 assert (await worker.push(np.ones(SIZE, np.float32))).state == "applied"
 

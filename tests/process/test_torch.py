@@ -406,13 +406,14 @@ def test_a_gradient_in_float64_beyond_float32_is_refused_as_that(client: ps.Clie
             opt.step()
 
 
+@pytest.mark.parametrize("code", ["unavailable", "version_not_reached"])
 def test_a_step_whose_values_do_not_come_says_that_it_is_done(
-    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     """If the parameters cannot be pulled after the push, the error says that the gradient counts; a pull goes on."""
 
     def unavailable(*_: Any, **__: Any) -> Any:
-        raise problem("unavailable", "no shard is alive")
+        raise problem(code, "not yet")
 
     net = module()
     with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05)) as opt:
@@ -422,7 +423,6 @@ def test_a_step_whose_values_do_not_come_says_that_it_is_done(
             patch.setattr(opt.worker, "pull", unavailable)
             with pytest.raises(ps.Unavailable, match=r"opt\.pull\(\)"):
                 opt.step()
-
         assert client.model(name).pull().version == 1
         opt.pull()
         assert not np.array_equal(_values(net)["0.weight"], before["0.weight"])

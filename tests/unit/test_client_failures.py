@@ -59,6 +59,24 @@ def test_a_moved_partition_is_followed_at_once(shards: Shards, now: Now, cluster
     assert sum(path == "/models/m" for _, path in shards.log) == 2
 
 
+@pytest.mark.parametrize(("owners", "code"), [("baba", "unavailable"), ("bbab", "in_doubt")])
+def test_partitions_that_moved_cannot_be_found_without_a_scheduler(
+    shards: Shards, now: Now, cluster: Cluster, owners: str, code: str
+) -> None:
+    """If no scheduler can tell who owns a partition now, a push ends as unavailable; in doubt, if a part was accepted.
+
+    The map is the client's own, so its caller could do nothing about one that is out of date.
+    """
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.owners, shards.map_epoch = list(owners), 2
+
+    def headless(request: Request) -> Outcome:
+        return problem("unreachable", "cannot reach it") if request.path == "/models/m" else shards(request)
+
+    with refused_with(code, Unavailable, match="said the shard"):
+        drive(transfer.push(cluster, "m", Deadline.after(5, now), grads(), terms()), headless, now)
+
+
 @pytest.mark.parametrize("code", ["unreachable", "unavailable"])
 def test_a_silent_shard_may_own_nothing_any_more(code: str, shards: Shards, now: Now, cluster: Cluster) -> None:
     """If a shard cannot be reached, or serves nobody, the client looks for new owners before it tries again.

@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from paramserver.client.task_requests import TaskRequests
-from paramserver.errors import ConflictError
+from paramserver.core.tasks import EVALUATE
+from paramserver.errors import ConflictError, Unavailable
 
-from .session_node import Node, ok, opened
+from .session_node import BEAT, Node, deadline, no, ok, opened
 from .sharding import drive
 
 LEASE = "/models/m/tasks/lease"
@@ -55,3 +56,27 @@ def test_threads_and_tasks_of_one_worker_wait_for_each_others_ranges(another: st
 
     asyncio.run(both())
     assert not node.script[LEASE]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "unavailable"])
+def test_an_evaluation_whose_lease_had_no_answer_is_asked_for_again(end: str) -> None:
+    """An evaluation may be leased to a worker that does not know it; no heartbeat would ever tell it, or another."""
+    node = Node()
+    session = opened(node)
+    node.script[BEAT] = [ok({"state": "active", "evaluate": True}), ok({"state": "active", "evaluate": False})]
+    drive(session.beat(deadline()), node)
+    lease = TaskRequests(session).lease(EVALUATE, wait=False)
+    if end == "cancelled":
+        next(lease)
+        lease.close()
+    else:
+        session.silence_s = 0.0
+        node.script[LEASE] = [no("no_leader")]
+        with pytest.raises(Unavailable):
+            drive(lease, node)
+
+    drive(session.beat(deadline()), node)
+    assert session.evaluation_waits
+    node.script[LEASE] = [NOTHING_FREE]
+    assert drive(TaskRequests(session).lease(EVALUATE, wait=False), node) is None
+    assert not session.evaluation_waits

@@ -13,13 +13,15 @@ from tests.waiting import eventually
 import paramserver as ps
 from paramserver.client import worker as worker_module
 from paramserver.client.iterations import Iterations
+from paramserver.client.task_requests import TaskRequests
 from paramserver.errors import problem
 from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request
 from paramserver.net.retry import LONGEST_S, Backoff
 
-from .session_node import GRAD, Node, deadline, no, opened
+from .session_node import BEAT, GRAD, Node, deadline, no, ok, opened
 from .sharding import Now, drive
 from .test_client_iterations import Shard
+from .test_client_tasks import LEASE
 
 CLOCK = "/models/m/clock"
 
@@ -91,3 +93,30 @@ def test_a_call_may_be_tried_for_hours() -> None:
     now = Now()
     backoff = Backoff(Deadline.after(1e6, now))
     assert all(backoff.pause(problem("unreachable", "nobody is there")).seconds <= LONGEST_S for _ in range(2000))
+
+
+@pytest.mark.parametrize(
+    "refusal", [no("unknown_model"), problem("conflict", "this client is closed"), no("forbidden")]
+)
+def test_a_pause_ends_when_no_heartbeat_can_end_it(refusal: Outcome) -> None:
+    """A call that waits while its run is paused goes on, and fails, once a heartbeat is refused.
+
+    The model was deleted meanwhile, the client closed, or the token revoked.
+    """
+    node = Node()
+    session = opened(node)
+    node.script[BEAT] = [ok({"state": "paused"}), no("no_leader"), refusal]
+    node.script[LEASE] = [refusal]
+    drive(session.beat(deadline()), node)
+    lease = TaskRequests(session).lease("train")
+    assert isinstance(next(lease), Pause)
+
+    with pytest.raises(ps.Unavailable):
+        drive(session.beat(Deadline.after(0.0)), node)
+    assert isinstance(next(lease), Pause)
+    with pytest.raises(ps.PsError):
+        drive(session.beat(deadline()), node)
+    effect = next(lease)
+    assert not isinstance(effect, Pause)
+    with pytest.raises((ps.RequestError, ps.AuthError)):
+        lease.send([node(r) for r in effect])

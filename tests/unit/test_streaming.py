@@ -121,6 +121,31 @@ async def test_what_is_put_without_giving_the_event_loop_its_turn_is_sent() -> N
     assert len(node.pushes) == 1
 
 
+async def test_what_another_thread_puts_is_sent_while_the_event_loop_has_nothing_else_to_do() -> None:
+    """Gradients may be computed, and put, in a thread: each put wakes the event loop, which sends it."""
+    node, sent, me = Node("async"), threading.Event(), threading.get_ident()
+
+    class OfLoop(asyncio.Event):
+        def set(self) -> None:
+            assert threading.get_ident() == me, "the event loop is not woken"
+            super().set()
+
+    async def run(call: Call[Any]) -> Any:
+        done = drive(call, node)
+        if node.pushes:
+            sent.set()
+        return done
+
+    def backward() -> bool:
+        push.put("w", GRAD["w"])
+        return sent.wait(10.0)
+
+    push = AsyncPushStream(run, deadline, opened(node))
+    push._more = OfLoop()
+    async with push:
+        assert await asyncio.to_thread(backward)
+
+
 def test_who_is_interrupted_at_the_end_of_a_block_can_push_on() -> None:
     """An interrupt at the end of a block leaves no push in doubt, which would block pushes after 64 others."""
     node, now = Node("async"), Now()

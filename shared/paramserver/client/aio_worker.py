@@ -95,7 +95,7 @@ class AsyncWorker(WorkerBase):
         copy: bool = True,
         timeout: float | None = None,
     ) -> Params:
-        """See `Worker.pull`."""
+        """See `Worker.pull`; without `wait_s` it waits for `min_version` up to its deadline, 60 s at most."""
         options: dict[str, Any] = {"names": names, "ranges": ranges, "out": out, "dtype": dtype, "view": not copy}
         options |= {"min_version": min_version, "wait_s": wait_s}
         return await self._run(self._session.pull(self._deadline(timeout, wait_s), **options))

@@ -194,7 +194,7 @@ def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
 def post_unrepeatable(path: str, body: Any, deadline: Deadline) -> Call[Any]:
     """Send a slow POST that is not idempotent (a checkpoint, a run); return the JSON value of the answer.
 
-    It is not sent again if it may have been executed: raises InDoubt then.
+    It is not sent again if it may have been executed: raises InDoubt then, or what the node has answered.
     """
     backoff = Backoff(deadline)
     while True:
@@ -204,8 +204,8 @@ def post_unrepeatable(path: str, body: Any, deadline: Deadline) -> Call[Any]:
             return json_of(result)
         if not is_temporary(result):
             raise result
-        if isinstance(result, InDoubt):
-            raise backoff.final(result)
+        if isinstance(result, InDoubt) or not result.retryable:
+            raise backoff.final(result).plus(retryable=False)
         yield backoff.pause(result)
 
 

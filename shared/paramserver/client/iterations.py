@@ -7,7 +7,8 @@ polls the scheduler for as long as it takes.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -187,19 +188,12 @@ class Iterations:
     def _pull(
         self, deadline: Deadline, until: Deadline | None, out: Params | None, view: bool, *, done: bool
     ) -> Call[Params]:
-        """Pull the values after an iteration, with a deadline of its own if waiting for the others had no limit.
-
-        If the iteration is `done`, the hint of an error says so, because the caller must not push its gradient again.
-        """
+        """Pull the values after an iteration, with a deadline of its own if waiting for the others had no limit."""
         s = self._session
         if until is None:
             deadline = Deadline.after(s.silence_s, deadline.clock)
-        try:
+        with pulling_after(DONE if done else None):
             return (yield from s.pull(deadline, out=out, view=view))
-        except Unavailable as e:
-            if not done:
-                raise
-            raise hinting(e, DONE) from e
 
     def _finish(self, deadline: Deadline, until: Deadline | None, released: Over | None) -> Call[bool]:
         """End an iteration whose push was accepted, by `advance` unless the shards have `released` its clock already.
@@ -214,7 +208,7 @@ class Iterations:
             yield from self._session.continue_at(*released, until=until)
             return False
         except Unavailable as e:
-            raise hinting(e, PUSHED) from e
+            raise _hinting(e, PUSHED) from e
 
     def _commit_wait_s(self, deadline: Deadline) -> float | None:
         """How long shards may hold the answer to the last push until the commit arrives; None outside sync mode."""
@@ -223,6 +217,22 @@ class Iterations:
         return min(POLL_S, deadline.left_s() / 2)
 
 
-def hinting(error: PsError, hint: str) -> PsError:
-    """Return the error with `hint` appended to its own hint."""
-    return from_document({**error.document(), "hint": f"{error.hint}; {hint}" if error.hint else hint})
+@contextmanager
+def pulling_after(done: str | None) -> Iterator[None]:
+    """Surround the pull of the values after an iteration; if they are late, raises Unavailable with `done` as a hint.
+
+    It tells the caller that the gradient must not be pushed again; None: the push was dropped, so it may be.
+    """
+    try:
+        yield
+    except PsError as e:
+        if done is not None and transfer.is_late(e):
+            late = e if isinstance(e, Unavailable) else problem("unavailable", e.detail, hint=e.hint)
+            raise _hinting(late, done) from e
+        raise
+
+
+def _hinting(error: PsError, hint: str) -> PsError:
+    """Return the error of a call whose push was accepted, with `hint` appended to its own: it must not be repeated."""
+    hint = f"{error.hint}; {hint}" if error.hint else hint
+    return from_document({**error.document(), "hint": hint, "retryable": False})

@@ -25,7 +25,7 @@ from paramserver.client.reports import Reports, document, numbers_of, refused, s
 from paramserver.client.tasks import Holding
 from paramserver.client.transfer import ANSWER_S
 from paramserver.client.turns import Held, Turn
-from paramserver.errors import PsError, problem
+from paramserver.errors import AuthError, PsError, RequestError, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
 from paramserver.net.retry import Backoff, deliver_json
 
@@ -89,7 +89,7 @@ class Membership:
 
     @property
     def evaluation_waits(self) -> bool:
-        """Whether an evaluation may be pending: one that no worker has taken, or that failed here."""
+        """Whether an evaluation may be pending: one that no worker has taken, or that failed or may be leased here."""
         return self._evaluation_waits or self.holding.evaluation_failed
 
     def join(self, deadline: Deadline) -> Call[None]:
@@ -159,6 +159,8 @@ class Membership:
         except BaseException as e:  # also if this task is cancelled: the last heartbeat, on leaving, sends the points
             self.reports.put_back(points)
             if not isinstance(e, PsError) or not self._follows(e):
+                if isinstance(e, RequestError | AuthError) and self.status == "paused":
+                    self.status = "active"  # no heartbeat will say so: the call that waits meets the refusal itself
                 raise
             yield from self._follow(e, epoch, timeline, deadline)
             return

@@ -12,7 +12,7 @@ from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Ranges
-from paramserver.errors import PsError, problem
+from paramserver.errors import InDoubt, PsError, problem
 from paramserver.net.calls import Call
 from paramserver.types import DTypeLike
 
@@ -62,6 +62,8 @@ class ModelBase:
             sending = send(client.cluster, self.name, deadline, grads, PushTerms(push_id, **terms), encoding=encoding)
             return (yield from sending)
         except PsError as e:
+            if isinstance(e, InDoubt):  # the next call pushes under another number
+                raise e.plus(retryable=False) from e
             if e.code != "worker_required":
                 raise
             hint = "with model.worker() as w: w.push(...)"

@@ -246,6 +246,8 @@ class Session(Membership):
             if not self._follows(e):
                 if isinstance(e, InDoubt) or "partitions" in e.members:
                     self.mark_torn(terms)
+                if isinstance(e, InDoubt):  # the next push has another number
+                    raise e.plus(retryable=False) from e
                 raise
             log.warning("push.dropped worker=%s reason=%s", self.worker, e.code)
             yield from self._follow(e, epoch, timeline, deadline)

@@ -148,16 +148,21 @@ class Stream:
                 if self._done and counts:
                     what = f"a part of the push was accepted, this one was not: {error.detail}"
                     more: dict[str, Any] = {} if isinstance(error, Unavailable) else {"refused": error.code}
-                    raise problem("in_doubt", what, hint=NOT_AGAIN, partitions=sorted(self._taken), **more) from error
+                    raise self._in_doubt(what, **more) from error
                 raise  # what is only staged is torn as the block ends, and counts nowhere
             if done.state == "dropped":
                 self.give_up()  # the rest is not sent either
                 if any(piece.state != "staged" for piece in self._done):  # staged pieces are dropped as well
                     what = "a part of the push was applied, the rest dropped"
-                    raise problem("in_doubt", what, hint=NOT_AGAIN, partitions=sorted(self._taken))
+                    raise self._in_doubt(what)
             self._done.append(done)
             self._taken |= partitions
         return True
+
+    def _in_doubt(self, what: str, **members: Any) -> PsError:
+        """Return the error for a push of which a part was accepted."""
+        taken = sorted(self._taken)
+        return problem("in_doubt", what, hint=NOT_AGAIN, retryable=False, partitions=taken, **members)
 
     def close(self) -> Pushed:
         """End the push and return its result.  Raises RequestError (`empty_push`) if nothing was put."""
@@ -289,21 +294,29 @@ class AsyncPushStream:
         self._stream = Stream(session, **options)
         self._more = asyncio.Event()
         self._failed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._pid = os.getpid()
         self.result = DROPPED
         """The result of the push, set when the block has ended."""
 
     async def __aenter__(self) -> "AsyncPushStream":
+        self._loop = asyncio.get_running_loop()
         await self._run(self._stream.open(self._deadline()))
         self._task = asyncio.create_task(self._send(), name="push stream")
         return self
 
     def put(self, name: str, grad: Any) -> None:
         """See `PushStream.put`; complete partitions are sent whenever the event loop runs."""
+        if self._pid != os.getpid():
+            raise of_another_process()
         self._stream.put(name, grad)
-        self._more.set()
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._more.set)
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._pid != os.getpid():
+            return  # the event loop and its tasks are the parent's
         assert self._task is not None
         self._failed, self._stream.over = kind is not None, True
         self._more.set()

@@ -66,7 +66,8 @@ class Holding:
         self._asking = defaultdict[str, Turn](Turn)
         self._lock = threading.Lock()
         self.evaluation_failed = False
-        """Whether an evaluation was taken but not finished: it is still leased to this worker, which can ask again."""
+        """Whether an evaluation was taken but not finished, or asked for without an answer yet: it may be leased to
+        this worker, which can ask again, but no heartbeat says so."""
 
     def begin(self, dataset: str, held: Held) -> bool:
         """Return whether the caller has the turn to request a task of this dataset now, until `held` is over."""
@@ -75,6 +76,8 @@ class Holding:
             if turn.taken:
                 return False
             turn.take(held)
+            if dataset == EVALUATE:
+                self.evaluation_failed = True  # until the answer is here
             return True
 
     def ids(self, dataset: str) -> list[str]:

@@ -24,7 +24,7 @@ from paramserver.client.sends import PushTransfer, Transfer, good_and_failed, in
 from paramserver.client.values import sendable
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
-from paramserver.errors import InDoubt, PsError, Unavailable, problem
+from paramserver.errors import PsError, Unavailable, problem
 from paramserver.net.calls import POLL_S, Call, Deadline, Pause, plain, seconds
 from paramserver.types import LEVELS, DType, DTypeLike
 from paramserver.wire.frame import PushReply
@@ -203,11 +203,16 @@ def after_push(pulling: Call[Params]) -> Call[Params]:
     """
     try:
         return (yield from pulling)
-    except Unavailable as e:
-        if isinstance(e, InDoubt):
+    except PsError as e:
+        if not is_late(e):
             raise
         detail = f"the push was accepted, the pull after it failed: {e.detail}"
-        raise problem("in_doubt", detail, hint=e.hint) from e
+        raise problem("in_doubt", detail, hint=e.hint, retryable=False) from e
+
+
+def is_late(error: PsError) -> bool:
+    """Whether values could not be had in time: nobody served them, or a shard does not have them yet."""
+    return isinstance(error, Unavailable) or error.code == "version_not_reached"
 
 
 def exchange(

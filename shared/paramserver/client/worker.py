@@ -94,7 +94,10 @@ class Worker(WorkerBase):
         copy: bool = True,
         timeout: float | None = None,
     ) -> Params:
-        """Pull the current values (see `Model.pull`); in sync they include the commit that released this clock."""
+        """Pull the current values (see `Model.pull`); in sync they include the commit that released this clock.
+
+        Without `wait_s` it waits for `min_version`, unlike `Model.pull`: up to its deadline, 60 s at most.
+        """
         options: dict[str, Any] = {"names": names, "ranges": ranges, "out": out, "dtype": dtype, "view": not copy}
         options |= {"min_version": min_version, "wait_s": wait_s}
         return self._run(self._session.pull(self._deadline(timeout, wait_s), **options))

@@ -55,6 +55,10 @@ class Backoff:
             wait_s += error.retry_after_s
         left_s = self.deadline.left_s()
         if wait_s >= left_s:
+            if isinstance(error, StaleMapError):  # the map is the client's own: its caller can only try again
+                error = problem(
+                    "unavailable", error.detail, hint="no scheduler has told in time who owns it; try again"
+                )
             raise self.final(error)
         self._tries += 1
         return Pause(wait_s)

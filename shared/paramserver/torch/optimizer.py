@@ -19,7 +19,7 @@ from paramserver.client.arrays import Origin, Params
 from paramserver.client.client import Client, connect
 from paramserver.client.cluster import ModelMap
 from paramserver.client.consistency import Consistency
-from paramserver.client.iterations import hinting
+from paramserver.client.iterations import pulling_after
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
@@ -27,7 +27,7 @@ from paramserver.client.transfer import wire_dtype
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
-from paramserver.errors import AuthError, ConflictError, NotFoundError, Unavailable, problem
+from paramserver.errors import AuthError, ConflictError, NotFoundError, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
 from paramserver.torch.fitting import as_array, as_params, check_dense, check_fit, named_parameters, other_settings
@@ -173,10 +173,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._check_group()
         self._sync_learning_rate()
         dropped = self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
-        try:
+        with pulling_after(None if dropped else DONE):
             self.pull()
-        except Unavailable as e:
-            raise e if dropped else hinting(e, DONE) from e
         return loss
 
     def pull(self) -> None:
