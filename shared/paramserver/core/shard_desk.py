@@ -182,7 +182,7 @@ class ShardDesk:
     def _lose(self, model: Model, lost: Sequence[int]) -> None:
         """Take these partitions from their dead owner, and decide what state the model continues from."""
         for i in lost:
-            model.owners[i].shard = None
+            model.owners[i].shard = model.owners[i].from_version = None
             model.owners[i].withdraw_move()
         stored = model.ready or RESTORED in model.missing or (bool(model.lost) and not model.gate.sync)
         if stored and (model.durable or not model.gate.sync):
