@@ -2,8 +2,8 @@
 
 `SchedulerCore.handle(event, now)` returns a list of effects, which the runtime performs in order: at most one `Store`,
 then everything that may become visible only once that has succeeded.  So nobody outside ever learns of a commit, an
-epoch or an owner that a restarted scheduler would not know.  Only a `Reply` with `waits=False` (a heartbeat's, a
-refusal) comes before them and waits for no store: it reveals nothing that is not stored yet.
+epoch or an owner that a restarted scheduler would not know.  Only a `Reply` with `waits=False` (to most
+heartbeats, a refusal) comes before them and waits for no store: it reveals nothing that is not stored yet.
 
 An event with a `request` is answered by exactly one `Reply` with the same number, at once or later (long polls), unless
 `RequestGone` came first.  Values are plain JSON as received; the core checks them and refuses with a `PsError`.  Times
