@@ -69,7 +69,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         model.checkpoints.records[record] = Record.of(doc)
     for name, doc in groups["series"].items():
         c.models[name].series = Series.of(doc)
-    for id_, doc in sorted(groups["run"].items(), key=lambda r: r[1]["created_s"]):
+    for id_, doc in sorted(groups["run"].items(), key=lambda run: int(run[0].removeprefix("run-"))):
         c.runs[id_] = Run.of(doc, now)
     for name, doc in groups["member"].items():
         c.members[name] = Member.of(name, doc, now)
