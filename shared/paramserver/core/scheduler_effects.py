@@ -92,3 +92,15 @@ class ForgetModel(Struct, frozen=True):
 
     model: ModelKey
     partitions: int
+
+
+class ForgetOthers(Struct, frozen=True):
+    """Delete the Redis keys of partitions of all models that it `concerns`; no event follows."""
+
+    kept: frozenset[ModelKey]
+    newest: int
+    """The last generation that was given out; models that have been created since are not concerned."""
+
+    def concerns(self, model: ModelKey) -> bool:
+        """Whether that model is gone: Redis has its keys because it came back with older data."""
+        return model.generation <= self.newest and model not in self.kept

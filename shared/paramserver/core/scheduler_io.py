@@ -41,6 +41,7 @@ from paramserver.core.run_events import PatchRun as PatchRun
 from paramserver.core.run_events import PlaceDone as PlaceDone
 from paramserver.core.run_events import PoolHeartbeat as PoolHeartbeat
 from paramserver.core.scheduler_effects import ForgetModel as ForgetModel
+from paramserver.core.scheduler_effects import ForgetOthers as ForgetOthers
 from paramserver.core.scheduler_effects import LoadFiles as LoadFiles
 from paramserver.core.scheduler_effects import Publish as Publish
 from paramserver.core.scheduler_effects import RemoveCheckpoint as RemoveCheckpoint
@@ -85,4 +86,6 @@ Event: TypeAlias = (
     | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | ModelForgotten | RequestGone | Tick | ClockStepped
 )  # fmt: skip
 
-Effect: TypeAlias = Store | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel
+Effect: TypeAlias = (
+    Store | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel | ForgetOthers
+)
