@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,6 +37,7 @@ log = logging.getLogger("paramserver.scheduler")
 SETTLE_S: Final = 6.0
 """Time after which no shard writes snapshots of a deleted model any more."""
 SCAN_COUNT: Final = 1000
+_PARTITION_KEY: Final = re.compile(rb"\{([\w.-]+)\.([0-9]+)/[0-9]+\}:")
 
 
 class Jobs:
@@ -77,6 +79,8 @@ class Jobs:
                 work = self._load_files(effect)
             case io.ForgetModel(model):
                 work = self._forget(model)
+            case io.ForgetOthers():
+                work = self._delete("{*/*}:*", partial(_concerns, effect))
             case _:
                 raise TypeError(f"no job: {effect}")
         self._group.create_task(work)
@@ -283,19 +287,22 @@ class Jobs:
             self._runtime.send(io.FilesLoaded(effect.model, list(effect.files)))
 
     async def _forget(self, model: ModelKey) -> None:
-        """Delete a model's keys twice: the second pass finds what a shard was writing when it heard of the deletion."""
+        await self._delete(f"{{{model}/*", lambda key: True)
+        self._runtime.send(io.ModelForgotten(model))
+
+    async def _delete(self, match: str, concerned: Callable[[bytes], bool]) -> None:
+        """Delete these keys twice: the second pass finds what a shard was writing when it heard of a deletion."""
         passes = 0
         while passes < 2:
             try:
-                keys = [k async for k in self._redis.scan_iter(match=f"{{{model}/*", count=SCAN_COUNT)]
+                keys = [k async for k in self._redis.scan_iter(match=match, count=SCAN_COUNT) if concerned(k)]
                 for at in range(0, len(keys), SCAN_COUNT):
                     await self._redis.unlink(*keys[at : at + SCAN_COUNT])
                 passes += 1
             except (RedisError, OSError) as e:
-                log.warning("keys.stay model=%s %s", model, e)
+                log.warning("keys.stay match=%s %s", match, e)
             if passes < 2:
                 await asyncio.sleep(SETTLE_S)
-        self._runtime.send(io.ModelForgotten(model))
 
     def _owner(self, model: ModelKey) -> Owner:
         return lambda index: self._read.owner(model, index)
@@ -304,6 +311,12 @@ class Jobs:
     def _read(self) -> Reading:
         """What the scheduler knows now; another object whenever it begins to lead."""
         return self._runtime.core.read
+
+
+def _concerns(effect: io.ForgetOthers, key: bytes) -> bool:
+    """Whether this Redis key is one of a partition of a model that is gone."""
+    found = _PARTITION_KEY.match(key)
+    return found is not None and effect.concerns(ModelKey(found[1].decode(), int(found[2])))
 
 
 def _check_clocks(document: Mapping[str, Any], clocks: Sequence[int]) -> None:

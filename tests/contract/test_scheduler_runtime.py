@@ -20,11 +20,13 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.scheduler import SchedulerCore
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
+from paramserver.types import ModelKey
 from paramserver_node import redis_server, roles
 from paramserver_node.redis import connect
 from paramserver_scheduler import runtime as runtime_module
 from paramserver_scheduler.app import make_app
 from paramserver_scheduler.hub import Hub, Published
+from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.store import StateStore
@@ -108,6 +110,21 @@ async def test_a_feed_misses_nothing(redis_url: str) -> None:
 
     assert len(epochs) == 21
     assert epochs == list(range(epochs[0], epochs[0] + 21))
+
+
+async def test_only_keys_of_models_that_are_gone_are_deleted(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Redis came back with older data, the keys of a deleted model go, and no other key does."""
+    monkeypatch.setattr("paramserver_scheduler.jobs.SETTLE_S", 0.0)
+    stay = {b"{a.b.2/0}:token", b"{a.b.2/10}:journal", b"{new.4/0}:lsn", b"ps:state", b"{a.1}:token", b"{a.1/x}:token"}
+    unused: Any = Mock()
+    with Redis.from_url(redis_url) as plain:
+        for key in (*stay, "{a.b.1/0}:token", "{a.3/10}:journal", "{a.3/0}:part:1"):
+            plain.set(key, 1)
+        async with connect(redis_url) as redis, asyncio.TaskGroup() as group:
+            jobs = Jobs(unused, unused, unused, unused, redis, unused, group, "s")
+            jobs.start(io.ForgetOthers(frozenset([ModelKey("a.b", 2)]), 3))
+
+        assert {*plain.keys()} == stay
 
 
 async def test_who_hangs_up_is_forgotten(redis_url: str) -> None:

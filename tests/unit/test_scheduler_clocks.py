@@ -8,7 +8,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import RequestError
 
-from .scheduling import Driver, code
+from .scheduling import Driver, beyond_its_cut, code
 
 SYNC = {"consistency": {"mode": "sync"}}
 
@@ -266,3 +266,22 @@ def test_a_scheduler_wakes_when_the_first_wait_or_lease_ends() -> None:
     d.wait(limits.LEASE_S - 1.0)
     b_ends_s = d.core._c.models["m"].roster.workers["m/b"].expires_s()
     assert d.now < d.core.deadline() == b_ends_s < d.now + limits.HEARTBEAT_S
+
+
+def test_a_new_leader_does_not_take_a_clock_of_an_old_timeline_for_a_present_one() -> None:
+    """A worker that joined beyond the clock to which the model then went back starts at the model's clock.
+
+    Otherwise another leader would not have the fast ones wait for it, in a mode that is not sync.
+    """
+    d, _ = beyond_its_cut()
+    b = d.join("b")
+    assert b["clock"] == 2
+    d.shard("s1")
+    d.beats()
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "ssp", "staleness": 0}}))
+    assert d.core.read.worker("m", "m/b", d.now)["clock"] == 1
+
+    d.restart()
+
+    assert d.core.read.worker("m", "m/b", d.now)["clock"] == 1
+    assert d.core.read.worker("m", d.join("c")["worker"], d.now)["clock"] == 1

@@ -502,7 +502,7 @@ def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
     assert d.result(d.clock(b, 4))["evaluate"] is False
     assert d.result(d.clock(b, 5))["evaluate"] is True
     task = d.result(d.lease(a, "evaluate"))["task"]
-    assert task == {"id": "evaluate:5", "kind": "evaluate", "clock": 5}
+    assert task == {"id": "evaluate:5:0", "kind": "evaluate", "clock": 5}
     assert d.result(d.lease(b, "evaluate"))["task"] is None
     d.ask(lambda n: io.TaskDone(n, "m", a["worker"], 1, task["id"], {"accuracy": 0.9}))
     series = d.core.read.metric("m", "accuracy")

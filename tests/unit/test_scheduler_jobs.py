@@ -401,6 +401,25 @@ async def test_keys_of_a_model_that_is_gone_are_deleted_once_redis_answers(monke
     assert not [k for k in d.hash if k.startswith("gone")]
 
 
+def test_a_redis_that_came_back_with_older_data_is_rid_of_what_was_deleted_since() -> None:
+    """With the whole state written again, keys of all generations so far that no model has any more are deleted."""
+    d = Driver.with_model()
+    d.model(name="other")
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    d.work.clear()
+
+    d.empty_redis()
+    d.model()
+
+    (forget,) = d.work
+    assert isinstance(forget, io.ForgetOthers)
+    there = [ModelKey("other", 2), ModelKey("m", 3), ModelKey("later", 4)]
+    assert [m for m in (ModelKey("m", 1), ModelKey("other", 1), *there) if forget.concerns(m)] == [
+        ModelKey("m", 1),
+        ModelKey("other", 1),
+    ]
+
+
 async def test_deletions_of_a_checkpoint_are_one_after_the_other(tmp_path: Path) -> None:
     """The second of two deletions waits for the first and then finds nothing, so it takes no later one of that name."""
     d = saved(tmp_path)

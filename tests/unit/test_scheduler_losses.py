@@ -38,6 +38,20 @@ def test_the_dead_are_fenced_in_the_write_that_gives_their_partitions_away() -> 
     assert d.shards["s1"] == epoch + 2
 
 
+def test_a_model_without_a_live_shard_is_not_served() -> None:
+    """Once every shard is dead, no partition is called served, a creation waits, and a sync phase does not begin."""
+    d = Driver.with_model()
+    d.wait(limits.ALL_SILENT_S + 1, shards=False)
+
+    model = d.core.read.model("m")
+    assert not model["served"]
+    assert [(p["shard"], p["from_version"], p["served"]) for p in model["partitions"]] == [(None, None, False)] * 4
+    assert d.send(lambda n: io.CreateModel(n, SPEC, "other")) in d.open
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
+    d.do(io.Tick())
+    assert (d.commits(), d.document()["cut_asked"]) == ([], None)
+
+
 def test_a_scheduler_that_hears_of_no_shard_waits_longer() -> None:
     """It may be cut off itself; once it hears of a shard again, those that it does not hear of are dead at once."""
     d = Driver.with_model()

@@ -2,7 +2,7 @@
 
 from paramserver.core import scheduler_io as io
 
-from .scheduling import Driver
+from .scheduling import EPOCH_S, Driver
 
 
 def test_metrics_are_known_after_a_restart() -> None:
@@ -67,3 +67,13 @@ def test_metrics_are_not_stored_while_redis_is_away() -> None:
     d.do(io.StorageChanged(""))
     d.wait(1.0)
     assert "series:m" in d.hash
+
+
+def test_a_clock_that_is_put_back_keeps_no_warning() -> None:
+    """After the machine's clock was put back by an hour, a finite value ends the warning of an earlier NaN, too."""
+    d = Driver.with_model()
+    d.join("b")
+    d.ask(lambda n: io.ReportMetrics(n, "m", {"loss": float("nan")}, "", 1))
+    d.do(io.ClockStepped(EPOCH_S - 3600))
+    d.ask(lambda n: io.ReportMetrics(n, "m", {"loss": 0.4}, "m/b", 1))
+    assert d.core.read.not_finite("m") == {}

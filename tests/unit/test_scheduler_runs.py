@@ -9,7 +9,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import ConflictError, CorruptState, FencedError, NotFoundError, RequestError
 
-from .scheduling import Driver
+from .scheduling import EPOCH_S, Driver
 
 ENTRY = "paramserver.examples.digits:train"
 
@@ -573,3 +573,15 @@ def test_a_state_of_a_newer_version_is_refused_by_name() -> None:
         with pytest.raises(CorruptState):
             d.restart()
         d.hash = kept
+
+
+def test_runs_are_in_the_order_in_which_they_were_created() -> None:
+    """Another leader lists them, and forgets the oldest, in that order, even if a clock was put back between them."""
+    d = Driver.with_model()
+    for i in range(11):
+        d.do(io.ClockStepped(EPOCH_S - 3600 * i))
+        run(d)
+        d.ask(lambda n, i=i: io.PatchRun(n, f"run-{i + 1}", "stopped"))  # type: ignore[misc]
+    before = d.core.read.runs()
+    d.restart()
+    assert [r["id"] for r in d.core.read.runs()] == [r["id"] for r in before]

@@ -13,7 +13,7 @@ from paramserver.core.task_desk import EVALUATIONS_MAX
 from paramserver.errors import ConflictError, NotFoundError, Unavailable
 from paramserver.types import ModelKey
 
-from .scheduling import Driver
+from .scheduling import Driver, beyond_its_cut
 
 KINDS = ("dataset", "tasks")
 """Kinds of documents stored of a dataset."""
@@ -109,6 +109,36 @@ def test_an_evaluation_whose_worker_died_is_made_by_another() -> None:
     d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"]))
 
     assert lease(d, b, [], "evaluate") == first
+
+
+def test_an_evaluation_of_what_was_rolled_back_is_not_taken_for_one_of_the_new_timeline() -> None:
+    """At the same clock of the next timeline an evaluation has another id, and only the `done` of that one counts.
+
+    It counts from a worker that has given it up, too, and only once if it is repeated.
+    """
+    d, a = beyond_its_cut()
+    d.ask(lambda n: io.RequestEvaluation(n, "m"))
+    before = lease(d, a, [], "evaluate")
+    d.shard("s1")
+    d.beats()
+    assert d.core.read.model("m")["timeline"] == 1
+    d.clock_of(a | {"timeline": 1}, 2)
+    asked = d.ask(lambda n: io.RequestEvaluation(n, "m"))
+    assert asked["clock"] == before["clock"] == 2
+
+    def report(task: str) -> int:
+        assert d.ask(lambda n: io.TaskDone(n, "m", a["worker"], a["epoch"], task, {"accuracy": 0.9}))["done"]
+        return len(d.core._c.models["m"].series.points.get("accuracy", ()))
+
+    assert report(before["id"]) == 0
+    assert lease(d, a, [], "evaluate")["id"] == asked["id"] != before["id"]
+    assert report(before["id"]) == 0
+    d.restart()
+    assert lease(d, a, None, "evaluate") is None
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"]))
+    a = d.join("a")
+    assert [report(asked["id"]) for _ in range(2)] == [1, 1]
+    assert lease(d, a, [], "evaluate") is None
 
 
 def test_who_gets_data_again_goes_on_where_the_others_are() -> None:

@@ -146,6 +146,40 @@ def test_a_state_counts_as_kept_only_once_it_is_stored() -> None:
     assert kept({"seen": 2})
 
 
+@pytest.mark.parametrize("shown", ["the state that is kept", "the end of the run"])
+def test_a_heartbeat_that_shows_what_may_not_be_stored_waits_for_redis(shown: str) -> None:
+    """While Redis hangs and nobody knows it yet, no worker hears of what a new leader would not know.
+
+    All other heartbeats are answered at once, and so are these while Redis is known to be away: they keep leases.
+    """
+    d = Driver.with_model()
+    d.ask(lambda n: io.CreateRun(n, "m", "x:y", stop={"metric": {"name": "loss", "at_most": 0.1}}))
+    d.ask(lambda n: io.JoinPool(n, "p", ("x",)))
+    w = d.join("run-1/w0")
+
+    def answer(**fields: Any) -> io.Reply:
+        (reply,) = [
+            effect
+            for effect in d.core.handle(io.WorkerHeartbeat(99, "m", w["worker"], w["epoch"], **fields), d.now)
+            if isinstance(effect, io.Reply)
+        ]
+        return reply
+
+    assert not answer(state={"seen": 1}, metrics={"loss": 0.5}).waits
+    telling: dict[str, Any] = {"state": {"seen": 1}} if shown == "the state that is kept" else {"metrics": {"loss": 0}}
+    told = answer(**telling)
+    assert told.waits
+    assert isinstance(told.outcome, dict)
+    assert told.outcome["state_kept"]
+    assert (told.outcome["state"] == "stop") is (shown == "the end of the run")
+
+    d.do(io.StorageChanged("Redis does not answer"))
+    told = answer(**telling)
+    assert not told.waits
+    assert isinstance(told.outcome, dict)
+    assert told.outcome["state"] == ("paused" if shown == "the end of the run" else "active")
+
+
 def test_a_state_that_has_not_changed_is_not_stored_again() -> None:
     """A heartbeat with an unchanged state stores nothing, because a plain client may send it with every heartbeat."""
     d = Driver.with_model()

@@ -98,7 +98,7 @@ async def done(request: Request, m: str, task: str) -> Response:
 @router.post(
     "/evaluations",
     status_code=201,
-    responses=response_doc(201, "Waits for a worker", {"id": "evaluate:12", "clock": 12}),
+    responses=response_doc(201, "Waits for a worker", {"id": "evaluate:12:0", "clock": 12}),
 )
 @role("worker")
 async def evaluate(request: Request, m: str) -> Response:

@@ -298,7 +298,8 @@ class Model:
         self.cuts.restart_at(clock)
         self.waits_for = -1  # all are told of it
         self.evaluated = min(self.evaluated, clock)
-        self.evaluations = [e for e in self.evaluations if e.clock <= clock]
+        # Those that are being made are made again: of values that may be gone.
+        self.evaluations = [Evaluation(e.clock, self.timeline) for e in self.evaluations if e.clock <= clock]
         self.checkpoints.last_clock = min(self.checkpoints.last_clock, clock)
         self.checkpoints.void_current()
 
@@ -371,7 +372,9 @@ class Model:
             moved=True,  # Owners may have changed since.
         )
         m.evaluated = clock["evaluated"]
-        m.evaluations = [Evaluation(c, (who[0], who[1]) if who else None) for c, *who in clock["evaluations"]]
+        m.evaluations = [
+            Evaluation(c, m.timeline, (who[0], who[1]) if who else None) for c, *who in clock["evaluations"]
+        ]
         m.checkpoints.number, m.checkpoints.last_clock = clock["checkpoint_number"], clock["checkpoint_clock"]
         m.checkpoints.last_s = now
         return m

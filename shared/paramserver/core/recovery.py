@@ -69,7 +69,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         model.checkpoints.records[record] = Record.of(doc)
     for name, doc in groups["series"].items():
         c.models[name].series = Series.of(doc)
-    for id_, doc in sorted(groups["run"].items(), key=lambda r: r[1]["created_s"]):
+    for id_, doc in sorted(groups["run"].items(), key=lambda run: int(run[0].removeprefix("run-"))):
         c.runs[id_] = Run.of(doc, now)
     for name, doc in groups["member"].items():
         c.members[name] = Member.of(name, doc, now)
@@ -94,8 +94,9 @@ def _set_clock(worker: Worker, model: Model, late: Sequence[Any] | None) -> None
     else:
         # In sync, clocks it had finished beyond the open one are in no commit, or belong to an old timeline; it reports
         # them again. In other modes the model's clock is the slowest worker's, and the stored clock of a worker is the
-        # one at which it joined.
-        clock = model.gate.clock if model.gate.sync else max(worker.done, model.gate.clock)
+        # one at which it joined, perhaps on a timeline that went further than this one.
+        stale = model.gate.sync or worker.timeline != model.timeline
+        clock = model.gate.clock if stale else max(worker.done, model.gate.clock)
         worker.done = worker.granted = clock
         worker.left_out = None
 

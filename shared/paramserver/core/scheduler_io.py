@@ -2,8 +2,8 @@
 
 `SchedulerCore.handle(event, now)` returns a list of effects, which the runtime performs in order: at most one `Store`,
 then everything that may become visible only once that has succeeded.  So nobody outside ever learns of a commit, an
-epoch or an owner that a restarted scheduler would not know.  Only a `Reply` with `waits=False` (a heartbeat's, a
-refusal) comes before them and waits for no store: it reveals nothing that is not stored yet.
+epoch or an owner that a restarted scheduler would not know.  Only a `Reply` with `waits=False` (to most
+heartbeats, a refusal) comes before them and waits for no store: it reveals nothing that is not stored yet.
 
 An event with a `request` is answered by exactly one `Reply` with the same number, at once or later (long polls), unless
 `RequestGone` came first.  Values are plain JSON as received; the core checks them and refuses with a `PsError`.  Times
@@ -324,4 +324,18 @@ class ForgetModel(Struct, frozen=True):
     partitions: int
 
 
-Effect: TypeAlias = Store | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel
+class ForgetOthers(Struct, frozen=True):
+    """Delete the Redis keys of partitions of all models that it `concerns`; no event follows."""
+
+    kept: frozenset[ModelKey]
+    newest: int
+    """The last generation that was given out; models that have been created since are not concerned."""
+
+    def concerns(self, model: ModelKey) -> bool:
+        """Whether that model is gone: Redis has its keys because it came back with older data."""
+        return model.generation <= self.newest and model not in self.kept
+
+
+Effect: TypeAlias = (
+    Store | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel | ForgetOthers
+)

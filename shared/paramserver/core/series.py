@@ -100,7 +100,7 @@ class Series:
             self.points[name].append((unix_s, -1 if clock is None else clock, worker, value))
             added += 1
             if bad := self.not_finite.get(name):
-                if bad[2] == worker or unix_s - bad[1] > NOT_FINITE_S:
+                if bad[2] == worker or abs(unix_s - bad[1]) > NOT_FINITE_S:
                     del self.not_finite[name]
         if changed and self._due_s is None:
             self._due_s = now + limits.METRICS_STORE_INTERVAL_S

@@ -126,12 +126,14 @@ class TaskDesk:
             name, numbers = parse_task(e.task)
         worker = self.workers.renew_lease(model, e.worker, e.epoch, now)
         clock = worker.done
-        if name == EVALUATE and len(numbers) == 1:
-            asked = numbers[0]
-            if not model.gate.sync or clock < asked:  # else its values were those of its own clock
-                clock = asked
-            if any(v.clock == asked for v in model.evaluations):
-                model.evaluations = [v for v in model.evaluations if v.clock != asked]
+        if name == EVALUATE and len(numbers) == 2:
+            if not model.gate.sync or clock < numbers[0]:  # else its values were those of its own clock
+                clock = numbers[0]
+            others = [v for v in model.evaluations if v.id != e.task]
+            if len(others) == len(model.evaluations):
+                metrics = {}  # counted already, or of values that were rolled back
+            else:
+                model.evaluations = others
                 self.c.save_clock(model)
         elif name in model.datasets and len(numbers) == 2:
             model.datasets[name].finish(*numbers)
@@ -156,7 +158,7 @@ class TaskDesk:
             return known
         # The new one supersedes those that nobody has leased yet, and the oldest if there would be too many.
         model.evaluations = [v for v in model.evaluations if v.leased is not None][-(EVALUATIONS_MAX - 1) :]
-        model.evaluations.append(Evaluation(clock))
+        model.evaluations.append(Evaluation(clock, model.timeline))
         self.c.save_clock(model)
         self.c.mark_dirty(model)
         return model.evaluations[-1]

@@ -285,12 +285,14 @@ class Evaluation:
     """A request to evaluate the model at about this clock, to be leased by one worker."""
 
     clock: int
+    timeline: int
+    """The model's: after a rollback, the same clock comes again with other values."""
     leased: tuple[str, int] | None = None
 
     @property
     def id(self) -> str:
         """Task id."""
-        return f"{EVALUATE}:{self.clock}"
+        return f"{EVALUATE}:{self.clock}:{self.timeline}"
 
     def task(self) -> dict[str, Any]:
         """Return the task that a worker is sent."""

@@ -192,22 +192,27 @@ class WorkerDesk:
         if e.clock is not None:
             self._check_timeline(model, worker, e.timeline)
             self._report(model, worker, e.clock, e.since)
-        # The answer does not wait for the store, so a state counts as kept only once it comes again.
+        # The answer to a new state does not wait for the store, so that counts as kept only once it comes again.
         kept = e.state is None or (e.state == worker.state and not self.c.storage_away)
         if e.state is not None and e.state != worker.state:
             worker.keep(e.state)
             self.c.save_worker(model, worker)
         self.note(model, worker.name, worker.done, metrics, now)
         worker.note(metrics)
+        asked = self.state(model, worker)
+        if asked == "stop" and self.c.storage_away:
+            asked = "paused"  # the end of its run may not be stored, and a heartbeat must be answered all the same
         body = {
-            "state": self.state(model, worker),
+            "state": asked,
             "min_clock": model.gate.min_clock(model.roster),
             "timeline": worker.timeline,
             "evaluate": model.awaits_evaluation,
             "first": model.roster.live()[0] is worker,
             "state_kept": kept,
         }
-        self.c.answer_now(e.request, body)
+        # Redis may hang, and that be known only later: the state, or the end of the run, may still be on its way to it.
+        waits = asked == "stop" or (e.state is not None and kept)
+        (self.c.answer if waits else self.c.answer_now)(e.request, body)
 
     def _report(self, model: Model, worker: Worker, clock: int, since: int | None) -> None:
         model.gate.check(worker, clock, since)

@@ -299,6 +299,8 @@ class SimScheduler(Node):
                 self.handle(io.CheckpointFailed(model, name, problem("storage_unavailable", "there is no disk")))
             case io.ForgetModel(model):
                 self._forget(model)
+            case io.ForgetOthers():
+                self.ask_redis("forget others", lambda redis: redis.forget(effect.concerns), lambda done: None)
             case _:
                 raise AssertionError(f"the simulation has no {effect}")
 
@@ -311,7 +313,7 @@ class SimScheduler(Node):
             else:
                 self.later(RETRY_S, "forget again", lambda: self._forget(model))
 
-        self.ask_redis("forget", lambda redis: redis.forget(model), forgotten)
+        self.ask_redis("forget", lambda redis: redis.forget(lambda m: m == model), forgotten)
 
     # --- requests
 

@@ -1,7 +1,7 @@
 """A simulated Redis: its scripts are atomic, and its contents can be lost."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -160,13 +160,13 @@ class SimRedis:
         self.memberships_ended |= any(epoch and (shard, epoch) not in self.left for shard, epoch in fences.items())
         return Verdict.DONE
 
-    def forget(self, model: ModelKey) -> bool:
-        """Delete all that is stored of the partitions of a deleted model; return True."""
+    def forget(self, gone: Callable[[ModelKey], bool]) -> bool:
+        """Delete all that is stored of the partitions of deleted models; return True."""
         stored: tuple[dict[PartitionKey, Any], ...] = (self.tokens, self.store.kept, self.store.journals)
         for keys in stored:
-            for key in [k for k in keys if k.model == model]:
+            for key in [k for k in keys if gone(k.model)]:
                 del keys[key]
-        for at in [at for at in self.store.cuts if at[0].model == model]:
+        for at in [at for at in self.store.cuts if gone(at[0].model)]:
             del self.store.cuts[at]
         return True
 
