@@ -13,9 +13,11 @@ import psutil
 import pytest
 import redis
 from tests.waiting import eventually
+from typer.testing import CliRunner
 
 import paramserver as ps
 from paramserver_cli import doctor
+from paramserver_cli.main import app
 from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, cluster, get
@@ -243,17 +245,20 @@ def test_doctor_finds_a_redis_that_does_not_answer() -> None:
     assert (found.result, found.detail.startswith("127.0.0.1:1: ")) == ("failed", True), found
 
 
-def test_doctor_shows_all_findings_where_redis_is_in_trouble(tmp_path: Path) -> None:
+def test_doctor_shows_all_findings_where_redis_is_in_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a full Redis, the failed bandwidth check is one finding, and the other checks still run.
 
     It is the Redis of the cluster that runs here, also if nothing names it.
     """
+    connect = doctor.connect
+    monkeypatch.setattr(doctor, "connect", lambda url, timeout_s: connect(url, timeout_s=timeout_s / 2))
+    monkeypatch.setattr(doctor, "DELETE_TIMEOUT_S", 0.5)
     with cluster(tmp_path, shards=1) as running, redis.Redis.from_url(running.info["redis"]) as client:
         client.config_set("maxmemory", "1mb")
-        done = running.psctl("doctor", "--json")
+        done = CliRunner().invoke(app, ["doctor", "--json", "--url", running.url])
         client.config_set("maxmemory", 0)
 
-    assert done.returncode == 1, done.stderr
+    assert done.exit_code == 1, done.stderr
     found = {i["check"]: i for i in json.loads(done.stdout)["items"]}
     assert found["Redis"]["result"] == found["bandwidth"]["result"] == "failed"
     assert "full: " in found["Redis"]["detail"]
