@@ -145,7 +145,7 @@ def test_a_function_that_ends_in_an_outage_is_not_called_again(tmp_path: Path) -
                 os.kill(away, signal.SIGSTOP)
                 try:
                     (tmp_path / "end").touch()
-                    for_longer_than_a_lease = 3  # each takes 2 s and is followed by a pause of 1 s
+                    for_longer_than_a_lease = 2  # each takes 2 s, with 1 s between them; the function's end takes 4 s
                     eventually(
                         lambda: (tmp_path / "log").read_text().count("place.not_reported") >= for_longer_than_a_lease,
                         what="refused reports",

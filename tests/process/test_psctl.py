@@ -16,7 +16,7 @@ from tests.waiting import eventually
 from typer.testing import CliRunner
 
 import paramserver as ps
-from paramserver_cli import doctor
+from paramserver_cli import config, doctor
 from paramserver_cli.main import app
 from paramserver_node import redis_server
 
@@ -250,8 +250,7 @@ def test_doctor_shows_all_findings_where_redis_is_in_trouble(tmp_path: Path, mon
 
     It is the Redis of the cluster that runs here, also if nothing names it.
     """
-    connect = doctor.connect
-    monkeypatch.setattr(doctor, "connect", lambda url, timeout_s: connect(url, timeout_s=timeout_s / 2))
+    monkeypatch.setattr(doctor, "connect", lambda url, timeout_s: config.connect(url, timeout_s=timeout_s / 2))
     monkeypatch.setattr(doctor, "DELETE_TIMEOUT_S", 0.5)
     with cluster(tmp_path, shards=1) as running, redis.Redis.from_url(running.info["redis"]) as client:
         client.config_set("maxmemory", "1mb")
