@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import numpy as np
 
+from .prepared import prepared
+
 PSCTL = [sys.executable, "-P", "-m", "paramserver_cli"]
 
 
@@ -27,8 +29,7 @@ class Cluster:
 
     def present(self) -> dict[str, Any]:
         """The cluster's object from `psctl list --json`, with the current pids."""
-        out = subprocess.run([*PSCTL, "list", "--json"], capture_output=True, text=True, check=True)
-        items = json.loads(out.stdout)["items"]
+        items = json.loads(self.psctl("list", "--json").stdout)["items"]
         return next(i for i in items if i["state_dir"] == self.info["state_dir"])
 
     def kill(self, kind: str, index: int = 0) -> int:
@@ -44,16 +45,15 @@ class Cluster:
 
     def psctl(self, *args: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run psctl against this cluster."""
-        env = os.environ | {"PARAMSERVER_URL": self.url}
-        return subprocess.run([*PSCTL, *args], capture_output=True, text=True, env=env, timeout=timeout_s)
+        return prepared().run(args, os.environ | {"PARAMSERVER_URL": self.url}, timeout_s)
 
 
 @contextmanager
 def cluster(state_dir: Path, *, shards: int = 2, args: tuple[str, ...] = ()) -> Iterator[Cluster]:
     """Start a cluster, and stop it at the end of the block; print its logs if the block failed."""
-    up = [*PSCTL, "up", "--detach", "--json", "--shards", str(shards), "--state-dir", str(state_dir), *args]
+    up = ["up", "--detach", "--json", "--shards", str(shards), "--state-dir", str(state_dir), *args]
     # By itself it gives up after 180 s, and stops.
-    done = subprocess.run(up, capture_output=True, text=True, timeout=220)
+    done = prepared().run(up, os.environ, 220.0)
     assert done.returncode == 0, done.stdout + done.stderr
     running = Cluster(json.loads(done.stdout.strip().splitlines()[-1]))
     try:
@@ -63,9 +63,7 @@ def cluster(state_dir: Path, *, shards: int = 2, args: tuple[str, ...] = ()) -> 
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
         raise
     finally:
-        down = subprocess.run(
-            [*PSCTL, "down", "--state-dir", str(state_dir)], capture_output=True, text=True, timeout=60
-        )
+        down = prepared().run(["down", "--state-dir", str(state_dir)], os.environ, 60.0)
         assert down.returncode == 0, down.stdout + down.stderr
 
 

@@ -1,6 +1,7 @@
 """A small node for tests of the servers and of forwarding: `node_app.py PORT [UPSTREAM,...]`.
 
-With upstreams it forwards every request to the first that answers; without, it answers itself.
+With upstreams it forwards every request to the first that answers; without, it answers itself.  What is in flight when
+it is told to stop has GRACE_S of its environment, by default 5 s.
 """
 
 import asyncio
@@ -125,7 +126,7 @@ async def main(port: int, upstreams: list[str]) -> None:
         handing_on(app, forwarder, upstreams)
     else:
         answering(app)
-    await serve_tcp(NodeMiddleware(app), "127.0.0.1", port, stop, grace_s=5.0)
+    await serve_tcp(NodeMiddleware(app), "127.0.0.1", port, stop, grace_s=float(os.environ.get("GRACE_S", "5")))
     await forwarder.aclose()
     print("stopped in order", flush=True)
 

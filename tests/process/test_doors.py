@@ -16,22 +16,24 @@ import paramserver as ps
 from paramserver.errors import AuthError
 from paramserver_node import redis_server
 
-from .cluster import PSCTL, Cluster, cluster, get
+from .cluster import Cluster, cluster, get
+from .prepared import prepared
 
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("service", ["scheduler", "shard"])
-def test_a_node_that_others_can_reach_does_not_start_without_tokens(service: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("service", "host"), [("scheduler", "0.0.0.0"), ("shard", socket.gethostname())], ids=["wildcard", "name"]
+)
+def test_a_node_that_others_can_reach_does_not_start_without_tokens(service: str, host: str, tmp_path: Path) -> None:
     """A node on a wildcard or host-name address without a secret exits with an error that lists the remedies."""
     port = str(redis_server.free_port())
-    for host in ("0.0.0.0", socket.gethostname()):
-        command = [sys.executable, "-P", "-m", f"paramserver_{service}", "--host", host, "--port", port]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert done.returncode != 0
-        for line in ("psctl secret paramserver.secret", "--host 127.0.0.1", "--insecure"):
-            assert line in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
+    command = [sys.executable, "-P", "-m", f"paramserver_{service}", "--host", host, "--port", port]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    for line in ("psctl secret paramserver.secret", "--host 127.0.0.1", "--insecure"):
+        assert line in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("service", ["shard", "scheduler"])
@@ -50,18 +52,12 @@ def test_a_taken_port_is_said_in_one_line(service: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("service", "setting", "value"),
     [
-        ("scheduler", "ca", "/nope"),
         ("scheduler", "port", "99999"),
         ("scheduler", "tls_key", "/nope"),
         ("scheduler", "secret", "short"),
-        ("shard", "ca", __file__),
-        ("shard", "port", "-1"),
         ("shard", "name", "two words"),
-        ("shard", "scheduler", "http://h:abc"),
         ("shard", "memory_limit", "x"),
-        ("worker", "ca", "/nope"),
         ("worker", "token", "two words"),
-        ("worker", "url", "http://h:abc"),
     ],
 )
 def test_a_wrong_setting_ends_a_program_in_one_line(service: str, setting: str, value: str, tmp_path: Path) -> None:
@@ -81,29 +77,32 @@ def test_a_wrong_setting_ends_a_program_in_one_line(service: str, setting: str, 
     assert not any("Traceback" in line for line in said)
 
 
-def test_of_two_shards_of_one_name_one_ends_in_one_line(own_cluster: Cluster, tmp_path: Path) -> None:
+def test_of_two_shards_of_one_name_one_ends_in_one_line(tmp_path: Path) -> None:
     """Of two shards under one name, as on machines of one host name, one exits with 2 and a line that says why."""
-    links = ["--scheduler", own_cluster.url, "--redis", own_cluster.info["redis"]]
-    command = [sys.executable, "-P", "-m", "paramserver_shard", "--name", "twin", *links, "--port"]
-    files = [(tmp_path / name).open("w+") for name in "ab"]
-    twins = [subprocess.Popen([*command, str(redis_server.free_port())], cwd=tmp_path, stderr=f) for f in files]
-    try:
-        eventually(lambda: any(t.poll() is not None for t in twins), within_s=60, what="the end of one of them")
-        ended = next(i for i, t in enumerate(twins) if t.poll() is not None)
-        files[ended].seek(0)
-        said = files[ended].read()
-        assert twins[ended].returncode == 2, said
-        assert "Traceback" not in said
-        assert "another process is running under the name 'twin'" in said.splitlines()[-1]
-        assert "--name" in said.splitlines()[-1]
-    finally:
-        for twin, file in zip(twins, files, strict=True):
-            twin.kill()
-            twin.wait()
-            file.close()
+    with cluster(tmp_path / "c", shards=1) as running:
+        links = ["--scheduler", running.url, "--redis", running.info["redis"]]
+        command = [sys.executable, "-P", "-m", "paramserver_shard", "--name", "twin", *links, "--port"]
+        files = [(tmp_path / name).open("w+") for name in "ab"]
+        twins = [subprocess.Popen([*command, str(redis_server.free_port())], cwd=tmp_path, stderr=f) for f in files]
+        try:
+            eventually(lambda: any(t.poll() is not None for t in twins), within_s=60, what="the end of one of them")
+            ended = next(i for i, t in enumerate(twins) if t.poll() is not None)
+            files[ended].seek(0)
+            said = files[ended].read()
+            assert twins[ended].returncode == 2, said
+            assert "Traceback" not in said
+            assert "another process is running under the name 'twin'" in said.splitlines()[-1]
+            assert "--name" in said.splitlines()[-1]
+        finally:
+            for twin, file in zip(twins, files, strict=True):
+                twin.kill()
+                twin.wait()
+                file.close()
 
 
-def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path: Path) -> None:
+def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`psctl up --host 0.0.0.0` makes a secret and prints a token, which clients need.
 
     psctl in the same folder and the cluster's own workers need no token from the user.  Its Redis asks for a password,
@@ -115,16 +114,16 @@ def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path
         assert (state / "secret").stat().st_mode & 0o777 == 0o600
         assert token not in (state / "cluster.json").read_text()
         clean = {k: v for k, v in os.environ.items() if not k.startswith("PARAMSERVER_")}
-        run = {"cwd": tmp_path, "env": clean, "capture_output": True, "text": True, "timeout": 60}
+        monkeypatch.chdir(tmp_path)
         for words in (["status"], ["models"]):
-            done = subprocess.run([*PSCTL, *words], **run)  # type: ignore[call-overload]
+            done = prepared().run(words, clean, 60.0)
             assert done.returncode == 0, done.stderr
-        found = subprocess.run([*PSCTL, "doctor", "--json"], **run)  # type: ignore[call-overload]
+        found = prepared().run(["doctor", "--json"], clean, 60.0)
         (redis,) = [f for f in json.loads(found.stdout)["items"] if f["check"] == "Redis"]
         assert redis["result"] == "ok", redis
         with Redis.from_url(closed.info["redis"].replace(":***@", "")) as other, pytest.raises(AuthenticationError):
             other.keys()
-        printed = subprocess.run([*PSCTL, "token", "reader"], **run)  # type: ignore[call-overload]
+        printed = prepared().run(["token", "reader"], clean, 60.0)
         for url in (closed.url, *closed.shards):
             assert get(f"{url}/status").status_code == 401
             reader = {"authorization": f"Bearer {printed.stdout.strip()}"}

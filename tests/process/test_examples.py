@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 @pytest.mark.parametrize("name", ["async_parameter_server", "sync_parameter_server"])
 def test_an_example_learns_and_fits_on_a_page(name: str, tmp_path: Path) -> None:
-    """Run as its docstring says, with fewer iterations, an example reaches 70 % accuracy; it has at most 80 lines."""
+    """Run as its docstring says, but for a shorter time, an example reaches 70 % accuracy; it has at most 80 lines."""
     module = f"paramserver.examples.{name}"
-    argv = [sys.executable, "-P", "-m", module, "--num-workers=4", "--iterations=120"]
+    argv = [sys.executable, "-P", "-m", module, "--num-workers=2", "--iterations=120"]
 
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=150)
 

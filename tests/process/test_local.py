@@ -30,7 +30,7 @@ def gone(url: str) -> bool:
 def test_a_local_cluster_comes_and_goes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`ps.local` returns a client of a working cluster, which is stopped when the block ends.
+    """`ps.local` returns a client of a working cluster, which is stopped when the block ends; closing it twice is fine.
 
     Another one cannot be started in its folder, and that attempt does not stop it.  A Redis that is configured here is
     that of another cluster, and is left alone.
@@ -45,6 +45,7 @@ def test_a_local_cluster_comes_and_goes(
         assert model.pull()["w"].tolist() == [2.0] * 5
         url = client.url
 
+    client.close()  # once more does no harm
     with pytest.raises(ps.Unreachable):
         ps.connect(url)
 
@@ -84,24 +85,22 @@ def test_a_local_cluster_lives_as_long_as_something_uses_it() -> None:
 
 
 def test_a_local_cluster_that_nobody_closes_ends_with_its_process() -> None:
-    """A program that ends without closing the client leaves no cluster behind; closing it twice does no harm."""
-    program = "import paramserver as ps; c = ps.local(shards=1); d = ps.local(shards=1); d.close(); d.close();"
-    program += "print(c.url, d.url)"
+    """A program that ends without closing the client leaves no cluster behind."""
+    program = "import paramserver as ps; c = ps.local(shards=1); print(c.url)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
-    assert [gone(url) for url in done.stdout.split()] == [True, True]
+    assert gone(done.stdout.strip())
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_local_cluster_ends_with_its_process_however_that_ends(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_local_cluster_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     """A process that a signal ends, as a notebook's kernel may be, leaves no cluster behind."""
-    program = "import os, sys, paramserver as ps; c = ps.local(shards=1, state_dir=sys.argv[1]);"
-    program += "print(c.url, flush=True); os.kill(os.getpid(), int(sys.argv[2]))"
-    argv = [sys.executable, "-c", program, str(tmp_path), str(int(number))]
+    program = "import os, signal, sys, paramserver as ps; c = ps.local(shards=1, state_dir=sys.argv[1]);"
+    program += "print(c.url, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    argv = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
 
-    assert done.returncode == -number
+    assert done.returncode == -signal.SIGKILL
     eventually(lambda: not StateDir(tmp_path).is_running(), what="the end of the cluster")
     assert gone(done.stdout.strip())
 

@@ -181,7 +181,7 @@ def test_a_folder_without_a_cluster_scales_no_other_cluster(elastic: Cluster, tm
 
 def test_other_clusters_are_told_the_command(elastic: Cluster, tmp_path: Path) -> None:
     """For a cluster that psctl did not start, `scale` prints commands for compose and kubectl, and waits for shards."""
-    args = ("--url", elastic.url, "--state-dir", str(tmp_path), "--timeout", "3")
+    args = ("--url", elastic.url, "--state-dir", str(tmp_path), "--timeout", "1")
     done = elastic.psctl("scale", "shards", "3", *args, timeout_s=60)
     assert done.returncode == 1
     assert "echo SHARDS=3 >> .env && docker compose up -d --no-recreate" in done.stdout

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.waiting import eventually
 import paramserver as ps
 from paramserver.client import checkpointing
 
-from .cluster import Cluster, ones
+from .cluster import Cluster, get, ones
 
 pytestmark = pytest.mark.process
 
@@ -301,62 +302,80 @@ def test_the_script_that_made_a_model_takes_the_one_that_is_restored_from_a_fold
     assert {n: a.tolist() for n, a in again.items()} == {n: a.tolist() for n, a in before.items()}
 
 
-@pytest.mark.parametrize("mode", [ps.Async(), ps.Sync()], ids=["async", "sync"])
-def test_a_model_restored_in_part_is_not_served(client: ps.Client, name: str, tmp_path: Path, mode: Any) -> None:
+def test_a_model_restored_in_part_is_not_served(client: ps.Client, name: str, tmp_path: Path) -> None:
     """A model that a killed client has restored in part refuses pushes and pulls; the error says what to do.
 
     It is complete once it is restored again with `exist_ok`, or deleted and restored.
     """
-    model = client.create_model(name, {"w": np.ones(64, np.float32)}, consistency=mode, partitions=16)
-    model.checkpoint(tmp_path / "ckpt")
-    half = client.model(f"{name}-2"[-60:])
+    modes: dict[str, ps.Async | ps.Sync] = {"async": ps.Async(), "sync": ps.Sync()}
+    halves = {mode: client.model(f"{name}-{mode}-2"[-60:]) for mode in modes}
+    for mode, consistency in modes.items():
+        model = client.create_model(
+            f"{name}-{mode}"[-60:], {"w": np.ones(64, np.float32)}, consistency=consistency, partitions=16
+        )
+        model.checkpoint(tmp_path / mode)
 
-    def kill_a_restore() -> None:
-        command = [sys.executable, "-P", "-c", KILLED, client.url, str(tmp_path / "ckpt"), half.name]
+    def kill_a_restore(mode: str) -> None:
+        command = [sys.executable, "-P", "-c", KILLED, client.url, str(tmp_path / mode), halves[mode].name]
         assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
-        assert half.info()["state"] == "initializing"
+        assert halves[mode].info()["state"] == "initializing"
 
-    kill_a_restore()
-    with refused_with("initializing", match="again with exist_ok, or delete it"):
-        half.push({"w": np.ones(64)}, timeout=8.0)
-    with refused_with("initializing", match="again with exist_ok, or delete it"):
-        half.pull(timeout=8.0)
-    with refused_with("model_exists", match="exist_ok=True"):
-        client.restore(tmp_path / "ckpt", as_=half.name)
-    client.restore(tmp_path / "ckpt", as_=half.name, exist_ok=True)
-    again = half.pull()
+    with ThreadPoolExecutor() as pool:
+        calls: list[Future[Any]] = []
+        for mode, half in halves.items():
+            kill_a_restore(mode)
+            # Each is repeated until its timeout.
+            calls.append(pool.submit(half.push, {"w": np.ones(64)}, timeout=8.0))
+            calls.append(pool.submit(half.pull, timeout=8.0))
+    for call in calls:
+        with refused_with("initializing", match="again with exist_ok, or delete it"):
+            call.result()
+    for mode, half in halves.items():
+        with refused_with("model_exists", match="exist_ok=True"):
+            client.restore(tmp_path / mode, as_=half.name)
+        client.restore(tmp_path / mode, as_=half.name, exist_ok=True)
+        again = half.pull()
 
-    half.delete()
-    kill_a_restore()
-    half.delete()
-    client.restore(tmp_path / "ckpt", as_=half.name)
-    assert again["w"].tolist() == half.pull()["w"].tolist() == [1.0] * 64
+        half.delete()
+        kill_a_restore(mode)
+        half.delete()
+        client.restore(tmp_path / mode, as_=half.name)
+        assert again["w"].tolist() == half.pull()["w"].tolist() == [1.0] * 64
 
 
-@pytest.mark.parametrize("mode", [ps.Async(), ps.Sync()], ids=["async", "sync"])
 def test_what_a_dying_shard_loses_during_a_restore_is_set_again(
-    own_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+    own_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restore during which a shard dies, after it took values and before it stored them, sets these again."""
     watch, client = ps.connect(own_cluster.url), ps.connect(own_cluster.url)
-    model = client.create_model("m", {"w": np.ones(64, np.float32)}, consistency=mode, partitions=16)
-    model.checkpoint(tmp_path / "ckpt")
     sort = checkpointing._sort_outcomes
 
-    def tokens() -> list[int]:
-        found = watch.model("copy").info()
+    def tokens(copy: str) -> list[int]:
+        found = watch.model(copy).info()
         return [p["incarnation"] for p in found["partitions"]] if found["served"] else []
 
-    def after_a_death(*args: Any) -> Any:
-        monkeypatch.undo()
-        before = tokens()
-        own_cluster.kill("shards")
-        eventually(lambda: tokens() not in (before, []), what="other owners")
-        return sort(*args)
+    def restored_over_a_death(of: str, mode: Any) -> int:
+        """Return the pid of the shard that was killed."""
+        copy, victims = f"{of}-copy", []
+        model = client.create_model(of, {"w": np.ones(64, np.float32)}, consistency=mode, partitions=16)
+        model.checkpoint(tmp_path / of)
 
-    monkeypatch.setattr(checkpointing, "_sort_outcomes", after_a_death)
+        def after_a_death(*args: Any) -> Any:
+            monkeypatch.undo()
+            before = tokens(copy)
+            victims.append(own_cluster.kill("shards"))
+            eventually(lambda: tokens(copy) not in (before, []), what="other owners")
+            return sort(*args)
+
+        monkeypatch.setattr(checkpointing, "_sort_outcomes", after_a_death)
+        assert client.restore(tmp_path / of, as_=copy).pull()["w"].tolist() == [1.0] * 64
+        return victims[0]
+
     with watch, client:
-        assert client.restore(tmp_path / "ckpt", as_="copy").pull()["w"].tolist() == [1.0] * 64
+        killed = restored_over_a_death("async", ps.Async())
+        eventually(lambda: own_cluster.replaced("shards", 0, killed), what="a new shard")
+        eventually(lambda: get(f"{own_cluster.shards[0]}/readyz").is_success, what="its joining")
+        restored_over_a_death("sync", ps.Sync())
 
 
 def test_a_checkpoint_sets_its_model_back_whose_settings_have_changed(

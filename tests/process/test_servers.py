@@ -92,8 +92,9 @@ def test_a_request_in_flight_is_finished_before_the_process_ends() -> None:
     assert "stopped in order" in out.splitlines()
 
 
-def test_an_endless_answer_does_not_keep_the_process() -> None:
+def test_an_endless_answer_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """After SIGTERM an endless response is cut off, and the node exits with 0."""
+    monkeypatch.setenv("GRACE_S", "0.5")
     with node() as running, running.http.stream("GET", "/events") as events:
         pieces = events.iter_raw()
         next(pieces)

@@ -5,10 +5,6 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,6 @@ from redis import Redis
 from tests.waiting import eventually
 
 import paramserver as ps
-from paramserver_cli.launch import plan_changed
 from paramserver_cli.state_directory import StateDir
 from paramserver_node import redis_server
 
@@ -59,9 +54,9 @@ def port_of(url: str) -> int:
     return urlsplit(url).port or 0
 
 
-def test_the_printed_object_is_the_cluster(own_cluster: Cluster) -> None:
+def test_the_printed_object_is_the_cluster(shared_cluster: Cluster) -> None:
     """`up --detach --json` prints the documented object, with the serving processes' pids in order."""
-    info = own_cluster.info
+    info = shared_cluster.info
 
     assert list(info) == ["scheduler", "shards", "redis", "token", "pids", "state_dir", "schedulers"]
     assert info["schedulers"] == [info["scheduler"]]
@@ -71,66 +66,28 @@ def test_the_printed_object_is_the_cluster(own_cluster: Cluster) -> None:
     assert info["pids"]["shards"] == [listener(port_of(u)) for u in info["shards"]]
     assert info["pids"]["redis"] == [listener(port_of(info["redis"]))]
     assert get(f"{info['scheduler']}/readyz").status_code == 200
-    assert own_cluster.present() == info
-    listed = own_cluster.psctl("models")
-    assert (listed.stdout, "psctl create" in listed.stderr) == ("", True)  # a hint on stderr, no line on stdout
+    assert shared_cluster.present() == info
 
 
-def test_a_killed_process_comes_back_at_its_address(own_cluster: Cluster) -> None:
+def test_a_killed_process_comes_back_at_its_address(tmp_path: Path) -> None:
     """Shard, scheduler and Redis are each restarted after a SIGKILL and serve at the same address again."""
-    for kind, index, url in (("shards", 1, own_cluster.shards[1]), ("scheduler", 0, own_cluster.url), ("redis", 0, "")):
-        old = own_cluster.kill(kind, index)
-        eventually(partial(own_cluster.replaced, kind, index, old), what=f"a new {kind}")
-        assert not psutil.pid_exists(old)
-        if url:
-            eventually(partial(is_ready, url), what=f"{kind} ready")
-    (redis,) = own_cluster.present()["pids"]["redis"]  # known once it is started, before it listens
-    eventually(lambda: listener(port_of(own_cluster.info["redis"])) == redis, what="redis ready")
-
-
-def test_a_shard_that_is_scaled_away_and_back_while_it_is_down_runs_once(tmp_path: Path) -> None:
-    """A shard that the plan loses and regains while its restart is held back is started once, not twice.
-
-    Of two under one name and port, one could never run, and the supervisor failed when the other ended.
-    """
-
-    def pid() -> int | None:
-        found = folder.cluster()
-        return found.pids["shards"][1] if found is not None else None
-
-    def kill() -> None:
-        old = eventually(pid, what="the shard")
-        os.kill(old or 0, signal.SIGKILL)
-        eventually(lambda: pid() != old, what="its end")
-
-    def resize(shards: int) -> None:
-        plan = folder.plan()
-        assert plan is not None
-        folder.write(replace(plan, shards=shards))
-        plan_changed(folder)
-        eventually(lambda: (c := folder.cluster()) and len(c.shards) == shards, what=f"{shards} shards")
-
-    folder = StateDir(tmp_path / "c")
-    with cluster(folder.path) as running:
-        for _ in range(5):  # each doubles the pause before the next start, which is 3.2 s in the end
-            kill()
-        resize(1)
-        resize(2)
-        eventually(partial(is_ready, running.shards[1]), what="the shard ready")
-        kill()
-        eventually(pid, what="a new shard")
-        supervisor = folder.supervisor()
-        assert supervisor is not None
-        assert supervisor.restarts["shard-1"] == 6
+    with cluster(tmp_path, shards=1) as running:
+        for kind, url in (("shards", running.shards[0]), ("scheduler", running.url), ("redis", "")):
+            old = running.kill(kind)
+            eventually(partial(running.replaced, kind, 0, old), what=f"a new {kind}")
+            assert not psutil.pid_exists(old)
+            if url:
+                eventually(partial(is_ready, url), what=f"{kind} ready")
+        (redis,) = running.present()["pids"]["redis"]  # known once it is started, before it listens
+        eventually(lambda: listener(port_of(running.info["redis"])) == redis, what="redis ready")
 
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     """If the supervisor gets SIGKILL, all processes of the cluster end, and a new `up` in its folder finds the data."""
     state = tmp_path / "c"
-    with cluster(state, args=("--workers", "1")) as running:
-        model = ps.connect(running.url).create_model("kept", {"w": (4,)}, optimizer=ps.Sum())
-        assert model.push({"w": [1.0, 2.0, 3.0, 4.0]}).state == "applied"
-        eventually(lambda: model.info()["partitions"][0]["durable_version"] >= 1, what="a snapshot")
+    with cluster(state, shards=1, args=("--workers", "1")) as running:
+        model = ps.connect(running.url).create_model("kept", {"w": (4,)}, optimizer=ps.Sum(), ack="journaled")
+        assert model.push({"w": [1.0, 2.0, 3.0, 4.0]}).state == "applied"  # and journaled
         supervisor = json.loads((state / "supervisor.json").read_text())["pid"]
         assert len(of_state(state)) >= 6
 
@@ -140,7 +97,7 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
         listed = json.loads(running.psctl("list", "--json").stdout)["items"]
         assert str(state) not in [c["state_dir"] for c in listed]
 
-    with cluster(state) as again:
+    with cluster(state, shards=1) as again:
         assert list(ps.connect(again.url).model("kept").pull()["w"]) == [1.0, 2.0, 3.0, 4.0]
 
 
@@ -158,11 +115,16 @@ def test_down_says_which_shard_could_not_store_everything(tmp_path: Path, monkey
         os.kill(redis, signal.SIGSTOP)
         assert model.push({"w": [1.0, 2.0, 3.0, 4.0]}).state == "applied"
 
-        down = running.psctl("down", "--state-dir", str(state))
+        argv = [*PSCTL, "down", "--state-dir", str(state)]
+        with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as down:
+            told = "4 partitions could not be stored"
+            eventually(lambda: told in (state / "logs" / "shard-0.log").read_text(), within_s=60.0, what="the loss")
+            eventually(lambda: listener(port_of(running.shards[0])) is None, what="the end of the shard")
+            os.kill(redis, signal.SIGCONT)  # it is stopped, too, and would be killed in the end
+            _, errors = down.communicate(timeout=60)
 
         assert down.returncode == 1
-        assert "shard-0 ended with 1 before everything was stored" in down.stderr
-        assert "4 partitions could not be stored" in (state / "logs" / "shard-0.log").read_text()
+        assert "shard-0 ended with 1 before everything was stored" in errors
         assert json.loads((state / "plan.json").read_text())["stop_s"] == 10.0
         assert not of_state(state)
 
@@ -189,26 +151,6 @@ def test_a_supervisor_that_cannot_write_its_state_goes_on_and_stops_in_turn(tmp_
         assert not of_state(state)
     with cluster(state, shards=1) as again:
         assert list(ps.connect(again.url).model("kept").pull()["w"]) == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_two_clusters_start_at_once_on_different_ports(tmp_path: Path) -> None:
-    """Two clusters started at the same moment in different folders share no port."""
-    with ThreadPoolExecutor() as pool, _both(pool, tmp_path) as (one, two):
-        ports = [{port_of(u) for u in (c.url, *c.shards, c.info["redis"])} for c in (one, two)]
-        assert ports[0].isdisjoint(ports[1])
-        assert len(ports[0] | ports[1]) == 6
-        listed = {c["state_dir"] for c in json.loads(one.psctl("list", "--json").stdout)["items"]}
-        assert {one.info["state_dir"], two.info["state_dir"]} <= listed
-
-
-@contextmanager
-def _both(pool: ThreadPoolExecutor, folder: Path) -> Iterator[tuple[Cluster, Cluster]]:
-    entered = [cluster(folder / n, shards=1) for n in ("one", "two")]
-    running = list(pool.map(lambda c: c.__enter__(), entered))
-    try:
-        yield running[0], running[1]
-    finally:
-        list(pool.map(lambda c: c.__exit__(None, None, None), entered))
 
 
 def test_up_again_is_refused_and_down_again_is_fine(shared_cluster: Cluster, tmp_path: Path) -> None:
@@ -250,7 +192,7 @@ def test_a_cluster_that_was_started_without_streams_is_found_and_stopped(tmp_pat
     assert "is down" in down.stdout
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_cluster_in_the_foreground_ends_with_its_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """A foreground `psctl up` that is asked to end waits until its cluster has; one that is killed ends it, too."""
     state = tmp_path / "c"
@@ -267,22 +209,17 @@ def test_a_cluster_in_the_foreground_ends_with_its_command(tmp_path: Path, numbe
     eventually(lambda: not of_state(state), what="the end of every process")
 
 
-def test_a_redis_of_ones_own_is_used_and_left_alone(tmp_path: Path) -> None:
-    """`up --redis` starts no Redis, and the given one still runs after `down`."""
-    with redis_server.running(tmp_path / "redis") as url:
-        with cluster(tmp_path / "c", shards=1, args=("--redis", url)) as running:
-            assert running.info["redis"] == url
-            assert running.info["pids"]["redis"] == []
-        assert redis_server.serving_pid(port_of(url)) is not None
+def test_a_redis_of_ones_own_is_left_alone_and_its_password_shown_to_nobody(tmp_path: Path) -> None:
+    """`up --redis` starts no Redis, and the given one still runs after `down`.
 
-
-def test_the_password_of_a_redis_of_ones_own_is_shown_to_nobody(tmp_path: Path) -> None:
-    """The password in a --redis URL is in no process's command line, no output, and no file that others can read."""
+    The password in its URL is in no process's command line, no output, and no file that others can read.
+    """
     with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
         plain.config_set("requirepass", "open-sesame")
         given = url.replace("redis://", "redis://:open-sesame@")
         with cluster(tmp_path / "c", shards=1, args=("--redis", given)) as running:
             assert running.info["redis"] == given.replace("open-sesame", "***")
+            assert running.info["pids"]["redis"] == []
             assert running.present() == running.info
             assert "open-sesame" not in running.psctl("list").stdout
             lines = [" ".join(p.cmdline()) for p in of_state(running.state_dir)]
@@ -290,13 +227,14 @@ def test_the_password_of_a_redis_of_ones_own_is_shown_to_nobody(tmp_path: Path) 
             assert not [line for line in lines if "open-sesame" in line]
             holding = [f for f in running.state_dir.rglob("*") if f.is_file() and b"open-sesame" in f.read_bytes()]
             assert [(f.name, f.stat().st_mode & 0o077) for f in holding] == [("plan.json", 0)]
+        assert plain.ping()
 
 
 @pytest.mark.parametrize("way", ["--redis", "PARAMSERVER_REDIS"])
 def test_a_password_on_the_command_line_is_warned_of(tmp_path: Path, way: str) -> None:
     """A foreground `up` warns of a password in its --redis URL, and names PARAMSERVER_REDIS as the alternative.
 
-    Its own command line shows that password as long as it runs; those of its children do not.
+    Its own command line shows that password as long as it runs; those of its children do not.  Ctrl-C ends all of them.
     """
     state = tmp_path / "c"
     with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
@@ -314,6 +252,8 @@ def test_a_password_on_the_command_line_is_warned_of(tmp_path: Path, way: str) -
             up.send_signal(signal.SIGINT)
             told = [line for line in up.stderr.read().splitlines() if "PARAMSERVER_REDIS" in line]
 
+    assert up.returncode == 130
+    eventually(lambda: not of_state(state), what="the end of every process")
     assert info["redis"] == given.replace("open-sesame", "***")
     assert len(lines) >= 4
     assert {pid for pid, line in lines.items() if "open-sesame" in line} == ({up.pid} if flag else set())

@@ -60,6 +60,13 @@ def test_all_models_are_listed(url: str) -> None:
     assert json.loads(found.stdout) == {"items": MODELS, "next": None}
 
 
+def test_that_there_is_no_model_yet_is_no_line_of_the_list(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`psctl models` of a cluster without models prints nothing on stdout, and on stderr how to make one."""
+    monkeypatch.setitem(LISTS, "/models", [])
+    found = CliRunner().invoke(app, ["models", "--url", url])
+    assert (found.stdout, "psctl create" in found.stderr) == ("", True)
+
+
 def test_all_shards_count(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`psctl scale` counts the shards of all pages: three are three, and nobody is told to start one."""
     monkeypatch.setattr("paramserver_cli.moves.QUIET_S", 0.0)

@@ -1,16 +1,23 @@
 """What the processes of `psctl up` are told, and what is told of one that said nothing."""
 
+import asyncio
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paramserver_cli import launch, ports
+from paramserver_cli import children, launch, ports, supervisor
+from paramserver_cli.children import ChildSpec, Guard
 from paramserver_cli.launch import Failed
 from paramserver_cli.processes import Processes
 from paramserver_cli.state_directory import Plan, StateDir
+
+from . import virtual_time
 
 
 @pytest.mark.parametrize(("host", "advertised"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])
@@ -38,3 +45,52 @@ def test_a_supervisor_that_ended_without_a_word_is_told_with_a_likely_cause(tmp_
     state = StateDir(tmp_path)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended, pytest.raises(Failed, match=r"log: is the disk full\?"):
         launch.wait_ready(launch.Launched(state, ended, None))
+
+
+def test_a_shard_that_is_scaled_away_and_back_while_it_is_down_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard that the plan loses and regains while its restart is held back is started once, not twice.
+
+    Of two under one name and port, one could never run, and the supervisor failed when the other ended.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: Any) -> subprocess.Popen[bytes]:
+        started.append(children.start(*args))
+        return started[-1]
+
+    monkeypatch.setattr(supervisor, "start", start)
+    monkeypatch.setattr(Processes, "redis_specs", lambda _: [])
+    monkeypatch.setattr(Processes, "scheduler_specs", lambda _: [])
+    idle = [ChildSpec(f"shard-{i}", "shard", ["sleep", "60"]) for i in range(2)]
+    monkeypatch.setattr(Processes, "shard_specs", lambda processes: idle[: processes.plan.shards])
+    state, block, guard = StateDir(tmp_path), ports.reserve(2), Guard()
+    state.make()
+    cluster = supervisor.Supervisor(Processes(state, Plan(shards=2), block), guard)
+
+    async def until(happened: Callable[[], bool]) -> None:
+        while not happened():
+            await asyncio.sleep(0.01)
+
+    async def resize(shards: int) -> None:
+        state.write(Plan(shards=shards))
+        cluster.plan_changed.set()
+        await until(lambda: cluster.processes.plan.shards == shards)
+
+    async def scale_while_down() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cluster.run())
+            await until(lambda: cluster.phase == "ready" and len(cluster.alive) == 2)
+            cluster.alive["shard-1"].kill()
+            await until(lambda: "shard-1" not in cluster.alive)
+            await resize(1)
+            await resize(2)
+            assert "shard-1" not in cluster.alive, "the restart is still held back"
+            await asyncio.sleep(10 * supervisor.BACKOFF_MAX_S)
+            assert [child.poll() is None for child in started] == [True, False, True]
+            cluster.stop.set()
+
+    with closing(guard), closing(block.lock):
+        virtual_time.run(scale_while_down())
+    assert cluster.restarts == {"shard-1": 1}

@@ -66,8 +66,10 @@ def main() -> None:
         workers = [spawn.Process(target=work, args=(client.url, i, args.iterations)) for i in range(args.num_workers)]
         for w in workers:
             w.start()
-        while alive := [w for w in workers if w.is_alive()]:
+        alive = workers
+        while alive:
             alive[0].join(1.0)
+            alive = [w for w in workers if w.is_alive()]  # before the pull: the last line is of the final values
             now = dict(zip(keys, server.pull(keys), strict=True))
             print(f"accuracy {100 * digits.accuracy(now):.1f} %", flush=True)
         if any(w.exitcode for w in workers):
