@@ -4,6 +4,7 @@ The latter is reached through a scheduler or a shard, in JSON or msgpack.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +13,9 @@ from paramserver_node import redis_server
 from .processes import Nodes, nodes
 from .rest import Face
 from .routes import Model
+
+if TYPE_CHECKING:
+    from .browser import Pages
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,15 @@ def rest_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """A scheduler and two shards, shared by many tests: no test may stop or kill them."""
     with nodes(tmp_path_factory.mktemp("rest"), shards=2) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Pages"]:
+    """What opens a page in a Chromium that runs for the whole module."""
+    from .browser import chromium  # needs playwright, which not everybody has who runs other tests
+
+    with chromium() as pages:
+        yield pages
 
 
 @pytest.fixture(params=["scheduler-json", "scheduler-msgpack", "shard-json", "shard-msgpack"])
