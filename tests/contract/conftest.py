@@ -1,6 +1,6 @@
-"""A Redis or a cluster for each module that wants one, and one cluster for all tests of the REST contract.
+"""A Redis for each module that wants one, clusters for all modules, and one for all tests of the REST contract.
 
-The latter is reached through a scheduler or a shard, in JSON or msgpack.
+The last is reached through a scheduler or a shard, in JSON or msgpack.
 """
 
 from collections.abc import Iterator
@@ -25,18 +25,32 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler and two shards for the whole module, whose tests may kill and restart them."""
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """The nodes of `cluster`."""
     with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler and a single shard for the whole module, whose tests may kill and restart them."""
+def cluster(pair: Nodes) -> Nodes:
+    """A scheduler and two shards, without models at the module's begin, which its tests may kill and restart."""
+    pair.empty()
+    return pair
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """The nodes of `lone`."""
     with nodes(tmp_path_factory.mktemp("lone"), shards=1) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def lone(single: Nodes) -> Nodes:
+    """A scheduler and a single shard, without models at the module's begin, which its tests may kill and restart."""
+    single.empty()
+    return single
 
 
 @pytest.fixture(scope="session")

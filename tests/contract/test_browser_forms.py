@@ -25,12 +25,7 @@ pytestmark = MARKS
 @pytest.fixture
 def cluster(lone: Nodes) -> Nodes:
     """A scheduler and a shard, without models; all runs of earlier tests are over."""
-    for run in lone.get("/runs")["items"]:
-        if run["state"] in ("waiting", "running", "paused"):
-            lone.call("PATCH", f"/runs/{run['id']}", {"state": "stopped"})
-    for model in lone.get("/models")["items"]:
-        lone.call("DELETE", f"/models/{model['name']}")
-    eventually(lambda: lone.get("/status")["models"] == [], what="a status without models")
+    lone.empty()
     return lone
 
 
