@@ -108,11 +108,11 @@ def test_killed_shards_lose_no_acknowledged_push(cluster: Nodes) -> None:
     name = made(cluster, "fsynced")
     with Pusher(cluster, name) as pusher:
         for victim in ("shard-1", "shard-0"):
-            pusher.reach(pusher.acknowledged + 10)
+            pusher.reach(pusher.acknowledged + 2)  # each takes the disk of Redis up to a second
             cluster.kill(victim)
             cluster.start_shard(victim)
             eventually(partial(ready, cluster, victim), within_s=START_S, what="the shard's return")
-        pusher.reach(pusher.acknowledged + 10)
+        pusher.reach(pusher.acknowledged + 2)
     exact(cluster, name, pusher.acknowledged)
 
 
