@@ -2,6 +2,7 @@
 
 import json
 import socket
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import msgpack
 import pytest
 from tests.waiting import eventually
 
-from .processes import Nodes, unique
+from .processes import Nodes, nodes, unique
 
 pytestmark = pytest.mark.process
 
@@ -19,9 +20,10 @@ SYNC = {"mode": "sync", "min_workers": 2}
 
 
 @pytest.fixture(scope="module")
-def cluster(lone: Nodes) -> Nodes:
-    """One scheduler and one shard."""
-    return lone
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """One scheduler and one shard for the whole module."""
+    with nodes(tmp_path_factory.mktemp("nodes")) as running:
+        yield running
 
 
 def make(cluster: Nodes, **more: Any) -> str:
