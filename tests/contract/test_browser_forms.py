@@ -233,7 +233,8 @@ def test_the_buttons_of_a_run_are_whole_at_every_width(cluster: Nodes, browser: 
         name = "a-model-with-a-rather-long-name-" + "7" * 32
         cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
         run = cluster.post("/runs", {"model": name, "entry": "a.b:c", "workers": 1}, status=201)["id"]
-        status = eventually(lambda: cluster.get("/status") if run in cluster.http.get("/status").text else None)
+        eventually(lambda: cluster.get("/status")["runs"][0]["id"] == run, what="the run in the status")
+        status = cluster.get("/status")
         status["runs"] = [r for r in status["runs"] if r["id"] == run]
         answer = {"content_type": "text/event-stream", "body": f"event: status\ndata: {json.dumps(status)}\n\n"}
         seen.page.route("**/status/stream", lambda route: route.fulfill(**answer))
