@@ -2,8 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -51,15 +51,28 @@ class Browser:
         return [str(c.evaluate("canvas => canvas.toDataURL()")) for c in self.page.locator("canvas").all()]
 
 
+Pages = Callable[..., AbstractContextManager[Browser]]
+"""Opens a page with those options of a context, which is closed with the block."""
+
+
 @contextmanager
-def browser(**options: Any) -> Iterator[Browser]:
-    """A fresh browser page, closed with the block."""
+def chromium() -> Iterator[Pages]:
+    """Run Chromium for the block; each of its pages has cookies and a storage of its own."""
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+
+        @contextmanager
+        def browser(**options: Any) -> Iterator[Browser]:
+            page = launched.new_page(**options)
+            try:
+                yield Browser(page)
+            finally:
+                page.close()
+
         try:
-            yield Browser(chromium.new_page(**options))
+            yield browser
         finally:
-            chromium.close()
+            launched.close()
 
 
 def fits(seen: Browser) -> None:

@@ -1,9 +1,10 @@
-"""A Redis or a cluster for each module that wants one, and one cluster for all tests of the REST contract.
+"""A Redis for each module that wants one, clusters for all modules, and one for all tests of the REST contract.
 
-The latter is reached through a scheduler or a shard, in JSON or msgpack.
+The last is reached through a scheduler or a shard, in JSON or msgpack.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +14,9 @@ from .processes import Nodes, nodes
 from .rest import Face
 from .routes import Model
 
+if TYPE_CHECKING:
+    from .browser import Pages
+
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -21,18 +25,32 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler and two shards for the whole module, whose tests may kill and restart them."""
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """The nodes of `cluster`."""
     with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler and a single shard for the whole module, whose tests may kill and restart them."""
+def cluster(pair: Nodes) -> Nodes:
+    """A scheduler and two shards, without models at the module's begin, which its tests may kill and restart."""
+    pair.empty()
+    return pair
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """The nodes of `lone`."""
     with nodes(tmp_path_factory.mktemp("lone"), shards=1) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def lone(single: Nodes) -> Nodes:
+    """A scheduler and a single shard, without models at the module's begin, which its tests may kill and restart."""
+    single.empty()
+    return single
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +58,15 @@ def rest_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """A scheduler and two shards, shared by many tests: no test may stop or kill them."""
     with nodes(tmp_path_factory.mktemp("rest"), shards=2) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Pages"]:
+    """What opens a page in a Chromium that runs for the whole module."""
+    from .browser import chromium  # needs playwright, which not everybody has who runs other tests
+
+    with chromium() as pages:
+        yield pages
 
 
 @pytest.fixture(params=["scheduler-json", "scheduler-msgpack", "shard-json", "shard-msgpack"])

@@ -91,6 +91,20 @@ class Nodes:
         self.processes[name].kill()
         self.processes[name].wait(10)
 
+    def empty(self) -> None:
+        """Stop all runs, delete all models, and wait until the status has none and all shards are alive."""
+        for run in self.get("/runs")["items"]:
+            if run["state"] in ("waiting", "running", "paused"):
+                self.call("PATCH", f"/runs/{run['id']}", {"state": "stopped"})
+        for model in self.get("/models")["items"]:
+            self.call("DELETE", f"/models/{model['name']}")
+
+        def emptied() -> bool:
+            alive = {n["name"] for n in self.get("/status")["nodes"] if n["role"] == "shard" and n["alive"]}
+            return alive >= self.shard_ports.keys() and self.get("/status")["models"] == []
+
+        eventually(emptied, within_s=START_S, what="a cluster without models")
+
     def stop(self) -> None:
         """Stop every process, shards before schedulers: these have to be there for what the shards still store."""
         self.http.close()

@@ -12,7 +12,7 @@ import paramserver as ps
 from paramserver.examples import digits
 from paramserver_node import tokens
 
-from .browser import MARKS, PHONE, Browser, browser, fits
+from .browser import MARKS, PHONE, Browser, Pages, fits
 from .processes import Nodes, nodes
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "status-page.png"
@@ -39,7 +39,7 @@ def training(folder: Path, *, shards: int, workers: int, minutes: float) -> Iter
         yield cluster, model
 
 
-def test_the_page_shows_a_training_and_the_death_of_a_shard(tmp_path: Path) -> None:
+def test_the_page_shows_a_training_and_the_death_of_a_shard(tmp_path: Path, browser: Pages) -> None:
     """The page follows a training, shows a killed shard, fits on a phone and logs no error."""
     with training(tmp_path, shards=3, workers=2, minutes=20) as (cluster, model), browser() as seen:
         page = seen.page
@@ -84,7 +84,7 @@ def test_the_page_shows_a_training_and_the_death_of_a_shard(tmp_path: Path) -> N
         assert {url.split("/")[2] for url in seen.asked if not url.startswith("data:")} == {cluster.url.split("/")[2]}
 
 
-def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -> None:
+def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path, browser: Pages) -> None:
     """The page shows that the scheduler is gone and back, and keeps the chosen span, theme and model."""
     with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
         page = seen.page
@@ -115,7 +115,7 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
-def test_a_link_leads_to_its_model(tmp_path: Path) -> None:
+def test_a_link_leads_to_its_model(tmp_path: Path, browser: Pages) -> None:
     """The address names the model, also when it changes while the page is open; a damaged one shows any model."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
         page, name = seen.page, seen.page.locator("#model-head .name")
@@ -133,7 +133,7 @@ def test_a_link_leads_to_its_model(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_one_of_a_hundred_models_is_chosen_from_a_list(tmp_path: Path) -> None:
+def test_one_of_a_hundred_models_is_chosen_from_a_list(tmp_path: Path, browser: Pages) -> None:
     """Many models are a list; what is chosen there by keyboard stays shown each second, until that model is gone."""
     with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE, color_scheme="dark") as seen:
         page, name = seen.page, seen.page.locator("#model-head .name")
@@ -155,7 +155,7 @@ def test_one_of_a_hundred_models_is_chosen_from_a_list(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_the_list_of_models_names_the_one_that_is_shown(tmp_path: Path) -> None:
+def test_the_list_of_models_names_the_one_that_is_shown(tmp_path: Path, browser: Pages) -> None:
     """A model that was chosen from the list stays named there while newer ones are created and deleted."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
         chosen, name = seen.page.locator("#models select"), seen.page.locator("#model-head .name")
@@ -173,7 +173,7 @@ def test_the_list_of_models_names_the_one_that_is_shown(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_long_names_and_a_young_model_are_seen(tmp_path: Path) -> None:
+def test_long_names_and_a_young_model_are_seen(tmp_path: Path, browser: Pages) -> None:
     """On a phone a metric's long name fits, and in the longest range the only value that was reported is drawn."""
     names = {"m" * 64: 123456789.0, "loss": 1e8, "neg": -3.0, "huge": 1e30}
     with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
@@ -205,7 +205,7 @@ def test_long_names_and_a_young_model_are_seen(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_charts_have_names_scales_and_present_values(tmp_path: Path) -> None:
+def test_charts_have_names_scales_and_present_values(tmp_path: Path, browser: Pages) -> None:
     """A chart has its title's name and, if values differ in their last digit, no scale of that; old values go."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
         cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
@@ -226,7 +226,7 @@ def test_charts_have_names_scales_and_present_values(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_a_training_that_diverged_is_seen(tmp_path: Path) -> None:
+def test_a_training_that_diverged_is_seen(tmp_path: Path, browser: Pages) -> None:
     """A loss that becomes NaN is told in the worker's row, the model's numbers, the chart and the events."""
     with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
         page = seen.page
@@ -245,7 +245,7 @@ def test_a_training_that_diverged_is_seen(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_the_page_of_the_api_comes_from_the_node_alone(tmp_path: Path) -> None:
+def test_the_page_of_the_api_comes_from_the_node_alone(tmp_path: Path, browser: Pages) -> None:
     """A node's API page loads everything from that node, and a request tried from it is answered."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
         page = seen.page
@@ -261,7 +261,7 @@ def test_the_page_of_the_api_comes_from_the_node_alone(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_forty_shards_can_be_told_apart(tmp_path: Path) -> None:
+def test_forty_shards_can_be_told_apart(tmp_path: Path, browser: Pages) -> None:
     """The first forty shards and the scheduler have each their own color and stripes; stripes are drawn."""
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
         seen.page.goto(cluster.url)
@@ -280,7 +280,7 @@ def test_forty_shards_can_be_told_apart(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_names_are_never_read_as_markup(tmp_path: Path) -> None:
+def test_names_are_never_read_as_markup(tmp_path: Path, browser: Pages) -> None:
     """A metric whose name is an HTML tag is shown as plain text."""
     evil = "<img src=x onerror=alert(1)>"
     with nodes(tmp_path, shards=1) as cluster, browser() as seen:
@@ -296,7 +296,7 @@ def test_names_are_never_read_as_markup(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, browser: Pages) -> None:
     """In a cluster with a secret each page leads to the login form, and one valid token opens them all."""
     key = tokens.new_key()
     (tmp_path / "secret").write_text(key)
@@ -332,7 +332,7 @@ def _version(seen: Browser) -> int:
 
 
 @pytest.mark.skipif(not os.environ.get("PARAMSERVER_SCREENSHOT"), reason="only for `make screenshot`")
-def test_take_the_screenshot(tmp_path: Path) -> None:
+def test_take_the_screenshot(tmp_path: Path, browser: Pages) -> None:
     """Take the picture for the README: the page after 90 s of training."""
     with training(tmp_path, shards=3, workers=4, minutes=3) as (cluster, _):
         with browser(viewport={"width": 1440, "height": 960}, color_scheme="dark", device_scale_factor=1) as seen:

@@ -3,14 +3,13 @@
 import json
 import socket
 from contextlib import ExitStack
-from pathlib import Path
 
 from tests.waiting import eventually
 
 from paramserver import limits
 
-from .browser import MARKS, Browser, browser
-from .processes import Nodes, nodes, unique
+from .browser import MARKS, Browser, Pages
+from .processes import Nodes, unique
 
 pytestmark = MARKS
 
@@ -34,15 +33,15 @@ def hide(seen: Browser, hidden: bool) -> None:
     )
 
 
-def test_a_hidden_page_lets_go_of_its_connection(tmp_path: Path) -> None:
+def test_a_hidden_page_lets_go_of_its_connection(lone: Nodes, browser: Pages) -> None:
     """A page in the background holds none of the six connections that a browser has to a node; it then goes on."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
-        seen.page.goto(cluster.url)
+    with browser() as seen:
+        seen.page.goto(lone.url)
         # The page's first status can be the one from before the shard joined; hidden, it would keep that one.
         eventually(lambda: seen.text("#state") == "ok", what="the shard on the page")
-        shown = streams(cluster)
+        shown = streams(lone)
         hide(seen, True)
-        eventually(lambda: streams(cluster) < shown, what="the end of the stream")
+        eventually(lambda: streams(lone) < shown, what="the end of the stream")
         assert seen.text("#state") == "ok"
         second = seen.text("#live")
         hide(seen, False)
@@ -50,32 +49,32 @@ def test_a_hidden_page_lets_go_of_its_connection(tmp_path: Path) -> None:
         assert seen.errors == []
 
 
-def test_a_page_says_why_its_node_sends_no_status(tmp_path: Path) -> None:
+def test_a_page_says_why_its_node_sends_no_status(lone: Nodes, browser: Pages) -> None:
     """A node that answers, but with an error, is quoted; "no answer" alone would tell nobody to close a page."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen, ExitStack() as open_sockets:
+    with browser() as seen, ExitStack() as open_sockets:
         for _ in range(limits.STATUS_STREAMS_MAX):
-            other = open_sockets.enter_context(socket.create_connection(("127.0.0.1", cluster.port)))
+            other = open_sockets.enter_context(socket.create_connection(("127.0.0.1", lone.port)))
             other.sendall(b"GET /status/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             assert other.recv(12) == b"HTTP/1.1 200"
-        seen.page.goto(cluster.url)
+        seen.page.goto(lone.url)
         seen.page.wait_for_selector("#problems:has-text('open status streams is reached')")
         open_sockets.close()
         eventually(lambda: seen.text("#state") == "ok", what="the status")
         assert seen.page.inner_text("#problems") == ""
 
 
-def test_an_upgraded_cluster_loads_the_page_again(tmp_path: Path) -> None:
+def test_an_upgraded_cluster_loads_the_page_again(lone: Nodes, browser: Pages) -> None:
     """A page of another version than the scheduler may misread what it says."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
-        old = cluster.http.get("/status").text.replace(f'"version":"{_version(cluster)}"', '"version":"0.0.1"', 1)
+    with browser() as seen:
+        old = lone.http.get("/status").text.replace(f'"version":"{_version(lone)}"', '"version":"0.0.1"', 1)
         answer = {"content_type": "text/event-stream", "body": f"event: status\ndata: {old}\n\n"}
         seen.page.route("**/status/stream", lambda route: route.fulfill(**answer))
-        seen.page.goto(cluster.url)
+        seen.page.goto(lone.url)
         seen.page.wait_for_selector("#facts:has-text('0.0.1')")
         seen.page.evaluate("window.before = true")
         seen.page.unroute("**/status/stream")
         eventually(lambda: not seen.page.evaluate("window.before"), what="the new page")
-        seen.page.wait_for_selector(f"#facts:has-text('{_version(cluster)}')")
+        seen.page.wait_for_selector(f"#facts:has-text('{_version(lone)}')")
         seen.page.evaluate("window.before = true")
         second = seen.text("#live")
         eventually(lambda: seen.text("#live") != second, what="the next second")
@@ -86,7 +85,7 @@ def _version(cluster: Nodes) -> str:
     return str(cluster.get("/status")["cluster"]["version"])
 
 
-def test_metrics_may_have_any_name(rest_cluster: Nodes) -> None:
+def test_metrics_may_have_any_name(rest_cluster: Nodes, browser: Pages) -> None:
     """A metric with a comma in its name has a past, and one that is called like a panel of the page has its own."""
     with browser() as seen:
         name = unique("named")
@@ -108,7 +107,7 @@ def test_metrics_may_have_any_name(rest_cluster: Nodes) -> None:
         assert seen.errors == []
 
 
-def test_metrics_may_be_called_like_what_every_object_has(rest_cluster: Nodes) -> None:
+def test_metrics_may_be_called_like_what_every_object_has(rest_cluster: Nodes, browser: Pages) -> None:
     """A metric whose name is that of a property of all objects is a number like others."""
     with browser() as seen:
         name = unique("named")
@@ -122,7 +121,7 @@ def test_metrics_may_be_called_like_what_every_object_has(rest_cluster: Nodes) -
         assert seen.errors == []
 
 
-def test_the_version_lag_is_that_of_live_workers_first(rest_cluster: Nodes) -> None:
+def test_the_version_lag_is_that_of_live_workers_first(rest_cluster: Nodes, browser: Pages) -> None:
     """Of more workers than are drawn it is the dead ones that are left out; where two runs are drawn, each is named."""
     with browser() as seen:
         name = unique("lagging")
@@ -151,23 +150,23 @@ def test_the_version_lag_is_that_of_live_workers_first(rest_cluster: Nodes) -> N
         assert seen.errors == []
 
 
-def test_live_nodes_are_drawn_before_dead_ones(tmp_path: Path) -> None:
+def test_live_nodes_are_drawn_before_dead_ones(lone: Nodes, browser: Pages) -> None:
     """Of more shards than are drawn it is the dead ones that are left out."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
-        eventually(lambda: cluster.get("/status")["cluster"]["state"] == "ok", what="the shard")
-        status = cluster.get("/status")
+    with browser() as seen:
+        eventually(lambda: lone.get("/status")["cluster"]["state"] == "ok", what="the shard")
+        status = lone.get("/status")
         (shard,) = (n for n in status["nodes"] if n["role"] == "shard")
         status["nodes"] += [shard | {"name": f"dead-{i}", "alive": False, "state": "dead"} for i in range(12)]
         answer = {"content_type": "text/event-stream", "body": f"event: status\ndata: {json.dumps(status)}\n\n"}
         seen.page.route("**/status/stream", lambda route: route.fulfill(**answer))
-        seen.page.goto(cluster.url)
+        seen.page.goto(lone.url)
         legend = seen.page.get_by_role("figure", name="Gradients in").locator(".legend > span")
         legend.first.wait_for()
         assert legend.first.inner_text().startswith("shard-0 ")
         assert legend.last.inner_text() == "and 3 more, not drawn"
 
 
-def test_a_fault_of_the_page_is_told_as_that(rest_cluster: Nodes) -> None:
+def test_a_fault_of_the_page_is_told_as_that(rest_cluster: Nodes, browser: Pages) -> None:
     """A page that cannot draw says so, writes the error to the console, and leaves no connection open for each try."""
     with browser() as seen:
         before = streams(rest_cluster)
@@ -180,7 +179,7 @@ def test_a_fault_of_the_page_is_told_as_that(rest_cluster: Nodes) -> None:
         eventually(lambda: streams(rest_cluster) <= before + 1, what="the end of the earlier tries")
 
 
-def test_only_a_fraction_is_shown_in_percent(rest_cluster: Nodes) -> None:
+def test_only_a_fraction_is_shown_in_percent(rest_cluster: Nodes, browser: Pages) -> None:
     """An accuracy is shown in percent, under any name; what only contains its letters is a plain number."""
     with browser() as seen:
         name = unique("named")
@@ -199,7 +198,7 @@ def test_only_a_fraction_is_shown_in_percent(rest_cluster: Nodes) -> None:
         assert seen.errors == []
 
 
-def test_a_map_of_partitions_is_drawn_again_only_when_it_changes(rest_cluster: Nodes) -> None:
+def test_a_map_of_partitions_is_drawn_again_only_when_it_changes(rest_cluster: Nodes, browser: Pages) -> None:
     """While no partition changes its owner, each second leaves the map alone; another model has its own map."""
     with browser() as seen:
         names = [unique("mapped") for _ in range(2)]
@@ -221,7 +220,7 @@ def test_a_map_of_partitions_is_drawn_again_only_when_it_changes(rest_cluster: N
         assert seen.errors == []
 
 
-def test_charts_follow_a_clock_and_forget_what_is_gone(rest_cluster: Nodes) -> None:
+def test_charts_follow_a_clock_and_forget_what_is_gone(rest_cluster: Nodes, browser: Pages) -> None:
     """A chart goes on when the cluster's clock is set back, and keeps no line that has no value in its range."""
     with browser() as seen:
         seen.page.goto(rest_cluster.url)
@@ -238,7 +237,7 @@ def test_charts_follow_a_clock_and_forget_what_is_gone(rest_cluster: Nodes) -> N
         assert seen.page.evaluate(lines) == [303, [1399, 302], 1201, [1199, 1, 2]]
 
 
-def test_an_event_of_another_day_has_its_date(rest_cluster: Nodes) -> None:
+def test_an_event_of_another_day_has_its_date(rest_cluster: Nodes, browser: Pages) -> None:
     """A time of day alone says nothing of what happened days ago."""
     with browser(timezone_id="UTC") as seen:
         seen.page.goto(rest_cluster.url)

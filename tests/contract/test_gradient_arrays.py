@@ -19,7 +19,7 @@ from paramserver.core.selection import Part
 from paramserver.net.calls import Outcome, Request
 
 from .machine import ON_LINUX, SIZE, lose_sockets, made, requests_of
-from .processes import Nodes, nodes
+from .processes import Nodes
 
 pytestmark = ON_LINUX
 
@@ -32,9 +32,9 @@ def client(cluster: Nodes) -> Iterator[ps.Client]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.Client]:
+def alone(lone: Nodes) -> Iterator[ps.Client]:
     """A client of a cluster with one shard."""
-    with nodes(tmp_path_factory.mktemp("alone"), shards=1) as running, ps.connect(running.url) as connected:
+    with ps.connect(lone.url) as connected:
         yield connected
 
 

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from types import FrameType
 
 import numpy as np
@@ -15,7 +14,7 @@ from tests.waiting import eventually
 import paramserver as ps
 
 from .machine import lose_sockets
-from .processes import nodes
+from .processes import Nodes, unique
 
 pytestmark = [
     pytest.mark.process,
@@ -55,15 +54,15 @@ def leave(w: ps.Worker, gradient: npt.NDArray[np.float32], own: type[BaseExcepti
 
 
 @pytest.mark.parametrize("own", [KeyboardInterrupt, ZeroDivisionError])
-def test_what_is_written_after_a_stream_that_was_left_is_never_pushed(tmp_path: Path, own: type[BaseException]) -> None:
+def test_what_is_written_after_a_stream_that_was_left_is_never_pushed(lone: Nodes, own: type[BaseException]) -> None:
     """After Ctrl-C or an error ends a stream, later writes to its array are never pushed.
 
     Leaving the stream does not wait for a shard that is silent.
     """
-    with nodes(tmp_path) as cluster, ps.connect(cluster.url) as client:
-        model = client.create_model("m", {"w": (LARGE,)}, optimizer=ps.Sum(), partitions=1)
+    with ps.connect(lone.url) as client:
+        model = client.create_model(unique("m"), {"w": (LARGE,)}, optimizer=ps.Sum(), partitions=1)
         gradient = np.ones(LARGE, np.float32)
-        shard = cluster.processes["shard-0"]
+        shard = lone.processes["shard-0"]
         with model.worker() as w:
             w.pull()
             lose_sockets(model)

@@ -22,7 +22,7 @@ from paramserver.client.model import Model
 from paramserver.types import PushId
 
 from .machine import ON_LINUX, SIZE, lose_sockets, made, requests_of
-from .processes import START_S, Nodes, nodes
+from .processes import START_S, Nodes
 
 pytestmark = ON_LINUX
 
@@ -323,9 +323,9 @@ def test_a_shard_that_starts_anew_is_found_by_its_new_socket(lone: Nodes) -> Non
         assert old not in client.transport._http2._idle.addresses()
 
 
-def test_a_shard_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_shard_that_stands_still_is_not_waited_for(cluster: Nodes) -> None:
     """A push to a stopped shard goes to its successor within 30 s, far below the deadline."""
-    with nodes(tmp_path / "nodes", shards=2) as cluster, ps.connect(cluster.url, timeout=60.0) as client:
+    with ps.connect(cluster.url, timeout=60.0) as client:
         model = client.create_model("still", {"w": (64,)}, optimizer=ps.Sum(), partitions=2)
         model.push({"w": np.ones(64, np.float32)})
         stopped = cluster.processes["shard-0"]

@@ -1,71 +1,78 @@
 """Initial values from a file or a client that are needed again because no snapshot of them was ever stored."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from redis import Redis
 from safetensors.numpy import save_file
 from tests.waiting import eventually
 
-from .processes import nodes
+from .processes import START_S, Nodes, unique
 
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("way", ["the file", "its values"])
-def test_a_trained_model_waits_for_its_file(tmp_path: Path, way: str) -> None:
-    """After Redis is emptied and a shard dies, a model waits for its file; it or a PUT sets only what was lost."""
-    with nodes(tmp_path, shards=2) as cluster:
-        file = tmp_path / "state" / "first.safetensors"
-        file.parent.mkdir(exist_ok=True)
-        save_file({"w": np.arange(8, dtype=np.float32)}, file)
-        param = {"shape": [8], "init": {"kind": "file", "path": file.name}}
-        spec = {"name": "m", "params": {"w": param}, "optimizer": {"name": "sum"}, "partitions": 2}
-        owners = [p["shard"] for p in cluster.post("/models", spec, status=201)["partitions"]]
-        cluster.post("/push", {"model": "m", "grads": {"w": [100.0] * 8}}, status=200)
-        aside = file.rename(file.with_suffix(".aside"))
-
-        cluster.kill(owners[0])
-        with Redis.from_url(cluster.redis_url) as plain:
-            plain.flushall()
-        told = eventually(lambda: cluster.get("/models/m")["files_error"], within_s=60.0)
-        assert file.name in told
-        assert any(told in p for p in cluster.get("/status")["cluster"]["problems"])
-        if way == "the file":
-            aside.rename(file)
-        else:
-            given = cluster.http.put("/models/m/params/w", json=list(range(8)))
-            assert given.status_code == 200, given.text
-
-        eventually(lambda: cluster.get("/models/m")["state"] == "ready", within_s=60.0)
-        pulled = cluster.post("/pull", {"model": "m", "wait_s": 10})["params"]["w"]
-        assert pulled == [0.0, 1.0, 2.0, 3.0, 104.0, 105.0, 106.0, 107.0]
+def die(cluster: Nodes, name: str) -> None:
+    """Kill and restart the shard that owns the model's first partition, once Redis has nothing of it."""
+    owner = cluster.get(f"/models/{name}")["partitions"][0]["shard"]
+    cluster.kill(owner)
+    with Redis.from_url(cluster.redis_url) as plain:
+        plain.flushall()
+    cluster.start_shard(owner)
 
 
-def test_values_that_are_uploaded_again_set_only_what_was_lost(tmp_path: Path) -> None:
+def test_a_trained_model_waits_for_its_files(cluster: Nodes) -> None:
+    """After Redis is emptied and a shard dies, a model waits for its files; they or a PUT set only what was lost."""
+    folder, name = cluster.folder / "state", unique("m")
+    folder.mkdir(exist_ok=True)
+    params = {"a": [0.0, 1.0], "b": [2.0, 3.0], "c": [4.0, 5.0, 6.0, 7.0]}
+    for param, values in params.items():
+        save_file({param: np.array(values, np.float32)}, folder / param)
+    inits = {p: {"shape": [len(v)], "init": {"kind": "file", "path": p}} for p, v in params.items()}
+    spec = {"name": name, "params": inits, "optimizer": {"name": "sum"}, "partitions": 2}
+    cluster.post("/models", spec, status=201)
+    cluster.post("/push", {"model": name, "grads": {p: [100.0] * len(v) for p, v in params.items()}}, status=200)
+    aside = {param: (folder / param).rename(folder / f"{param}.aside") for param in params}
+
+    die(cluster, name)
+    told = eventually(
+        lambda: cluster.get(f"/models/{name}")["files_error"], within_s=START_S, what="the lack of a file"
+    )
+    assert f"{folder / 'a'}" in told or f"{folder / 'b'}" in told
+    assert any(told in p for p in cluster.get("/status")["cluster"]["problems"])
+    given = cluster.http.put(f"/models/{name}/params/b", json=params["b"])
+    assert given.status_code == 200, given.text
+    assert cluster.get(f"/models/{name}")["missing"] == ["a"]
+    aside["a"].rename(folder / "a")
+
+    eventually(
+        lambda: cluster.get(f"/models/{name}")["state"] == "ready", within_s=60.0, what="the reading of the file"
+    )
+    pulled = cluster.post("/pull", {"model": name, "wait_s": 10})["params"]
+    assert pulled == {"a": [0.0, 1.0], "b": [2.0, 3.0], "c": [104.0, 105.0, 106.0, 107.0]}
+
+
+def test_values_that_are_uploaded_again_set_only_what_was_lost(cluster: Nodes) -> None:
     """After Redis is emptied and a shard dies, a full upload sets only the values that were lost."""
-    with nodes(tmp_path, shards=2) as cluster:
-        params = {name: {"shape": [size], "init": {"kind": "upload"}} for name, size in (("w", 6), ("b", 2))}
-        spec = {"name": "m", "params": params, "optimizer": {"name": "sum"}, "partitions": 2}
+    name = unique("m")
+    params = {name: {"shape": [size], "init": {"kind": "upload"}} for name, size in (("w", 6), ("b", 2))}
+    spec = {"name": name, "params": params, "optimizer": {"name": "sum"}, "partitions": 2}
 
-        def upload(status: int) -> None:
-            token = cluster.post("/models", spec, status=status)["upload_token"]
-            for name, value in (("b", [6.0, 7.0]), ("w", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])):
-                answer = cluster.http.put(f"/models/m/params/{name}", json=value, headers={"x-upload-token": token})
-                assert answer.status_code == 200, answer.text
+    def upload(status: int) -> None:
+        token = cluster.post("/models", spec, status=status)["upload_token"]
+        for param, value in (("b", [6.0, 7.0]), ("w", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])):
+            path, headers = f"/models/{name}/params/{param}", {"x-upload-token": token}
+            answer = cluster.http.put(path, json=value, headers=headers)
+            assert answer.status_code == 200, answer.text
 
-        upload(201)
-        trained = {"w": [100.0] * 6, "b": [100.0] * 2}
-        eventually(lambda: cluster.post("/push", {"model": "m", "grads": trained})["state"] == "applied")
+    upload(201)
+    trained = {"w": [100.0] * 6, "b": [100.0] * 2}
+    eventually(lambda: cluster.post("/push", {"model": name, "grads": trained})["state"] == "applied")
 
-        cluster.kill(cluster.get("/models/m")["partitions"][0]["shard"])
-        with Redis.from_url(cluster.redis_url) as plain:
-            plain.flushall()
-        eventually(lambda: cluster.get("/models/m")["missing"] == ["w"], within_s=60.0)
-        upload(200)
+    die(cluster, name)
+    eventually(lambda: cluster.get(f"/models/{name}")["missing"] == ["w"], within_s=START_S, what="the loss")
+    upload(200)
 
-        assert eventually(lambda: cluster.post("/pull", {"model": "m", "wait_s": 10}))["params"] == {
-            "w": [0.0, 1.0, 2.0, 3.0, 104.0, 105.0],
-            "b": [106.0, 107.0],
-        }
+    assert eventually(lambda: cluster.post("/pull", {"model": name, "wait_s": 10}))["params"] == {
+        "w": [0.0, 1.0, 2.0, 3.0, 104.0, 105.0],
+        "b": [106.0, 107.0],
+    }

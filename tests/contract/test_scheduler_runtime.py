@@ -4,7 +4,7 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -268,6 +268,15 @@ def held() -> int:
     return sum(type(o) in (State, io.Reply) for o in gc.get_objects())  # isinstance would ask lazy objects
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """Hide the objects that there are already from the garbage collector: they take most of the time of a count."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("frozen")
 async def test_what_waits_for_redis_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While Redis is away, repeated worker states do not accumulate; the last one is stored afterwards."""
     monkeypatch.setattr(runtime_module, "STORE_WAIT_S", 0.02)
@@ -292,7 +301,7 @@ async def test_what_waits_for_redis_does_not_grow(tmp_path: Path, monkeypatch: p
                     while json.loads(plain.hget("ps:state", "worker:m:m/a") or "{}").get("state") != {"i": 15}:
                         await asyncio.sleep(0)
 
-    assert max(counts[8:]) <= max(counts[:8]) <= 8
+    assert 0 < max(counts[8:]) <= max(counts[:8]) <= 8
 
 
 def test_every_route_has_a_role() -> None:

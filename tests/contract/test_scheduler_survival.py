@@ -19,6 +19,12 @@ from .processes import Nodes, unique
 pytestmark = pytest.mark.process
 
 
+def joined(cluster: Nodes, model: str) -> tuple[str, int]:
+    """Join a worker; return its name and its epoch, which is not the first in a cluster that deleted many models."""
+    answer = cluster.post(f"/models/{model}/workers", {"name": "w0", "lease_s": 60}, status=201)
+    return answer["worker"], answer["epoch"]
+
+
 def train(cluster: Nodes, model: str, worker: str, epoch: int, first: int, last: int) -> None:
     """Run one worker's synchronous iterations [first, last); gradient t is t + 1 everywhere."""
     for t in range(first, last):
@@ -44,13 +50,13 @@ def test_a_restart_keeps_everything(cluster: Nodes) -> None:
         "consistency": {"mode": "sync"},
     }
     cluster.post("/models", spec | {"partitions": 2}, status=201)
-    worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
+    worker, epoch = joined(cluster, name)
     cluster.post(f"/models/{name}/tasks", {"dataset": "d", "size": 30, "task_size": 10}, status=201)
-    lease = {"worker": worker, "epoch": 1, "dataset": "d"}
+    lease = {"worker": worker, "epoch": epoch, "dataset": "d"}
     task = cluster.post(f"/models/{name}/tasks/lease", lease)["task"]
-    cluster.post(f"/models/{name}/tasks/{task['id']}/done", {"worker": worker, "epoch": 1})
+    cluster.post(f"/models/{name}/tasks/{task['id']}/done", {"worker": worker, "epoch": epoch})
     run = cluster.post("/runs", {"model": name, "entry": "a.b:c"}, status=201)["id"]
-    train(cluster, name, worker, 1, 0, 3)
+    train(cluster, name, worker, epoch, 0, 3)
     cluster.post(f"/models/{name}/checkpoints", {"name": "before"}, status=201)
     before = cluster.get(f"/models/{name}")
     term = cluster.get("/status")["cluster"]["term"]
@@ -67,10 +73,10 @@ def test_a_restart_keeps_everything(cluster: Nodes) -> None:
     assert run in [r["id"] for r in cluster.get("/runs")["items"]]
     left = cluster.post(f"/models/{name}/tasks/lease", lease)["task"]
     assert left["start"] == task["start"] + 10
-    train(cluster, name, worker, 1, 3, 5)
+    train(cluster, name, worker, epoch, 3, 5)
     assert pull(cluster, name, 5) == [15.0] * 5
     again = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)
-    assert again["epoch"] == 2
+    assert again["epoch"] == epoch + 1
 
 
 def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
@@ -78,7 +84,7 @@ def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
     name = unique("m")
     spec = {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "partitions": 2}
     cluster.post("/models", spec, status=201)
-    worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
+    worker, epoch = joined(cluster, name)
     beat = f"/models/{name}/workers/{worker}"
     pid = redis_pid(cluster)
     with cluster.http.stream("GET", "/events", timeout=10.0) as stream:
@@ -89,7 +95,7 @@ def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
             refused = cluster.http.post("/models", json=spec | {"name": unique("m")})
             assert (refused.status_code, refused.json()["code"]) == (503, "storage_unavailable")
             assert int(refused.headers["retry-after"]) >= 1
-            cluster.call("PUT", beat, {"epoch": 1, "clock": 1}, status=200)
+            cluster.call("PUT", beat, {"epoch": epoch, "clock": 1}, status=200)
             assert cluster.get(f"/models/{name}")["name"] == name
             assert cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)["state"] == "applied"
             status = eventually(lambda: next(s for s in [cluster.get("/status")] if s["cluster"]["redis"] == "away"))
@@ -213,14 +219,14 @@ def test_checkpoints_are_kept_by_rule(cluster: Nodes) -> None:
         "checkpoint": {"every_clocks": 1, "every_minutes": 0, "keep": 2, "metric": "accuracy", "best": "max"},
     }
     cluster.post("/models", spec, status=201)
-    worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
+    worker, epoch = joined(cluster, name)
     names = []
     for t, accuracy in enumerate([0.5, 0.9, 0.6, 0.7, 0.8]):
         cluster.post(f"/models/{name}/metrics", {"metrics": {"accuracy": accuracy}, "clock": t})
-        train(cluster, name, worker, 1, t, t + 1)
+        train(cluster, name, worker, epoch, t, t + 1)
 
         def written(n: int = t + 1) -> Any:
-            cluster.call("PUT", f"/models/{name}/workers/{worker}", {"epoch": 1})
+            cluster.call("PUT", f"/models/{name}/workers/{worker}", {"epoch": epoch})
             items = cluster.get(f"/models/{name}/checkpoints")["items"]
             return items and items[-1]["clock"] == n and items[-1]
 

@@ -1,7 +1,6 @@
 """Encoded pushes at a shard: applied, staged, forwarded, repeated, and refused if they contradict their header."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +19,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.types import AnyArray, PushId
 from paramserver.wire.frame import MEDIA_TYPE, Header, PushFrame, PushPart, PushReply, decode_header, encode_header
 
-from .processes import START_S, Nodes, nodes, unique
+from .processes import START_S, Nodes, unique
 
 pytestmark = pytest.mark.process
 PARTITIONS = 4
@@ -205,36 +204,32 @@ def test_a_bomb_is_refused_before_it_unpacks(model: Model) -> None:
     assert not model.values().any()
 
 
-def test_journaled_pushes_survive_encoded(tmp_path: Path) -> None:
-    """After both shards are killed, applied and staged pushes are restored from their encoded bytes."""
-    with nodes(tmp_path, shards=2) as own:
-        applied = Model(own, ack="journaled")
-        staged = Model(own, ack="journaled", consistency={"mode": "sync"})
-        (int8, a), (topk, b) = applied.encoded("int8"), applied.encoded("topk:0.1")
-        assert applied.push("int8", int8, push_id=PushId("w", 1, 1)).status_code == 200
-        assert applied.push("topk:0.1+zstd", topk, push_id=PushId("w", 1, 2)).status_code == 200
-        url = f"{own.url}/models/{staged.name}"
-        joined = own.http.post(f"{url}/workers", json={"lease_s": 600}).json()
-        who = {"worker": joined["worker"], "epoch": joined["epoch"]}
-        assert (
-            staged.push("int8+lz4", int8, push_id=PushId(joined["worker"], joined["epoch"], 1), clock=0).status_code
-            == 202
-        )
+def test_journaled_pushes_survive_encoded(lone: Nodes) -> None:
+    """After their shard is killed, applied and staged pushes are restored from their encoded bytes."""
+    applied = Model(lone, ack="journaled")
+    staged = Model(lone, ack="journaled", consistency={"mode": "sync"})
+    (int8, a), (topk, b) = applied.encoded("int8"), applied.encoded("topk:0.1")
+    assert applied.push("int8", int8, push_id=PushId("w", 1, 1)).status_code == 200
+    assert applied.push("topk:0.1+zstd", topk, push_id=PushId("w", 1, 2)).status_code == 200
+    url = f"{lone.url}/models/{staged.name}"
+    joined = lone.http.post(f"{url}/workers", json={"lease_s": 600}).json()
+    who = {"worker": joined["worker"], "epoch": joined["epoch"]}
+    assert (
+        staged.push("int8+lz4", int8, push_id=PushId(joined["worker"], joined["epoch"], 1), clock=0).status_code == 202
+    )
 
-        for shard in ("shard-0", "shard-1"):
-            own.kill(shard)
-        for shard in ("shard-0", "shard-1"):
-            own.start_shard(shard)
+    lone.kill("shard-0")
+    lone.start_shard("shard-0")
 
-        eventually(lambda: np.array_equal(applied.values(), a + b), within_s=START_S, what="the applied pushes")
-        eventually(lambda: staged.values().size, within_s=START_S, what="the staged model")
-        own.http.post(f"{url}/clock", json={**who, "clock": 1, "wait_s": 20}).raise_for_status()
-        eventually(lambda: np.array_equal(staged.values(), a), within_s=30, what="the commit")
+    eventually(lambda: np.array_equal(applied.values(), a + b), within_s=START_S, what="the applied pushes")
+    eventually(lambda: staged.values().size, within_s=START_S, what="the staged model")
+    lone.http.post(f"{url}/clock", json={**who, "clock": 1, "wait_s": 20}).raise_for_status()
+    eventually(lambda: np.array_equal(staged.values(), a), within_s=30, what="the commit")
 
-        def repeated() -> httpx.Response | None:
-            answer = applied.push("int8", int8, push_id=PushId("w", 1, 1))
-            return answer if answer.status_code == 200 else None  # 503 until the shard has joined
+    def repeated() -> httpx.Response | None:
+        answer = applied.push("int8", int8, push_id=PushId("w", 1, 1))
+        return answer if answer.status_code == 200 else None  # 503 until the shard has joined
 
-        again = eventually(repeated, within_s=30, what="the answer to a repeated push")
-        assert again is not None
-        assert decode_header(again.content, PushReply)[0].duplicate
+    again = eventually(repeated, within_s=30, what="the answer to a repeated push")
+    assert again is not None
+    assert decode_header(again.content, PushReply)[0].duplicate

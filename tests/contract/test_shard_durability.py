@@ -108,11 +108,11 @@ def test_killed_shards_lose_no_acknowledged_push(cluster: Nodes) -> None:
     name = made(cluster, "fsynced")
     with Pusher(cluster, name) as pusher:
         for victim in ("shard-1", "shard-0"):
-            pusher.reach(pusher.acknowledged + 10)
+            pusher.reach(pusher.acknowledged + 2)  # each takes the disk of Redis up to a second
             cluster.kill(victim)
             cluster.start_shard(victim)
             eventually(partial(ready, cluster, victim), within_s=START_S, what="the shard's return")
-        pusher.reach(pusher.acknowledged + 10)
+        pusher.reach(pusher.acknowledged + 2)
     exact(cluster, name, pusher.acknowledged)
 
 
@@ -244,10 +244,10 @@ def test_the_last_shard_stores_everything_before_it_goes(lone: Nodes) -> None:
     assert (answer.status_code, answer.json()["duplicate"]) == (202, True), answer.text
 
 
-def clocks(cluster: Nodes, name: str, worker: str, first: int, last: int, timeline: int) -> None:
+def clocks(cluster: Nodes, name: str, worker: dict[str, Any], first: int, last: int, timeline: int) -> None:
     """Run one worker's synchronous iterations [first, last), each of which adds one to every number."""
     for t in range(first, last):
-        me = {"worker": worker, "epoch": 1, "timeline": timeline}
+        me = {"worker": worker["worker"], "epoch": worker["epoch"], "timeline": timeline}
         cluster.post("/push", me | {"model": name, "grads": {"w": [1.0] * CELLS}, "seq": t, "clock": t}, status=202)
         report = me | {"clock": t + 1, "wait_s": 30}
         assert cluster.post(f"/models/{name}/clock", report)["released"]
@@ -256,7 +256,7 @@ def clocks(cluster: Nodes, name: str, worker: str, first: int, last: int, timeli
 def test_a_synchronous_model_that_rests_loses_nothing_with_its_only_shard(lone: Nodes) -> None:
     """A synchronous model at `applied` loses no clock if its only shard stops, or is killed once its cut is stored."""
     name = made(lone, "applied", consistency={"mode": "sync"})
-    worker = lone.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
+    worker = lone.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)
     clocks(lone, name, worker, 0, 4, timeline=0)
     stopped_and_started(lone)
     exact(lone, name, 4)
@@ -276,7 +276,7 @@ def test_the_budget_does_not_hold_up_the_last_cut(tmp_path: Path, monkeypatch: p
     with nodes(tmp_path, shards=1) as cluster:
         params = {"w": {"shape": [CELLS]}, "more": {"shape": [1 << 15]}}  # 128 KiB, which the budget lets pass in 128 s
         name = made(cluster, "applied", consistency={"mode": "sync"}, params=params)
-        worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
+        worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)
         clocks(cluster, name, worker, 0, 4, timeline=0)
         assert cluster.get(f"/models/{name}")["cut"] is None
         stopped_and_started(cluster)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,12 @@ from paramserver_shard import peers
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.peers import PeerClient
 
-from .processes import Nodes, nodes, unique
+from .processes import Nodes, unique
 
 pytestmark = pytest.mark.process
 
 SIZE = MIB // 2
 """Number of elements in 2 MiB."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """One shard."""
-    with nodes(tmp_path_factory.mktemp("nodes")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -43,23 +36,23 @@ async def client() -> AsyncIterator[PeerClient]:
 
 
 @pytest.fixture
-async def link(cluster: Nodes) -> AsyncIterator[Link]:
+async def link(lone: Nodes) -> AsyncIterator[Link]:
     """A proxy in front of the shard that can delay and cut connections."""
-    link = Link("shard", cluster.shard_ports["shard-0"])
+    link = Link("shard", lone.shard_ports["shard-0"])
     await link.start()
     yield link
     await link.stop()
 
 
 async def test_what_is_large_has_the_time_that_it_takes(
-    cluster: Nodes, link: Link, client: PeerClient, monkeypatch: pytest.MonkeyPatch
+    lone: Nodes, link: Link, client: PeerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a slow link a large part may take longer than the base timeout; a silent owner is given up."""
     monkeypatch.setattr(peers, "REQUEST_BASE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(peers, "PACE_BYTES_PER_S", MIB // 4)
     name = unique("m")
     spec: dict[str, Any] = {"name": name, "params": {"w": {"shape": [SIZE]}}, "optimizer": {"name": "sum"}}
-    cluster.post("/models", spec | {"partitions": 1}, status=201)
+    lone.post("/models", spec | {"partitions": 1}, status=201)
     push = PushFrame(name, [PushPart(0, None, None)], forwarded=True)
     pull = PullFrame([(0, None)], model=name, forwarded=True)
     url = f"http://127.0.0.1:{link.port}"
@@ -79,11 +72,11 @@ async def test_what_is_large_has_the_time_that_it_takes(
 
 
 async def test_a_push_whose_answer_is_lost_is_in_doubt(
-    cluster: Nodes, link: Link, client: PeerClient, monkeypatch: pytest.MonkeyPatch
+    lone: Nodes, link: Link, client: PeerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forwarded push whose answer is lost is `InDoubt`; a lost pull or an unreachable owner `Unavailable`."""
     name = unique("m")
-    cluster.post("/models", {"name": name, "params": {"w": {"shape": [4]}}, "optimizer": {"name": "sum"}}, status=201)
+    lone.post("/models", {"name": name, "params": {"w": {"shape": [4]}}, "optimizer": {"name": "sum"}}, status=201)
     push = PushFrame(name, [PushPart(0, None, None)], forwarded=True)
     pull = PullFrame([(0, None)], model=name, forwarded=True)
     url, ones = f"http://127.0.0.1:{link.port}", [np.ones(4, np.float32)]
@@ -97,5 +90,5 @@ async def test_a_push_whose_answer_is_lost_is_in_doubt(
         await client.pull(url, pull, 16)
     with refused_with("unavailable", Unavailable):
         await client.push("http://127.0.0.1:9", "/push", push, ones)
-    answer = cluster.http.post(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/pull", json={"model": name})
+    answer = lone.http.post(f"http://127.0.0.1:{lone.shard_ports['shard-0']}/pull", json={"model": name})
     assert answer.json()["params"] == {"w": [2.0] * 4}
