@@ -72,16 +72,15 @@ def _look_up(host: str, port: int, timeout_s: float) -> _Found:
     The system's call has no time limit, and takes up to a minute if the name servers are silent: a thread makes it.
     Raises TimeoutError, or what the system's call does.
     """
+    if host.replace(".", "").isdigit() or ":" in host:  # an address, which is only parsed
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     found: Future[_Found] = Future()
 
     def ask() -> None:
         try:
-            found.set_result(list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         except Exception as e:
             found.set_exception(e)
 
-    if host.replace(".", "").isdigit() or ":" in host:  # an address, which is only parsed
-        ask()
-    else:
-        threading.Thread(target=ask, name="paramserver look-up", daemon=True).start()
+    threading.Thread(target=ask, name="paramserver look-up", daemon=True).start()
     return found.result(timeout_s)
