@@ -6,7 +6,7 @@ from typing import Any, Final
 from starlette.routing import BaseRoute
 
 from paramserver.core.fields import INTEGER_MAX
-from paramserver.limits import IDEMPOTENCY_KEY_BYTES_MAX, WAIT_S_MAX
+from paramserver.limits import IDEMPOTENCY_KEY_BYTES_MAX, STATUS_SPAN_S_MAX, WAIT_S_MAX
 
 REFUSED: Final[dict[str, Any]] = {
     "description": "A problem document (RFC 9457) with a stable `code`",
@@ -43,7 +43,8 @@ _QUERY: Final[dict[str, dict[str, Any]]] = {
     "after": {**_TEXT, "pattern": "^[0-9]{1,16}$"},
     "wait_s": {"type": "integer", "minimum": 0, "maximum": int(WAIT_S_MAX)},
     **dict.fromkeys(("epoch", "since"), _COUNT),
-    **dict.fromkeys(("from", "to", "step"), _SECONDS),
+    **dict.fromkeys(("from", "to"), _SECONDS),
+    "step": {**_SECONDS, "maximum": STATUS_SPAN_S_MAX},
 }
 """Of the query parameters that are not any text."""
 _REQUIRED: Final = ("metric",)
