@@ -6,13 +6,7 @@ from typing import Any, Final
 from starlette.routing import BaseRoute
 
 from paramserver.core.fields import INTEGER_MAX
-from paramserver.limits import IDEMPOTENCY_KEY_BYTES_MAX, WAIT_S_MAX
-
-REFUSED: Final[dict[str, Any]] = {
-    "description": "A problem document (RFC 9457) with a stable `code`",
-    "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
-}
-"""Any other answer than those that an operation names."""
+from paramserver.limits import IDEMPOTENCY_KEY_BYTES_MAX, STATUS_SPAN_S_MAX, WAIT_S_MAX
 
 _TEXT: Final = {"type": "string"}
 _PROBLEM: Final[dict[str, Any]] = {
@@ -37,13 +31,37 @@ _PROBLEM: Final[dict[str, Any]] = {
     "required": ["type", "title", "status", "code", "detail", "retryable"],
 }
 _COUNT: Final = {"type": "integer", "minimum": 0, "maximum": INTEGER_MAX}
+_ANSWER_HEADERS: Final[dict[str, dict[str, Any]]] = {
+    "Retry-After": {
+        "description": "of 429 and 503, if the same request may be sent again: after how many seconds",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+    "X-Paramserver-Version": {"schema": _COUNT},
+    "X-Paramserver-Incarnation": {"schema": _COUNT},
+}
+"""Of the headers of answers that are not any text."""
+
+
+def answer_headers(*names: str) -> dict[str, Any]:
+    """Return the `headers` of a documented answer."""
+    return {name: _ANSWER_HEADERS.get(name, {"schema": _TEXT}) for name in names}
+
+
+REFUSED: Final[dict[str, Any]] = {
+    "description": "A problem document (RFC 9457) with a stable `code`",
+    "headers": answer_headers("Retry-After"),
+    "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+"""Any other answer than those that an operation names."""
+
 _SECONDS: Final = {"type": "number", "minimum": 0}
 _QUERY: Final[dict[str, dict[str, Any]]] = {
     "limit": {"type": "integer", "minimum": 1},
     "after": {**_TEXT, "pattern": "^[0-9]{1,16}$"},
     "wait_s": {"type": "integer", "minimum": 0, "maximum": int(WAIT_S_MAX)},
     **dict.fromkeys(("epoch", "since"), _COUNT),
-    **dict.fromkeys(("from", "to", "step"), _SECONDS),
+    **dict.fromkeys(("from", "to"), _SECONDS),
+    "step": {**_SECONDS, "maximum": STATUS_SPAN_S_MAX},
 }
 """Of the query parameters that are not any text."""
 _REQUIRED: Final = ("metric",)

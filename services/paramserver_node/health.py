@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -10,11 +10,21 @@ from starlette.responses import JSONResponse, Response
 
 import paramserver
 from paramserver.wire.frame import FORMAT
+from paramserver_node.api_document import answer_headers
 from paramserver_node.roles import role
 
 
-def _example(value: object, status: int = 200, text: str = "Successful Response") -> dict[int | str, dict[str, Any]]:
-    return {status: {"description": text, "content": {"application/json": {"example": value}}}}
+def _example(value: object) -> dict[int | str, dict[str, Any]]:
+    return {200: {"content": {"application/json": {"example": value}}}}
+
+
+_NOT_READY: Final[dict[int | str, dict[str, Any]]] = {
+    503: {
+        "description": "Not ready",
+        "headers": answer_headers("Retry-After"),
+        "content": {"application/json": {"example": {"status": "not ready", "reason": "there is no leader yet"}}},
+    }
+}
 
 
 def router(service: str, ready: Callable[[], str], cluster: Callable[[], str]) -> APIRouter:
@@ -42,8 +52,7 @@ def router(service: str, ready: Callable[[], str], cluster: Callable[[], str]) -
     @routes.get(
         "/readyz",
         summary="Whether the node may be sent requests; independent of Redis",
-        responses=_example({"status": "ok"})
-        | _example({"status": "not ready", "reason": "there is no leader yet"}, 503, "Not ready"),
+        responses=_example({"status": "ok"}) | _NOT_READY,
     )
     @role("open")
     async def readyz() -> Response:

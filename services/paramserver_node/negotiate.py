@@ -14,7 +14,8 @@ from paramserver.wire.bounded import parse_json, unpack
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
-_JSON_NAMES: Final = (JSON, "application/merge-patch+json")
+MERGE_PATCH: Final = "application/merge-patch+json"
+_JSON_NAMES: Final = (JSON, MERGE_PATCH)
 _MSGPACK_NAMES: Final = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
 
 _MORE: Final = f"send {MSGPACK} or frames, which are for more, or split the request"

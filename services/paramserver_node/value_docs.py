@@ -9,6 +9,8 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.fields import INTEGER_MAX
 from paramserver.types import ITEMSIZE
+from paramserver.wire.frame import MEDIA_TYPE
+from paramserver_node.api_document import answer_headers
 from paramserver_node.negotiate import JSON, MSGPACK
 
 Schema = dict[str, Any]
@@ -124,43 +126,47 @@ PULLED_EXAMPLE: Final = {
 PUSHPULLED_EXAMPLE: Final = {**PUSHED_EXAMPLE, **PULLED_EXAMPLE, "push": PUSHED_EXAMPLE}
 
 
-def content(schema: Schema, example: Any) -> dict[str, Any]:
-    """Return the content of a body or an answer that is JSON, or the same in msgpack."""
-    return {JSON: {"schema": schema, "example": example}, MSGPACK: {"schema": {"type": "string", "format": "binary"}}}
+def content(schema: Schema, example: Any, *others: str) -> dict[str, Any]:
+    """Return the content of a body or an answer: JSON, the same in msgpack, or one of these other media types."""
+    described = {
+        JSON: {"schema": schema, "example": example},
+        MSGPACK: {"schema": {"type": "string", "format": "binary"}},
+    }
+    return {**described, **{kind: {} for kind in others}}
 
 
-def answer(status: int, text: str, schema: Schema, example: Any) -> dict[int | str, dict[str, Any]]:
+def answer(status: int, text: str, schema: Schema, example: Any, *others: str) -> dict[int | str, dict[str, Any]]:
     """Return a successful answer of a route, by its status."""
-    return {status: {"description": text, "content": content(schema, example)}}
+    return {status: {"description": text, "content": content(schema, example, *others)}}
 
 
-def body(schema: Schema, example: Any, required: bool = True) -> dict[str, Any]:
+def body(schema: Schema, example: Any, *others: str, required: bool = True) -> dict[str, Any]:
     """Return the request body of a route."""
-    return {"requestBody": {"required": required, "content": content(schema, example)}}
+    return {"requestBody": {"required": required, "content": content(schema, example, *others)}}
 
 
-PUSH_ANSWERS: Final = answer(200, "Applied", PUSHED, PUSHED_EXAMPLE) | answer(
+PUSH_BODY: Final = body(PUSH, PUSH_EXAMPLE, MEDIA_TYPE)
+PULL_BODY: Final = body(PULL, PULL_EXAMPLE, MEDIA_TYPE)
+PUSHPULL_BODY: Final = body(PUSHPULL, PUSHPULL_EXAMPLE, MEDIA_TYPE)
+PUSH_ANSWERS: Final = answer(200, "Applied", PUSHED, PUSHED_EXAMPLE, MEDIA_TYPE) | answer(
     202,
     "Accepted: staged (sync) or buffered; `version` is the one before",
     PUSHED,
     {**PUSHED_EXAMPLE, "state": "staged"},
+    MEDIA_TYPE,
 )
-PULL_ANSWERS: Final = answer(200, "The values", PULLED, PULLED_EXAMPLE)
-PUSHPULL_ANSWERS: Final = answer(200, "The values, and what the push did", PUSHPULLED, PUSHPULLED_EXAMPLE)
+PULL_ANSWERS: Final = answer(200, "The values", PULLED, PULLED_EXAMPLE, MEDIA_TYPE)
+PUSHPULL_ANSWERS: Final = answer(200, "The values, and what the push did", PUSHPULLED, PUSHPULLED_EXAMPLE, MEDIA_TYPE)
 
 
 ASSIGN_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     **answer(200, "Assigned", PUSHED, PUSHED_EXAMPLE),
     412: {"description": "The value does not satisfy If-Match or If-None-Match"},
 }
+_OF_VERSION: Final = answer_headers("ETag", "X-Paramserver-Version", "X-Paramserver-Incarnation")
 NPY_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    200: {"description": "The parameter", "content": {"application/x-npy": {}}},
-    304: {"description": "Unchanged since the ETag in If-None-Match"},
+    200: {"description": "The parameter", "headers": _OF_VERSION, "content": {"application/x-npy": {}}},
+    304: {"description": "Unchanged since the ETag in If-None-Match", "headers": _OF_VERSION},
     412: {"description": "The value does not satisfy If-Match"},
 }
-ASSIGN_BODY: Final[dict[str, Any]] = {
-    "requestBody": {
-        "required": True,
-        "content": {**content({}, [[0.0, 1.0], [2.0, 3.0]]), "application/x-npy": {}},
-    }
-}
+ASSIGN_BODY: Final = body({}, [[0.0, 1.0], [2.0, 3.0]], "application/x-npy", "application/octet-stream")

@@ -10,6 +10,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.fields import INTEGER_MAX
 from paramserver.errors import InDoubt, problem
 from paramserver_node import negotiate, value_docs
+from paramserver_node.api_document import answer_headers
 from paramserver_node.forward import changes_something, in_doubt
 from paramserver_scheduler import bodies
 from paramserver_scheduler.runtime import Answer
@@ -149,13 +150,21 @@ def number_of(request: Request, name: str, default: D, low: int = 0, high: int =
     return int(text)
 
 
-def request_body(kind: type[bodies.Body] | None, example: Any, required: bool = True) -> dict[str, Any]:
-    """OpenAPI of a route's request body: its schema and a working example."""
-    return value_docs.body({"type": "object"} if kind is None else kind.model_json_schema(), example, required)
+def request_body(
+    kind: type[bodies.Body] | None, example: Any, required: bool = True, others: Sequence[str] = ()
+) -> dict[str, Any]:
+    """OpenAPI of a route's request body: its schema, a working example, and other media types that it may have."""
+    schema = {"type": "object"} if kind is None else kind.model_json_schema()
+    return value_docs.body(schema, example, *others, required=required)
 
 
-def response_doc(status: int, text: str, example: Any = None) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI of a route's answer: a description and, if given, an example."""
-    if example is None:
-        return {status: {"description": text}}
-    return {status: {"description": text, "content": {"application/json": {"example": example}}}}
+def response_doc(
+    status: int, text: str, example: Any = None, headers: Sequence[str] = ()
+) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI of a route's answer: a description and, if given, an example and the names of its headers."""
+    told: dict[str, Any] = {"description": text}
+    if headers:
+        told["headers"] = answer_headers(*headers)
+    if example is not None:
+        told["content"] = {"application/json": {"example": example}}
+    return {status: told}

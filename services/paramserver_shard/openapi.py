@@ -4,7 +4,6 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from paramserver.wire.frame import MEDIA_TYPE
 from paramserver_node import value_docs as docs
 from paramserver_node.api_document import REFUSED, add_headers
 
@@ -18,7 +17,7 @@ def _operation(
             "operationId": name,
             "summary": summary,
             "description": description,
-            "requestBody": {"required": True, "content": {**body, MEDIA_TYPE: {}}},
+            **body,
             "responses": {
                 **{str(status): answer for status, answer in answers.items()},
                 "default": REFUSED,
@@ -36,7 +35,7 @@ def describe(app: FastAPI) -> None:
             "Each tensor is nested lists in JSON, `{dtype, shape, data}` in msgpack. `worker`, `epoch` and `seq` come "
             "together or not at all and make the push safe to repeat; so does the header `Idempotency-Key`. `ranges` "
             "sends flat element ranges of parameters. JSON has 262,144 numbers at most; frames are for more.",
-            docs.content(docs.PUSH, docs.PUSH_EXAMPLE),
+            docs.PUSH_BODY,
             docs.PUSH_ANSWERS,
         ),
         "/pull": _operation(
@@ -44,14 +43,14 @@ def describe(app: FastAPI) -> None:
             "Pull parameters by name",
             "`names` may be patterns such as `layers.*.weight`; left out, everything comes. With `min_version` the "
             "answer waits up to `wait_s` seconds, then 412; with `min_clock` too, for that many commits in mode sync.",
-            docs.content(docs.PULL, docs.PULL_EXAMPLE),
+            docs.PULL_BODY,
             docs.PULL_ANSWERS,
         ),
         "/pushpull": _operation(
             "pushpull",
             "Push gradients, then pull",
             "A push and a pull in one round trip; `push` in the answer is what the push alone would have got.",
-            docs.content(docs.PUSHPULL, docs.PUSHPULL_EXAMPLE),
+            docs.PUSHPULL_BODY,
             docs.PUSHPULL_ANSWERS,
         ),
     }

@@ -173,6 +173,29 @@ def test_the_list_of_models_names_the_one_that_is_shown(tmp_path: Path, browser:
         assert seen.errors == []
 
 
+def test_a_models_first_run_has_the_settings_that_its_form_shows(tmp_path: Path, browser: Pages) -> None:
+    """The form for a model's first run shows the model's own settings, and sends all of a new mode that it shows."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        page, ssp = seen.page, {"mode": "ssp", "min_workers": 4}
+        for name in ("ran", "new"):
+            spec = {"name": name, "params": {"w": {"shape": [8]}}, "consistency": ssp}
+            cluster.post("/models", spec, status=201)
+        cluster.post("/runs", {"model": "ran", "entry": "a.b:c", "evaluate_every": 10}, status=201)
+        page.goto(cluster.url)
+        page.click("#new-run summary")
+        page.wait_for_selector("#new-run [name=evaluate_every]")
+        page.select_option("#new-run [name=model]", "new")
+        eventually(lambda: page.input_value("#new-run [name=evaluate_every]") == "0", what="the other model's settings")
+        page.select_option("#new-run [name='consistency.mode']", "sync")
+        assert page.input_value("#new-run [name='consistency.min_workers']") == "4"
+        page.click("#new-run button")
+        page.wait_for_selector("#new-run .good:has-text('run-2 is waiting')")
+        spec = cluster.get("/models/new")["spec"]
+        shown = spec["evaluate_every"], spec["consistency"]["mode"], spec["consistency"]["min_workers"]
+        assert shown == (0, "sync", 4)
+        assert seen.errors == []
+
+
 def test_long_names_and_a_young_model_are_seen(tmp_path: Path, browser: Pages) -> None:
     """On a phone a metric's long name fits, and in the longest range the only value that was reported is drawn."""
     names = {"m" * 64: 123456789.0, "loss": 1e8, "neg": -3.0, "huge": 1e30}
@@ -235,7 +258,10 @@ def test_a_training_that_diverged_is_seen(tmp_path: Path, browser: Pages) -> Non
         for loss in (0.5, None):
             cluster.post("/models/m/metrics", {"worker": "m/a", "metrics": {"loss": loss}}, status=200)
         page.goto(cluster.url)
-        page.wait_for_selector("#model-head [role=alert]:has-text('as m/a reports, the last number was 0.5')")
+        page.wait_for_selector("#model-head .diverged:has-text('as m/a reports'):has-text('The last number was 0.5')")
+        told = seen.text("#model-head [role=alert]")  # it is read aloud whenever it changes
+        assert "as m/a reports" in told
+        assert "0.5" not in told
         for part in ("#workers", "#model-head dl", "#model-charts figcaption"):
             assert "NaN or ∞" in seen.text(part)
         page.wait_for_selector("#events li:has-text('loss of model m is NaN')")

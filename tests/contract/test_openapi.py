@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import httpx
 import pytest
 
 from .processes import Nodes, unique
@@ -14,6 +15,9 @@ FREE = ("params", "shards", "metrics", "args", "stop", "state", "kept", "memory"
 """Keys of objects whose own keys are names, or up to the user."""
 ELSEWHERE = re.compile("/internal/|/events|/status| /metrics|/checkpoints/.*/|/pull/.*/|GET .*/params/")
 """Methods and paths of routes between nodes, streams and files, and of those with a declared schema."""
+
+ANYWHERE = ("cache-control", "connection", "content-length", "content-type", "date", "server", "x-request-id")
+"""Headers of answers that no operation declares."""
 
 
 def asked(model: str, run: str) -> list[tuple[str, str, str, Any]]:
@@ -91,6 +95,16 @@ def differences(example: Any, real: Any, where: str = "") -> list[str]:
     return [] if type(example) is type(real) or (numbers and not isinstance(real, bool)) else [where]
 
 
+def own_headers(answer: httpx.Response) -> set[str]:
+    """Return the names of an answer's headers without those that any answer may have."""
+    return {name for name in answer.headers if name not in ANYWHERE}
+
+
+def declared(told: dict[str, Any]) -> set[str]:
+    """Return the names of the headers that a documented answer has."""
+    return {name.lower() for name in told.get("headers", {})}
+
+
 def wrong(schema: dict[str, Any], value: Any, where: str = "") -> list[str]:
     """Return where a value does not satisfy a schema (of the keywords that ours use)."""
     if "anyOf" in schema:
@@ -138,7 +152,9 @@ def test_every_example_of_an_answer_looks_like_an_answer(rest_cluster: Nodes) ->
         answer = face.raw(method, (path or route).replace("RUN", run), body)
         assert answer.status_code < 300, (method, route, answer.text)
         operation = document["paths"][route][method.lower()]
-        content = operation["responses"][str(answer.status_code)]["content"]["application/json"]
+        told = operation["responses"][str(answer.status_code)]
+        content = told["content"]["application/json"]
+        assert own_headers(answer) == declared(told), (method, route)
         if route == "/runs" and method == "POST":
             run = answer.json()["id"]
         assert "example" in content, (method, route)
@@ -167,6 +183,21 @@ def test_the_schemas_of_pushes_and_pulls_are_those_of_the_node(rest_cluster: Nod
         assert not wrong(answered, told["application/json"]["example"])
         hint = face.refused("POST", path, body | {"zzz": 1}, 422, "invalid_field")["hint"]
         assert hint == f"known fields: {', '.join(sorted(schema['properties']))}"
+
+
+@pytest.mark.parametrize("node", ["scheduler", "shard"])
+def test_a_parameter_comes_with_the_headers_that_its_route_declares(rest_cluster: Nodes, node: str) -> None:
+    """A parameter, and the answer that it is unchanged, have the headers with its version that the document names."""
+    shard_url = f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}"
+    face = Face(rest_cluster, rest_cluster.url if node == "scheduler" else shard_url, "json")
+    answers = face.http.get(face.url + "/openapi.json").json()["paths"]["/pull/{m}/{name}"]["get"]["responses"]
+    url = f"{face.url}/pull/{face.make()}/b"
+    first = face.http.get(url)
+    second = face.http.get(url, headers={"if-none-match": first.headers["etag"]})
+    assert (first.status_code, second.status_code) == (200, 304)
+    for answer in (first, second):
+        assert "etag" in own_headers(answer)
+        assert own_headers(answer) == declared(answers[str(answer.status_code)])
 
 
 @pytest.mark.parametrize("node", ["scheduler", "shard"])

@@ -289,6 +289,17 @@ def test_msgpack_both_ways(cluster: Nodes) -> None:
     assert cluster.http.post("/models", json=spec, headers={"accept": "text/html"}).status_code == 406
 
 
+def test_a_restore_whose_answer_cannot_be_read_is_refused_before_it_begins(cluster: Nodes) -> None:
+    """A restore with an Accept that allows neither JSON nor msgpack is 406, and makes no model."""
+    source, target = unique("m"), unique("m")
+    cluster.post("/models", {"name": source, "params": {"w": {"shape": [2]}}}, status=201)
+    cluster.post(f"/models/{source}/checkpoints", {"name": "mine"}, status=201)
+
+    url, body = f"/models/{source}/restore", {"checkpoint": "mine", "as": target}
+    assert cluster.http.post(url, json=body, headers={"accept": "text/html"}).status_code == 406
+    assert cluster.get(f"/models/{target}", status=404)["code"] == "unknown_model"
+
+
 BODIES: list[tuple[str, str, Any]] = [
     ("POST", "/models/{m}/workers", {"name": "x", "rank": 5}),
     ("PUT", "/models/{m}/workers/{m}/w", {"epoch": 1}),

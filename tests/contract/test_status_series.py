@@ -8,6 +8,7 @@ import httpx
 import pytest
 from tests.waiting import eventually
 
+from paramserver import limits
 from paramserver_scheduler.history import UNITS
 
 from .processes import Nodes, unique
@@ -125,6 +126,7 @@ def test_every_metric_of_the_list_can_be_asked_for(rest_cluster: Nodes, model: s
         {"metric": "no.such"},
         {"metric": ",".join(["model.lag"] * 33)},
         {"metric": "model.lag", "step": "x"},
+        {"metric": "model.lag", "step": str(limits.STATUS_SPAN_S_MAX + 1)},
         {"metric": "model.lag", "from": "-1"},
         {"metric": "model.lag", "from": "nan"},
         {"metric": "model.lag", "from": "200", "to": "100"},

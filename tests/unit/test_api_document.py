@@ -5,6 +5,7 @@ from typing import Any
 
 from starlette.routing import Route
 
+from paramserver.wire.frame import MEDIA_TYPE
 from paramserver_node import roles
 from paramserver_scheduler.app import make_app
 from paramserver_scheduler.routes.models import TOKEN_CHARS
@@ -50,6 +51,8 @@ def test_each_route_fails_with_a_problem_document() -> None:
         content = operation["responses"]["default"]["content"]
         assert content == {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}, name
         assert "422" not in operation["responses"], name
+        assert "Retry-After" in operation["responses"]["default"]["headers"], name
+    assert "Retry-After" in DOCUMENT["paths"]["/readyz"]["get"]["responses"]["503"]["headers"]
     assert "ValidationError" not in json.dumps(DOCUMENT)
 
 
@@ -61,8 +64,18 @@ def test_a_parameter_is_a_npy_file_with_conditions() -> None:
         assert list(answers["200"]["content"]) == ["application/x-npy"]
         assert {"304", "412"} <= answers.keys()
     assign = paths["/models/{m}/params/{name}"]["put"]
-    assert "application/x-npy" in assign["requestBody"]["content"]
+    assert {"application/x-npy", "application/octet-stream"} <= assign["requestBody"]["content"].keys()
     assert "412" in assign["responses"]
+
+
+def test_bodies_name_every_media_type_that_they_may_have() -> None:
+    """Pushes and pulls may be frames, which are answered by frames; the change of a model is a JSON merge patch."""
+    paths = DOCUMENT["paths"]
+    for path in ("/push", "/pull", "/pushpull"):
+        operation = paths[path]["post"]
+        assert MEDIA_TYPE in operation["requestBody"]["content"]
+        assert MEDIA_TYPE in operation["responses"]["200"]["content"]
+    assert "application/merge-patch+json" in paths["/models/{m}"]["patch"]["requestBody"]["content"]
 
 
 def test_requests_name_their_headers_and_the_token() -> None:

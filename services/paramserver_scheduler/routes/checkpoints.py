@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
 from paramserver.core.fields import check_model_name
+from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
@@ -89,6 +90,7 @@ async def restore(request: Request, m: str) -> Response:
     The numbers of partitions and shards may differ from those when it was written. Optimizer state is restored if the
     optimizer is the same. 409 `model_exists` if another model named by `as` exists and `exist_ok` is false.
     """
+    negotiate.check_accept(request)
     b = await read_optional(request, bodies.Restore)
     source, target = check_model_name(m), check_model_name(m if b.into is None else b.into)
     name = check_name(b.checkpoint)

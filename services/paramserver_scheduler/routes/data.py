@@ -18,7 +18,7 @@ _turns = itertools.count()
 @router.post(
     "/push",
     responses=docs.PUSH_ANSWERS,
-    openapi_extra=docs.body(docs.PUSH, docs.PUSH_EXAMPLE),
+    openapi_extra=docs.PUSH_BODY,
 )
 @role("worker")
 async def push(request: Request) -> Response:
@@ -30,7 +30,7 @@ async def push(request: Request) -> Response:
     return await hand_over(request)
 
 
-@router.post("/pull", responses=docs.PULL_ANSWERS, openapi_extra=docs.body(docs.PULL, docs.PULL_EXAMPLE))
+@router.post("/pull", responses=docs.PULL_ANSWERS, openapi_extra=docs.PULL_BODY)
 @role("reader")
 async def pull(request: Request) -> Response:
     """Pull parameters by name.
@@ -44,7 +44,7 @@ async def pull(request: Request) -> Response:
 @router.post(
     "/pushpull",
     responses=docs.PUSHPULL_ANSWERS,
-    openapi_extra=docs.body(docs.PUSHPULL, docs.PUSHPULL_EXAMPLE),
+    openapi_extra=docs.PUSHPULL_BODY,
 )
 @role("worker")
 async def pushpull(request: Request) -> Response:

@@ -83,9 +83,13 @@ def _ranges(text: str, size: int) -> list[tuple[int, int]] | None:
     "/models/{m}/checkpoints/{name}/{file}",
     response_class=Response,
     responses={
-        **response_doc(200, "The file"),
-        **response_doc(206, "The part of it that `Range` names"),
-        **response_doc(304, "Unchanged since the ETag in If-None-Match"),
+        **response_doc(200, "The file", headers=["ETag", "Last-Modified", "Accept-Ranges"]),
+        **response_doc(
+            206,
+            "The part of it that `Range` names",
+            headers=["ETag", "Last-Modified", "Accept-Ranges", "Content-Range"],
+        ),
+        **response_doc(304, "Unchanged since the ETag in If-None-Match", headers=["ETag"]),
     },
 )
 @role("reader")

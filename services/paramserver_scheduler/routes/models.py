@@ -135,7 +135,7 @@ _SPECS: Final = SpecTexts()
     status_code=201,
     responses={
         **response_doc(200, "It was there, with the same spec", MODEL),
-        **response_doc(201, "Created; every partition is served", MODEL),
+        **response_doc(201, "Created; every partition is served", MODEL, ["Location"]),
     },
     openapi_extra=request_body(None, SPEC),
 )
@@ -196,7 +196,7 @@ async def get_model(request: Request, m: str) -> Response:
 @router.patch(
     "/models/{m}",
     responses=response_doc(200, "The new revision", MODEL),
-    openapi_extra=request_body(None, {"optimizer": {"lr": 0.05}}),
+    openapi_extra=request_body(None, {"optimizer": {"lr": 0.05}}, others=[negotiate.MERGE_PATCH]),
 )
 @role("admin")
 async def patch_model(request: Request, m: str) -> Response:

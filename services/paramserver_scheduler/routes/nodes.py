@@ -177,7 +177,7 @@ async def uploaded(request: Request, m: str) -> Response:
 @router.post(
     "/models",
     status_code=201,
-    responses=response_doc(201, "Created; every partition is served", MODEL),
+    responses=response_doc(201, "Created; every partition is served", MODEL, ["Location"]),
     openapi_extra=request_body(None, SPEC),
 )
 @role("admin")

@@ -70,7 +70,7 @@ ASSIGNED = {
 @router.post(
     "/runs",
     status_code=201,
-    responses=response_doc(201, "Waits for workers, or runs", CREATED),
+    responses=response_doc(201, "Waits for workers, or runs", CREATED, ["Location"]),
     openapi_extra=request_body(bodies.Run, RUN),
 )
 @role("admin")
@@ -142,7 +142,7 @@ async def place_done(request: Request, run: str, place: int) -> Response:
 @router.post(
     "/pool",
     status_code=201,
-    responses=response_doc(201, "Joined", {"member": "pool-0", "epoch": 1, "lease_s": 5.0}),
+    responses=response_doc(201, "Joined", {"member": "pool-0", "epoch": 1, "lease_s": 5.0}, ["Location"]),
     openapi_extra=request_body(bodies.JoinPool, {"allow": ["paramserver.examples"]}, False),
 )
 @role("worker")

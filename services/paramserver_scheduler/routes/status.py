@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -83,10 +82,10 @@ async def series(request: Request) -> Response:
     """Return time series, such as `?metric=model.pushes_per_s`; separate several metrics by commas.
 
     `?from=` and `?to=` are Unix seconds (default: the last quarter of an hour), `?step=` is in seconds (default: as for
-    about 300 points). `?model=`, `?node=` and `?worker=` select series by label. The scheduler keeps a quarter of an
-    hour at a resolution of one second, three hours at ten seconds and a day at one minute, since it began to lead; a
-    step that is too short for the span is increased. `reported.NAME` is a metric that workers report, which is kept
-    since the model was created. docs/metrics.md lists the other metrics.
+    about 300 points; at most 30 days). `?model=`, `?node=` and `?worker=` select series by label. The scheduler keeps a
+    quarter of an hour at a resolution of one second, three hours at ten seconds and a day at one minute, since it began
+    to lead; a step that is too short for the span is increased. `reported.NAME` is a metric that workers report, which
+    is kept since the model was created. docs/metrics.md lists the other metrics.
     """
     names = [n for n in _COMMA.split(request.query_params.get("metric", "")) if n]
     if not 0 < len(names) <= limits.STATUS_METRICS_MAX:
@@ -98,7 +97,8 @@ async def series(request: Request) -> Response:
     from_s = max(seconds_of(request, "from", to_s - SPAN_S), now_s - limits.STATUS_SPAN_S_MAX)
     if from_s > to_s:
         raise problem("malformed", "query parameter 'from' must not be later than 'to'")
-    grid = Grid.of(from_s, to_s, seconds_of(request, "step", (to_s - from_s) / POINTS), now_s)
+    step_s = seconds_of(request, "step", (to_s - from_s) / POINTS, limits.STATUS_SPAN_S_MAX)
+    grid = Grid.of(from_s, to_s, step_s, now_s)
     only = {k: request.query_params[k] for k in ("model", "node", "worker") if k in request.query_params}
     for name in names:
         if name not in UNITS and not name.startswith(REPORTED):
@@ -142,8 +142,8 @@ def _reported(s: Service, name: str, only: dict[str, str], grid: Grid) -> Iterat
             yield (("model", model),), means
 
 
-def seconds_of(request: Request, name: str, default: float) -> float:
-    """Return a query parameter that is a time or duration in seconds; raises RequestError (`malformed`)."""
+def seconds_of(request: Request, name: str, default: float, high: float = 1e12) -> float:
+    """Return a query parameter that is a time or duration in seconds, from 0 to `high`; raises RequestError."""
     text = request.query_params.get(name)
     if text is None:
         return default
@@ -151,6 +151,6 @@ def seconds_of(request: Request, name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not (isfinite(value) and 0 <= value < 1e12):
-        raise problem("malformed", f"query parameter '{name}' must be a number of seconds")
+    if not 0 <= value <= high:
+        raise problem("malformed", f"query parameter '{name}' must be a number of seconds from 0 to {high:.0f}")
     return value

@@ -66,7 +66,7 @@ CLOCK = {
 @router.post(
     "/workers",
     status_code=201,
-    responses=response_doc(201, "Joined", JOINED),
+    responses=response_doc(201, "Joined", JOINED, ["Location"]),
     openapi_extra=request_body(bodies.JoinWorker, {"name": "w0"}, False),
 )
 @role("worker")

@@ -19,7 +19,7 @@ const $ = id => document.getElementById(id);
 const kept = {get: name => localStorage.getItem(`paramserver.${name}`), set: (name, v) => localStorage.setItem(`paramserver.${name}`, v)};
 const model = new ModelPanel(), nodes = new NodePanel(), runTable = new RunTable(), settings = new SettingsForm(choose);
 new RunForm();
-let status = null, lost = true, spanS = Number(kept.get("span")) || 900, chosen = location.hash.slice(1);
+let status = null, lost = true, spanS = Number(kept.get("span")) || 900, chosen = location.hash.slice(1), shownLast = null;
 
 function onStatus(found) {
   // Of another version, after an upgrade, this page may not understand it.
@@ -54,6 +54,7 @@ function draw() {
   nodes.draw(status, spanS, colors);
   drawTiles(status, nodes.series);
   const shown = models.find(m => m.name === chosen) ?? busiest(models, runs);
+  shownLast = shown?.name ?? null;
   drawTabs(models, shown);
   $("model").classList.toggle("none", shown === undefined);
   settings.choose(shown?.name ?? null);
@@ -80,10 +81,14 @@ function drawFacts(cluster) {
   $("live").textContent = clock(cluster.now);
 }
 
-/** The model that most is going on in: one with a run that runs, else the one pushed to most, else the newest. */
+/** The model that most is going on in: one with a run that runs, else the one pushed to most, else the newest.
+ *
+ *  Of several with a run, or without, the one shown last stays while anything goes on in it: another one's charts begin anew.
+ */
 function busiest(models, runs) {
   const running = new Set(runs.filter(r => r.state === "running").map(r => r.model));
-  const rank = m => [running.has(m.name) ? 1 : 0, m.pushes_per_s, m.created_s];
+  const stays = m => m.name === shownLast && (running.has(m.name) || m.pushes_per_s > 0);
+  const rank = m => [running.has(m.name) ? 1 : 0, stays(m) ? 1 : 0, m.pushes_per_s, m.created_s];
   return [...models].sort((a, b) => rank(b).map((v, i) => v - rank(a)[i]).find(d => d !== 0) ?? 0)[0];
 }
 

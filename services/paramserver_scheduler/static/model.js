@@ -174,11 +174,12 @@ function head(model, runs, nowS) {
 /** What is wrong with a metric that is no finite number, and what to do. */
 function diverged(name, {not_finite, latest}, nowS) {
   const [since, worker] = not_finite[name];
-  const says = [`${title(name)} is ${NOT_FINITE} since ${moment(since, nowS)}`, worker && `as ${worker} reports`,
-    Object.hasOwn(latest, name) && `the last number was ${short(latest[name][1])}`].filter(Boolean).join(", ");
-  return el("p.diverged", {role: "alert"}, el("span.bad", {}, `${says}. `),
+  const says = `${title(name)} is ${NOT_FINITE} since ${moment(since, nowS)}${worker && `, as ${worker} reports`}. `;
+  return el("p.diverged", {}, el("span", {role: "alert"}, el("span.bad", {}, says),
     "The training has probably diverged. The model's own values are still finite, as gradients that are not are refused. "
-    + "Lower the learning rate (Settings, below) or clip the gradients, and start again from a checkpoint or on a new model.");
+    + "Lower the learning rate (Settings, below) or clip the gradients, and start again from a checkpoint or on a new model."),
+    // Of other workers there may be one each second, which must not be read aloud.
+    Object.hasOwn(latest, name) && el("span", {}, ` The last number was ${short(latest[name][1])}.`));
 }
 
 function progress(run) {

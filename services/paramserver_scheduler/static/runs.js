@@ -72,7 +72,7 @@ export class RunForm {
     });
   }
 
-  /** Fill in what the last run of this model had. */
+  /** Fill in what the last run of this model had; if it had none, the function and the end of the last run of all. */
   async #load(chosen) {
     const [models, runs] = await Promise.all([list("models"), list("runs")]);
     const names = models.map(m => m.name);
@@ -93,7 +93,7 @@ export class RunForm {
       ...stopAt(last.stop.metric),
       uploaded.length > 0 && notCopied(model, uploaded),
     ].filter(Boolean));
-    this.#settings.show(this.#spec, last);
+    this.#settings.show(this.#spec, last.model === model ? last : {});  // another model's settings are not this one's
     this.#form.hidden = false;
     return "";
   }

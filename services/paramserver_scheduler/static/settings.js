@@ -48,13 +48,14 @@ export class SettingsFields {
       ? choice(`consistency.${name}`, label, options, now[name]) : number(`consistency.${name}`, label, now[name])));
   }
 
-  /** What differs from the spec, as a JSON merge patch. */
+  /** What differs from the spec, as a JSON merge patch; of a new mode all that is shown, as the server begins it with defaults. */
   changes() {
-    const patch = {};
+    const patch = {}, newMode = this.host.querySelector("[name='consistency.mode']").value !== this.#spec.consistency.mode;
     for (const {name, type, value} of this.host.querySelectorAll("input, select")) {
       if (value === "") continue;
       const [last, ...way] = name.split(".").reverse(), wanted = type === "number" ? Number(value) : value;
-      if (way.reduce((at, key) => at[key], this.#spec)[last] === wanted) continue;
+      const sent = newMode && way[0] === "consistency";
+      if (!sent && way.reduce((at, key) => at[key], this.#spec)[last] === wanted) continue;
       way.reduce((at, key) => at[key] ??= {}, patch)[last] = wanted;
     }
     return patch;
