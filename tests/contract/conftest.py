@@ -3,7 +3,7 @@
 The last is reached through a scheduler or a shard, in JSON or msgpack.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +16,15 @@ from .routes import Model
 
 if TYPE_CHECKING:
     from .browser import Pages
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With a test that fails show the logs of the nodes that it shares with others."""
+    report = yield
+    if report.failed:
+        report.sections += [(name, v.logs()) for name, v in item.funcargs.items() if isinstance(v, Nodes)]
+    return report
 
 
 @pytest.fixture(scope="module")

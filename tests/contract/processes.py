@@ -92,7 +92,21 @@ class Nodes:
         self.processes[name].wait(10)
 
     def empty(self) -> None:
-        """Stop all runs, delete all models, and wait until the status has none and all shards are alive."""
+        """Stop all runs, delete all models, and wait until the status has none and all shards are alive.
+
+        What a test that failed has left stopped, killed or running is put right first.
+        """
+        schedulers = {process_name(i): i for i in range(len(self.urls))}
+        for name in self.processes.keys() - schedulers - self.shard_ports.keys():
+            self.kill(name)
+            del self.processes[name]
+        for process in self.processes.values():
+            process.send_signal(signal.SIGCONT)
+        for name in [n for n, p in self.processes.items() if p.poll() is not None]:
+            if name in schedulers:
+                self.start_scheduler(schedulers[name])
+            else:
+                self.start_shard(name)
         for run in self.get("/runs")["items"]:
             if run["state"] in ("waiting", "running", "paused"):
                 self.call("PATCH", f"/runs/{run['id']}", {"state": "stopped"})

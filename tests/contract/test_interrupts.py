@@ -67,10 +67,12 @@ def test_what_is_written_after_a_stream_that_was_left_is_never_pushed(lone: Node
             w.pull()
             lose_sockets(model)
             shard.send_signal(signal.SIGSTOP)
-            with pytest.raises(own):
-                leave(w, gradient, own)
-            gradient[...] = 1000.0
-            shard.send_signal(signal.SIGCONT)
+            try:
+                with pytest.raises(own):
+                    leave(w, gradient, own)
+                gradient[...] = 1000.0
+            finally:
+                shard.send_signal(signal.SIGCONT)
             eventually(lambda: stream_thread() is None)
             w.push({"w": np.ones(LARGE, np.float32)})
         assert set(model.pull().flat.tolist()) <= {1.0, 2.0}

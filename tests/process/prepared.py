@@ -37,15 +37,16 @@ class Prepared:
             out, err = (Path(folder, name) for name in ("out", "err"))
             job = {"args": args, "env": dict(env), "cwd": os.getcwd(), "out": str(out), "err": str(err)}
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
             pid = code = None
             try:
+                self._process.stdin.write(json.dumps(job).encode() + b"\n")
                 pid = self._answer(ANSWER_S)
                 code = None if pid is None else self._answer(timeout_s)
             finally:
                 if code is None:  # nor is a late answer to be taken for the next one's, after a test's time limit
                     prepared.cache_clear()
-                    self._process.stdin.close()
+                    with suppress(BrokenPipeError):
+                        self._process.stdin.close()
                     if pid is not None:
                         with suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
@@ -84,8 +85,10 @@ def _become(job: dict[str, Any]) -> None:
 
 def _serve() -> None:
     """Fork for each line of stdin; print the number of the process, and how it has ended.  Returns in the child."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the tests still stop their clusters by it
     for line in sys.stdin:
         if not (pid := os.fork()):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             job = json.loads(line)
             sys.argv = ["psctl", *job["args"]]
             return _become(job)

@@ -122,15 +122,15 @@ def test_a_function_that_raises_at_once_is_not_called_again_at_once(monkeypatch:
 class AbsentScheduler:
     """Gives out one place, takes no report of it, and gives the place to another member after the third."""
 
-    def __init__(self) -> None:
-        self.reports = 0
+    def __init__(self, code: str) -> None:
+        self.code, self.reports = code, 0
 
     def request(self, method: str, path: str, *_: Any, **__: Any) -> dict[str, Any]:
         if path == "/pool":
             return {"member": "w", "epoch": 1}
         if path.startswith("/runs/"):
             self.reports += 1
-            raise problem("storage_unavailable", "Redis does not answer")
+            raise problem(self.code, "the report is not taken", retryable=False)
         if self.reports < 3:
             return {"state": "run", "run": {"id": "r", "place": 0, "entry": "json:dumps", "model": "m"}}
         if threading.current_thread() is threading.main_thread():
@@ -138,9 +138,10 @@ class AbsentScheduler:
         return {"state": "idle", "run": None}
 
 
-def test_a_report_is_repeated_only_while_the_place_is_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", ["storage_unavailable", "unreachable", "in_doubt"])
+def test_a_report_is_repeated_only_while_the_place_is_the_members(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member repeats a report that nobody could take, and asks for work once the place is no longer its own."""
-    scheduler: Any = AbsentScheduler()
+    scheduler: Any = AbsentScheduler(code)
     calls: list[str] = []
     monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(pool, "REPORT_PAUSE_S", 0.05)
