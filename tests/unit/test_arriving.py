@@ -1,9 +1,11 @@
 """Checks of a push while it arrives."""
 
 import asyncio
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from paramserver.core.partition_state import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import UpdateInput, single_task
 from paramserver.errors import problem
-from paramserver.limits import BODY_BYTES_MAX
+from paramserver.limits import BODY_BYTES_MAX, RANGES_PER_PUSH_MAX
 from paramserver.types import Coding, ModelKey, PartitionKey
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
 from paramserver.wire.tensor import slice_crc
@@ -177,6 +179,28 @@ async def test_a_held_part_of_a_push_by_name_keeps_only_its_own_bytes_in_memory(
     parts = pushed[0].parts
     assert len(parts) == 20
     assert all(part.data.base is None and part.data.tolist() == [1.0] * part.data.size for part in parts)
+
+
+@pytest.mark.parametrize(("owners", "fits"), [(("here", "there"), True), (("there", "there"), False)])
+async def test_a_push_by_name_has_no_more_ranges_for_a_shard_than_a_frame(owners: tuple[str, str], fits: bool) -> None:
+    """A push by name is refused as a whole if one shard would get more ranges than it takes in a frame.
+
+    That shard refused its part, when others had applied theirs.
+    """
+    spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": [8192]} for n in "ab"}, "partitions": 2})
+    known = KnownModel(ModelKey("m", 1), Layout(spec), 0, "ready", tuple((o, 1) for o in owners), None, None)
+    push = AsyncMock()
+    names = NameService(
+        cast(Models, SimpleNamespace(find=AsyncMock(return_value=known))), cast(Exchange, SimpleNamespace(push=push))
+    )
+    count = RANGES_PER_PUSH_MAX // 2 + 1
+    ranges = {n: [(2 * i, 2 * i + 1) for i in range(count)] for n in "ab"}
+    body = {"model": "m", "grads": dict.fromkeys("ab", [1.0] * count), "ranges": ranges}
+
+    with nullcontext() if fits else refused_with("too_large"):
+        await names.push(body, None)
+
+    assert push.called is fits
 
 
 SIZES = [(), (5,), (5, 1, 7), (SMALL_BYTES, 2 * SMALL_BYTES), (3, SMALL_BYTES, 9)]
