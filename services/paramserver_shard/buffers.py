@@ -137,13 +137,13 @@ class BufferPool:
     def reuse(self, array: AnyArray, count: int) -> F32 | None:
         """Return the memory of `array`, which is no longer needed, as a float32 array of `count` elements.
 
-        None if they do not fit or would leave more than an eighth of it unused.  The partitions of a model differ
-        slightly in size.
+        None if they do not fit or would leave more than an eighth of it unused (the partitions of a model differ
+        slightly in size), or if it may not be written, as that of an unpacked gradient, which is a `bytes` object.
         """
         held = self._lent.get(_address(array))
         lease = None if held is None else held[0]()
         if lease is None:
-            fits = array.dtype == np.float32 and array.size == count
+            fits = array.flags.writeable and array.dtype == np.float32 and array.size == count
             return array if fits else None
         if not lease.size // 8 * 7 <= count * 4 <= lease.size:
             return None

@@ -1,7 +1,8 @@
 """Sends a request's parts to the shards that own them, including this one, and merges the answers.
 
 Parts of another shard are forwarded once, as a marked frame.  If an owner has changed (421), the refused parts are sent
-once more after the map has been refreshed; then the answer is 503.
+once more after the map has been refreshed; then the answer is 503.  An owner that has applied a push may also have lost
+its partition while the push waited to be durable: without an id or a key that push is not sent again.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from paramserver.core.layout import Range
 from paramserver.core.shard_effects import PartVersion, PushDone
 from paramserver.core.shard_events import AssignPart, PullReceived, PushPart, PushReceived, SetReceived
 from paramserver.errors import InDoubt, PsError, StaleMapError, problem
+from paramserver.net.retry import may_be_done
 from paramserver.types import F32, ITEMSIZE, AnyArray, PushState
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
 from paramserver.wire.frame import PushPart as FramePart
@@ -28,6 +30,7 @@ from paramserver_shard.runtime import Runtime
 
 MAP_REFRESH_S: Final = 1.0
 """How long refused parts wait for a newer map before the second attempt."""
+_COUNTS_TWICE: Final = "the push was applied and may be lost: look first; sent again without an id it may count twice"
 
 
 class WantedPart(Struct, frozen=True):
@@ -62,13 +65,13 @@ class Exchange:
 
     async def push(self, known: KnownModel, command: PushReceived) -> PushDone:
         """Apply a checked push on every owner.  Not atomic across shards: see semantics 2."""
-        with_crc = command.push_id is not None or command.key is not None
+        repeatable = command.push_id is not None or command.key is not None
 
         async def local(now: KnownModel, parts: Sequence[PushPart]) -> PushDone:
             # If this shard loses a partition while it computes, it answers 421 and the parts are sent to the new owner,
             # so their memory must not be consumed here.
             parts = [replace(p, exclusive_buffer=False) for p in parts]
-            if with_crc:
+            if repeatable:
                 parts = [with_checksum(p, now.layout.partition_size(p.partition)) for p in parts]
             return await self._runtime.push(replace(command, parts=tuple(parts)))
 
@@ -96,7 +99,7 @@ class Exchange:
             address = self._directory.address(shard)
             return push_done(now, await self._peers.push(address, "/push", frame, [p.data for p in parts]))
 
-        done = await self._spread(known, command.parts, local, remote, _accepted_partitions)
+        done = await self._spread(known, command.parts, local, remote, _accepted_partitions, repeatable=repeatable)
         return merged_push(known, done)
 
     async def pull(
@@ -167,9 +170,12 @@ class Exchange:
         local: Callable[[KnownModel, Sequence[Part]], Awaitable[Answer]],
         remote: Callable[[KnownModel, str, Sequence[Part]], Awaitable[Answer]],
         accepted: Callable[[Answer], Sequence[int]] = lambda _: (),
+        *,
+        repeatable: bool = True,
     ) -> list[Answer]:
         """Collect the answers of all owners; parts refused with 421 are sent once more, by the newer map.
 
+        Unless `repeatable`, those that may have been done are not: the error is `in_doubt`.
         `accepted` returns the partitions that an answer has changed for good; if another owner fails, the error lists
         them.
         """
@@ -192,7 +198,9 @@ class Exchange:
             refused: list[Part] = []
             errors: list[BaseException] = []
             for group, result in zip(groups.values(), results, strict=True):
-                if isinstance(result, StaleMapError):
+                if isinstance(result, StaleMapError) and may_be_done(result) and not repeatable:
+                    errors.append(problem("in_doubt", result.detail, hint=_COUNTS_TWICE, **result.members))
+                elif isinstance(result, StaleMapError):
                     refused += group
                 elif isinstance(result, BaseException):
                     errors.append(result)

@@ -154,7 +154,8 @@ class FrameService:
     async def pull(self, frame: PullFrame, make_room: Callable[[int], None]) -> "FrameBody":
         """Return the values that a pull frame asks for.  Raises PsError.
 
-        `make_room` may refuse values of other shards, see `Exchange.pull`; this shard's own take no more memory.
+        `make_room` may refuse values of other shards, see `Exchange.pull`.  This shard's own are not copied, but the
+        memory of their versions, which pushes may replace meanwhile, is kept until the answer is sent.
         """
         self._release(frame)
         known = await self._models.find(frame.model, frame.generation)

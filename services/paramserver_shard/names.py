@@ -5,6 +5,7 @@ here or forwarded, so a request that is refused for its content has changed noth
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -164,6 +165,7 @@ class NameService:
             raise problem("empty_push", "the push holds no gradients", hint='"grads": {"NAME": [...]}')
         if errors:
             raise combined(errors)
+        _check_ranges(known, selection)
         vector, dtype = packed(selection, tensors)
         parts = []
         for part in selection.parts:
@@ -185,6 +187,19 @@ class NameService:
             kernels.norm2(vector, dtype),  # even if the model does not clip: an owner may know that it does by now
             ack,
         )
+
+
+def _check_ranges(known: KnownModel, selection: Selection) -> None:
+    """Raise RequestError (`too_large`) for a push of which one shard would get more ranges than a frame may have.
+
+    That shard would refuse its part when others have applied theirs.
+    """
+    counts = Counter[str]()
+    for part in selection.parts:
+        counts[known.owners[part.partition][0]] += len(part.ranges or ())
+    if (most := max(counts.values(), default=0)) > limits.RANGES_PER_PUSH_MAX:
+        detail = f"{most} ranges go to one shard; at most {limits.RANGES_PER_PUSH_MAX} are allowed"
+        raise problem("too_large", detail, hint="send them in several pushes", where="ranges")
 
 
 def version_of(parts: Sequence[GotPart]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 from redis.exceptions import RedisError
@@ -76,6 +76,8 @@ from paramserver_shard.storage import Storage
 
 log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
+Asked: TypeAlias = PushReceived | SetReceived | PullReceived | CaptureReceived
+"""A request of which the core sends an outcome."""
 
 
 class Scheduler(Protocol):
@@ -124,7 +126,7 @@ class Runtime:
         self._events: deque[Event] = deque()
         self._draining = False
         self._closed = False
-        self._open: dict[Request, asyncio.Future[Outcome]] = {}
+        self._open: dict[Request, tuple[asyncio.Future[Outcome], Asked]] = {}
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
@@ -158,13 +160,14 @@ class Runtime:
         assert isinstance(outcome, Capture)
         return outcome
 
-    async def _ask(self, event: PushReceived | SetReceived | PullReceived | CaptureReceived) -> Outcome:
+    async def _ask(self, event: Asked) -> Outcome:
         """Hand the event to the core under a number of its own, whatever its `request` is; return the outcome."""
         self._check_open()
         if len(self._open) >= QUEUED_REQUESTS_MAX:
             raise problem("queue_full", f"{len(self._open)} requests are waiting in this shard")
         number = next(self._numbers)
-        future = self._open[number] = self._loop.create_future()
+        future: asyncio.Future[Outcome] = self._loop.create_future()
+        self._open[number] = future, event
         self.feed(replace(event, request=number))
         try:
             outcome: Outcome = future.result() if future.done() else await future
@@ -222,7 +225,7 @@ class Runtime:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Reply(request, outcome):
-                future = self._open.get(request)
+                future, _ = self._open.get(request, (None, None))
                 if future is not None and not future.done():
                     if isinstance(outcome, PushDone):
                         crash_point("shard.before_reply")
@@ -296,15 +299,18 @@ class Runtime:
         self.feed(await self.scheduler.ask_worker(effect))
 
     def close(self) -> None:
-        """Cancel all tasks and take no more events; requests that still wait are answered 503, as are later ones."""
+        """Cancel all tasks and take no more events; requests that still wait are answered 503, as are later ones.
+
+        A push or an assignment may have been done, and only wait to be durable: it is in doubt.
+        """
         self._closed = True
         for task in tuple(self._tasks):
             task.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        for future in self._open.values():
+        for future, event in self._open.values():
             if not future.done():
-                future.set_result(_stopping())
+                future.set_result(_cut_short() if isinstance(event, PushReceived | SetReceived) else _stopping())
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _check_open(self) -> None:
@@ -314,6 +320,11 @@ class Runtime:
 
 def _stopping() -> PsError:
     return problem("unavailable", "this shard is stopping")
+
+
+def _cut_short() -> PsError:
+    hint = "a push may be sent again under its id; without one it may count twice"
+    return problem("in_doubt", "this shard is stopping, and may have done this", hint=hint)
 
 
 async def _end(error: Exception) -> None:

@@ -1,21 +1,29 @@
 """Checks of a push while it arrives."""
 
+import asyncio
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 from tests.refusals import refused_with
 
+from paramserver.codecs.stage import pack
 from paramserver.core.layout import Layout
+from paramserver.core.partition_state import PartitionState
 from paramserver.core.spec import ModelSpec
+from paramserver.core.update import UpdateInput, single_task
 from paramserver.errors import problem
-from paramserver.limits import BODY_BYTES_MAX
-from paramserver.types import Coding, ModelKey
+from paramserver.limits import BODY_BYTES_MAX, RANGES_PER_PUSH_MAX
+from paramserver.types import Coding, ModelKey, PartitionKey
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
 from paramserver.wire.tensor import slice_crc
 from paramserver_shard.arriving import BLOCK_BYTES, Arriving, checked
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+from paramserver_shard.computing import compute
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange
 from paramserver_shard.inflight import InFlight
@@ -120,6 +128,41 @@ async def test_a_held_part_keeps_no_slot_that_is_much_larger(slot_elements: int,
     assert held.data.tobytes() == slot[: 4 * 40_000].tobytes()
 
 
+@pytest.mark.parametrize("stage", ["zstd", "lz4"])
+async def test_what_was_unpacked_takes_no_result(stage: str) -> None:
+    """Packed elements of partitions of one size are applied, none of them into the gradient of the one before.
+
+    That is in a bytes object: a kernel that refuses to write to it ended the shard.
+    """
+    spec = ModelSpec.parse(
+        {"name": "m", "params": {"w": {"shape": [2 * SMALL_BYTES]}}, "partitions": 2, "optimizer": {"name": "sum"}}
+    )
+    layout = Layout(spec)
+    known = KnownModel(ModelKey("m", 1), layout, 0, "ready", (("here", 1),) * 2, None, None)
+    gradient = np.random.default_rng(1).standard_normal(SMALL_BYTES, dtype=np.float32)
+    packed = pack(stage, gradient.view(np.uint8))
+    sizes = [(packed.size, gradient.nbytes)] * 2
+    frame = PushFrame("m", [PushPart(0, None, None), PushPart(1, None, None)], encoding=f"fp32+{stage}", sizes=sizes)
+    in_a_thread = partial(asyncio.get_running_loop().run_in_executor, None)
+    runtime = cast(Runtime, SimpleNamespace(threads=1, submit=in_a_thread))
+    arriving = Arriving(known, frame, True, [packed.size] * 2, runtime)
+    state = PartitionState(np.zeros(SMALL_BYTES, np.float32), (), (0,))
+
+    arriving.check([(0, packed), (1, packed)])
+    parts = await arriving.parts()
+    work = [
+        single_task(
+            UpdateInput(PartitionKey(known.key, i), state, spec, layout.segments[i]),
+            part.data, "float32", None, 1.0, 1.0, reuse_direct=part.exclusive_buffer,
+        )
+        for i, part in enumerate(parts)
+    ]  # fmt: skip
+    results = compute(work, BufferPool())
+
+    assert all(part.data.tobytes() == gradient.tobytes() for part in parts)
+    assert all(r.state is not None and np.array_equal(r.state.values, gradient) for r in results)
+
+
 async def test_a_held_part_of_a_push_by_name_keeps_only_its_own_bytes_in_memory() -> None:
     """Of a push by name, each part that may be held has memory of its own."""
     pushed: list[Any] = []
@@ -136,6 +179,28 @@ async def test_a_held_part_of_a_push_by_name_keeps_only_its_own_bytes_in_memory(
     parts = pushed[0].parts
     assert len(parts) == 20
     assert all(part.data.base is None and part.data.tolist() == [1.0] * part.data.size for part in parts)
+
+
+@pytest.mark.parametrize(("owners", "fits"), [(("here", "there"), True), (("there", "there"), False)])
+async def test_a_push_by_name_has_no_more_ranges_for_a_shard_than_a_frame(owners: tuple[str, str], fits: bool) -> None:
+    """A push by name is refused as a whole if one shard would get more ranges than it takes in a frame.
+
+    That shard refused its part, when others had applied theirs.
+    """
+    spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": [8192]} for n in "ab"}, "partitions": 2})
+    known = KnownModel(ModelKey("m", 1), Layout(spec), 0, "ready", tuple((o, 1) for o in owners), None, None)
+    push = AsyncMock()
+    names = NameService(
+        cast(Models, SimpleNamespace(find=AsyncMock(return_value=known))), cast(Exchange, SimpleNamespace(push=push))
+    )
+    count = RANGES_PER_PUSH_MAX // 2 + 1
+    ranges = {n: [(2 * i, 2 * i + 1) for i in range(count)] for n in "ab"}
+    body = {"model": "m", "grads": dict.fromkeys("ab", [1.0] * count), "ranges": ranges}
+
+    with nullcontext() if fits else refused_with("too_large"):
+        await names.push(body, None)
+
+    assert push.called is fits
 
 
 SIZES = [(), (5,), (5, 1, 7), (SMALL_BYTES, 2 * SMALL_BYTES), (3, SMALL_BYTES, 9)]

@@ -217,10 +217,8 @@ def test_kernels_refuse_bytes_of_another_partition() -> None:
     """
     w, out = noise(100), np.zeros(100, np.float32)
     steps = [SegmentStep(0, 100, 0.1)]
-    for text in ("int8", "topk:0.5"):
-        data, _ = encoded(text, noise(300))
-        with pytest.raises(ValueError, match="lengths differ"):
-            kernels.apply(OptimizerSpec("sgd"), steps, w, (), data, Codec.parse(text).coding, out, ())
+    with pytest.raises(ValueError, match="lengths differ"):
+        kernels.apply(OptimizerSpec("sgd"), steps, w, (), encoded("int8", noise(300))[0], "int8", out, ())
     with pytest.raises(ValueError, match="none at"):
         kernels.mean([(encoded("int8", noise(90))[0], "int8", 1.0)], 1.0, out, 10)
     with pytest.raises(ValueError, match="does not hold"):
@@ -229,6 +227,26 @@ def test_kernels_refuse_bytes_of_another_partition() -> None:
         with pytest.raises(ValueError, match=f"no gradient in {coding} has {size} bytes"):
             kernels.all_finite(np.zeros(size, np.uint8), coding)
     assert not out.any()
+
+
+@pytest.mark.parametrize("last", [100, 163, 2**32 - 1])
+@pytest.mark.parametrize("first", [0, 99, 2**31])
+def test_indices_that_change_after_their_check_write_nothing_else(first: int, last: int) -> None:
+    """Indices beyond the partition, or that no longer ascend, end no shard and write to nothing but the values.
+
+    A client may write to its slot of shared memory while the shard applies what is in it.
+    """
+    data = np.array([first, last], np.uint32).tobytes() + np.ones(2, np.float32).tobytes()
+    raw, memory = np.frombuffer(data, np.uint8), np.full(300, 7.0, np.float32)
+    out, w = memory[100:200], np.zeros(100, np.float32)
+
+    assert kernels.apply(OptimizerSpec("sum"), [SegmentStep(0, 100, 1.0)], w, (), raw, "topk", out, ())
+
+    assert out.tolist() == [float(i == first) for i in range(100)]
+    kernels.mean([(raw, "topk", 1.0)], 1.0, out[50:], 50)
+    assert out[50:].tolist() == [float(i == first) for i in range(50, 100)]
+    assert (memory[:100] == 7.0).all()
+    assert (memory[200:] == 7.0).all()
 
 
 def test_scales_that_overflow_are_not_finite() -> None:

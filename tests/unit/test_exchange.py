@@ -10,8 +10,8 @@ from paramserver.core.served_model import wrong_owner
 from paramserver.core.shard_effects import PartVersion, PushDone
 from paramserver.core.shard_events import PushPart, PushReceived
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import PsError, problem
-from paramserver.types import ModelKey
+from paramserver.errors import InDoubt, PsError, problem
+from paramserver.types import ModelKey, PushId
 from paramserver.wire.frame import PushReply
 from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.exchange import Exchange
@@ -54,6 +54,44 @@ async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() ->
 
     assert done.state == "applied"
     assert [a.tolist() for a in peers.got] == [[0.5] * 4]
+
+
+class Refusing:
+    """A shard, or the client of one, that has lost its partition while an accepted push waited to be durable."""
+
+    async def push(self, *_: Any) -> Any:
+        accepted = {"state": "applied", "duplicate": False, "version": 1}
+        raise wrong_owner(KEY, 0, 2).plus(push=accepted)
+
+
+@pytest.mark.parametrize("owner", ["me", "first"])
+@pytest.mark.parametrize("ident", [{}, {"push_id": PushId("w", 1, 1)}, {"key": "k"}])
+async def test_an_accepted_push_is_sent_to_the_next_owner_only_under_its_id(owner: str, ident: dict[str, Any]) -> None:
+    """What an owner has accepted before it lost the partition is sent on under its id or key; without one, in doubt.
+
+    The next owner may have it from the journal, and would apply it twice.
+    """
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "partitions": 1}))
+    known = KnownModel(KEY, layout, 0, "ready", ((owner, 1),), None, None)
+    directory, peers = Directory("me"), Peers()
+    directory.models["m"] = replace_owner(known)
+    directory.addresses = {"first": ("http://first",), "other": ("http://other",)}
+
+    class Both:
+        async def push(self, address: str, *rest: Any) -> Any:
+            return await (Refusing() if address == "http://first" else peers).push(address, *rest)
+
+    exchange = Exchange(directory, cast(Any, Refusing()), cast(Any, Both()))
+    command = PushReceived(0, "m", (PushPart(0, np.ones(4, np.float32), "float32", None, True),), **ident)
+
+    if ident:
+        assert (await exchange.push(known, command)).state == "applied"
+        assert len(peers.got) == 1
+        return
+    with pytest.raises(InDoubt) as e:
+        await exchange.push(known, command)
+    assert e.value.members["push"]["state"] == "applied"
+    assert not peers.got
 
 
 class Applying:

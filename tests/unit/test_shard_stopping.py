@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -14,9 +15,17 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout
 from paramserver.core.shard import ShardCore
-from paramserver.core.shard_events import CommitDecided, ModelView, PullReceived
+from paramserver.core.shard_events import (
+    AssignPart,
+    CommitDecided,
+    ModelView,
+    PullReceived,
+    PushPart,
+    PushReceived,
+    SetReceived,
+)
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import Unavailable, problem
+from paramserver.errors import InDoubt, Unavailable, problem
 from paramserver.types import ModelKey, make_token
 from paramserver_node import redis as node_redis
 from paramserver_shard.buffers import BufferPool
@@ -327,6 +336,44 @@ def test_a_partition_that_is_assigned_to_a_stopping_shard_does_not_end_it(loadin
                 await runtime.submit(int)
 
     asyncio.run(stop())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        PushReceived(0, "m", (PushPart(0, np.ones(8, np.float32), "float32", 0, True),)),
+        SetReceived(0, "m", (AssignPart(0, np.ones(8, np.float32), "float32", True),)),
+    ],
+    ids=["push", "assignment"],
+)
+async def test_what_waits_to_be_durable_as_a_shard_ends_is_in_doubt(change: PushReceived | SetReceived) -> None:
+    """A push or assignment that is applied, but not journaled yet, is in doubt when the shard ends; a pull is not.
+
+    It was said to be safe to repeat: without an id it could count twice.
+    """
+    spec = replace(SPEC, ack="journaled")
+    view = ModelView(KEY, spec, Layout(spec), 0, 0, 0, True, {0: make_token(1, 1)}, "init", {})
+
+    async def append(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    journal = AsyncMock(append=append, read=AsyncMock(return_value=[]))
+    store = AsyncMock(manifest=AsyncMock(return_value=[]))
+    async with asyncio.TaskGroup() as group:
+        runtime = Runtime(ShardCore(), Directory("s"), BufferPool(), cast(Any, store), cast(Any, journal), group)
+        runtime.scheduler = cast(Any, Mock())
+        runtime.feed(view)
+        await runtime.pull(PullReceived(0, "m", (0,)))
+        changed = asyncio.create_task(runtime.push(change))
+        pulled = asyncio.create_task(runtime.pull(PullReceived(0, "m", (0,), min_version=2, wait_s=60.0)))
+        await asyncio.sleep(0)
+        assert runtime.core.models["m"].partitions[0].version == 1
+        runtime.close()
+
+    changed_error, pulled_error = await asyncio.gather(changed, pulled, return_exceptions=True)
+    assert isinstance(changed_error, InDoubt)
+    assert isinstance(pulled_error, Unavailable)
+    assert pulled_error.code == "unavailable"
 
 
 async def test_a_shard_that_waits_for_redis_stops_though_its_client_has_lost_the_cancellation(

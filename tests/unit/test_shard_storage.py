@@ -74,6 +74,23 @@ def test_each_waiting_push_gives_up_in_its_own_time() -> None:
     assert refused(driver, second).code == "storage_unavailable"
 
 
+def test_what_was_given_up_is_kept_nowhere() -> None:
+    """While snapshots of a partition fail again and again, only the pushes that still wait for one are kept."""
+    driver = slow(ack="applied")
+    (partition,) = driver.core.models["m"].partitions.values()
+    for seq in range(20):
+        driver.submit({0: ones()}, PushId("w", 1, seq), ack="journaled")
+        apply(driver)
+        for stored in pending(driver, StoreSnapshot):
+            driver.pending.remove(stored)
+            driver.send(SnapshotDone(stored.capture.key, stored.capture.token, False, stored.urgent))
+        driver.advance(limits.JOURNAL_WAIT_S / 4)
+        assert len(partition.mark.waiting) <= 4
+
+    driver.advance(limits.JOURNAL_WAIT_S)
+    assert not partition.mark.waiting
+
+
 def test_a_redis_that_cannot_sync_refuses_that_level_alone() -> None:
     """If Redis cannot fsync, a push that asks for `fsynced` gets 503, and `journaled` pushes are acknowledged."""
     driver = slow()

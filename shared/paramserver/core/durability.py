@@ -5,6 +5,7 @@ reply to a duplicate waits for everything its partitions have executed so far.  
 waits for a snapshot, which is scheduled at once.  A push at level `applied` pays for none of this.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,9 @@ class Durability:
         reason = self.storage or "Redis did not make it durable in time"
         hint = "the push is in doubt: send it again under its id; without one it may count twice"
         self._refuse(waiting, problem("storage_unavailable", reason, hint=hint))
+        for p in waiting.partitions:  # nothing else would clear them while no write succeeds
+            while p.mark.waiting and p.mark.waiting[0][2].answered:
+                p.mark.waiting.popleft()
 
     def _end(self, waiting: Waiting, outcome: Outcome) -> None:
         waiting.answered = True
@@ -150,7 +154,7 @@ class Durability:
             self._progress(p)
 
     def _progress(self, p: Partition) -> None:
-        waiting, p.mark.waiting = p.mark.waiting, []
+        waiting, p.mark.waiting = p.mark.waiting, deque()
         for lsn, level, reply in waiting:
             if reply.answered:
                 continue
@@ -163,7 +167,7 @@ class Durability:
 
     def refuse(self, p: Partition, error: PsError) -> None:
         """Refuse the waiting replies of a partition that is no longer served here."""
-        waiting, p.mark.waiting = p.mark.waiting, []
+        waiting, p.mark.waiting = p.mark.waiting, deque()
         for _, _, reply in waiting:
             if not reply.answered:
                 self._refuse(reply, error)

@@ -44,8 +44,8 @@ class Watermark:
     """(lsn, version, clock, bytes) of entries that are not durable yet."""
     since_snapshot_bytes: int = 0
     """Journal bytes since the last snapshot was captured."""
-    waiting: list[tuple[int, int, Waiting]] = field(default_factory=list)
-    """(lsn, level, reply) of each reply that waits for this partition."""
+    waiting: deque[tuple[int, int, Waiting]] = field(default_factory=deque)
+    """(lsn, level, reply) of each reply that waits for this partition, oldest first."""
 
     def durable(self, level: int) -> int:
         """The lsn up to which everything is durable at that level."""
