@@ -37,7 +37,7 @@ SHM_MIB_MIN = 64
 PROBE_ELEMENTS = 1 << 20
 """Elements per shard of the model used to measure bandwidth: 4 MiB of float32."""
 SLOW_MIB_PER_S = 20.0
-SHARD_TIMEOUT_S = 10.0
+SHARD_TIMEOUT_S, PULL_TIMEOUT_S = 10.0, 60.0
 PULL: Final = {"content-type": "application/json", "accept": "application/msgpack"}
 """Headers of the pull that is measured."""
 DELETE_TIMEOUT_S = 3.0
@@ -272,7 +272,7 @@ def _measure(client: ps.Client, shard: str, addresses: list[str], body: dict[str
     unreached: list[str] = []
     for address in addresses:
         asked = Request("GET", "/livez", to=address, timeout_s=SHARD_TIMEOUT_S)
-        pull = Request("POST", "/pull", json_bytes(body), PULL, address, timeout_s=SHARD_TIMEOUT_S)
+        pull = Request("POST", "/pull", json_bytes(body), PULL, address, timeout_s=PULL_TIMEOUT_S)
         try:
             _timed(client, asked)  # connects
             latency_s, pull_s = _timed(client, asked), _timed(client, pull)

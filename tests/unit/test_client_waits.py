@@ -120,3 +120,14 @@ def test_a_pause_ends_when_no_heartbeat_can_end_it(refusal: Outcome) -> None:
     assert not isinstance(effect, Pause)
     with pytest.raises((ps.RequestError, ps.AuthError)):
         lease.send([node(r) for r in effect])
+
+
+def test_a_worker_that_was_told_to_stop_is_not_told_to_pause() -> None:
+    """A leader that cannot store says `paused` of a run whose end it may not repeat: a worker that knows, knows."""
+    node = Shard("async")
+    session = opened(node)
+    node.script[BEAT] = [ok({"state": "stop"}), ok({"state": "paused"}), ok({"state": "active"})]
+
+    told = [(drive(session.beat(deadline()), node), session.status)[1] for _ in range(3)]
+
+    assert told == ["stop", "stop", "active"]

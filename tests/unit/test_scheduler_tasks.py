@@ -214,6 +214,24 @@ def test_an_evaluation_that_nobody_makes_does_not_slow_the_rounds() -> None:
     assert d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], 1, 4))["evaluate"]
 
 
+def test_an_evaluation_that_was_superseded_while_its_worker_was_away_counts_once() -> None:
+    """The result of a worker that lost its lease meanwhile is noted, and not again if it is repeated."""
+    d = Driver.with_model()
+    a, b = d.join("a"), d.join("b")
+    d.clock_of(a, 1)
+    d.ask(lambda n: io.RequestEvaluation(n, "m"))
+    first = lease(d, a, [], "evaluate")
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"]))
+    d.clock_of(b, 2)
+    a = d.join("a")
+    d.clock_of(a, 2)
+    assert d.ask(lambda n: io.RequestEvaluation(n, "m"))["id"] != first["id"]
+
+    for _ in range(2):
+        d.ask(lambda n: io.TaskDone(n, "m", a["worker"], a["epoch"], first["id"], {"accuracy": 0.9}))
+        assert len(d.core._c.models["m"].series.points["accuracy"]) == 1
+
+
 def test_at_most_eight_evaluations_are_kept() -> None:
     """At most EVALUATIONS_MAX evaluations are kept, however many are requested and leased, always with the newest."""
     d = Driver.with_model()

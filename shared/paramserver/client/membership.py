@@ -298,7 +298,8 @@ class Membership:
     def _adopt(self, doc: Mapping[str, Any]) -> None:
         """Adopt the status and the pending evaluation that an answer of the scheduler names."""
         status = doc.get("state")
-        if status in ("active", "paused", "draining", "stop") and status != self.status:
+        untold = (status, self.status) == ("paused", "stop")  # Redis is away, and whoever leads cannot repeat it
+        if status in ("active", "paused", "draining", "stop") and status != self.status and not untold:
             self.status = str(status)
             log.info("worker.asked worker=%s state=%s", self.worker, status)
         self.first = bool(doc.get("first", self.first))
@@ -309,9 +310,10 @@ class Membership:
         """Wait while the worker is asked to pause.  Raises Unavailable (`unavailable`) at `until`, if given."""
         while self.status == "paused":
             if until is not None and until.left_s() <= 0:
-                raise problem(
-                    "unavailable", "the run is paused", hint="psctl run resume, or client.set_run(), resumes it"
+                hint = (
+                    "psctl run resume, or client.set_run(), resumes it; if it has ended, Redis is away (psctl status)"
                 )
+                raise problem("unavailable", "the run is paused", hint=hint)
             yield Pause(0.2 if until is None else min(0.2, until.left_s()))
 
     def _path(self) -> str:

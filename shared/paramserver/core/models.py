@@ -440,7 +440,7 @@ class Model:
         """
         if not self.ready or self.restoring:
             return 0.0
-        served = (o for o in self.owners if o.shard is not None and o.from_version is not None)
+        served = (o for o in self.owners if o.from_version is not None)
         waiting = (o for o in served if o.version > o.durable_version)
         return max((now - o.stored_s for o in waiting), default=0.0)
 

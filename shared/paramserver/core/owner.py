@@ -22,7 +22,7 @@ class Owner:
     durable_clock: int = 0
     """sync: the clock at which a new owner would start."""
     from_version: int | None = None
-    """The first version reported under this token; None until the owner serves it."""
+    """The first version reported under this token; None until the owner serves it, and once it is dead."""
     source: Any = None
     """Where to load the state from under this token, if not from `Model.source`."""
     kept_from: Token = 0

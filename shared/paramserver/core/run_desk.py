@@ -333,8 +333,8 @@ class RunDesk:
 
     def _is_away(self, name: str) -> bool:
         """Whether a complete model has a partition that no live shard serves: nobody can pull or push all of it."""
-        model, live = self.c.models.get(name), self.c.live_shards()
-        return model is not None and model.ready and not (model.served and all(o.shard in live for o in model.owners))
+        model = self.c.models.get(name)
+        return model is not None and model.ready and not model.served
 
     def _finish_if_done(self, run: Run, now: float) -> None:
         if not run.ended and all(p.done for p in run.places):

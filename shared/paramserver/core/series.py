@@ -106,6 +106,10 @@ class Series:
             self._due_s = now + limits.METRICS_STORE_INTERVAL_S
         return added
 
+    def has(self, name: str, clock: int, worker: str) -> bool:
+        """Whether that worker has reported a finite value of that name at that clock."""
+        return any((c, w) == (clock, worker) for _, c, w, _ in self.points.get(name, ()))
+
     def latest(self, name: str) -> float | None:
         """The newest value of that name; None if there is none, or it is not finite."""
         points = self.points.get(name) if name not in self.not_finite else None

@@ -130,8 +130,10 @@ class TaskDesk:
             if not model.gate.sync or clock < numbers[0]:  # else its values were those of its own clock
                 clock = numbers[0]
             others = [v for v in model.evaluations if v.id != e.task]
-            if len(others) == len(model.evaluations):
-                metrics = {}  # counted already, or of values that were rolled back
+            if numbers[1] != model.timeline:
+                metrics = {}  # of values that were rolled back
+            elif len(others) == len(model.evaluations):  # repeated, or superseded while it was nobody's
+                metrics = {n: v for n, v in metrics.items() if not model.series.has(n, clock, worker.name)}
             else:
                 model.evaluations = others
                 self.c.save_clock(model)

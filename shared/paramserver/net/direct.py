@@ -121,7 +121,7 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
         return problem("unavailable", f"{address} takes no requests at the moment ({error})", retry_after_s=0.0)
     if isinstance(error, TimeoutError):
         return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
-    if isinstance(error, _BROKEN):
+    if isinstance(error, _BROKEN) or getattr(error, "errno", None) is not None:  # the system's
         return problem("in_doubt", f"the connection to {address} broke before it answered ({error})")
     return NotHttp2("in_doubt", f"{address} did not answer in HTTP ({error})")
 
