@@ -108,28 +108,41 @@ class Supervisor:
         backoff_s = BACKOFF_FIRST_S
         while self._wanted(spec):
             born = time.monotonic()
-            child = start(spec, self.state.log(spec.name), self.guard)
-            self.alive[spec.name] = child
-            log.info("%s started as process %d", spec.name, child.pid)
-            self.publish()
-            code = await self._ended(child)
-            signal_group(child.pid, signal.SIGKILL)  # its own children, if any
-            self.guard.remove(child.pid)
-            del self.alive[spec.name]
-            if not self._wanted(spec) or (spec.kind == "worker" and code == 0):
-                if spec.kind == "shard" and code not in (0, -signal.SIGTERM):  # the signal itself ends one that starts
-                    lost = f"{spec.name} ended with {code} before everything was stored: {self.state.log(spec.name)}"
-                    log.error("%s", lost)
-                    self.error = f"{self.error}\n{lost}" if self.error else lost
-                break
-            log.warning("%s (process %d) ended with %d", spec.name, child.pid, code)
-            self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
-            if self.phase == "starting" and self.restarts[spec.name] >= START_ATTEMPTS_MAX:
-                raise StartFailed(f"{spec.name} does not start:\n{self.state.tail(spec.name)}")
-            self.publish()
+            try:
+                self.state.logs.mkdir(mode=0o700, exist_ok=True)  # whoever made room may have removed it
+                child = start(spec, self.state.log(spec.name), self.guard)
+            except OSError as e:  # the others run on, as after a death: memory may be short, or `.venv` being rebuilt
+                if self.phase == "starting":
+                    raise
+                log.error("%s cannot be started, and is tried again: %s", spec.name, e)
+            else:
+                if not await self._follow(spec, child):
+                    break
             backoff_s = BACKOFF_FIRST_S if time.monotonic() - born > STEADY_S else min(backoff_s * 2, BACKOFF_MAX_S)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.stop.wait(), backoff_s)
+
+    async def _follow(self, spec: ChildSpec, child: subprocess.Popen[bytes]) -> bool:
+        """Wait for the end of a child, and return whether to start it again."""
+        self.alive[spec.name] = child
+        log.info("%s started as process %d", spec.name, child.pid)
+        self.publish()
+        code = await self._ended(child)
+        signal_group(child.pid, signal.SIGKILL)  # its own children, if any
+        self.guard.remove(child.pid)
+        del self.alive[spec.name]
+        if not self._wanted(spec) or (spec.kind == "worker" and code == 0):
+            if spec.kind == "shard" and code not in (0, -signal.SIGTERM):  # the signal itself ends one that starts
+                lost = f"{spec.name} ended with {code} before everything was stored: {self.state.log(spec.name)}"
+                log.error("%s", lost)
+                self.error = f"{self.error}\n{lost}" if self.error else lost
+            return False
+        log.warning("%s (process %d) ended with %d", spec.name, child.pid, code)
+        self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
+        if self.phase == "starting" and self.restarts[spec.name] >= START_ATTEMPTS_MAX:
+            raise StartFailed(f"{spec.name} does not start:\n{self.state.tail(spec.name)}")
+        self.publish()
+        return True
 
     def _wanted(self, spec: ChildSpec) -> bool:
         """Whether to start the child (again)."""

@@ -1,0 +1,75 @@
+"""What the supervisor of a cluster does when a process cannot be started, and when its folder is no longer its own."""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from paramserver_cli import ports
+from paramserver_cli.children import ChildSpec, Guard
+from paramserver_cli.processes import Processes
+from paramserver_cli.state_directory import Plan, StateDir
+from paramserver_cli.supervisor import Supervisor
+
+from . import virtual_time
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    """A supervisor of nothing yet, whose cluster counts as ready."""
+    state, guard, block = StateDir(tmp_path / "state"), Guard(), ports.reserve(1)
+    state.make()
+    with closing(guard), closing(block.lock):
+        found = Supervisor(Processes(state, Plan(shards=1), block), guard)
+        found.phase = "ready"
+        yield found
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A restart that fails, as while `.venv` is rebuilt, is repeated; the rest of the cluster runs on.
+
+    The whole cluster was killed, and nothing was stored.
+    """
+    program = tmp_path / "program"
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(supervisor.run_child(ChildSpec("worker-0", "worker", [str(program)])))
+            await asyncio.sleep(1)
+            program.write_text("#!/bin/sh\n")
+            program.chmod(0o700)
+
+    virtual_time.run(run())
+    assert supervisor.state.log("worker-0").exists()
+
+
+def test_a_process_that_cannot_be_started_at_first_ends_the_start(supervisor: Supervisor, tmp_path: Path) -> None:
+    """While the cluster starts, a program that is not there is an error."""
+    supervisor.phase = "starting"
+    with pytest.raises(FileNotFoundError):
+        virtual_time.run(supervisor.run_child(ChildSpec("worker-0", "worker", [str(tmp_path / "program")])))
+
+
+def remove_logs(supervisor: Supervisor) -> None:
+    """Remove the folder of the logs."""
+    shutil.rmtree(supervisor.state.logs)
+
+
+def kill_guard(supervisor: Supervisor) -> None:
+    """Kill the guard process, and wait for its end."""
+    os.kill(supervisor.guard.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, supervisor.guard.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize("happens", [remove_logs, kill_guard])
+def test_a_process_is_started_all_the_same(supervisor: Supervisor, happens: Callable[[Supervisor], None]) -> None:
+    """A process is started, and its end noticed, although the logs were deleted or the guard process was killed."""
+    happens(supervisor)
+    virtual_time.run(supervisor.run_child(ChildSpec("worker-0", "worker", [sys.executable, "-c", "print('ran')"])))
+    assert supervisor.state.log("worker-0").read_text() == "ran\n"
