@@ -176,13 +176,7 @@ class StateDir:
         if sys.platform == "win32":
             return None
         self.make()
-        lock = (self.path / "lock").open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            return None
-        return lock
+        return try_lock(self.path / "lock")
 
     def is_running(self) -> bool:
         """Whether a supervisor runs for this directory now."""
@@ -213,6 +207,23 @@ class StateDir:
                 return "\n".join(last_lines(log, lines))
         except FileNotFoundError:
             return ""
+
+
+def try_lock(file: Path) -> IO[str] | None:
+    """Lock a file until it is closed, and return it; None if another process holds the lock.
+
+    Raises OSError where files cannot be locked, as on some network drives.
+    """
+    lock = file.open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    except OSError as e:
+        lock.close()
+        raise OSError(e.errno, f"cannot be locked: {e.strerror}", str(file)) from None
+    return lock
 
 
 def _private(path: str, flags: int) -> int:

@@ -1,6 +1,8 @@
-"""What the supervisor of a cluster does when a process cannot be started, and when its folder is no longer its own."""
+"""The supervisor of a cluster, and its locks, on a machine where something is missing."""
 
 import asyncio
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -73,3 +75,22 @@ def test_a_process_is_started_all_the_same(supervisor: Supervisor, happens: Call
     happens(supervisor)
     virtual_time.run(supervisor.run_child(ChildSpec("worker-0", "worker", [sys.executable, "-c", "print('ran')"])))
     assert supervisor.state.log("worker-0").read_text() == "ran\n"
+
+
+@pytest.mark.parametrize("take", [lambda folder: StateDir(folder).lock(), lambda _: ports.reserve(1)])
+def test_a_file_system_without_locks_is_not_taken_for_a_running_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, take: Callable[[Path], object]
+) -> None:
+    """An error of `flock` other than that somebody holds the lock is raised, and names the file.
+
+    On such a network drive, `psctl up` told of a cluster that runs already.
+    """
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr("paramserver_cli.ports.tempfile.gettempdir", lambda: str(tmp_path))
+    with pytest.raises(OSError, match="No locks available") as raised:
+        take(tmp_path)
+    assert str(raised.value.filename).startswith(str(tmp_path))
