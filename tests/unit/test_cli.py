@@ -329,15 +329,17 @@ def test_the_secret_at_hand_is_for_all_schedulers_of_its_cluster(tmp_path: Path,
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no cluster runs there")
 def test_the_folder_of_another_users_cluster_keeps_nobody_from_a_cluster(tmp_path: Path) -> None:
-    """Where another user has started a cluster, whose files are its own, a command with a URL needs none of them."""
+    """Where another user has started a cluster, whose files are its own, others can be reached and started."""
     StateDir(tmp_path).write(Cluster("http://h:1", [], "redis://h:9", None, {}, str(tmp_path), ["http://h:1"]))
+    (tmp_path / "lock").touch(0o600)
     root = os.geteuid() == 0
     os.seteuid(65534) if root else tmp_path.chmod(0)
     try:
         found = config._secret(ClientSettings(state_dir=str(tmp_path), url="http://h:1"))
+        url = config.client_settings({"state_dir": str(tmp_path)}).url
     finally:
         os.seteuid(0) if root else tmp_path.chmod(0o700)
-    assert found == ""
+    assert (found, url) == ("", ClientSettings().url)
 
 
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
