@@ -64,7 +64,7 @@ def local(
     shards, workers, timeout = whole_number("shards", shards, 1), whole_number("workers", workers), seconds(timeout)
     temporary = state_dir is None
     try:
-        folder = tempfile.mkdtemp(prefix="paramserver-") if state_dir is None else os.fspath(state_dir)
+        folder = tempfile.mkdtemp(prefix="paramserver-") if state_dir is None else os.path.abspath(state_dir)
     except OSError as e:
         hint = "set TMPDIR to a folder that can be written to, or name one with ps.local(state_dir=...)"
         raise problem("unavailable", f"no temporary folder for the cluster's files: {e}", hint=hint) from None
