@@ -34,7 +34,7 @@ MODULE = "paramserver_cli.supervisor"
 LOG_BYTES_MAX = 64 << 20
 """A log that is longer begins anew."""
 
-Phase = Literal["starting", "ready", "stopping", "failed"]
+Phase = Literal["starting", "ready", "stopping", "stopped", "failed"]
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,8 @@ class Supervisor:
                     for task in others:
                         task.cancel()
                 await stopper
+            self.phase = "stopped"
+            self.publish()
         finally:
             for child in self.alive.values():
                 signal_group(child.pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ import pytest
 from paramserver_cli import launch, ports
 from paramserver_cli.launch import Failed
 from paramserver_cli.processes import Processes
-from paramserver_cli.state_directory import Plan, StateDir
+from paramserver_cli.state_directory import Phase, Plan, StateDir, SupervisorState
 
 
 @pytest.mark.parametrize(("host", "advertised"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])
@@ -38,3 +38,22 @@ def test_a_supervisor_that_ended_without_a_word_is_told_with_a_likely_cause(tmp_
     state = StateDir(tmp_path)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended, pytest.raises(Failed, match=r"log: is the disk full\?"):
         launch.wait_ready(launch.Launched(state, ended, None))
+
+
+@pytest.mark.parametrize(
+    ("phase", "error", "says"),
+    [
+        ("ready", "", "may not be stored"),
+        ("stopping", "", "may not be stored"),
+        ("stopped", "", ""),
+        ("stopped", "shard-0 ended with 1", "shard-0 ended with 1"),
+    ],
+)
+def test_only_a_supervisor_that_ended_by_itself_has_stored_everything(
+    tmp_path: Path, phase: Phase, error: str, says: str
+) -> None:
+    """`psctl down` says that something may be lost if the supervisor was killed, also while it stopped the shards."""
+    state = StateDir(tmp_path)
+    state.write(SupervisorState(7, phase, error=error))
+    said = launch.not_stored(state)
+    assert (says in said) if says else not said
