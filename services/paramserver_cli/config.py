@@ -113,7 +113,7 @@ def listed(client: ps.Client, path: str) -> list[dict[str, Any]]:
 
 
 def worker_token(url: str | None) -> str | None:
-    """Return a token for workers of the cluster; None if no secret is known here, or a token is set (inherited)."""
+    """Return a token for workers of the cluster; None if no secret is known here, or a token is set: they get that."""
     found = client_settings({"url": url})
     return None if found.token else tokens.of_secret(_secret(found), "worker", tokens.POOL)
 

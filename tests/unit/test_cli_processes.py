@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import certifi
 import pytest
 
 from paramserver_cli import launch, ports
 from paramserver_cli.launch import Failed
 from paramserver_cli.processes import Processes
 from paramserver_cli.state_directory import Phase, Plan, StateDir, SupervisorState
+from paramserver_node import tokens
 
 
 @pytest.mark.parametrize(("host", "advertised"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])
@@ -57,3 +59,35 @@ def test_only_a_supervisor_that_ended_by_itself_has_stored_everything(
     state.write(SupervisorState(7, phase, error=error))
     said = launch.not_stored(state)
     assert (says in said) if says else not said
+
+
+@pytest.mark.parametrize(
+    ("settings", "secret", "told"),
+    [
+        ('[client]\ntoken = "mine"\nca = "CA"', "", ("mine", "CA")),
+        ('[client]\ntoken = "mine"\nca = "CA"\n[worker]\ntoken = "own"\nca = "CA"', "", (None, None)),
+        ('token = "mine"\nca = "CA"', "", (None, None)),  # theirs, too
+        ('[client]\ntoken = "another"', tokens.new_key(), ("ps1.worker", None)),
+    ],
+    ids=["the client's", "their own", "everybody's", "another cluster's"],
+)
+def test_workers_get_what_lets_psctl_itself_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, secret: str, told: tuple[str | None, str | None]
+) -> None:
+    """The workers that psctl starts get the token and the `ca` of `[client]`, unless they have some of their own.
+
+    They were refused without end. A cluster with a secret of its own gives them a token made with it.
+    """
+    for name in ("PARAMSERVER_TOKEN", "PARAMSERVER_CA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    file = certifi.where()
+    (tmp_path / "paramserver.toml").write_text(settings.replace("CA", file))
+    state, block = StateDir(tmp_path / "state"), ports.reserve(1)
+    state.make()
+    if secret:
+        state.secret_file.write_text(secret)
+    with block.lock:
+        (spec,) = Processes(state, Plan(workers=1, scheduler="http://127.0.0.1:1"), block).worker_specs()
+    token, ca = spec.env.get("PARAMSERVER_TOKEN"), spec.env.get("PARAMSERVER_CA")
+    assert (token and token[:10], ca and ca.replace(file, "CA")) == told
