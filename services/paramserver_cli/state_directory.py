@@ -178,6 +178,15 @@ class StateDir:
         self.make()
         return try_lock(self.path / "lock")
 
+    def is_locked_by(self, lock: int) -> bool:
+        """Whether that open file is still the lock here: somebody may have removed the directory, and made another."""
+        try:
+            return os.path.samestat(os.fstat(lock), (self.path / "lock").stat())
+        except FileNotFoundError:
+            return False
+        except OSError:  # not known, as while a network drive is away
+            return True
+
     def is_running(self) -> bool:
         """Whether a supervisor runs for this directory now."""
         if sys.platform == "win32" or not (self.path / "lock").exists():

@@ -189,11 +189,10 @@ def test_a_start_that_fails_says_why_however_deep_the_error_is(tmp_path: Path, m
 
     monkeypatch.setattr(supervisor.Supervisor, "run", fails)
     state, block, guard = StateDir(tmp_path), ports.reserve(1), Guard()
-    try:
-        assert asyncio.run(supervisor._main(state, Plan(shards=1), block, guard, None)) == 1
-    finally:
-        guard.close()
-        block.lock.close()
+    lock = state.lock()
+    assert lock is not None
+    with lock, closing(guard), closing(block.lock):
+        assert asyncio.run(supervisor._main(state, Plan(shards=1), block, guard, lock.fileno(), None)) == 1
     said = state.supervisor()
     assert said is not None
     assert (said.phase, said.error) == ("failed", "no space left")
@@ -211,10 +210,13 @@ def test_a_shard_has_its_own_time_and_more_before_it_is_killed(
         return asyncio.get_running_loop().time()
 
     state, block, guard = StateDir(tmp_path), ports.reserve(1), Guard()
-    cluster = supervisor.Supervisor(Processes(state, Plan(shards=1, stop_s=100.0), block), guard)
+    lock = state.lock()
+    assert lock is not None
+    cluster = supervisor.Supervisor(Processes(state, Plan(shards=1, stop_s=100.0), block), guard, lock.fileno())
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
     argv = [sys.executable, "-c", deaf]
     with (
+        lock,
         closing(guard),
         closing(block.lock),
         subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as child,

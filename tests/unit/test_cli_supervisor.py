@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,9 +26,10 @@ from . import virtual_time
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     """A supervisor of nothing yet, whose cluster counts as ready."""
     state, guard, block = StateDir(tmp_path / "state"), Guard(), ports.reserve(1)
-    state.make()
-    with closing(guard), closing(block.lock):
-        found = Supervisor(Processes(state, Plan(shards=1), block), guard)
+    lock = state.lock()
+    assert lock is not None
+    with lock, closing(guard), closing(block.lock):
+        found = Supervisor(Processes(state, Plan(shards=1), block), guard, lock.fileno())
         found.phase = "ready"
         yield found
 
@@ -94,3 +95,27 @@ def test_a_file_system_without_locks_is_not_taken_for_a_running_cluster(
     with pytest.raises(OSError, match="No locks available") as raised:
         take(tmp_path)
     assert str(raised.value.filename).startswith(str(tmp_path))
+
+
+def test_a_cluster_whose_folder_is_removed_stops(supervisor: Supervisor) -> None:
+    """Without its folder a cluster cannot be found nor stopped, so it stops by itself, and writes in no other's files.
+
+    After another `psctl up` there, the old supervisor had overwritten the files of the new cluster.
+    """
+
+    async def run() -> None:
+        tending = asyncio.create_task(supervisor._tend_folder())
+        await asyncio.sleep(60)
+        assert not supervisor.stop.is_set()
+        shutil.rmtree(supervisor.state.path)
+        supervisor.publish()
+        assert not supervisor.state.path.exists()
+        with supervisor.state.lock() or nullcontext():
+            supervisor.publish()
+            assert supervisor.state.supervisor() is None
+            await supervisor.stop.wait()
+        tending.cancel()
+
+    supervisor.publish()
+    assert supervisor.state.supervisor() is not None
+    virtual_time.run(run())
