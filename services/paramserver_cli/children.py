@@ -69,11 +69,15 @@ class Guard:
 
     def add(self, group: int) -> None:
         """Register a process group."""
-        os.write(self._write_end, f"+{group}\n".encode())
+        self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
         """Unregister a process group; its number may be reused from now on."""
-        os.write(self._write_end, f"-{group}\n".encode())
+        self._tell(f"-{group}\n")
+
+    def _tell(self, line: str) -> None:
+        with suppress(OSError):  # somebody has killed the guard: the cluster runs on without
+            os.write(self._write_end, line.encode())
 
     def close(self) -> None:
         """Stop the guard; the groups still registered are killed."""

@@ -12,7 +12,7 @@ import typer
 
 import paramserver as ps
 from paramserver_cli.display import columns, console
-from paramserver_cli.state_directory import StateDir
+from paramserver_cli.state_directory import Cluster, StateDir
 from paramserver_node import tokens
 from paramserver_node.setting_checks import check_ca, shown
 from paramserver_node.settings import (
@@ -46,10 +46,18 @@ def _client_sources(flags: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     found = ClientSettings.sources(flags, os.environ, Path.cwd() / FILE)
     if found["url"][1] == "default":
         state = StateDir(Path(found["state_dir"][0]))
-        cluster = state.cluster() if state.is_running() else None
+        cluster = running_cluster(state)
         if cluster is not None:
             found["url"] = (",".join(cluster.schedulers), str(state.path / "cluster.json"))
     return found
+
+
+def running_cluster(state: StateDir) -> Cluster | None:
+    """Return the cluster that runs in that directory, if it is this user's."""
+    try:
+        return state.cluster() if state.is_running() else None
+    except OSError:  # another user's, or a file system without locks, where none can run
+        return None
 
 
 def client_settings(flags: Mapping[str, Any]) -> ClientSettings:
@@ -105,7 +113,7 @@ def listed(client: ps.Client, path: str) -> list[dict[str, Any]]:
 
 
 def worker_token(url: str | None) -> str | None:
-    """Return a token for workers of the cluster; None if no secret is known here, or a token is set (inherited)."""
+    """Return a token for workers of the cluster; None if no secret is known here, or a token is set: they get that."""
     found = client_settings({"url": url})
     return None if found.token else tokens.of_secret(_secret(found), "worker", tokens.POOL)
 
@@ -118,10 +126,7 @@ def _secret(settings: ClientSettings) -> str:
     if settings.secret:
         return settings.secret
     state = StateDir(Path(settings.state_dir))
-    try:
-        cluster = state.cluster() if state.is_running() else None
-    except PermissionError:  # another user's cluster
-        return ""
+    cluster = running_cluster(state)
     return state.secret() if cluster is not None and all(map(cluster.is_at, settings.url.split(","))) else ""
 
 

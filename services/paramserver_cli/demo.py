@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import paramserver as ps
+from paramserver.errors import PsError
 from paramserver_cli import launch
 from paramserver_cli.config import connect
 from paramserver_cli.display import Display, at_terminal, display
@@ -86,7 +87,7 @@ def demo(
             _summarize(results, picture)
             if at_terminal() and sys.stdin.isatty():
                 _wait_for_enter(cluster.scheduler)
-    except Failed:
+    except (Failed, PsError):
         failed = True
         raise
     finally:  # the logs of what failed stay where they are said to be

@@ -18,7 +18,7 @@ from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Cluster, Plan, StateDir
 from paramserver_node import tokens
 from paramserver_node.roles import Role
-from paramserver_node.settings import SchedulerSettings, is_loopback
+from paramserver_node.settings import SchedulerSettings, WorkerSettings, is_loopback
 
 DAY_S = 86_400
 
@@ -110,6 +110,14 @@ def printable_cluster(cluster: Cluster) -> dict[str, object]:
 
 
 def worker_environment(state: StateDir) -> Mapping[str, str]:
-    """Return environment variables for the workers: a token, if there is a secret and no token that they inherit."""
-    token = None if client_settings({}).token else tokens.of_secret(secret_of(state), "worker", tokens.POOL)
-    return {} if token is None else {"PARAMSERVER_TOKEN": token}
+    """Return environment variables for the workers: a token and the `ca`, unless they have some of their own.
+
+    The token is made with the cluster's secret, if that is known; else it is the one with which psctl is let in.
+    """
+    own, client = WorkerSettings.load({}), client_settings({})
+    found = {}
+    if not own.token and (token := tokens.of_secret(secret_of(state), "worker", tokens.POOL) or client.token):
+        found["PARAMSERVER_TOKEN"] = token
+    if not own.ca and client.ca:
+        found["PARAMSERVER_CA"] = client.ca
+    return found

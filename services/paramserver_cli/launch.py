@@ -128,7 +128,7 @@ def not_stored(state: StateDir) -> str:
     last = state.supervisor()
     if last is None:
         return ""
-    if last.phase == "ready":  # it could not write what came after, or was killed
+    if last.phase in ("ready", "stopping"):  # it could not write what came after, or was killed
         return f"what only the shards had may not be stored; what became of them is in {state.log('supervisor')}"
     return last.error
 

@@ -19,7 +19,7 @@ import paramserver as ps
 from paramserver.errors import PsError
 from paramserver.limits import MIB
 from paramserver_cli import launch
-from paramserver_cli.config import StateDirOption, Url, client_settings, connect, listed, state_dir
+from paramserver_cli.config import StateDirOption, Url, client_settings, connect, listed, running_cluster, state_dir
 from paramserver_cli.display import natural, redraws
 from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Cluster, StateDir, running
@@ -153,7 +153,7 @@ def _local_cluster(url: str | None, state: Path | None) -> _LocalCluster | None:
     It is the cluster of the state directory given with `--state-dir`, else the one on this machine that the URL names.
     """
     folder = state_dir(state)
-    cluster = folder.cluster() if folder.is_running() else None
+    cluster = running_cluster(folder)
     meant = client_settings({"url": url}).url
     if cluster is not None and (state is not None or cluster.is_at(meant)):
         return _LocalCluster(folder, cluster)

@@ -9,7 +9,6 @@ restarted.
 import errno
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.errors import problem
+from paramserver_cli.state_directory import try_lock
 from paramserver_node.own_folder import make_own
-
-if sys.platform != "win32":
-    import fcntl
 
 BASE = 8700
 STRIDE = 100
@@ -62,11 +59,10 @@ def _try_lock(ports: range) -> ExitStack | None:
     make_own(folder)
     with ExitStack() as locks:
         for base in range(ports.start - ports.start % STRIDE, ports.stop, STRIDE):
-            lock = locks.enter_context((folder / str(base)).open("a"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            lock = try_lock(folder / str(base))
+            if lock is None:
                 return None
+            locks.enter_context(lock)
         return locks.pop_all()
 
 
@@ -74,7 +70,8 @@ def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None, sched
     """Reserve a free block for schedulers, shards (with room for more) and a Redis server; exactly at `base` if given.
 
     Raises ConflictError (`conflict`) if the block at `base`, or every block, is in use; RequestError (`invalid_field`)
-    if `host` is not an address of this machine; OSError if another user has made the folder of the locks.
+    if `host` is not an address of this machine; OSError if another user has made the folder of the locks, or
+    if nothing there can be locked.
     """
     is_free(host, 0)  # check the address before taking a lock: its validity does not depend on the port
     stride = STRIDE * -(-(shards + schedulers + 1) // STRIDE)

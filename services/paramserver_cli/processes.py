@@ -82,6 +82,8 @@ class Processes:
 
     def worker_specs(self) -> list[ChildSpec]:
         """Return the pool workers to start."""
+        if not self.plan.workers:
+            return []
         env = {"PARAMSERVER_URL": ",".join(self.scheduler_urls), **keys.worker_environment(self.state)}
         # Workers share the machine: one BLAS thread each by default, or their thread pools compete for the cores.
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -34,7 +34,7 @@ MODULE = "paramserver_cli.supervisor"
 LOG_BYTES_MAX = 64 << 20
 """A log that is longer begins anew."""
 
-Phase = Literal["starting", "ready", "stopping", "failed"]
+Phase = Literal["starting", "ready", "stopping", "stopped", "failed"]
 
 
 @dataclass(frozen=True)
@@ -176,13 +176,16 @@ class StateDir:
         if sys.platform == "win32":
             return None
         self.make()
-        lock = (self.path / "lock").open("a")
+        return try_lock(self.path / "lock")
+
+    def is_locked_by(self, lock: int) -> bool:
+        """Whether that open file is still the lock here: somebody may have removed the directory, and made another."""
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            return None
-        return lock
+            return os.path.samestat(os.fstat(lock), (self.path / "lock").stat())
+        except FileNotFoundError:
+            return False
+        except OSError:  # not known, as while a network drive is away
+            return True
 
     def is_running(self) -> bool:
         """Whether a supervisor runs for this directory now."""
@@ -213,6 +216,23 @@ class StateDir:
                 return "\n".join(last_lines(log, lines))
         except FileNotFoundError:
             return ""
+
+
+def try_lock(file: Path) -> IO[str] | None:
+    """Lock a file until it is closed, and return it; None if another process holds the lock.
+
+    Raises OSError where files cannot be locked, as on some network drives.
+    """
+    lock = file.open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    except OSError as e:
+        lock.close()
+        raise OSError(e.errno, f"cannot be locked: {e.strerror}", str(file)) from None
+    return lock
 
 
 def _private(path: str, flags: int) -> int:

@@ -42,8 +42,8 @@ GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL."""
 SHARD_SPARE_S = 5.0
 """A shard, which first hands over or stores its partitions, has so much more than its own `stop_s`."""
-LOGS_S = 60.0
-"""Interval between looks at the size of the logs."""
+FOLDER_S = 5.0
+"""Interval between looks at the state directory: at its lock, and at the size of the logs."""
 PROBE_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
 
@@ -77,8 +77,8 @@ def _unverified_tls() -> ssl.SSLContext:
 class Supervisor:
     """Starts, restarts and stops the processes of one cluster."""
 
-    def __init__(self, processes: Processes, guard: Guard) -> None:
-        self.state, self.processes, self.guard = processes.state, processes, guard
+    def __init__(self, processes: Processes, guard: Guard, lock: int) -> None:
+        self.state, self.processes, self.guard, self.lock = processes.state, processes, guard, lock
         self.alive: dict[str, subprocess.Popen[bytes]] = {}
         self._kept: set[str] = set()
         """Names of the children that a `run_child` keeps running; they may be dead until it starts them again."""
@@ -108,28 +108,41 @@ class Supervisor:
         backoff_s = BACKOFF_FIRST_S
         while self._wanted(spec):
             born = time.monotonic()
-            child = start(spec, self.state.log(spec.name), self.guard)
-            self.alive[spec.name] = child
-            log.info("%s started as process %d", spec.name, child.pid)
-            self.publish()
-            code = await self._ended(child)
-            signal_group(child.pid, signal.SIGKILL)  # its own children, if any
-            self.guard.remove(child.pid)
-            del self.alive[spec.name]
-            if not self._wanted(spec) or (spec.kind == "worker" and code == 0):
-                if spec.kind == "shard" and code not in (0, -signal.SIGTERM):  # the signal itself ends one that starts
-                    lost = f"{spec.name} ended with {code} before everything was stored: {self.state.log(spec.name)}"
-                    log.error("%s", lost)
-                    self.error = f"{self.error}\n{lost}" if self.error else lost
-                break
-            log.warning("%s (process %d) ended with %d", spec.name, child.pid, code)
-            self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
-            if self.phase == "starting" and self.restarts[spec.name] >= START_ATTEMPTS_MAX:
-                raise StartFailed(f"{spec.name} does not start:\n{self.state.tail(spec.name)}")
-            self.publish()
+            try:
+                self.state.logs.mkdir(mode=0o700, exist_ok=True)  # whoever made room may have removed it
+                child = start(spec, self.state.log(spec.name), self.guard)
+            except OSError as e:  # the others run on, as after a death: memory may be short, or `.venv` being rebuilt
+                if self.phase == "starting":
+                    raise
+                log.error("%s cannot be started, and is tried again: %s", spec.name, e)
+            else:
+                if not await self._follow(spec, child):
+                    break
             backoff_s = BACKOFF_FIRST_S if time.monotonic() - born > STEADY_S else min(backoff_s * 2, BACKOFF_MAX_S)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.stop.wait(), backoff_s)
+
+    async def _follow(self, spec: ChildSpec, child: subprocess.Popen[bytes]) -> bool:
+        """Wait for the end of a child, and return whether to start it again."""
+        self.alive[spec.name] = child
+        log.info("%s started as process %d", spec.name, child.pid)
+        self.publish()
+        code = await self._ended(child)
+        signal_group(child.pid, signal.SIGKILL)  # its own children, if any
+        self.guard.remove(child.pid)
+        del self.alive[spec.name]
+        if not self._wanted(spec) or (spec.kind == "worker" and code == 0):
+            if spec.kind == "shard" and code not in (0, -signal.SIGTERM):  # the signal itself ends one that starts
+                lost = f"{spec.name} ended with {code} before everything was stored: {self.state.log(spec.name)}"
+                log.error("%s", lost)
+                self.error = f"{self.error}\n{lost}" if self.error else lost
+            return False
+        log.warning("%s (process %d) ended with %d", spec.name, child.pid, code)
+        self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
+        if self.phase == "starting" and self.restarts[spec.name] >= START_ATTEMPTS_MAX:
+            raise StartFailed(f"{spec.name} does not start:\n{self.state.tail(spec.name)}")
+        self.publish()
+        return True
 
     def _wanted(self, spec: ChildSpec) -> bool:
         """Whether to start the child (again)."""
@@ -160,6 +173,8 @@ class Supervisor:
 
     def _write(self, document: Plan | Cluster | SupervisorState) -> None:
         """Write a file of the state directory; on a full disk the cluster runs on, and is stopped in turn, without."""
+        if not self.state.is_locked_by(self.lock):  # it may be another cluster's by now
+            return
         try:
             self.state.write(document)
         except OSError as e:
@@ -195,11 +210,13 @@ class Supervisor:
                         children.create_task(self.run_child(spec))
                     self.phase = "ready"
                     self.publish()
-                    others = [children.create_task(w) for w in (self._follow_plan(children), self._bound_logs())]
+                    others = [children.create_task(w) for w in (self._follow_plan(children), self._tend_folder())]
                     await self.stop.wait()
                     for task in others:
                         task.cancel()
                 await stopper
+            self.phase = "stopped"
+            self.publish()
         finally:
             for child in self.alive.values():
                 signal_group(child.pid, signal.SIGKILL)
@@ -258,9 +275,13 @@ class Supervisor:
             self.publish()
             await self._end(sorted(before - self._wanted_shards), self._grace_s("shard"))
 
-    async def _bound_logs(self) -> None:
+    async def _tend_folder(self) -> None:
+        """Keep the logs short; stop the cluster if its folder is removed, as psctl then has no other way to."""
         while True:
-            await asyncio.sleep(LOGS_S)
+            await asyncio.sleep(FOLDER_S)
+            if not self.state.is_locked_by(self.lock):
+                log.error("%s has been removed: the cluster stops", self.state.path)
+                self.stop.set()
             with suppress(OSError):  # next time
                 self.state.bound_logs()
 
@@ -291,8 +312,10 @@ class Supervisor:
                 signal_group(child.pid, signal.SIGKILL)
 
 
-async def _main(state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guard, lifeline: int | None) -> int:
-    supervisor = Supervisor(Processes(state, plan, block), guard)
+async def _main(
+    state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guard, lock: int, lifeline: int | None
+) -> int:
+    supervisor = Supervisor(Processes(state, plan, block), guard, lock)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, supervisor.plan_changed.set)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -330,10 +353,11 @@ def main(argv: list[str]) -> int:
         state.write(SupervisorState(os.getpid(), "failed", error=str(e)))
         return 1
     try:
-        return asyncio.run(_main(state, plan, block, guard, lifeline))
+        return asyncio.run(_main(state, plan, block, guard, lock, lifeline))
     finally:
         guard.close()
-        (state.path / "cluster.json").unlink(missing_ok=True)
+        if state.is_locked_by(lock):
+            (state.path / "cluster.json").unlink(missing_ok=True)
         block.lock.close()
         os.close(lock)
 

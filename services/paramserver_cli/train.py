@@ -63,6 +63,8 @@ def train(
         psctl train mypackage.job:train --model demo --clocks 1000 --arg batch_size=128
     """
     entry, folder = _entry(target)
+    if os.pathsep in str(folder):  # PYTHONPATH, which the workers get, has no way to write it
+        raise typer.BadParameter(f"Python cannot import from {folder}: rename it, without '{os.pathsep}'")
     if mode is not None and mode not in ConsistencySpec.MODES:
         known = ", ".join(ConsistencySpec.MODES)
         raise typer.BadParameter(f"'{mode}' is not a mode; known: {known}", param_hint="--mode")

@@ -189,11 +189,10 @@ def test_a_start_that_fails_says_why_however_deep_the_error_is(tmp_path: Path, m
 
     monkeypatch.setattr(supervisor.Supervisor, "run", fails)
     state, block, guard = StateDir(tmp_path), ports.reserve(1), Guard()
-    try:
-        assert asyncio.run(supervisor._main(state, Plan(shards=1), block, guard, None)) == 1
-    finally:
-        guard.close()
-        block.lock.close()
+    lock = state.lock()
+    assert lock is not None
+    with lock, closing(guard), closing(block.lock):
+        assert asyncio.run(supervisor._main(state, Plan(shards=1), block, guard, lock.fileno(), None)) == 1
     said = state.supervisor()
     assert said is not None
     assert (said.phase, said.error) == ("failed", "no space left")
@@ -211,10 +210,13 @@ def test_a_shard_has_its_own_time_and_more_before_it_is_killed(
         return asyncio.get_running_loop().time()
 
     state, block, guard = StateDir(tmp_path), ports.reserve(1), Guard()
-    cluster = supervisor.Supervisor(Processes(state, Plan(shards=1, stop_s=100.0), block), guard)
+    lock = state.lock()
+    assert lock is not None
+    cluster = supervisor.Supervisor(Processes(state, Plan(shards=1, stop_s=100.0), block), guard, lock.fileno())
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
     argv = [sys.executable, "-c", deaf]
     with (
+        lock,
         closing(guard),
         closing(block.lock),
         subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as child,
@@ -329,15 +331,17 @@ def test_the_secret_at_hand_is_for_all_schedulers_of_its_cluster(tmp_path: Path,
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no cluster runs there")
 def test_the_folder_of_another_users_cluster_keeps_nobody_from_a_cluster(tmp_path: Path) -> None:
-    """Where another user has started a cluster, whose files are its own, a command with a URL needs none of them."""
+    """Where another user has started a cluster, whose files are its own, others can be reached and started."""
     StateDir(tmp_path).write(Cluster("http://h:1", [], "redis://h:9", None, {}, str(tmp_path), ["http://h:1"]))
+    (tmp_path / "lock").touch(0o600)
     root = os.geteuid() == 0
     os.seteuid(65534) if root else tmp_path.chmod(0)
     try:
         found = config._secret(ClientSettings(state_dir=str(tmp_path), url="http://h:1"))
+        url = config.client_settings({"state_dir": str(tmp_path)}).url
     finally:
         os.seteuid(0) if root else tmp_path.chmod(0o700)
-    assert found == ""
+    assert (found, url) == ("", ClientSettings().url)
 
 
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:

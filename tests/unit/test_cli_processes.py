@@ -9,13 +9,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 
 from paramserver_cli import children, launch, ports, supervisor
 from paramserver_cli.children import ChildSpec, Guard
 from paramserver_cli.launch import Failed
 from paramserver_cli.processes import Processes
-from paramserver_cli.state_directory import Plan, StateDir
+from paramserver_cli.state_directory import Phase, Plan, StateDir, SupervisorState
+from paramserver_node import tokens
 
 from . import virtual_time
 
@@ -67,7 +69,9 @@ def test_a_shard_that_is_scaled_away_and_back_while_it_is_down_runs_once(
     monkeypatch.setattr(Processes, "shard_specs", lambda processes: idle[: processes.plan.shards])
     state, block, guard = StateDir(tmp_path), ports.reserve(2), Guard()
     state.make()
-    cluster = supervisor.Supervisor(Processes(state, Plan(shards=2), block), guard)
+    lock = state.lock()
+    assert lock is not None
+    cluster = supervisor.Supervisor(Processes(state, Plan(shards=2), block), guard, lock.fileno())
 
     async def until(happened: Callable[[], bool]) -> None:
         while not happened():
@@ -91,6 +95,57 @@ def test_a_shard_that_is_scaled_away_and_back_while_it_is_down_runs_once(
             assert [child.poll() is None for child in started] == [True, False, True]
             cluster.stop.set()
 
-    with closing(guard), closing(block.lock):
+    with closing(guard), closing(block.lock), closing(lock):
         virtual_time.run(scale_while_down())
     assert cluster.restarts == {"shard-1": 1}
+
+
+@pytest.mark.parametrize(
+    ("phase", "error", "says"),
+    [
+        ("ready", "", "may not be stored"),
+        ("stopping", "", "may not be stored"),
+        ("stopped", "", ""),
+        ("stopped", "shard-0 ended with 1", "shard-0 ended with 1"),
+    ],
+)
+def test_only_a_supervisor_that_ended_by_itself_has_stored_everything(
+    tmp_path: Path, phase: Phase, error: str, says: str
+) -> None:
+    """`psctl down` says that something may be lost if the supervisor was killed, also while it stopped the shards."""
+    state = StateDir(tmp_path)
+    state.write(SupervisorState(7, phase, error=error))
+    said = launch.not_stored(state)
+    assert (says in said) if says else not said
+
+
+@pytest.mark.parametrize(
+    ("settings", "secret", "told"),
+    [
+        ('[client]\ntoken = "mine"\nca = "CA"', "", ("mine", "CA")),
+        ('[client]\ntoken = "mine"\nca = "CA"\n[worker]\ntoken = "own"\nca = "CA"', "", (None, None)),
+        ('token = "mine"\nca = "CA"', "", (None, None)),  # theirs, too
+        ('[client]\ntoken = "another"', tokens.new_key(), ("ps1.worker", None)),
+    ],
+    ids=["the client's", "their own", "everybody's", "another cluster's"],
+)
+def test_workers_get_what_lets_psctl_itself_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, secret: str, told: tuple[str | None, str | None]
+) -> None:
+    """The workers that psctl starts get the token and the `ca` of `[client]`, unless they have some of their own.
+
+    They were refused without end. A cluster with a secret of its own gives them a token made with it.
+    """
+    for name in ("PARAMSERVER_TOKEN", "PARAMSERVER_CA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    file = certifi.where()
+    (tmp_path / "paramserver.toml").write_text(settings.replace("CA", file))
+    state, block = StateDir(tmp_path / "state"), ports.reserve(1)
+    state.make()
+    if secret:
+        state.secret_file.write_text(secret)
+    with block.lock:
+        (spec,) = Processes(state, Plan(workers=1, scheduler="http://127.0.0.1:1"), block).worker_specs()
+    token, ca = spec.env.get("PARAMSERVER_TOKEN"), spec.env.get("PARAMSERVER_CA")
+    assert (token and token[:10], ca and ca.replace(file, "CA")) == told

@@ -167,3 +167,33 @@ runpy.run_module("paramserver_cli", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("error", [Failed("the cluster ended"), problem("unavailable", "no answer in 60 s")])
+def test_the_logs_of_a_demo_that_fails_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Whether its training fails or its cluster answers no more, the logs that the demo has named are still there."""
+
+    def cluster(state: StateDir, _: object) -> None:
+        state.make()
+        state.log("scheduler").touch()
+        raise error
+
+    monkeypatch.setattr("paramserver_cli.demo.launch.cluster", cluster)
+    monkeypatch.setattr("paramserver_cli.demo._check_packages", lambda: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    done = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "out")])
+    assert done.exit_code != 0
+    assert len(list(tmp_path.glob("paramserver-demo-*/logs/scheduler.log"))) == 1
+
+
+@pytest.mark.parametrize("target", ["job.py", "job:train"])
+def test_a_folder_that_workers_cannot_import_from_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """Python splits its import path at a colon, so `psctl train` refuses a folder with one before anything is done."""
+    folder = tmp_path / "at 10:30"
+    folder.mkdir()
+    (folder / "job.py").touch()
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, ["train", target, "--model", "m", "--url", NOBODY])
+    assert (done.exit_code, "without ':'" in " ".join(done.stderr.replace("│", " ").split())) == (2, True), done.stderr

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from inspect import signature
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -432,6 +433,24 @@ def test_a_local_cluster_without_a_temporary_folder_says_what_to_do(monkeypatch:
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     with pytest.raises(ps.Unavailable, match=r"'/nowhere.*state_dir="):
         ps.local()
+
+
+def test_a_local_cluster_is_stopped_after_a_change_of_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`close` stops the cluster in a relative `state_dir`, wherever the process has changed to meanwhile."""
+    told: list[str] = []
+
+    def psctl(arguments: list[str], *_: Any) -> str:
+        told.append(arguments[arguments.index("--state-dir") + 1])
+        return '{"scheduler": "http://127.0.0.1:1"}'
+
+    monkeypatch.setattr("paramserver.client.local._psctl", psctl)
+    monkeypatch.chdir(tmp_path)
+    client = ps.local(state_dir="mine")
+    monkeypatch.chdir("/")
+    client.close()
+    assert told == [str(tmp_path / "mine")] * 2
 
 
 def test_nobody_there_is_said_in_words_that_help() -> None:

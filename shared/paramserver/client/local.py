@@ -17,9 +17,6 @@ from paramserver.core.fields import whole_number
 from paramserver.errors import PsError, problem
 from paramserver.net.calls import seconds
 
-START_S = 90.0
-"""How long the cluster may take to become ready; on a machine's first start the kernels are compiled."""
-
 
 class LocalClient(Client):
     """A client that owns its cluster: it is stopped with `close()`, or once nobody uses the client any more."""
@@ -64,7 +61,7 @@ def local(
     shards, workers, timeout = whole_number("shards", shards, 1), whole_number("workers", workers), seconds(timeout)
     temporary = state_dir is None
     try:
-        folder = tempfile.mkdtemp(prefix="paramserver-") if state_dir is None else os.fspath(state_dir)
+        folder = tempfile.mkdtemp(prefix="paramserver-") if state_dir is None else os.path.abspath(state_dir)
     except OSError as e:
         hint = "set TMPDIR to a folder that can be written to, or name one with ps.local(state_dir=...)"
         raise problem("unavailable", f"no temporary folder for the cluster's files: {e}", hint=hint) from None
@@ -72,7 +69,7 @@ def local(
     is_ours = temporary  # in another folder a cluster may run that somebody else has started
     read_end, lifeline = _pipe()  # however this process ends, the other end is closed then, and the cluster stops
     try:
-        printed = _psctl(["up", "--detach", "--json", "--lifeline", str(read_end), *options], START_S, read_end)
+        printed = _psctl(["up", "--detach", "--json", "--lifeline", str(read_end), *options], read_end)
         is_ours = True
         found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
         return LocalClient(found["scheduler"], timeout, found.get("token"), folder, lifeline, temporary=temporary)
@@ -107,36 +104,32 @@ def _stop(owner: int, folder: str, lifeline: int, *, temporary: bool) -> None:
     if os.getpid() != owner:
         return
     try:
-        _psctl(["down", "--state-dir", folder], None)
+        _psctl(["down", "--state-dir", folder])
     except PsError:
         if not temporary:
             raise
         # It fails again only if the cluster still runs, not for what was not stored, which would be removed now.
-        _psctl(["down", "--state-dir", folder], None)
+        _psctl(["down", "--state-dir", folder])
     finally:
         os.close(lifeline)  # only now: `psctl down` tells what could not be stored if it stops the cluster itself
         if temporary:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _psctl(arguments: Sequence[str], timeout_s: float | None, *files: int) -> str:
-    """Run psctl, which gets these open `files`, and return what it prints; None: it ends by itself in time.
+def _psctl(arguments: Sequence[str], *files: int) -> str:
+    """Run psctl, which gets these open `files`, and return what it prints.  Raises Unavailable if it fails.
 
-    Raises Unavailable if it fails.
+    Its own time limits end it: with another one here, it could not say why a cluster does not start or stop.
     """
     command = [sys.executable, "-P", "-m", "paramserver_cli", *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-            pass_fds=() if sys.platform == "win32" else files,  # there it will say that no cluster runs on Windows
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise problem("unavailable", f"`psctl {arguments[0]}` did not finish in {timeout_s:g} s") from None
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        pass_fds=() if sys.platform == "win32" else files,  # there it will say that no cluster runs on Windows
+        check=False,
+    )
     if done.returncode != 0:
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
         hint = "`psctl doctor` looks for the cause"
