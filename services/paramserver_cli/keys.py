@@ -5,7 +5,7 @@ from __future__ import annotations  # client classes are named, but not imported
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, cast
@@ -109,15 +109,17 @@ def printable_cluster(cluster: Cluster) -> dict[str, object]:
     return asdict(replace(cluster, token=tokens.of_secret(secret, "admin")))
 
 
-def worker_environment(state: StateDir) -> Mapping[str, str]:
-    """Return environment variables for the workers: a token and the `ca`, unless they have some of their own.
+def worker_environment(state: StateDir, urls: Sequence[str], *, ours: bool) -> Mapping[str, str]:
+    """Return environment variables for workers of the cluster at `urls`: what they need to be let in, and lack.
 
-    The token is made with the cluster's secret, if that is known; else it is the one with which psctl is let in.
+    Into the cluster of this supervisor (`ours`) that is a token made with its secret.  Into any other it is what lets
+    psctl in: its token, else one made with a secret that is set.  Over https, also the `ca`.
     """
     own, client = WorkerSettings.load({}), client_settings({})
     found = {}
-    if not own.token and (token := tokens.of_secret(secret_of(state), "worker", tokens.POOL) or client.token):
+    made = tokens.of_secret(secret_of(state), "worker", tokens.POOL)
+    if not own.token and (token := made if ours else client.token or made):
         found["PARAMSERVER_TOKEN"] = token
-    if not own.ca and client.ca:
+    if not own.ca and client.ca and urls[0].startswith("https:"):
         found["PARAMSERVER_CA"] = client.ca
     return found

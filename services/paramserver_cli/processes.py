@@ -84,7 +84,8 @@ class Processes:
         """Return the pool workers to start."""
         if not self.plan.workers:
             return []
-        env = {"PARAMSERVER_URL": ",".join(self.scheduler_urls), **keys.worker_environment(self.state)}
+        urls, ours = self.scheduler_urls, self.plan.scheduler is None
+        env = {"PARAMSERVER_URL": ",".join(urls), **keys.worker_environment(self.state, urls, ours=ours)}
         # Workers share the machine: one BLAS thread each by default, or their thread pools compete for the cores.
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             env[name] = os.environ.get(name, "1")
@@ -92,7 +93,7 @@ class Processes:
             env["PYTHONPATH"] = os.pathsep.join([*self.plan.paths, *filter(None, [os.environ.get("PYTHONPATH")])])
         allow = [word for prefix in self.plan.allow for word in ("--allow", prefix)]
         # A process id is unique on one machine alone: in containers it is often the same.
-        tag = "" if self.plan.scheduler is None else f"-{secrets.token_hex(4)}"
+        tag = "" if ours else f"-{secrets.token_hex(4)}"
         return [
             ChildSpec(f"worker-{i}", "worker", [*_python("worker"), "--name", f"worker{tag}-{i}", *allow], env)
             for i in range(self.plan.workers)

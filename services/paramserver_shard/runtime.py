@@ -310,7 +310,7 @@ class Runtime:
             self._timer.cancel()
         for future, event in self._open.values():
             if not future.done():
-                future.set_result(_cut_short() if isinstance(event, PushReceived | SetReceived) else _stopping())
+                future.set_result(_cut_short(event) if isinstance(event, PushReceived | SetReceived) else _stopping())
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _check_open(self) -> None:
@@ -322,8 +322,9 @@ def _stopping() -> PsError:
     return problem("unavailable", "this shard is stopping")
 
 
-def _cut_short() -> PsError:
-    hint = "a push may be sent again under its id; without one it may count twice"
+def _cut_short(event: PushReceived | SetReceived) -> PsError:
+    push = isinstance(event, PushReceived)
+    hint = "send it again under its id; without one it may count twice" if push else "send it again"
     return problem("in_doubt", "this shard is stopping, and may have done this", hint=hint)
 
 

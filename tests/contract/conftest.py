@@ -23,7 +23,8 @@ def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.T
     """With a test that fails show the logs of the nodes that it shares with others."""
     report = yield
     if report.failed:
-        report.sections += [(name, v.logs()) for name, v in item.funcargs.items() if isinstance(v, Nodes)]
+        found = {v.folder: (name, v) for name, v in item.funcargs.items() if isinstance(v, Nodes)}  # by several names
+        report.sections += [(name, v.logs()) for name, v in found.values()]
     return report
 
 

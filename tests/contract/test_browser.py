@@ -1,5 +1,6 @@
 """The status page in a real browser: headless Chromium against a live cluster that trains and loses a shard."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,6 +132,24 @@ def test_a_link_leads_to_its_model(tmp_path: Path, browser: Pages) -> None:
         page.wait_for_selector("#model-head .name")
         eventually(lambda: seen.text("#state") == "ok", what="the served models on the page")
         assert seen.errors == []
+
+
+def test_of_two_models_that_train_alike_one_stays_shown(tmp_path: Path, browser: Pages) -> None:
+    """Where nobody has chosen, the model shown stays while it is pushed to, though another is pushed to more often."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        for model in ("first", "second"):
+            cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
+        status, body = cluster.get("/status"), ""
+        for second, rates in enumerate([{"first": 10.0, "second": 9.0}, {"first": 9.0, "second": 10.0}]):
+            status["cluster"]["map_epoch"] = 4000 + second
+            for model in status["models"]:
+                model["pushes_per_s"] = rates[model["name"]]
+            body += f"event: status\ndata: {json.dumps(status)}\n\n"
+        answers = [{"content_type": "text/event-stream", "body": body}]
+        seen.page.route("**/status/stream", lambda route: route.fulfill(**answers.pop()) if answers else None)
+        seen.page.goto(cluster.url)
+        seen.page.wait_for_selector("#facts:has-text('map 4001')")
+        assert seen.text("#model-head .name") == "first"
 
 
 def test_one_of_a_hundred_models_is_chosen_from_a_list(tmp_path: Path, browser: Pages) -> None:

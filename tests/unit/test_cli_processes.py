@@ -120,32 +120,45 @@ def test_only_a_supervisor_that_ended_by_itself_has_stored_everything(
 
 
 @pytest.mark.parametrize(
-    ("settings", "secret", "told"),
+    ("settings", "secret", "url", "told"),
     [
-        ('[client]\ntoken = "mine"\nca = "CA"', "", ("mine", "CA")),
-        ('[client]\ntoken = "mine"\nca = "CA"\n[worker]\ntoken = "own"\nca = "CA"', "", (None, None)),
-        ('token = "mine"\nca = "CA"', "", (None, None)),  # theirs, too
-        ('[client]\ntoken = "another"', tokens.new_key(), ("ps1.worker", None)),
+        ('[client]\ntoken = "mine"\nca = "CA"', "", "https://there:1", ("mine", "CA")),
+        (
+            '[client]\ntoken = "mine"\nca = "CA"\n[worker]\ntoken = "own"\nca = "CA"',
+            "",
+            "https://there:1",
+            (None, None),
+        ),
+        ('token = "mine"\nca = "CA"', "", "https://there:1", (None, None)),  # theirs, too
+        ('[client]\ntoken = "mine"\nca = "CA"', tokens.new_key(), "http://there:1", ("mine", None)),
+        ("", tokens.new_key(), "http://there:1", ("ps1.worker", None)),
+        ('[client]\ntoken = "theirs"\nca = "CA"', tokens.new_key(), None, ("ps1.worker", None)),
+        ('[client]\ntoken = "theirs"\nca = "CA"', "", None, (None, None)),
     ],
-    ids=["the client's", "their own", "everybody's", "another cluster's"],
+    ids=["the client's", "their own", "everybody's", "without TLS", "by a secret", "our cluster", "ours, open"],
 )
 def test_workers_get_what_lets_psctl_itself_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, secret: str, told: tuple[str | None, str | None]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: str,
+    secret: str,
+    url: str | None,
+    told: tuple[str | None, str | None],
 ) -> None:
     """The workers that psctl starts get the token and the `ca` of `[client]`, unless they have some of their own.
 
-    They were refused without end. A cluster with a secret of its own gives them a token made with it.
+    They were refused without end. Workers of psctl's own cluster get nothing that is meant for another one.
     """
     for name in ("PARAMSERVER_TOKEN", "PARAMSERVER_CA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     file = certifi.where()
     (tmp_path / "paramserver.toml").write_text(settings.replace("CA", file))
-    state, block = StateDir(tmp_path / "state"), ports.reserve(1)
+    state, block = StateDir(tmp_path / "state"), ports.reserve(3)
     state.make()
     if secret:
         state.secret_file.write_text(secret)
     with block.lock:
-        (spec,) = Processes(state, Plan(workers=1, scheduler="http://127.0.0.1:1"), block).worker_specs()
+        (spec,) = Processes(state, Plan(workers=1, scheduler=url), block).worker_specs()
     token, ca = spec.env.get("PARAMSERVER_TOKEN"), spec.env.get("PARAMSERVER_CA")
     assert (token and token[:10], ca and ca.replace(file, "CA")) == told

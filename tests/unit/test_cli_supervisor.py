@@ -45,11 +45,11 @@ def test_a_process_that_cannot_be_started_is_tried_again(supervisor: Supervisor,
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(supervisor.run_child(ChildSpec("worker-0", "worker", [str(program)])))
             await asyncio.sleep(1)
-            program.write_text("#!/bin/sh\n")
+            program.write_text("#!/bin/sh\necho runs\n")
             program.chmod(0o700)
 
     virtual_time.run(run())
-    assert supervisor.state.log("worker-0").exists()
+    assert supervisor.state.log("worker-0").read_text() == "runs\n"
 
 
 def test_a_process_that_cannot_be_started_at_first_ends_the_start(supervisor: Supervisor, tmp_path: Path) -> None:
