@@ -1,6 +1,7 @@
 """Encoded pushes at a shard: applied, staged, forwarded, repeated, and refused if they contradict their header."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from msgspec.structs import asdict
 from tests.decoding import decode_partition
 from tests.waiting import eventually
 
+import paramserver as ps
 from paramserver.codecs import Codec, encode_partition
 from paramserver.codecs.stage import pack
 from paramserver.core.layout import Layout
@@ -19,7 +21,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.types import AnyArray, PushId
 from paramserver.wire.frame import MEDIA_TYPE, Header, PushFrame, PushPart, PushReply, decode_header, encode_header
 
-from .processes import START_S, Nodes, unique
+from .processes import START_S, Nodes, nodes, unique
 
 pytestmark = pytest.mark.process
 PARTITIONS = 4
@@ -86,6 +88,14 @@ def model(rest_cluster: Nodes) -> Model:
     return Model(rest_cluster)
 
 
+@pytest.fixture
+def without_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """A scheduler and a shard as in a pod of Kubernetes."""
+    monkeypatch.setenv("PARAMSERVER_SHARED_MEMORY", "")
+    with nodes(tmp_path, shards=1) as cluster:
+        yield cluster
+
+
 def refused(answer: httpx.Response, status: int, code: str) -> str:
     """The detail of a problem document that must have that status and code."""
     assert (answer.status_code, answer.json()["code"]) == (status, code), answer.text
@@ -115,6 +125,23 @@ def test_elements_may_be_packed_too(model: Model, stage: str) -> None:
     assert first.status_code == 200, first.text
     assert decode_header(again.content, PushReply)[0].duplicate
     assert np.array_equal(model.values(), model.flat)
+
+
+def test_parts_of_a_usual_size_add_up_in_every_coding(without_shared_memory: Nodes) -> None:
+    """Parts of more than 64 KiB as sent, of partitions of one size, leave the sum of what was pushed.
+
+    A shard without shared memory computes neighbors one after the other, and reuses the memory of what it has applied.
+    """
+    gradient = np.random.default_rng(1).integers(-100, 101, 500_000).astype(np.float32)  # exact in all but int8
+    with ps.connect(without_shared_memory.url) as client:
+        model = client.create_model(unique("codec"), {"w": gradient.shape}, optimizer=ps.Sum(), partitions=4)
+        for n, codec in enumerate(["fp32+zstd", "fp32+lz4", "fp16+zstd", "fp16+lz4", "bf16+zstd", "bf16+lz4"], 1):
+            model.push({"w": gradient}, codec=codec)
+            assert np.array_equal(model.pull()["w"], n * gradient), codec
+        for codec in ("int8", "int8+zstd", "int8+lz4"):
+            with model.worker(codec=codec) as worker:
+                worker.push({"w": gradient})
+        assert np.allclose(model.pull()["w"], 9 * gradient, atol=3.0)
 
 
 def test_a_repeat_is_known_by_its_encoded_bytes(model: Model) -> None:
