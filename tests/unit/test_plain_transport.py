@@ -164,20 +164,22 @@ def test_a_given_url_that_takes_http2_gets_it(ask: Callable[..., list[Any]]) -> 
         assert [o.body for o in ask(server.url, GET, GET)] == [b"1", b"2"]
 
 
+def answer_http1(connected: socket.socket, heard: list[bytes], refusal: bytes) -> None:
+    """Refuse HTTP/2 with that status line and end, or answer requests in HTTP/1.1; add what is said to `heard`."""
+    while said := connected.recv(65536):
+        heard.append(said.split(b"\r\n")[0])
+        if said.startswith(b"PRI"):
+            connected.sendall(b"HTTP/1.1 " + refusal + b"\r\ncontent-length: 0\r\n\r\n")
+            return
+        connected.sendall(OK)
+
+
 @both
 def test_one_that_does_not_gets_http1(ask: Callable[..., list[Any]]) -> None:
     """A URL whose server refuses HTTP/2 is asked in HTTP/1.1, from then on without another attempt."""
     heard: list[bytes] = []
 
-    def old(connected: socket.socket) -> None:
-        while said := connected.recv(65536):
-            heard.append(said.split(b"\r\n")[0])
-            if said.startswith(b"PRI"):
-                connected.sendall(b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-length: 0\r\n\r\n")
-                return
-            connected.sendall(OK)
-
-    with serving(old) as url:
+    with serving(lambda connected: answer_http1(connected, heard, b"505 HTTP Version Not Supported")) as url:
         assert [o.body for o in ask(url, GET, GET)] == [b"{}"] * 2
     assert heard == [b"PRI * HTTP/2.0", *[b"GET /models HTTP/1.1"] * 2]
 
@@ -193,13 +195,8 @@ def test_a_url_that_no_longer_takes_http2_gets_http1(ask: Callable[..., list[Any
             for _ in range(2):
                 peer.send(peer.answer(peer.until(wire.HEADERS), b"node"))
             heard.append(b"node")
-            return
-        while said := connected.recv(65536):
-            heard.append(said.split(b"\r\n")[0])
-            if said.startswith(b"PRI"):
-                connected.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
-                return
-            connected.sendall(OK)
+        else:
+            answer_http1(connected, heard, b"400 Bad Request")
 
     with serving(serve) as url:
         first, lost, *rest = ask(url, GET, GET, GET, GET)

@@ -294,14 +294,12 @@ class AsyncPushStream:
         self._stream = Stream(session, **options)
         self._more = asyncio.Event()
         self._failed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._pid = os.getpid()
         self.result = DROPPED
         """The result of the push, set when the block has ended."""
 
     async def __aenter__(self) -> "AsyncPushStream":
-        self._loop = asyncio.get_running_loop()
         await self._run(self._stream.open(self._deadline()))
         self._task = asyncio.create_task(self._send(), name="push stream")
         return self
@@ -311,8 +309,8 @@ class AsyncPushStream:
         if self._pid != os.getpid():
             raise of_another_process()
         self._stream.put(name, grad)
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._more.set)
+        assert self._task is not None
+        self._task.get_loop().call_soon_threadsafe(self._more.set)
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._pid != os.getpid():

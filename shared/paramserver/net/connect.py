@@ -72,13 +72,17 @@ def _look_up(host: str, port: int, timeout_s: float) -> _Found:
     The system's call has no time limit, and takes up to a minute if the name servers are silent: a thread makes it.
     Raises TimeoutError, or what the system's call does.
     """
-    if host.replace(".", "").isdigit() or ":" in host:  # an address, which is only parsed
+
+    def looked_up() -> _Found:
         return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+
+    if host.replace(".", "").isdigit() or ":" in host:  # an address, which is only parsed
+        return looked_up()
     found: Future[_Found] = Future()
 
     def ask() -> None:
         try:
-            found.set_result(list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+            found.set_result(looked_up())
         except Exception as e:
             found.set_exception(e)
 
