@@ -11,15 +11,17 @@ from tests.refusals import refused_with
 from tests.waiting import eventually
 
 import paramserver as ps
+from paramserver.client import transfer
 from paramserver.client import worker as worker_module
+from paramserver.client.cluster import Cluster
 from paramserver.client.iterations import Iterations
 from paramserver.client.task_requests import TaskRequests
 from paramserver.errors import problem
 from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request
-from paramserver.net.retry import LONGEST_S, Backoff
+from paramserver.net.retry import FIRST_S, LONGEST_S, Backoff
 
 from .session_node import BEAT, GRAD, Node, deadline, no, ok, opened
-from .sharding import Now, drive
+from .sharding import A, Now, Shards, drive, expected, grads, terms
 from .test_client_iterations import Shard
 from .test_client_tasks import LEASE
 
@@ -93,6 +95,36 @@ def test_a_call_may_be_tried_for_hours() -> None:
     now = Now()
     backoff = Backoff(Deadline.after(1e6, now))
     assert all(backoff.pause(problem("unreachable", "nobody is there")).seconds <= LONGEST_S for _ in range(2000))
+
+
+def test_a_node_that_cannot_be_reached_is_tried_again_soon() -> None:
+    """A shard that restarts is found within half a second, and its first refusal counts as the first."""
+    backoff = Backoff(Deadline.after(1e6, Now()))
+    pauses = [backoff.pause(problem("unreachable", "nobody is there")).seconds for _ in range(500)]
+    assert 0.4 < max(pauses) <= 0.5
+    loading = problem("loading", "in a moment", retry_after_s=0.0)
+    assert backoff.pause(loading).seconds <= FIRST_S
+    assert 1.5 < max(backoff.pause(loading).seconds for _ in range(500)) <= LONGEST_S
+
+
+def test_while_a_shard_cannot_be_reached_the_map_is_asked_for_once_a_second() -> None:
+    """All workers miss a dead shard at the same time: the scheduler is not asked for each of their attempts."""
+    shards, now = Shards(), Now()
+    cluster, died = Cluster(("http://given:1",)), now()
+
+    def answer(request: Request) -> Outcome:
+        if request.to == A and request.path == "/push" and now() < died + 4.0:
+            attempts.append(now())
+            return problem("unreachable", "connection refused")
+        return shards(request)
+
+    attempts: list[float] = []
+    drive(transfer.push(cluster, "m", Deadline.after(60.0, now), grads(), terms()), answer, now)
+    maps = [path for _, path in shards.log if path == "/models/m"]
+    assert shards.flat.tolist() == expected().tolist()
+    assert len(attempts) >= 8
+    assert now() < died + 4.6
+    assert len(maps) <= 6  # one before the first attempt, one after it, and one in each second that follows
 
 
 @pytest.mark.parametrize(

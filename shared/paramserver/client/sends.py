@@ -27,6 +27,9 @@ REQUEST_ELEMENTS_MAX: Final = BODY_BYTES_MAX // max(ITEMSIZE.values())
 """Elements of one request, which fit into a body in any element type; what a partition has always fits."""
 REFRESH_S: Final = 2.0
 """How long a call waits for a newer map before it retries with the old one."""
+REFRESH_AGAIN_S: Final = 1.0
+"""How often a call asks for a newer map, at most, while a shard cannot be reached: another has its partitions only once
+its lease has expired, and every worker asks."""
 _GONE: Final = ("model_replaced", "unknown_model")
 
 Groups = list[tuple[str | None, list[Part]]]
@@ -45,6 +48,8 @@ class Transfer:
         self._backoff = Backoff(deadline, reads=reads)
         self._moved = 0
         """How often some part could not be done where it was sent."""
+        self._refresh_at = 0.0
+        """When a newer map may be asked for again."""
 
     def groups(self, parts: list[Part]) -> tuple[Groups, list[Part]]:
         """Group parts by route; also return those that must wait, because a request has all that it may have."""
@@ -90,7 +95,9 @@ class Transfer:
             if self._moved > 1 or any(map(is_temporary, errors)):  # an outdated map needs no pause the first time
                 yield self._backoff.pause(*failures, *refusals)
             # A shard that serves nobody may have lost all it had, and not be able to join again, or to say so.
-            if silent or refusals or any([self._is_outdated(e) or e.code == "unavailable" for e in errors]):
+            told = refusals or any([self._is_outdated(e) or e.code == "unavailable" for e in errors])
+            if told or (silent and self.deadline.clock() >= self._refresh_at):
+                self._refresh_at = self.deadline.clock() + REFRESH_AGAIN_S
                 yield from self._refresh()
         return in_order(part for _, parts, _ in failed for part in parts)
 

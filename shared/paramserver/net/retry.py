@@ -1,8 +1,9 @@
 """Retries: which failures are temporary, how long to back off, and what to raise at the deadline.
 
 Backoff is exponential with full jitter (M. Brooker, "Exponential Backoff And Jitter", AWS 2015): a random time up to
-50 ms, doubling with each retry up to 2 s, on top of the `retry_after_s` that an answer asks for.  A request is always
-sent again unchanged, push id included, so that its second delivery is a duplicate.
+50 ms, doubling with each retry up to 2 s, on top of the `retry_after_s` that an answer asks for; up to 0.5 s while
+nobody can be connected to, which costs no node anything.  A request is always sent again unchanged, push id included,
+so that its second delivery is a duplicate.
 """
 
 import random
@@ -16,6 +17,8 @@ from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Respo
 
 FIRST_S: Final = 0.05
 LONGEST_S: Final = 2.0
+UNREACHABLE_S: Final = 0.5
+"""Longest pause after a failure to connect: a restarted node is back after a second or two."""
 REASONS_MAX: Final = 4
 """Of the shards' different reasons, how many an error tells."""
 LOOK_FIRST: Final = "an earlier attempt may have been done: look before you repeat it"
@@ -37,6 +40,8 @@ class Backoff:
         self._began_at = deadline.clock()
         self._tries = 0
         """Failed attempts that were followed by a pause."""
+        self._unreachable = 0
+        """Of these, the ones that reached nobody."""
         self._answer: PsError | None = None
         """The last failure that the cluster answered, as opposed to attempts without an answer."""
 
@@ -49,7 +54,10 @@ class Backoff:
         self.in_doubt = self.in_doubt or any(map(may_be_done, errors))
         if isinstance(error, Unavailable) and not _is_silence(error):
             self._answer = error
-        ceiling = min(LONGEST_S, FIRST_S * 2.0 ** min(self._tries, 60))
+        unreachable = all(isinstance(e, Unreachable) for e in errors)
+        longest_s = UNREACHABLE_S if unreachable else LONGEST_S
+        before = self._unreachable if unreachable else self._tries - self._unreachable
+        ceiling = min(longest_s, FIRST_S * 2.0 ** min(before, 60))
         wait_s = _random.uniform(0.0, ceiling)
         if error.retry_after_s is not None and not _is_silence(error):
             wait_s += error.retry_after_s
@@ -61,6 +69,7 @@ class Backoff:
                 )
             raise self.final(error)
         self._tries += 1
+        self._unreachable += unreachable
         return Pause(wait_s)
 
     def final(self, error: PsError) -> PsError:
