@@ -7,6 +7,8 @@ from typing import Final
 from paramserver.errors import problem
 from paramserver.limits import SERVE_WITHOUT_CONTACT_S
 
+JOINS_S: Final = 0.2
+"""After how long to ask a shard that has just started again: it joins within a second."""
 _NEVER: Final = float("-inf")
 
 
@@ -27,8 +29,10 @@ class Serving:
         between.
         """
         seen_at = max(self._scheduler_seen_at, self._redis_seen_at)
-        if self.closed or seen_at == _NEVER:
-            raise problem("unavailable", "this shard is stopping" if self.closed else "this shard has not joined yet")
+        if self.closed:
+            raise problem("unavailable", "this shard is stopping")
+        if seen_at == _NEVER:
+            raise problem("unavailable", "this shard has not joined yet", retry_after_s=JOINS_S)
         # Not the loop's time: it is cached within an iteration, and the process may be paused in the middle of one.
         if monotonic() - seen_at > SERVE_WITHOUT_CONTACT_S:
             raise problem("unavailable", "this shard has no contact with a scheduler or Redis")

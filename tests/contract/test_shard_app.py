@@ -45,10 +45,11 @@ async def test_every_route_carries_a_role(app: FastAPI) -> None:
 
 
 async def test_before_it_has_joined_a_shard_serves_nothing(app: FastAPI) -> None:
-    """Before it has joined, a shard answers 503 with Retry-After to values, is live, and says why not ready."""
+    """Before it has joined, a shard answers 503 to values, to be asked again soon, is live, and says why not ready."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shard") as client:
         for answer in (await client.post("/pull", json={"model": "m"}), await client.get("/pull/m/w")):
             assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
+            assert (answer.headers["retry-after"], answer.json()["retry_after_s"]) == ("1", 0.2)
             assert "retry-after" in answer.headers
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["reason"]) == (503, "not a member of the cluster yet")
