@@ -50,7 +50,6 @@ async def test_before_it_has_joined_a_shard_serves_nothing(app: FastAPI) -> None
         for answer in (await client.post("/pull", json={"model": "m"}), await client.get("/pull/m/w")):
             assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
             assert (answer.headers["retry-after"], answer.json()["retry_after_s"]) == ("1", 0.2)
-            assert "retry-after" in answer.headers
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["reason"]) == (503, "not a member of the cluster yet")
         assert (await client.get("/livez")).status_code == 200
