@@ -72,7 +72,7 @@ class Session(Membership):
         wait_s: float | None = None,
         view: bool = False,
     ) -> Call[Params]:
-        """Pull the current values; in sync they include at least the commit that released this worker's clock.
+        """Pull the current values; in sync they include at least the last commit before this worker's clock.
 
         `view`: read-only, and on a shard's own machine its memory.  Raises RequestError (`invalid_field`) with `out`.
         """
@@ -382,6 +382,7 @@ class Session(Membership):
             if self.mode in ("sync", "ssp") and now == (epoch, timeline) and clock > self.clock:
                 took_part, self.pushed = self.pushed == now, None
                 self._set_clock(clock, took_part=took_part)
+                self._min_clock = max(self._min_clock, clock)
 
     def _set_clock(self, clock: int, *, took_part: bool = True) -> None:
         """Set the clock, after the worker took part in the present one or not; `since` starts anew if it skips any."""
