@@ -71,10 +71,12 @@ class Session(Membership):
         min_version: int = 0,
         wait_s: float | None = None,
         view: bool = False,
+        record: bool = True,
     ) -> Call[Params]:
         """Pull the current values; in sync they include at least the last commit before this worker's clock.
 
         `view`: read-only, and on a shard's own machine its memory.  Raises RequestError (`invalid_field`) with `out`.
+        `record`: gradients are computed from these values from now on.
         """
         transfer.check_view(out, view)
         if names is not None or ranges is not None:
@@ -107,7 +109,8 @@ class Session(Membership):
                     raise
                 yield from self._follow(e, epoch, timeline, deadline)
                 continue
-            self.record_pulled(p, epoch, timeline)
+            if record:
+                self.record_pulled(p, epoch, timeline)
             return p.frozen() if view else p
 
     def _while_current(self, call: Call[T], epoch: int, timeline: int) -> Call[T]:
