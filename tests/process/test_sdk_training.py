@@ -215,6 +215,42 @@ def test_a_worker_keeps_state_and_evaluates(client: ps.Client, name: str) -> Non
     assert [p.value for p in model.metrics("accuracy")] == [0.5]
 
 
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_gradients_are_not_based_on_what_is_evaluated(client: ps.Client, name: str, kind: str) -> None:
+    """The values that an evaluation pulls are not those of the loop: a gradient of older ones counts as stale."""
+    rule = ps.Async(lag="reject", lag_bound=1)
+    model = client.create_model(name, {"w": (4,)}, optimizer=ps.Sum(), consistency=rule)
+    grads, seen = {"w": np.ones(4)}, list[float]()
+
+    def measure(values: ps.Params) -> dict[str, float]:
+        seen.append(float(values["w"][0]))
+        return {"accuracy": 0.5}
+
+    def others_go_on() -> None:
+        for _ in range(3):
+            model.push(grads)
+        model.evaluate()
+
+    async def awaited() -> None:
+        async with ps.AsyncClient(client.url) as aio, aio.model(name).worker() as w:
+            await w.pull()
+            await asyncio.to_thread(others_go_on)
+            while await w.evaluate(measure) is None:
+                await asyncio.sleep(0.05)
+            await w.step(grads)
+
+    def blocking() -> None:
+        with model.worker() as w:
+            w.pull()
+            others_go_on()
+            eventually(lambda: w.evaluate(measure), what="the evaluation")
+            w.step(grads)
+
+    with refused_with("too_stale"):
+        asyncio.run(awaited()) if kind == "asyncio" else blocking()
+    assert seen == [3.0]
+
+
 def test_a_worker_given_up_joins_again(client: ps.Client, name: str) -> None:
     """A worker whose lease was ended by the server joins again under the same id, with a new epoch."""
     model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)

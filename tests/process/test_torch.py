@@ -428,15 +428,6 @@ def test_a_step_whose_values_do_not_come_says_that_it_is_done(
         assert not np.array_equal(_values(net)["0.weight"], before["0.weight"])
 
 
-def test_a_learning_rate_that_was_refused_is_told_again(client: ps.Client, name: str) -> None:
-    """A learning rate that the cluster refused is sent again by the next step, which fails like the first."""
-    with ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.05)) as opt:
-        opt.param_groups[0]["lr"] = -1.0
-        for _ in range(2):
-            with pytest.raises(ps.RequestError, match="lr"):
-                opt.step()
-
-
 @pytest.mark.parametrize("field", ["weight_decay", "betas", "momentum"])
 def test_settings_in_the_parameter_group_are_refused(client: ps.Client, name: str, field: str) -> None:
     """What is written into the parameter group besides the rate would be ignored: a step refuses it, and says why."""
@@ -463,49 +454,6 @@ def test_a_state_of_another_optimizer_is_refused(client: ps.Client, name: str) -
             with pytest.raises(ps.RequestError, match="another optimizer"):
                 opt.load_state_dict(state)
         assert (opt.param_groups[0]["lr"], len(opt.state)) == (0.25, 0)
-
-
-def test_the_first_of_the_live_workers_sets_the_learning_rate(client: ps.Client, name: str) -> None:
-    """The worker of the lowest live rank passes the rate on; once it has left, the next one does, also what is due."""
-
-    def rate() -> Any:
-        return model.info()["spec"]["optimizer"]["lr"]
-
-    model = client.model(name)
-    with ParameterServerOptimizer(module(), model, ps.SGD(0.5), rank=3) as third:
-        third.param_groups[0]["lr"] = 0.4
-        third.step()
-        assert rate() == 0.4
-
-        with ParameterServerOptimizer(module(), model, ps.SGD(0.3), rank=1) as first:
-            first.step()
-            assert rate() == 0.3
-            eventually(lambda: not third.worker.first, what="the news of another worker")
-            third.param_groups[0]["lr"] = 0.2
-            third.step()
-            assert rate() == 0.3
-
-        eventually(lambda: third.worker.first, what="the news that it has left")
-        third.step()
-        assert rate() == 0.2
-
-
-def test_a_worker_that_may_not_set_the_rate_trains_on(
-    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A worker that takes over the rate with a token that does not allow it says so once, and trains at the present."""
-
-    def forbidden(**_: Any) -> Any:
-        raise problem("forbidden", "the token's role is worker")
-
-    with ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.5), rank=1) as opt:
-        monkeypatch.setattr(opt.model, "set", forbidden)
-        for rate in (0.4, 0.3):
-            opt.param_groups[0]["lr"] = rate
-            opt.step()
-        assert opt.worker.clock_number == 2
-    (said,) = [r.getMessage() for r in caplog.records if "model.rate_stays" in r.getMessage()]
-    assert "worker" in said
 
 
 def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:

@@ -179,13 +179,19 @@ def test_only_a_clock_that_falls_in_sync_is_told_as_a_rollback(
     assert (session.clock, session.timeline) == (clock, 2)
 
 
-def test_a_gradient_of_values_from_before_a_rollback_is_not_sent() -> None:
-    """A gradient of values from before a rollback is not sent if a heartbeat has reported the rollback."""
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_gradient_of_values_from_before_a_rollback_is_not_sent(evaluates: bool) -> None:
+    """A gradient of values from before a rollback is not sent if a heartbeat has reported the rollback.
+
+    What is pulled after it for something else, such as an evaluation, changes nothing.
+    """
     node, session = joined()
     drive(session.pull(deadline()), node)
     node.timeline = 2
     node.script[BEAT] = [no("rolled_back", timeline=2, clock=0)]
     drive(session.beat(deadline()), node)
+    if evaluates:
+        drive(session.pull(deadline(), record=False), node)
 
     done = drive(session.push(GRAD, deadline()), node)
 

@@ -173,6 +173,26 @@ def test_a_worker_that_skips_clocks_counts_from_there(clock: int, pushed: bool, 
     assert session.since == clock + 1
 
 
+@pytest.mark.parametrize(("mode", "asks"), [("sync", [7, 9, 3]), ("async", [0, 0, 0])])
+def test_a_worker_that_begins_at_a_clock_pulls_the_values_of_that_clock(mode: str, asks: list[int]) -> None:
+    """In sync a worker that joins, catches up or follows a rollback asks for the commits before its clock.
+
+    They are decided, but some shards may not have applied them yet.
+    """
+    node = Node(mode)
+    node.clock = 7
+    session = opened(node)
+
+    drive(session.pull(deadline()), node)
+    session.catch_up(9, 1, 0)
+    drive(session.pull(deadline()), node)
+    node.timeline, node.script[BEAT] = 1, [no("rolled_back", timeline=1, clock=3)]
+    drive(session.beat(deadline()), node)
+    drive(session.pull(deadline()), node)
+
+    assert [f.min_clock for f in node.pulls] == asks
+
+
 def test_a_stream_is_not_clipped_by_a_norm_that_is_not_known() -> None:
     """A streamed push to a model that clips by the norm of the whole gradient is refused before anything is sent."""
     node = Node("async")

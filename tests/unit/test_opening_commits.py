@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.refusals import refused_with
 
 from paramserver.core import scheduler_io as io
 from paramserver.errors import PsError
@@ -90,3 +91,21 @@ def test_a_shard_names_the_first_clock_that_counts(opening: bool) -> None:
     driver.commit(4, listed(4))
     assert at(driver) == (5, 5)
     assert driver.values() == [float(opening)] * 4
+
+
+def test_a_pull_for_the_first_clock_does_not_wait_for_the_commit_that_begins_the_phase() -> None:
+    """A pull that asks for the phase's first commit is answered once the partition is in the phase.
+
+    That commit changes no values, and may wait long: for a checkpoint that is being written, for instance.
+    """
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    begin(driver, 3, opening=True)
+
+    assert at(driver) == (3, 0)
+    assert driver.pull(0, min_clock=4).version == 0
+    with refused_with("version_not_reached"):
+        driver.pull(0, min_clock=5)
+    begin(driver, 7, opening=False)
+    with refused_with("version_not_reached"):
+        driver.pull(0, min_clock=8)

@@ -219,7 +219,7 @@ class AsyncWorker(WorkerBase):
         if task is None:
             return None
         try:
-            found = measure(await self.pull())
+            found = measure(await self._run(self._session.pull(self._deadline(None), record=False)))
             metrics = measured(await found if isawaitable(found) else found)
             await self._run(self._tasks.done(task, self._deadline(None), metrics))
         finally:

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.cluster import model_path
 from paramserver.client.gradients import Grads
-from paramserver.client.pushed import Pushed
+from paramserver.client.pushed import DROPPED, Pushed
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.errors import PsError, Unavailable, from_document, problem
@@ -30,6 +30,9 @@ TOLD_AFTER_S: Final = 30.0
 PUSHED: Final = "the gradient was pushed: call worker.clock() to keep waiting, and do not push it again"
 Over: TypeAlias = tuple[int | None, int, int]
 """Clock (None: the next), epoch and timeline to go on in, once an iteration is over."""
+Ended: TypeAlias = Literal["over", "late", "kept"]
+"""How the report of an iteration ended: the next one begins, the report came too late, or the iteration starts again
+because its pushes were undone before the report was answered (the clock then is the one that the model told)."""
 DONE: Final = "the iteration is done; get the values with worker.pull(). Another step would count its gradient twice"
 
 
@@ -51,8 +54,8 @@ class Iterations:
             yield from self._advance(deadline, until)
             return self._session.clock
 
-    def _advance(self, deadline: Deadline, until: Deadline | None) -> Call[bool]:
-        """See `advance`.  Returns whether the iteration was reported too late."""
+    def _advance(self, deadline: Deadline, until: Deadline | None) -> Call[Ended]:
+        """See `advance`."""
         s = self._session
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
@@ -61,8 +64,9 @@ class Iterations:
             # the model became synchronous during the push, what is staged of it is added to the next one.
             log.warning("clock.kept worker=%s clock=%d reason=its push was for an earlier timeline", s.worker, s.clock)
             s.pushed = None
-            return False
-        done, committed, late = s.clock + 1, 0, False
+            return "kept"
+        ended: Ended = "over"
+        done, committed = s.clock + 1, 0
         to_be_told = deadline.clock() + TOLD_AFTER_S if until is None else None
         while s.mode in ("ssp", "sync"):
             wait_s = POLL_S if until is None else min(POLL_S, until.left_s())
@@ -71,10 +75,10 @@ class Iterations:
             doc = yield from s.ask(model_path(s.model, "clock"), body, epoch, timeline, wait_s, deadline.clock, until)
             if doc is None:
                 s.pushed = s.reported = None
-                return False
+                return "kept"
             if doc.get("released"):
-                late = bool(doc.get("late"))
-                if late:
+                if doc.get("late"):
+                    ended = "late"
                     log.info("clock.late worker=%s clock=%d reason=the others ended it first", s.worker, done - 1)
                 done = max(done, int(doc.get("clock") or 0))
                 committed = done if s.mode == "sync" else 0
@@ -95,7 +99,7 @@ class Iterations:
                 within = f" in {until.whole_s:g} s" if until.whole_s is not None else ""
                 raise problem("unavailable", f"clock {done} was not released{within}: waiting for {whom}")
         yield from s.continue_at(done, epoch, timeline, committed, until=until)
-        return late
+        return ended
 
     def step(
         self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, until: Deadline | None, **options: Any
@@ -114,8 +118,7 @@ class Iterations:
         done = yield from self._reporting_divergence(numbers, pushing)
         if done.state != "dropped":
             s.reports.note(s.clock, numbers)
-            if (yield from self._finish(deadline, until, self._released(done))):
-                return replace(done, late=True)
+            return (yield from self._finish(deadline, until, done, self._released(done)))
         return done
 
     def _released(self, done: Pushed) -> Over | None:
@@ -173,17 +176,18 @@ class Iterations:
         commit_wait_s = self._commit_wait_s(deadline)
         exchanging = s.exchange(grads, deadline, out=out, view=view, last=True, commit_wait_s=commit_wait_s, **options)
         found = yield from self._reporting_divergence(numbers, exchanging)
+        done = DROPPED
         if found is not None:
             pushed, values = found
             s.reports.note(s.clock, numbers)
             over = self._released(pushed)
             if not pushed.released and s.mode not in ("ssp", "sync"):  # nobody is waited for
                 over = None, epoch, timeline  # other threads may have raised the clock meanwhile
-            yield from self._finish(deadline, until, over)
+            done = yield from self._finish(deadline, until, pushed, over)
             if over is not None and values is not None and (s.numbers.epoch, s.timeline) == over[1:]:
                 s.record_pulled(values, *over[1:])
                 return values.frozen() if view else values
-        return (yield from self._pull(deadline, until, out, view, done=found is not None))
+        return (yield from self._pull(deadline, until, out, view, done=done.state != "dropped"))
 
     def _pull(
         self, deadline: Deadline, until: Deadline | None, out: Params | None, view: bool, *, done: bool
@@ -195,20 +199,31 @@ class Iterations:
         with pulling_after(DONE if done else None):
             return (yield from s.pull(deadline, out=out, view=view))
 
-    def _finish(self, deadline: Deadline, until: Deadline | None, released: Over | None) -> Call[bool]:
+    def _finish(
+        self, deadline: Deadline, until: Deadline | None, pushed: Pushed, released: Over | None
+    ) -> Call[Pushed]:
         """End an iteration whose push was accepted, by `advance` unless the shards have `released` its clock already.
 
-        Returns whether it was reported too late, so that the push does not count.
+        Returns the result of the push: it may have been late or, while the commit was awaited, undone.
 
         The hint of an error says that the gradient counts, because the caller must not push it again.
         """
+        s = self._session
+        reported = s.reported
         try:
-            if released is None:
-                return (yield from self._advance(deadline, until))
-            yield from self._session.continue_at(*released, until=until)
-            return False
+            if released is not None:
+                yield from s.continue_at(*released, until=until)
+                return pushed
+            ended = yield from self._advance(deadline, until)
         except Unavailable as e:
             raise _hinting(e, PUSHED) from e
+        if ended == "late":
+            return replace(pushed, late=True)
+        # A model that went on beyond the push's clock may have had the gradient in that commit.
+        if ended == "kept" and pushed.state == "staged" and reported is not None and s.clock <= reported[2]:
+            log.warning("push.dropped worker=%s reason=undone before its commit", s.worker)
+            return DROPPED
+        return pushed
 
     def _commit_wait_s(self, deadline: Deadline) -> float | None:
         """How long shards may hold the answer to the last push until the commit arrives; None outside sync mode."""

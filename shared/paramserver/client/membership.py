@@ -61,8 +61,8 @@ class Membership:
         self._base: Mapping[int, tuple[int, int]] | None = None
         """partition -> (version, incarnation) of the values that gradients are currently computed from."""
         self._min_clock = 0
-        """sync: the committed clock that released this worker, which pulls ask for.  A version cannot express it,
-        because assignments raise versions, too."""
+        """sync: the committed clock that released this worker, or at which it began, which pulls ask for: some shards
+        may not have applied that commit yet.  A version cannot express it, because assignments raise versions, too."""
         self.numbers: Final = PushNumbers("", 0)
         self.worker = ""
         """The id that the scheduler issued; empty before that."""
@@ -134,8 +134,7 @@ class Membership:
         self.first = bool(doc.get("first", self.rank == 0))
         self.lease_s = float(doc.get("lease_s") or limits.LEASE_S)
         self.timeline = int(doc.get("timeline") or 0)
-        self.clock = self.since = int(doc.get("clock") or 0)
-        self._min_clock = 0
+        self.clock = self.since = self._min_clock = int(doc.get("clock") or 0)
 
     def leave(self, deadline: Deadline) -> Call[None]:
         """Leave the model, after a last heartbeat.  Errors are only logged: the lease then expires by itself."""
@@ -252,8 +251,7 @@ class Membership:
                 new = int(error.members.get("timeline") or 0)
                 if new > self.timeline:
                     before, self.timeline = self.clock, new
-                    self.clock = self.since = int(error.members.get("clock") or 0)
-                    self._min_clock = 0
+                    self.clock = self.since = self._min_clock = int(error.members.get("clock") or 0)
                     self._base = None
                     # A change to sync takes nothing back, and a restore goes on beyond all earlier clocks.
                     fell = self.mode == "sync" and self.clock <= before

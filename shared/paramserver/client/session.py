@@ -71,10 +71,12 @@ class Session(Membership):
         min_version: int = 0,
         wait_s: float | None = None,
         view: bool = False,
+        record: bool = True,
     ) -> Call[Params]:
-        """Pull the current values; in sync they include at least the commit that released this worker's clock.
+        """Pull the current values; in sync they include at least the last commit before this worker's clock.
 
         `view`: read-only, and on a shard's own machine its memory.  Raises RequestError (`invalid_field`) with `out`.
+        `record`: gradients are computed from these values from now on.
         """
         transfer.check_view(out, view)
         if names is not None or ranges is not None:
@@ -107,7 +109,8 @@ class Session(Membership):
                     raise
                 yield from self._follow(e, epoch, timeline, deadline)
                 continue
-            self.record_pulled(p, epoch, timeline)
+            if record:
+                self.record_pulled(p, epoch, timeline)
             return p.frozen() if view else p
 
     def _while_current(self, call: Call[T], epoch: int, timeline: int) -> Call[T]:
@@ -382,6 +385,7 @@ class Session(Membership):
             if self.mode in ("sync", "ssp") and now == (epoch, timeline) and clock > self.clock:
                 took_part, self.pushed = self.pushed == now, None
                 self._set_clock(clock, took_part=took_part)
+                self._min_clock = max(self._min_clock, clock)
 
     def _set_clock(self, clock: int, *, took_part: bool = True) -> None:
         """Set the clock, after the worker took part in the present one or not; `since` starts anew if it skips any."""

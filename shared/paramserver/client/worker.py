@@ -258,7 +258,8 @@ class Worker(WorkerBase):
         if task is None:
             return None
         try:
-            metrics = measured(measure(self.pull()))
+            values = self._run(self._session.pull(self._deadline(None), record=False))
+            metrics = measured(measure(values))
             self._run(self._tasks.done(task, self._deadline(None), metrics))
         finally:
             self._session.holding.put_down(task)

@@ -68,18 +68,20 @@ def _outcome_or_blocker(model: ServedModel, event: PullReceived, map_epoch: int)
     partitions = [model.owned(i, map_epoch) for i in event.parts]
     ready, min_version, min_clock = model.ready, event.min_version, event.min_clock
     for p in reversed(partitions):
-        if not ready or not p.answers or p.version < min_version or (p.clock < min_clock and _takes_commits(model, p)):
+        if not ready or not p.answers or p.version < min_version or _lacks_commits(model, p, min_clock):
             return p
     parts = [PulledPart(p.index, p.state, p.version, p.token) for p in partitions if p.state is not None]
     return PullDone(model.key, model.timeline, tuple(parts))
 
 
-def _takes_commits(model: ServedModel, p: Partition) -> bool:
-    """Whether the partition will apply further commits, for which a pull may wait.
+def _lacks_commits(model: ServedModel, p: Partition, min_clock: int) -> bool:
+    """Whether the partition has not taken that many commits, but will: a pull may wait for them.
 
-    A partition that is about to leave sync still applies the commits decided before; one that has left applies no more.
+    The commit that begins a phase changes no values, and may be long in coming, so it is not waited for.  A partition
+    that is about to leave sync still applies the commits decided before; one that has left applies no more.
     """
-    return model.sync or p.spec.consistency.mode == "sync"
+    clock = p.clock + (model.opening and p.clock == model.began)
+    return clock < min_clock and (model.sync or p.spec.consistency.mode == "sync")
 
 
 class PullDesk:

@@ -8,8 +8,8 @@ last (see `addresses`).  A given URL that does not take HTTP/2, or is behind a p
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
@@ -75,9 +75,35 @@ class Protocols:
         self._http2.discard(url)
 
 
-def _probe_before(request: Request) -> Request:
-    """Return the probe that precedes a request to a URL of which it is not known whether it takes HTTP/2."""
-    return Request("GET", "/livez", timeout_s=min(_PROBE_S, request.timeout_s / 2))
+Sending: TypeAlias = Generator[tuple[bool, Request, str], Outcome, Outcome]
+"""Yields (whether over HTTP/2, what, to which URL) to send, is sent its outcome, and returns that of the request."""
+
+
+def _to_given(addresses: Addresses, protocols: Protocols, request: Request) -> Sending:
+    """Send a request to one of the URLs that the client was given, the next one if that fails."""
+    outcome: Outcome = problem("unreachable", "no URL given")
+    for url in addresses.order():
+        outcome = yield from _in_its_protocol(protocols, request, url)
+        if not addresses.record(url, outcome):
+            break
+    return outcome
+
+
+def _in_its_protocol(protocols: Protocols, request: Request, url: str) -> Sending:
+    """Send a request to this URL: in HTTP/2 if it takes that (if it is not known, a probe tells), else in HTTP/1.1."""
+    takes_http2: bool | PsError | None = protocols.of(url)
+    if takes_http2 is None:
+        deadline = Deadline.after(request.timeout_s)
+        probe = Request("GET", "/livez", timeout_s=min(_PROBE_S, request.timeout_s / 2))
+        ends = Deadline.after(probe.timeout_s)
+        takes_http2 = protocols.learn(url, (yield True, probe, url), in_time=ends.left_s() > 0)
+        request = deadline.bound(request)
+    if isinstance(takes_http2, PsError):
+        return takes_http2
+    outcome = yield takes_http2, request, url
+    if isinstance(outcome, NotHttp2):
+        protocols.forget(url)
+    return outcome
 
 
 class BlockingTransport:
@@ -139,28 +165,15 @@ class BlockingTransport:
             return _closed("ps.connect()")
         if request.to is not None:
             return self._http2.send(request, request.to, within)
-        outcome: Outcome = problem("unreachable", "no URL given")
-        for url in self._addresses.order():
-            outcome = self._send(request, url, within)
-            if not self._addresses.record(url, outcome):
-                break
-        return outcome
-
-    def _send(self, request: Request, url: str, within: Interruptible | None) -> Outcome:
-        takes_http2: bool | PsError | None = self._protocols.of(url)
-        if takes_http2 is None:
-            deadline, probe = Deadline.after(request.timeout_s), _probe_before(request)
-            ends = Deadline.after(probe.timeout_s)
-            takes_http2 = self._protocols.learn(url, self._http2.send(probe, url, within), in_time=ends.left_s() > 0)
-            request = deadline.bound(request)
-        if isinstance(takes_http2, PsError):
-            return takes_http2
-        if not takes_http2:
-            return self._http1.send(request, url, within)
-        outcome = self._http2.send(request, url, within)
-        if isinstance(outcome, NotHttp2):
-            self._protocols.forget(url)
-        return outcome
+        sending = _to_given(self._addresses, self._protocols, request)
+        try:
+            http2, request, url = next(sending)
+            while True:
+                outcome = (self._http2 if http2 else self._http1).send(request, url, within)
+                http2, request, url = sending.send(outcome)
+        except StopIteration as done:
+            result: Outcome = done.value
+            return result
 
 
 class AsyncTransport:
@@ -218,28 +231,15 @@ class AsyncTransport:
             return _closed("AsyncClient()")
         if request.to is not None:
             return await self._http2.send(request, request.to)
-        outcome: Outcome = problem("unreachable", "no URL given")
-        for url in self._addresses.order():
-            outcome = await self._send(request, url)
-            if not self._addresses.record(url, outcome):
-                break
-        return outcome
-
-    async def _send(self, request: Request, url: str) -> Outcome:
-        takes_http2: bool | PsError | None = self._protocols.of(url)
-        if takes_http2 is None:
-            deadline, probe = Deadline.after(request.timeout_s), _probe_before(request)
-            ends = Deadline.after(probe.timeout_s)
-            takes_http2 = self._protocols.learn(url, await self._http2.send(probe, url), in_time=ends.left_s() > 0)
-            request = deadline.bound(request)
-        if isinstance(takes_http2, PsError):
-            return takes_http2
-        if not takes_http2:
-            return await self._in_thread(request, url)
-        outcome = await self._http2.send(request, url)
-        if isinstance(outcome, NotHttp2):
-            self._protocols.forget(url)
-        return outcome
+        sending = _to_given(self._addresses, self._protocols, request)
+        try:
+            http2, request, url = next(sending)
+            while True:
+                outcome = await (self._http2.send(request, url) if http2 else self._in_thread(request, url))
+                http2, request, url = sending.send(outcome)
+        except StopIteration as done:
+            result: Outcome = done.value
+            return result
 
     async def _in_thread(self, request: Request, url: str) -> Outcome:
         """Send the request over HTTP/1.1; once cancelled, no thread uses its memory any more."""

@@ -9,6 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from math import nan
+from time import monotonic
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -27,7 +29,7 @@ from paramserver.client.transfer import wire_dtype
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
-from paramserver.errors import AuthError, ConflictError, NotFoundError, problem
+from paramserver.errors import AuthError, ConflictError, NotFoundError, Unavailable, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
 from paramserver.torch.fitting import as_array, as_params, check_dense, check_fit, named_parameters, other_settings
@@ -39,6 +41,10 @@ SETTINGS: Final = frozenset(
     "alpha amsgrad betas centered dampening eps lr_decay maximize momentum nesterov weight_decay".split()
 )
 """Fields of a parameter group in torch that are the model's here."""
+RATE_S: Final = 1.0
+"""How long a step outside sync, which needs no scheduler, tries to send a changed learning rate."""
+RATE_AGAIN_S: Final = 10.0
+"""After how long a later step tries again, if that failed."""
 DONE: Final = "the step is done; get the parameters with opt.pull(). Another step would count its gradient twice"
 
 
@@ -128,6 +134,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._unclosed = weakref.finalize(self, _leave_in_thread, self._leave)
             self._unclosed.atexit = False
         self._warned_of_ignored = self._may_not_set_rate = False
+        self._rate_again_s = 0.0
+        """When to try again to send the learning rate, by the monotonic clock; 0: the last attempt succeeded."""
         self.pushed: Pushed | None = None
         """The result of the last push; None before the first."""
 
@@ -225,12 +233,19 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             )
 
     def _sync_learning_rate(self) -> None:
-        """If the learning rate has been changed here since it was last sent, and this is the first worker, send it."""
+        """If the learning rate has been changed here since it was last sent, and this is the first worker, send it.
+
+        Outside sync a rate that cannot be sent now waits for a later step.
+        """
         rate = float(self.param_groups[0]["lr"])
         if rate == self._rate or not self._worker.first or self._may_not_set_rate:
             return
+        sync = self._map().spec.consistency.mode == "sync"
+        if not sync and monotonic() < self._rate_again_s:
+            return
+        timeout = self._timeout if sync or (self._timeout or RATE_S) < RATE_S else RATE_S
         try:
-            self._model.set(lr=rate, timeout=self._timeout)
+            self._model.set(lr=rate, timeout=timeout)
         except AuthError as e:
             if self._worker.rank == 0:
                 raise
@@ -239,7 +254,16 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 "model.rate_stays model=%s: this worker cannot change the learning rate: %s", self._model.name, e
             )
             return
-        self._rate = rate
+        except Unavailable as e:
+            self._rate = nan  # it may have been done
+            if sync:
+                raise
+            if not self._rate_again_s:
+                detail = "the new learning rate is sent once that works"
+                log.warning("model.rate_waits model=%s: %s: %s", self._model.name, detail, e)
+            self._rate_again_s = monotonic() + RATE_AGAIN_S
+            return
+        self._rate, self._rate_again_s = rate, 0.0
 
     def _create(self, optimizer: Optimizer | None, consistency: Any, partitions: int | None, ack: str | None) -> None:
         """Create the model unless it is there, with its values; without `optimizer`, raise NotFoundError if it is not.
