@@ -114,7 +114,14 @@ class FrameService:
         self._clocks.report(key, push_id, clock + 1, done.timeline, shards)
         try:
             commit_values = await self._runtime.pull(
-                PullReceived(0, key.name, indices, key.generation, done.timeline, 0, wait_s, clock + 1)
+                PullReceived(
+                    key.name,
+                    indices,
+                    generation=key.generation,
+                    timeline=done.timeline,
+                    min_clock=clock + 1,
+                    wait_s=wait_s,
+                )
             )
         except PsError as error:
             if error.code == "version_not_reached":
@@ -128,17 +135,16 @@ class FrameService:
         known, frame = arriving.known, arriving.frame
         parts = await arriving.parts()
         command = PushReceived(
-            0,
             frame.model,
             parts,
-            known.key.generation,
-            frame.timeline,
-            arriving.push_id,
-            frame.key,
-            frame.clock,
-            frame.weight,
-            frame.norm,
-            frame.ack,
+            generation=known.key.generation,
+            timeline=frame.timeline,
+            push_id=arriving.push_id,
+            key=frame.key,
+            clock=frame.clock,
+            weight=frame.weight,
+            norm=frame.norm,
+            ack=frame.ack,
         )
         if arriving.applied_here:
             return await self._runtime.push(command)
@@ -199,14 +205,13 @@ class FrameService:
         if not may_forward(frame) or self._all_local(known, indices):
             done = await self._runtime.pull(
                 PullReceived(
-                    0,
                     known.key.name,
                     indices,
-                    known.key.generation,
-                    frame.timeline,
-                    spec.min_version,
-                    wait_s,
-                    spec.min_clock,
+                    generation=known.key.generation,
+                    timeline=frame.timeline,
+                    min_version=spec.min_version,
+                    min_clock=spec.min_clock,
+                    wait_s=wait_s,
                 ),
                 [ranges for _, ranges in spec.parts],
             )

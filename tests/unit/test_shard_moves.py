@@ -206,7 +206,7 @@ def test_a_push_of_several_partitions_holds_up_nobody_else() -> None:
     both = driver.submit({0: ones(), 1: ones()}, PushId("w", 1, 0))
     other = driver.push({1: ones(2.0)}, PushId("w", 1, 1))
     assert (other.version, both in driver.replies) == (1, False)
-    driver.send(CaptureReceived(90, "m", 0))
+    driver.send(CaptureReceived("m", 0, request=90))
     assert 90 in driver.replies
     request_release(driver)
 

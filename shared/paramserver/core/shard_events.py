@@ -184,7 +184,6 @@ class PushPart(Struct, frozen=True):
 class PushReceived(Struct, frozen=True):
     """A push, direct or by name, received completely and split into the parts that this shard owns."""
 
-    request: Request
     model: str
     parts: tuple[PushPart, ...]
     """At least one; each partition at most once."""
@@ -198,12 +197,13 @@ class PushReceived(Struct, frozen=True):
     norm: float | None = None
     """2-norm of the whole gradient before weighting, for `clip_norm`."""
     ack: str | None = None
+    request: Request = 0
+    """Set by the runtime."""
 
 
 class PullReceived(Struct, frozen=True):
     """A request for the current values of some partitions."""
 
-    request: Request
     model: str
     parts: tuple[int, ...]
     """Partitions, each at most once; the runtime cuts ranges out of the states in the outcome."""
@@ -213,6 +213,8 @@ class PullReceived(Struct, frozen=True):
     wait_s: float = 0.0
     min_clock: int = 0
     """sync: wait until each partition has reached this clock; in other modes there is nothing to wait for."""
+    request: Request = 0
+    """Set by the runtime."""
 
 
 class AssignPart(Struct, frozen=True):
@@ -242,7 +244,6 @@ class SetReceived(Struct, frozen=True):
     above that.
     """
 
-    request: Request
     model: str
     parts: tuple[AssignPart, ...]
     generation: int | None = None
@@ -254,17 +255,20 @@ class SetReceived(Struct, frozen=True):
     """Names of the optimizer state that its parts bring; None: not known, so only their number is compared."""
     first: bool = False
     """Uploads change nothing once the model is complete."""
+    request: Request = 0
+    """Set by the runtime."""
 
 
 class CaptureReceived(Struct, frozen=True):
     """A request for one partition's whole state (checkpoints): the current one, or that of the newest cut."""
 
-    request: Request
     model: str
     partition: int
     generation: int | None = None
     cut: int | None = None
     """The clock of a cut; None: the current state."""
+    request: Request = 0
+    """Set by the runtime."""
 
 
 class RequestGone(Struct, frozen=True):

@@ -463,7 +463,13 @@ class SimShard(Node):
                 answer(outcome)
 
             pull = PullReceived(
-                self.number(pulled), push.model, indices, push.generation, push.timeline, 0, wait_s, clock + 1
+                push.model,
+                indices,
+                generation=push.generation,
+                timeline=push.timeline,
+                min_clock=clock + 1,
+                wait_s=wait_s,
+                request=self.number(pulled),
             )
             self.handle(pull)
 
