@@ -41,10 +41,10 @@ class CommitDesk:
         """Queue the partition's next commit if it is known; request a resync of the feed if it was missed."""
         if not p.ready or p.committing or p.spec.consistency.mode != "sync" or not model.sync:
             return
-        if p.clock < model.began:
+        if p.clock < model.view.began:
             # It is still on an older timeline: the commits it lacks and the gradients it has staged no longer count.
             self._shard.held_bytes -= p.drop_staged()
-            p.clock = model.began
+            p.clock = model.view.began
             record_settings_change(self._shard, p, now, fresh=False, unstage=True)
         commit = model.commits.get(p.clock)
         if commit is not None:

@@ -60,7 +60,7 @@ class CommitOperation(Operation):
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
         if self.commit.cut or self.model.asks_cut(p):
-            shard.plan.cut(p, urgent=self.model.cut_urgent)
+            shard.plan.cut(p, urgent=self.model.view.cut_urgent)
         shard.committed(self.model, p, now)
 
 

@@ -200,7 +200,7 @@ class ShardCore:
                     self.plan.initialized(p)
                 elif model.asks_cut(p) and not self.plan.at_cut(p):
                     self.plan.cut(p)
-                if model.cut_urgent and self.plan.cut_waits(p):
+                if model.view.cut_urgent and self.plan.cut_waits(p):
                     self.plan.urgent(p)
             self._woken.append(p)
             self._commits.advance(model, p, now)
@@ -278,7 +278,7 @@ class ShardCore:
         if p.state is None:
             p.adopt(model.spec, model.revision, model.live_workers)
         elif not p.held:  # if held, its next owner applies them, or `resume` if the move is withdrawn
-            clock = model.began if model.sync else model.clock
+            clock = model.view.began if model.sync else model.clock
             settings = SettingsOperation(
                 model, [p], spec=model.spec, revision=model.revision, live_workers=model.live_workers, clock=clock
             )

@@ -78,11 +78,11 @@ class ModelView(Struct, frozen=True):
     cut: int | None = None
     """sync: the clock of the newest cut that all partitions have stored; None if there is none."""
     cut_asked: int | None = None
-    """sync: the clock of the pending cut; None if there is none."""
+    """sync: the clock of the pending cut, which each partition stores when it reaches that clock; None: none."""
     cut_urgent: bool = False
     """The pending cut is stored outside the budget: a shard that is about to stop waits for it."""
     began: int = 0
-    """sync: the clock at which this timeline began."""
+    """sync: the clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
     opening: bool = False
     """sync: whether the timeline's first commit is still to come, and will list nothing."""
     restored: bool = False
