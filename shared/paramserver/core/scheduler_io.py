@@ -6,8 +6,9 @@ epoch or an owner that a restarted scheduler would not know.  Only a `Reply` wit
 heartbeats, a refusal) comes before them and waits for no store: it reveals nothing that is not stored yet.
 
 An event with a `request` is answered by exactly one `Reply` with the same number, at once or later (long polls), unless
-`RequestGone` came first.  Values are plain JSON as received; the core checks them and refuses with a `PsError`.  Times
-are in seconds; `now` is monotonic.  GET routes read from `SchedulerCore.read` (`core.reading`) instead.
+`RequestGone` came first.  Fields have the types and bounds that the service's request bodies state; what these leave
+open (documents, names, what the current state allows) the core checks, and refuses with a `PsError`.  Times are in
+seconds; `now` is monotonic.  GET routes read from `SchedulerCore.read` (`core.reading`) instead.
 """
 
 from collections.abc import Collection, Mapping, Sequence
