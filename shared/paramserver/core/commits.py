@@ -56,7 +56,7 @@ class CommitDesk:
             self._timers.at(model.resync_at, partial(self._retry, model, p))
 
     def _retry(self, model: ServedModel, p: Partition, now: float) -> None:
-        if self._shard.find_model(model.key) is model and model.partitions.get(p.index) is p:
+        if self._shard.has(model, p):
             self.advance(model, p, now)
 
     def drop_ended(self, model: ServedModel, p: Partition) -> None:

@@ -322,7 +322,8 @@ class ShardCore:
         p = None if model is None else model.partitions.get(key.index)
         return model, p if p is not None and p.token == token else None
 
-    def _owns(self, model: ServedModel, p: Partition) -> bool:
+    def has(self, model: ServedModel, p: Partition) -> bool:
+        """Whether these very objects are still served here: the model not replaced, the partition not given up."""
         return self.models.get(model.key.name) is model and model.partitions.get(p.index) is p
 
     # --- running
@@ -345,7 +346,7 @@ class ShardCore:
     def _applied(self, event: Applied, now: float) -> None:
         for operation, results in self._queues.computed(event):
             model = operation.model
-            lost = [p for p in operation.partitions if not self._owns(model, p)]
+            lost = [p for p in operation.partitions if not self.has(model, p)]
             if lost:
                 operation.refuse(self, self._lost(model, lost[0]))
             else:
