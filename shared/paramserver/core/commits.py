@@ -62,7 +62,7 @@ class CommitDesk:
     def drop_ended(self, model: ServedModel, p: Partition) -> None:
         """Drop what workers staged under epochs that have ended, once no commit can list it."""
         # A commit that is already decided may still list them, even one not received yet.
-        if not p.staged or p.clock < model.clock or p.committing or p.held:
+        if not p.staged or p.clock < model.clock or p.committing or p.suspended:
             return
         if model.sync:
             slots = p.ended(model.workers, model.departed)

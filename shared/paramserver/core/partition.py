@@ -98,7 +98,7 @@ class Partition:
         return self.key.index
 
     @property
-    def held(self) -> bool:
+    def suspended(self) -> bool:
         """Whether it is to be released: new operations wait, so that its state does not change."""
         return self.release_number > 0
 
@@ -115,7 +115,7 @@ class Partition:
     @property
     def ready(self) -> bool:
         """Whether operations may start."""
-        return self.state is not None and not self.held
+        return self.state is not None and not self.suspended
 
     def load(self, loaded: LoadedState) -> None:
         """Start with the loaded state. Raises CorruptState, with nothing changed, if its settings cannot be read."""

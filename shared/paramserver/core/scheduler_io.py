@@ -261,7 +261,7 @@ class Publish(Struct, frozen=True):
     because a deposed leader that has not noticed may name other owners.  Fields of a `model` document:
 
     - `owners`: [shard, token] or [shard, token, options] for each partition.  Options are any of `{"release": number}`
-      (hand it over: hold it, store its whole state, report it in `released` with that number), `{"from": token}` (an
+      (hand it over: suspend it, store its whole state, report it in `released` with that number), `{"from": token}` (an
       owner that holds it under that token or a higher one keeps its memory, adopts the new token and stores everything
       at once) and `{"source": ...}` (replaces the model's `source`).
     - `cut`: the newest clock stored on all partitions, null if none.

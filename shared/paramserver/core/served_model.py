@@ -53,7 +53,7 @@ class ServedModel:
     """The last commit applied of those that bring settings along, and these."""
     partitions: dict[int, Partition] = field(default_factory=dict)
     parked: dict["RequestOperation", Parked] = field(default_factory=dict)
-    """Requests that wait for a partition to be loaded or no longer held, in order of arrival."""
+    """Requests that wait for a partition to be loaded or no longer suspended, in order of arrival."""
     refused: dict[int, Partition] = field(default_factory=dict)
     """Partitions whose token Redis has replaced, although the feed has not said so yet.
 

@@ -223,7 +223,7 @@ class ShardCore:
         return model
 
     def _own(self, model: ServedModel, view: ModelView, now: float) -> None:
-        """Take up, give up, hold and resume partitions as the view says."""
+        """Take up, give up, suspend and resume partitions as the view says."""
         requests = [op for p in list(model.partitions.values()) for op in self._keep_or_lose(model, view, p)]
         for index, token in view.owned.items():
             if index not in model.partitions:
@@ -277,7 +277,7 @@ class ShardCore:
         """Apply changed settings: at once before loading, else as an operation, or by commits within sync."""
         if p.state is None:
             p.adopt(model.spec, model.revision, model.live_workers)
-        elif not p.held:  # if held, its next owner applies them, or `resume` if the move is withdrawn
+        elif not p.suspended:  # else its next owner applies them, or `resume` if the move is withdrawn
             clock = model.view.began if model.sync else model.clock
             settings = SettingsOperation(
                 model, [p], spec=model.spec, revision=model.revision, live_workers=model.live_workers, clock=clock
@@ -331,7 +331,7 @@ class ShardCore:
     def _run(self, now: float) -> None:
         """Start every operation that can start, then retry the pulls that wait for changed partitions."""
         if self._handover.waits:
-            for operation in self._handover.hold_next():
+            for operation in self._handover.suspend_next():
                 self._requests.submit(operation)
             self._handover.write()
         due = self._queues.start(self, now)
@@ -428,7 +428,7 @@ class ShardCore:
         self._commits.drop_ended(model, partition)
 
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """Resume what was suspended while the partition was held or not loaded."""
+        """Resume what has waited while the partition was suspended or not loaded."""
         self._woken.append(partition)
         if partition.revision < model.revision:
             self._settle(model, partition)  # before the requests, which were sent under these settings
@@ -449,7 +449,7 @@ class ShardCore:
         def due(now: float) -> None:
             model = self.find_model(key.model)
             p = None if model is None else model.partitions.get(key.index)
-            if model is not None and p is not None and p.flush_at == at and not p.held:
+            if model is not None and p is not None and p.flush_at == at and not p.suspended:
                 self._queues.add(FlushOperation(model, [p]))
 
         if partition.flush_timer is not None:

@@ -68,8 +68,8 @@ class ModelView(Struct, frozen=True):
     release: Mapping[int, int] = field(default_factory=dict)
     """Partition -> release number, for those of `owned` that are to be handed over.
 
-    Such a partition is held, stored whole and reported by `ShardCore.released` with this number, which distinguishes
-    the request from an earlier one that was withdrawn.
+    Such a partition is suspended, stored whole and reported by `ShardCore.released` with this number, which
+    distinguishes the request from an earlier one that was withdrawn.
     """
     kept_from: Mapping[int, Token] = field(default_factory=dict)
     """Partition -> token: a shard that holds it under this token or a higher one keeps its memory (emptied Redis)."""
