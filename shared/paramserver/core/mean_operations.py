@@ -55,7 +55,7 @@ class CommitOperation(Operation):
     def _finish(self, shard: "ShardCore", state: PartitionState, now: float) -> None:
         (p,) = self.partitions
         p.committing = False
-        shard.held_bytes -= p.committed(self.commit.contributions, self.commit.t)
+        shard.held_bytes -= p.end_clock(self.commit.contributions, self.commit.t)
         shard.publish_version(p, state, now)
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))

@@ -164,7 +164,7 @@ class Partition:
         updates = self.clock if self.spec.consistency.mode == "sync" else self.version
         return learning_rate(self.spec.optimizer, updates, self.live_workers)
 
-    def numbers(self, scale: float, base: tuple[int, int] | None) -> tuple[float, float]:
+    def rate_and_factor(self, scale: float, base: tuple[int, int] | None) -> tuple[float, float]:
         """(learning rate, factor of the gradient) for a push applied by itself now."""
         factor = self.lag_factor(base)
         # `sum` has no learning rate that could be scaled.
@@ -210,7 +210,7 @@ class Partition:
             out.extend(sorted(self.staged.get((c.worker, c.epoch, c.clock), ()), key=lambda h: h.seq))
         return out
 
-    def committed(self, contributions: Iterable[Contribution], t: int) -> int:
+    def end_clock(self, contributions: Iterable[Contribution], t: int) -> int:
         """Reach the clock after commit `t`: release the parts that it lists, drop those that no later one can list.
 
         Returns the bytes released.  The version becomes at least `t`, so that the commit's new values are of version
