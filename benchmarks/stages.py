@@ -23,6 +23,7 @@ import numpy as np
 import uvloop
 from benchmarks.meters import median_s
 from benchmarks.tables import number, table
+from tests.servers import free_port
 
 from paramserver import kernels
 from paramserver.client.gradients import Scan, prepare
@@ -32,7 +33,6 @@ from paramserver.core.spec import ModelSpec
 from paramserver.net.calls import Request, Response
 from paramserver.net.credentials import Credentials
 from paramserver.net.transport import BlockingTransport
-from paramserver_node.redis_server import free_port
 from paramserver_node.server import serve_tcp
 from paramserver_node.stream import BODY
 from paramserver_shard.arriving import checked

@@ -15,10 +15,11 @@ import redis
 from benchmarks.meters import memory_bytes
 from benchmarks.systems.system import Running
 from benchmarks.workloads import Parts, Work
+from tests.servers import free_port, running_redis
 
 from paramserver.errors import PsError
 from paramserver.types import F32
-from paramserver_node.redis_server import find_binary, free_port, running, serving_pid
+from paramserver_node.redis_server import find_binary, serving_pid
 
 OPTIONS = ("--appendonly", "no", "--proto-max-bulk-len", "1gb")
 VALUES, LOCK = "values", "lock"
@@ -67,7 +68,10 @@ class RedisLock:
     def start(self, work: Work) -> Iterator[Running]:
         """See `System.start`."""
         port = free_port()
-        with tempfile.TemporaryDirectory(prefix="paramserver-bench-") as folder, running(Path(folder), port, OPTIONS):
+        with (
+            tempfile.TemporaryDirectory(prefix="paramserver-bench-") as folder,
+            running_redis(Path(folder), port, OPTIONS),
+        ):
             pid = serving_pid(port)
             assert pid is not None
             base = memory_bytes([pid], "VmRSS")

@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.systems.process import serving
 from benchmarks.systems.system import Running, lacking
 from benchmarks.workloads import Parts, Work
+from tests.servers import free_port
 
 from paramserver.types import F32
-from paramserver_node.redis_server import free_port
 
 
 class TorchClient:

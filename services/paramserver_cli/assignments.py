@@ -21,7 +21,7 @@ _NAMED: Final = {"optimizer": "name", "consistency": "mode"}
 _TOP: Final = {"evaluate_every", "params"}
 
 
-def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
+def spec_patch(texts: Iterable[str]) -> dict[str, Any]:
     """Return the merge patch of a model's spec for NAME=VALUE words.
 
     A name without its section goes into the one that has such a field; `optimizer.lr=…`, `optimizer=adam` and

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 import paramserver as ps
-from paramserver_cli.assignments import merge_patch
+from paramserver_cli.assignments import spec_patch
 from paramserver_cli.config import Json, Url, connect, listed
 from paramserver_cli.launch import Failed
 
@@ -104,7 +104,7 @@ def set_(
     """
     from paramserver.client.cluster import model_path
 
-    patch = merge_patch(settings)  # what is wrong with it is told without a cluster
+    patch = spec_patch(settings)  # what is wrong with it is told without a cluster
     changed = connect(url).request("PATCH", model_path(model), patch)
     if as_json:
         typer.echo(json.dumps(changed))

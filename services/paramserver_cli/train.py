@@ -20,7 +20,7 @@ from paramserver.core.runs import ENDED
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import NotFoundError, PsError, Unavailable, problem
 from paramserver_cli import launch
-from paramserver_cli.assignments import merge_patch
+from paramserver_cli.assignments import spec_patch
 from paramserver_cli.config import Url, connect, worker_token
 from paramserver_cli.display import display, fixed, percent
 from paramserver_cli.launch import Failed
@@ -177,7 +177,7 @@ def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None,
     if (mode or document["spec"]["consistency"]["mode"]) in ("sync", "ssp"):
         words.append(f"min_workers={workers}")
     if words:
-        client.request("PATCH", model_path(model), merge_patch(words))
+        client.request("PATCH", model_path(model), spec_patch(words))
 
 
 def _follow(client: ps.Client, run: str, training: Training, state: StateDir) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The JSON request bodies of the control routes, field by field.
 
-They are validated strictly, and every wrong field is reported.  Whether a value is allowed in the current state, in
-a spec or in a run is decided by the core.
+Types and bounds are checked here, and every wrong field is reported.  What is within a field of type `Any`, and whether
+a value is allowed in the current state, in a spec or in a run, is decided by the core.
 """
 
 from typing import Annotated, Any, TypeVar

@@ -203,7 +203,7 @@ def assignment(known: KnownModel, selection: Selection, flat: AnyArray, dtype: D
     parts = tuple(
         AssignPart(p.partition, flat[p.start : p.stop], dtype, finite=True, ranges=p.ranges) for p in selection.parts
     )
-    return SetReceived(0, known.key.name, parts, known.key.generation)
+    return SetReceived(known.key.name, parts, generation=known.key.generation)
 
 
 def _check_parts(whole: Selection, selection: Selection) -> None:

@@ -27,7 +27,7 @@ from paramserver_shard.receiving import has_own_buffers
 if TYPE_CHECKING:
     from paramserver_shard.runtime import Runtime
 
-INLINE_BYTES_MAX: Final = 512 << 10
+INLINE_CHECK_BYTES_MAX: Final = 512 << 10
 """More bytes than this are checked in a thread while the event loop goes on reading; for fewer, handing over costs as
 much as the check."""
 INLINE_UNPACK_BYTES_MAX: Final = 64 << 10
@@ -95,7 +95,8 @@ class Arriving:
             self._results.append([self._unchecked_part(index, data) for index, data in pieces])
             return
         work = partial(self._parts_of, pieces)
-        if sum(data.size for _, data in pieces) <= (INLINE_UNPACK_BYTES_MAX if self._staged else INLINE_BYTES_MAX):
+        inline_max = INLINE_UNPACK_BYTES_MAX if self._staged else INLINE_CHECK_BYTES_MAX
+        if sum(data.size for _, data in pieces) <= inline_max:
             self._results.append(work())
             return
         future = self._runtime.submit(work)

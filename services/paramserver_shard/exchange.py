@@ -122,7 +122,15 @@ class Exchange:
         async def local(now: KnownModel, parts: Sequence[WantedPart]) -> list[GotPart]:
             indices = tuple(p.partition for p in parts)
             done = await self._runtime.pull(
-                PullReceived(0, now.key.name, indices, now.key.generation, timeline, min_version, wait_s, min_clock),
+                PullReceived(
+                    now.key.name,
+                    indices,
+                    generation=now.key.generation,
+                    timeline=timeline,
+                    min_version=min_version,
+                    min_clock=min_clock,
+                    wait_s=wait_s,
+                ),
                 [p.ranges for p in parts],
             )
             return [

@@ -114,7 +114,14 @@ class FrameService:
         self._clocks.report(key, push_id, clock + 1, done.timeline, shards)
         try:
             commit_values = await self._runtime.pull(
-                PullReceived(0, key.name, indices, key.generation, done.timeline, 0, wait_s, clock + 1)
+                PullReceived(
+                    key.name,
+                    indices,
+                    generation=key.generation,
+                    timeline=done.timeline,
+                    min_clock=clock + 1,
+                    wait_s=wait_s,
+                )
             )
         except PsError as error:
             if error.code == "version_not_reached":
@@ -128,17 +135,16 @@ class FrameService:
         known, frame = arriving.known, arriving.frame
         parts = await arriving.parts()
         command = PushReceived(
-            0,
             frame.model,
             parts,
-            known.key.generation,
-            frame.timeline,
-            arriving.push_id,
-            frame.key,
-            frame.clock,
-            frame.weight,
-            frame.norm,
-            frame.ack,
+            generation=known.key.generation,
+            timeline=frame.timeline,
+            push_id=arriving.push_id,
+            key=frame.key,
+            clock=frame.clock,
+            weight=frame.weight,
+            norm=frame.norm,
+            ack=frame.ack,
         )
         if arriving.applied_here:
             return await self._runtime.push(command)
@@ -159,8 +165,9 @@ class FrameService:
         """
         self._release(frame)
         known = await self._models.find(frame.model, frame.generation)
-        self._check_pull(known, frame, frame)
-        return await self._pull(known, frame, frame, make_room)
+        forward = may_forward(frame)
+        self._check_pull(known, frame, forward=forward)
+        return await self._pull(known, frame, make_room, timeline=frame.timeline, forward=forward)
 
     async def pushpull(
         self, arriving: Arriving, accepted: Callable[[PushDone], None], make_room: Callable[[int], None]
@@ -172,7 +179,8 @@ class FrameService:
         known, frame = arriving.known, arriving.frame
         if frame.pull is None:
             raise problem("malformed", "frame header: a pushpull carries what to pull")
-        self._check_pull(known, frame, frame.pull)
+        forward = may_forward(frame)
+        self._check_pull(known, frame.pull, forward=forward)
         if frame.ends is not None and {p for p, _ in frame.pull.parts} - {p.partition for p in frame.parts}:
             raise problem(
                 "malformed", "frame header: a push that ends an iteration may pull only the partitions it pushes"
@@ -184,29 +192,34 @@ class FrameService:
             answer = FrameBody(known, frame.pull.dtype, done.timeline, ())
         else:
             try:
-                answer = await self._pull(known, frame, frame.pull, make_room)
+                answer = await self._pull(known, frame.pull, make_room, timeline=frame.timeline, forward=forward)
             except PsError as error:
                 raise after_push(error, done) from error
         answer.push = push_reply(done, commit_values)
         return answer
 
     async def _pull(
-        self, known: KnownModel, frame: PushFrame | PullFrame, spec: PullSpec, make_room: Callable[[int], None]
+        self,
+        known: KnownModel,
+        spec: PullSpec,
+        make_room: Callable[[int], None],
+        *,
+        timeline: int | None,
+        forward: bool,
     ) -> "FrameBody":
-        """Pull what `spec` asks for, which came with `frame`."""
+        """Pull what `spec` asks for; `forward`: from its owners, if it is other shards'."""
         indices = tuple([p for p, _ in spec.parts])
         wait_s = min(max(spec.wait_s, 0.0), WAIT_S_MAX)
-        if not may_forward(frame) or self._all_local(known, indices):
+        if not forward or self._all_local(known, indices):
             done = await self._runtime.pull(
                 PullReceived(
-                    0,
                     known.key.name,
                     indices,
-                    known.key.generation,
-                    frame.timeline,
-                    spec.min_version,
-                    wait_s,
-                    spec.min_clock,
+                    generation=known.key.generation,
+                    timeline=timeline,
+                    min_version=spec.min_version,
+                    min_clock=spec.min_clock,
+                    wait_s=wait_s,
                 ),
                 [ranges for _, ranges in spec.parts],
             )
@@ -215,7 +228,7 @@ class FrameService:
         fetched = await self._exchange.pull(
             known,
             wanted,
-            timeline=frame.timeline,
+            timeline=timeline,
             min_version=spec.min_version,
             min_clock=spec.min_clock,
             wait_s=wait_s,
@@ -252,12 +265,12 @@ class FrameService:
             return None
         return self._lending.lease(current or values or (), current=current is not None)
 
-    def _check_pull(self, known: KnownModel, frame: PushFrame | PullFrame, spec: PullSpec) -> None:
-        """Check what `spec` asks for, which came with `frame`.  Raises RequestError."""
+    def _check_pull(self, known: KnownModel, spec: PullSpec, *, forward: bool) -> None:
+        """Check what `spec` asks for, as `_pull` takes it.  Raises RequestError."""
         elements = [(p, self._elements(known, p, ranges)) for p, ranges in spec.parts]
         if not spec.parts:
             raise problem("malformed", "frame header: the pull names no partition")
-        if may_forward(frame):
+        if forward:
             others = ITEMSIZE["float32"] * sum([n for p, n in elements if known.owners[p][0] != self._directory.shard])
             if others > BODY_BYTES_MAX:
                 raise problem(

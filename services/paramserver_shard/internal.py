@@ -33,7 +33,7 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
         known = await models.find(model, generation)
         if not 0 <= index < known.spec.partitions:
             raise problem("invalid_range", f"model '{model}' has no partition {index}")
-        capture = await runtime.capture(CaptureReceived(0, model, index, known.key.generation, cut))
+        capture = await runtime.capture(CaptureReceived(model, index, generation=known.key.generation, cut=cut))
         serving.check()
         values, slots = capture.state.values, capture.state.slots
         frame = StateFrame(
@@ -64,7 +64,13 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
         # In a thread, because a partition with its optimizer's state may be 256 MiB.
         parts = await runtime.submit(partial(assignments, frame, body.parts[0]))
         command = SetReceived(
-            0, model, parts, known.key.generation, frame.restore, frame.timeline, frame.slot_names, frame.first
+            model,
+            parts,
+            generation=known.key.generation,
+            restore=frame.restore,
+            timeline=frame.timeline,
+            slot_names=frame.slot_names,
+            first=frame.first,
         )
         done = await runtime.push(command)
         serving.check()

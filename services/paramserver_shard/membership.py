@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ReadOnlyError, RedisError
 
 from paramserver import __version__
+from paramserver.core.heartbeat_rows import LostRow
 from paramserver.core.shard_effects import AskWorker
 from paramserver.core.shard_events import CommitDecided, MapChanged, ModelGone, ModelView, RosterChanged, WorkerAnswered
 from paramserver.errors import FencedError, NotFoundError, PsError, problem
@@ -218,7 +219,7 @@ class Membership:
             "partitions": list(core.partitions()),
             "cuts": list(core.cuts()),
             "released": list(core.released()),
-            "lost": [[key.model.name, key.model.generation, key.index, token] for key, token in lost.items()],
+            "lost": [LostRow(key.model.name, key.model.generation, key.index, token) for key, token in lost.items()],
             "memory": self.memory.document(),
             "loads": self._runtime.loads.rates(),
         }

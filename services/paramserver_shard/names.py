@@ -175,17 +175,16 @@ class NameService:
                 data = data.copy()  # one that is held for long would keep all of the vector in memory
             parts.append(PushPart(part.partition, data, dtype, 0, True, part.ranges, base))
         return PushReceived(
-            0,
             known.key.name,
             tuple(parts),
-            known.key.generation,
-            timeline,
-            push_id,
-            None if push_id is not None else key,
-            clock,
-            weight,
-            kernels.norm2(vector, dtype),  # even if the model does not clip: an owner may know that it does by now
-            ack,
+            generation=known.key.generation,
+            timeline=timeline,
+            push_id=push_id,
+            key=None if push_id is not None else key,
+            clock=clock,
+            weight=weight,
+            norm=kernels.norm2(vector, dtype),  # even if the model does not clip: an owner may know that it does by now
+            ack=ack,
         )
 
 

@@ -161,7 +161,7 @@ class Runtime:
         return outcome
 
     async def _ask(self, event: Asked) -> Outcome:
-        """Hand the event to the core under a number of its own, whatever its `request` is; return the outcome."""
+        """Hand the event to the core under a number of its own; return the outcome."""
         self._check_open()
         if len(self._open) >= QUEUED_REQUESTS_MAX:
             raise problem("queue_full", f"{len(self._open)} requests are waiting in this shard")

@@ -49,7 +49,7 @@ RECEIVE_LOW_WATER_BYTES: Final = MIB // 4
 # Bounds of a model.
 PARAM_NAME_BYTES_MAX: Final = 256
 PARAMS_PER_MODEL_MAX: Final = 4096
-RANK_MAX: Final = 8
+NDIM_MAX: Final = 8
 """Largest number of dimensions of a parameter."""
 PARTITIONS_MAX: Final = 4096
 PARTITION_BYTES_MAX: Final = 64 * MIB

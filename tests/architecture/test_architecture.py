@@ -95,7 +95,7 @@ def test_services_never_import_each_other() -> None:
 
 @pytest.mark.parametrize("name", ["paramserver_node", "paramserver_scheduler", "paramserver_shard"])
 def test_servers_do_not_import_the_client(name: str) -> None:
-    """A server makes its requests with `paramserver.net`, and never needs the client of its own cluster."""
+    """A server never imports the client of its own cluster; its requests go through the clients of decision 28."""
     for path in modules(SERVICES / name):
         assert "client" not in map(layer, imports(path)), f"{path.relative_to(ROOT)} imports the client"
 

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.servers import free_port
+
 from paramserver_cli.children import ChildSpec, Guard, Kind, signal_group, start
 from paramserver_node import redis_server
 
@@ -62,9 +64,9 @@ class Keeper:
         self.kept: dict[str, Kept] = {}
         self.links: dict[str, Link] = {}
         self.stop = asyncio.Event()
-        self.redis_port = redis_server.free_port()
-        self.scheduler_ports = [redis_server.free_port() for _ in range(plan.schedulers)]
-        self.shard_ports = [redis_server.free_port() for _ in range(plan.shards)]
+        self.redis_port = free_port()
+        self.scheduler_ports = [free_port() for _ in range(plan.schedulers)]
+        self.shard_ports = [free_port() for _ in range(plan.shards)]
 
     async def up(self) -> None:
         """Start the links and define the processes, which are not started yet."""

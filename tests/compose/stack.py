@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paramserver_node.redis_server import free_port
+from tests.servers import free_port
 
 ROOT = Path(__file__).parents[2]
 PROJECT = "paramserver-check"

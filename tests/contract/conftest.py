@@ -7,8 +7,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-
-from paramserver_node import redis_server
+from tests.servers import running_redis
 
 from .processes import Nodes, nodes
 from .rest import Face
@@ -31,7 +30,7 @@ def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.T
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Redis server for the whole module."""
-    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
+    with running_redis(tmp_path_factory.mktemp("redis")) as url:
         yield url
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from tests.servers import free_port, running_redis
 from tests.waiting import eventually
 
 from paramserver.net.credentials import Credentials
-from paramserver_node import redis_server
 
 START_S: Final = 120.0
 """Longest wait for what a process does once it has started: on a busy machine that alone can take a minute."""
@@ -43,13 +43,13 @@ class Nodes:
     def __init__(self, folder: Path, redis_url: str, shards: int, schedulers: int = 1) -> None:
         self.folder = folder
         self.redis_url = redis_url
-        self.ports = [redis_server.free_port() for _ in range(schedulers)]
+        self.ports = [free_port() for _ in range(schedulers)]
         self.port = self.ports[0]
         self.urls = [f"http://127.0.0.1:{p}" for p in self.ports]
         self.url = self.urls[0]
         """The first scheduler's URL."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.shard_ports = {f"shard-{i}": redis_server.free_port() for i in range(shards)}
+        self.shard_ports = {f"shard-{i}": free_port() for i in range(shards)}
         # With PARAMSERVER_TOKEN in the environment the tests send it, as any client does.
         headers = Credentials.found(None, None, os.environ).headers
         self.http = httpx.Client(transport=Patient(), base_url=self.url, headers=headers, timeout=30.0)
@@ -159,7 +159,7 @@ class Nodes:
 def nodes(folder: Path, *, shards: int = 1, schedulers: int = 1) -> Iterator[Nodes]:
     """Run Redis, schedulers and shards, all serving, for the block; print their logs if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    with redis_server.running(folder / "redis") as url:
+    with running_redis(folder / "redis") as url:
         cluster = Nodes(folder, url, shards, schedulers)
         try:
             for index in range(schedulers):

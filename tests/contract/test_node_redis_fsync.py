@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 from tests.refusals import refused_with
+from tests.servers import free_port, running_redis
 
 from paramserver.errors import RequestError, Unavailable
 from paramserver_node import redis as node_redis
@@ -33,7 +34,7 @@ NO_WAITAOF = ("--rename-command", "WAITAOF", "without-it")
 )
 async def test_the_way_to_the_disk(tmp_path: Path, more: tuple[str, ...], want: str | None) -> None:
     """Fsync uses WAITAOF with an append-only file, else `appendfsync always`, else is refused with a hint."""
-    with redis_server.running(tmp_path, more=more) as url:
+    with running_redis(tmp_path, more=more) as url:
         redis = node_redis.connect(url)
         try:
             if want is not None:
@@ -47,7 +48,7 @@ async def test_the_way_to_the_disk(tmp_path: Path, more: tuple[str, ...], want: 
 
 async def test_a_redis_that_is_away_is_no_refusal() -> None:
     """An unreachable Redis raises `Unavailable`, not a refusal of fsync."""
-    redis = node_redis.connect(redis_server.url(redis_server.free_port()))
+    redis = node_redis.connect(redis_server.url(free_port()))
     with pytest.raises(Unavailable):
         await node_redis.fsync_way(redis)
     await redis.aclose()
@@ -55,7 +56,7 @@ async def test_a_redis_that_is_away_is_no_refusal() -> None:
 
 async def test_a_full_redis_says_the_same_to_each_request(tmp_path: Path) -> None:
     """What a full Redis refuses is told without the request's own keys and lines: one trouble, whoever meets it."""
-    with redis_server.running(tmp_path) as url:
+    with running_redis(tmp_path) as url:
         redis = node_redis.connect(url)
         told = []
         try:

@@ -9,9 +9,10 @@ import httpx
 import pytest
 from redis import Redis
 from safetensors.numpy import load
+from tests.servers import running_redis
 from tests.waiting import eventually
 
-from paramserver_node import redis_server, tokens
+from paramserver_node import tokens
 
 from .processes import START_S, Nodes, leader, process_name, signal_to, summing_model
 
@@ -23,7 +24,7 @@ def nodes_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Two schedulers with separate state directories, as on two machines, and a shard, all with a secret."""
     folder, secret = tmp_path_factory.mktemp("apart"), tokens.new_key()
     (folder / "secret").write_text(secret)
-    with pytest.MonkeyPatch.context() as patch, redis_server.running(folder / "redis") as url:
+    with pytest.MonkeyPatch.context() as patch, running_redis(folder / "redis") as url:
         patch.setenv("PARAMSERVER_SECRET_FILE", str(folder / "secret"))
         patch.setenv("PARAMSERVER_TOKEN", tokens.make(secret.encode(), "admin"))
         cluster = Nodes(folder, url, 1, schedulers=2)
@@ -160,7 +161,7 @@ def test_files_of_a_checkpoint_are_those_of_the_model_that_lists_it(apart: tuple
 
 def test_an_empty_redis_is_refused_where_a_state_is_expected(tmp_path: Path) -> None:
     """With --expect-state and an empty Redis a scheduler exits, names the option and writes nothing."""
-    with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
+    with running_redis(tmp_path / "redis") as url, Redis.from_url(url) as plain:
         lone = Nodes(tmp_path, url, 0)
         own = ("--port", str(lone.port), "--redis", url, "--state-dir", str(tmp_path / "state"), "--expect-state")
         lone.start("scheduler", "paramserver_scheduler", *own)

@@ -14,6 +14,7 @@ import pytest
 from redis import Redis
 from starlette.types import Message
 from tests.refusals import refused_with
+from tests.servers import free_port, running_redis
 
 from paramserver.core import scheduler_io as io
 from paramserver.core.cluster import Cluster
@@ -21,7 +22,7 @@ from paramserver.core.scheduler import SchedulerCore
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey
-from paramserver_node import redis_server, roles
+from paramserver_node import roles
 from paramserver_node.redis import connect
 from paramserver_scheduler import runtime as runtime_module
 from paramserver_scheduler.app import make_app
@@ -281,9 +282,9 @@ async def test_what_waits_for_redis_does_not_grow(tmp_path: Path, monkeypatch: p
     """While Redis is away, repeated worker states do not accumulate; the last one is stored afterwards."""
     monkeypatch.setattr(runtime_module, "STORE_WAIT_S", 0.02)
     monkeypatch.setattr(runtime_module, "RETRY_S", 0.01)
-    port = redis_server.free_port()
+    port = free_port()
     with ExitStack() as server:
-        url = server.enter_context(redis_server.running(tmp_path, port))
+        url = server.enter_context(running_redis(tmp_path, port))
         async with running(url, []) as runtime:
             await join(runtime, "s")
             runtime.send(io.CreateModel(0, {"name": "m", "params": {"w": {"shape": [1]}}}, "x"))
@@ -295,7 +296,7 @@ async def test_what_waits_for_redis_does_not_grow(tmp_path: Path, monkeypatch: p
                 with pytest.raises(PsError, match="Redis"):
                     await runtime.ask(lambda n: io.OpenFeed(n))
                 counts.append(held())
-            server.enter_context(redis_server.running(tmp_path, port))
+            server.enter_context(running_redis(tmp_path, port))
             with Redis.from_url(url) as plain:
                 async with asyncio.timeout(20):
                     while json.loads(plain.hget("ps:state", "worker:m:m/a") or "{}").get("state") != {"i": 15}:

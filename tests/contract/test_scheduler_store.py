@@ -13,6 +13,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from tests.chaos.proxy import Link
 from tests.refusals import refused_with
+from tests.servers import free_port
 
 from paramserver.errors import PsError
 from paramserver.types import ModelKey, PartitionKey
@@ -267,7 +268,7 @@ async def test_a_redis_that_is_away_is_unavailable(silent: bool, monkeypatch: py
     """A Redis that is unreachable, or does not answer in time, is `storage_unavailable`, which is retryable."""
     monkeypatch.setattr(lease_module, "TIMEOUT_S", 0.1)
     async with silent_redis() as (url, _), asyncio.timeout(20.0):
-        where = url if silent else redis_server.url(redis_server.free_port())
+        where = url if silent else redis_server.url(free_port())
         async with connect(where, timeout_s=None) as redis:  # so the time is the lease's own
             lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
             reads = () if silent else (StateStore(redis, lease, timeout_s=0.2).open,)  # a large state may take long

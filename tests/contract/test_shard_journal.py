@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 from tests.chaos.proxy import Link
+from tests.servers import running_redis
 
 from paramserver.core.journal import JournalEntry
 from paramserver.core.shard_events import Event, Journaled, JournalLost, JournalRefused, StorageChanged
 from paramserver.errors import CorruptState, RequestError
 from paramserver.types import AnyArray, ModelKey, PartitionKey, Token
 from paramserver_node import redis as node_redis
-from paramserver_node import redis_server
 from paramserver_shard.journal import Batch, Journal, Verdict
 from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.scripts import Script, ScriptRunner
@@ -167,12 +167,12 @@ async def test_a_gap_is_not_written(redis: Redis) -> None:
 @pytest.mark.parametrize("more", [(), ("--rename-command", "WAITAOF", "without-it", "--appendfsync", "always")])
 async def test_fsync_waits_for_the_disk(tmp_path: Path, more: Sequence[str]) -> None:
     """With `fsync` entries are written by WAITAOF or `appendfsync always`; without a file it is refused."""
-    with redis_server.running(tmp_path / "with", more=more) as url:
+    with running_redis(tmp_path / "with", more=more) as url:
         client = node_redis.connect(url)
         await own(client, TOKEN)
         assert await append(client, entries(1, 3), fsync=True) == Verdict.WRITTEN
         await client.aclose()
-    with redis_server.running(tmp_path / "without", more=("--appendonly", "no")) as url:
+    with running_redis(tmp_path / "without", more=("--appendonly", "no")) as url:
         client = node_redis.connect(url)
         await own(client, TOKEN)
         with pytest.raises(RequestError, match="fsynced"):
@@ -184,7 +184,7 @@ async def test_fsync_waits_for_the_disk(tmp_path: Path, more: Sequence[str]) -> 
 async def test_a_disk_that_is_too_slow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk does not confirm a write in time, the error says that it was the disk, not some transfer."""
     monkeypatch.setattr("paramserver_shard.scripts.FSYNC_WAIT_MS", 50)
-    with redis_server.running(tmp_path, more=("--appendfsync", "no")) as url:
+    with running_redis(tmp_path, more=("--appendfsync", "no")) as url:
         client = node_redis.connect(url)
         await own(client, TOKEN)
         with pytest.raises(TimeoutError, match="the disk of Redis took longer than 50 ms"):

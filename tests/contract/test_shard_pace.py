@@ -12,12 +12,12 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from tests.servers import free_port
 from tests.waiting import eventually
 
 from paramserver.limits import MIB
 from paramserver.wire import http2
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, PushPart, encode_header
-from paramserver_node import redis_server
 
 from . import impatient
 from .impatient import PATIENCE_S
@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """One shard, which is less patient than others."""
     with pytest.MonkeyPatch.context() as patch, nodes(tmp_path_factory.mktemp("nodes"), shards=0) as running:
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-        running.shard_ports["shard-0"] = redis_server.free_port()
+        running.shard_ports["shard-0"] = free_port()
         running.start_shard("shard-0", impatient.__name__)
         eventually(
             lambda: running.get("/map")["shards"]["shard-0"]["alive"], within_s=START_S, what="the shard's joining"

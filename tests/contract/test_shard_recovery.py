@@ -115,7 +115,7 @@ class Shard:
             self.seq[0] += 1
             data = np.random.default_rng(self.seq[0]).standard_normal(SIZE).astype(np.float32)
             part = PushPart(0, data, "float32", slice_crc("float32", ((0, SIZE),), data), True)
-            await self.runtime.push(PushReceived(0, "m", (part,), push_id=PushId("w", 1, self.seq[0])))
+            await self.runtime.push(PushReceived("m", (part,), push_id=PushId("w", 1, self.seq[0])))
 
     async def snapshot(self) -> None:
         """Store a snapshot of the current version."""

@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 import pytest
 import redis as redis_client
+from tests.servers import free_port
 from tests.waiting import eventually
-
-from paramserver_node import redis_server
 
 from .processes import START_S, Nodes, unique
 
@@ -158,7 +157,7 @@ def test_a_shard_at_another_redis_stays_out(cluster: Nodes, tmp_path: Path, late
 
     It would own partitions that it can neither load nor store.
     """
-    name, port = f"stray-{later}", redis_server.free_port()
+    name, port = f"stray-{later}", free_port()
     other = Nodes(tmp_path, cluster.redis_url.rpartition("/")[0] + "/7", 0)
     try:
         with redis_client.Redis.from_url(other.redis_url) as r:
@@ -186,7 +185,7 @@ def test_the_newest_process_of_a_name_serves(lone: Nodes) -> None:
     """A second process under a shard's name takes its place, and the first one exits."""
     name = made(lone)
     first = lone.processes.pop("shard-0")
-    lone.shard_ports["shard-0"] = redis_server.free_port()
+    lone.shard_ports["shard-0"] = free_port()
     lone.start_shard("shard-0")
     try:
         first.wait(START_S)

@@ -15,10 +15,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from tests.servers import free_port
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from paramserver_node import redis_server
 from paramserver_node.protocol_detector import ProtocolDetector
 from paramserver_node.redis import TERM_KEY
 
@@ -105,7 +105,7 @@ async def member(redis_url: str, log: Path, *leaders: Leader) -> AsyncIterator[R
         server = await loop.create_server(partial(ProtocolDetector, config, ServerState(), {}), "127.0.0.1", 0)
         leader.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         servers.append(server)
-    port, urls = str(redis_server.free_port()), ",".join(leader.url for leader in leaders)
+    port, urls = str(free_port()), ",".join(leader.url for leader in leaders)
     args = ("-P", "-m", "paramserver_shard", "--name", "s", "--port", port, "--scheduler", urls, "--redis", redis_url)
     with log.open("wb") as out:
         shard = await asyncio.create_subprocess_exec(sys.executable, *args, stdout=out, stderr=out)

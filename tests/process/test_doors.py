@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError
+from tests.servers import free_port
 from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.errors import AuthError
-from paramserver_node import redis_server
 
 from .cluster import Cluster, cluster, get
 from .prepared import prepared
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.process
 )
 def test_a_node_that_others_can_reach_does_not_start_without_tokens(service: str, host: str, tmp_path: Path) -> None:
     """A node on a wildcard or host-name address without a secret exits with an error that lists the remedies."""
-    port = str(redis_server.free_port())
+    port = str(free_port())
     command = [sys.executable, "-P", "-m", f"paramserver_{service}", "--host", host, "--port", port]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
@@ -83,7 +83,7 @@ def test_of_two_shards_of_one_name_one_ends_in_one_line(tmp_path: Path) -> None:
         links = ["--scheduler", running.url, "--redis", running.info["redis"]]
         command = [sys.executable, "-P", "-m", "paramserver_shard", "--name", "twin", *links, "--port"]
         files = [(tmp_path / name).open("w+") for name in "ab"]
-        twins = [subprocess.Popen([*command, str(redis_server.free_port())], cwd=tmp_path, stderr=f) for f in files]
+        twins = [subprocess.Popen([*command, str(free_port())], cwd=tmp_path, stderr=f) for f in files]
         try:
             eventually(lambda: any(t.poll() is not None for t in twins), within_s=60, what="the end of one of them")
             ended = next(i for i, t in enumerate(twins) if t.poll() is not None)

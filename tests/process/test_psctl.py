@@ -13,13 +13,13 @@ import numpy as np
 import psutil
 import pytest
 import redis
+from tests.servers import running_redis
 from tests.waiting import eventually
 from typer.testing import CliRunner
 
 import paramserver as ps
 from paramserver_cli import config, doctor
 from paramserver_cli.main import app
-from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, cluster, get
 
@@ -175,7 +175,7 @@ def test_a_status_that_is_watched_shows_at_a_dumb_terminal(shared_cluster: Clust
 @pytest.mark.parametrize(("full", "result"), [(0.5, "ok"), (0.95, "warning"), (1.5, "failed")])
 def test_doctor_compares_what_redis_holds_with_its_bound(tmp_path: Path, full: float, result: str) -> None:
     """`doctor` warns if Redis is nearly full and fails if it is full, because a full Redis refuses every write."""
-    with redis_server.running(tmp_path) as url, redis.Redis.from_url(url) as client:
+    with running_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
         client.setrange("something", (32 << 20) - 1, b"x")  # no large request, whose buffers would be freed later
         client.config_set("maxmemory", int(client.info("memory")["used_memory"] / full))
         (found,) = [f for f in doctor.machine(url) if f.check == "Redis"]
@@ -186,7 +186,7 @@ def test_doctor_compares_what_redis_holds_with_its_bound(tmp_path: Path, full: f
 @pytest.mark.parametrize(("more", "result"), [((), "warning"), (("--maxmemory", "1gb"), "ok")])
 def test_doctor_asks_for_a_bound_of_redis(tmp_path: Path, more: tuple[str, ...], result: str) -> None:
     """`doctor` warns about a Redis without `maxmemory`: out of memory, it is killed instead of refusing writes."""
-    with redis_server.running(tmp_path, more=more) as url:
+    with running_redis(tmp_path, more=more) as url:
         (found,) = [f for f in doctor.machine(url) if f.check == "Redis"]
     assert (found.result, "CONFIG SET maxmemory" in found.remedy) == (result, result == "warning")
 
@@ -205,7 +205,7 @@ def test_what_doctor_advises_for_redis_outlives_its_restart(tmp_path: Path, more
 
     A Redis that restarts without `appendonly` would ignore its append-only file and start empty.
     """
-    with redis_server.running(tmp_path, more=more) as url:
+    with running_redis(tmp_path, more=more) as url:
         (found,) = [f for f in doctor.machine(url) if f.check == "Redis"]
     assert found.result == result
     assert "CONFIG SET" in found.remedy
@@ -215,7 +215,7 @@ def test_what_doctor_advises_for_redis_outlives_its_restart(tmp_path: Path, more
 
 def test_doctor_looks_at_the_redis_that_up_would_use(tmp_path: Path) -> None:
     """`doctor` checks the Redis that PARAMSERVER_REDIS names, if it is set."""
-    with redis_server.running(tmp_path, more=("--maxmemory", "1gb")) as url:
+    with running_redis(tmp_path, more=("--maxmemory", "1gb")) as url:
         env = os.environ | {"PARAMSERVER_REDIS": url, "PARAMSERVER_URL": "http://127.0.0.1:1"}
         done = subprocess.run([*PSCTL, "doctor", "--json"], capture_output=True, text=True, env=env, timeout=60.0)
     (found,) = [f for f in json.loads(done.stdout)["items"] if f["check"] == "Redis"]

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 from pyreqwest.client import SyncClientBuilder
+from tests.servers import free_port
 from tests.waiting import eventually
 
 from paramserver.errors import from_document
-from paramserver_node import redis_server
 
 pytestmark = pytest.mark.process
 
@@ -27,7 +27,7 @@ class Node:
 
     def __init__(self, *args: str, files_max: int | None = None) -> None:
         limited = [] if files_max is None else ["sh", "-c", f'ulimit -n {files_max}; exec "$@"', "sh"]
-        self.port = redis_server.free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=20.0)
         self.process = subprocess.Popen(

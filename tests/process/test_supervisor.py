@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from redis import Redis
+from tests.servers import running_redis
 from tests.waiting import eventually
 
 import paramserver as ps
@@ -214,7 +215,7 @@ def test_a_redis_of_ones_own_is_left_alone_and_its_password_shown_to_nobody(tmp_
 
     The password in its URL is in no process's command line, no output, and no file that others can read.
     """
-    with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
+    with running_redis(tmp_path / "redis") as url, Redis.from_url(url) as plain:
         plain.config_set("requirepass", "open-sesame")
         given = url.replace("redis://", "redis://:open-sesame@")
         with cluster(tmp_path / "c", shards=1, args=("--redis", given)) as running:
@@ -237,7 +238,7 @@ def test_a_password_on_the_command_line_is_warned_of(tmp_path: Path, way: str) -
     Its own command line shows that password as long as it runs; those of its children do not.  Ctrl-C ends all of them.
     """
     state = tmp_path / "c"
-    with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
+    with running_redis(tmp_path / "redis") as url, Redis.from_url(url) as plain:
         plain.config_set("requirepass", "open-sesame")
         given = url.replace("redis://", "redis://:open-sesame@")
         argv = [*PSCTL, "up", "--shards", "1", "--json", "--state-dir", str(state)]
@@ -268,7 +269,7 @@ def test_a_redis_that_is_away_is_told_before_anything_is_started(tmp_path: Path,
 
     The error has the URL, with the password masked, and the name of the setting.
     """
-    with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
+    with running_redis(tmp_path / "redis") as url, Redis.from_url(url) as plain:
         plain.config_set("requirepass", "open-sesame")
         port = 1 if right else port_of(url)
         given = f"redis://:{'open-sesame' if right else 'guessed'}@127.0.0.1:{port}/0"
@@ -301,7 +302,7 @@ def test_a_redis_server_keeps_its_data_over_a_kill(tmp_path: Path) -> None:
     import redis
 
     for expected in (None, b"kept"):
-        with redis_server.running(tmp_path) as url, redis.Redis.from_url(url) as client:
+        with running_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
             assert client.get("key") == expected
             assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
             client.set("key", "kept")

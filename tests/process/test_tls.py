@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from pyreqwest.client import SyncClientBuilder
+from tests.servers import free_port
 from tests.unit.scripted_server import Blocking, Peer, Server
 from tests.waiting import eventually
 
@@ -29,7 +30,6 @@ from paramserver.net.plain import PlainTransport
 from paramserver.net.transport import BlockingTransport
 from paramserver.wire import http2 as wire
 from paramserver_cli.state_directory import Plan, StateDir
-from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, cluster
 
@@ -142,7 +142,7 @@ def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: 
 
 def test_a_front_that_takes_http1_alone_is_spoken_to_in_it(authority: Path) -> None:
     """A TLS server that ends handshakes which offer HTTP/2 alone, as many fronts do, is asked in HTTP/1.1."""
-    port = redis_server.free_port()
+    port = free_port()
     command = ["openssl", "s_server", "-accept", str(port), "-alpn", "http/1.1", "-www", "-quiet"]
     certificate = ["-cert", str(authority / "node.pem"), "-key", str(authority / "node.key")]
     url = f"https://127.0.0.1:{port}"

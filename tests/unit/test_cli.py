@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from paramserver.errors import problem
 from paramserver_cli import config, demo, exits, moves, ports, runs, supervisor, train, up
-from paramserver_cli.assignments import merge_patch
+from paramserver_cli.assignments import spec_patch
 from paramserver_cli.children import Guard
 from paramserver_cli.display import CHART_WIDTH, picture, plain_line, sparkline
 from paramserver_cli.launch import Failed
@@ -58,20 +58,20 @@ from . import virtual_time
 )
 def test_settings_on_the_command_line_become_a_patch(words: list[str], patch: dict[str, Any]) -> None:
     """Each setting goes into the section of the spec that it belongs to, with its JSON type."""
-    assert merge_patch(words) == patch
+    assert spec_patch(words) == patch
 
 
 @pytest.mark.parametrize(("word", "says"), [("lrr=1", "did you mean 'lr'"), ("lr", "name=value"), ("=3", "name=value")])
 def test_a_wrong_setting_is_a_usage_error(word: str, says: str) -> None:
     """A word with an unknown name, or not of the form name=value, is a usage error that says so."""
     with pytest.raises(typer.BadParameter, match=says):
-        merge_patch([word])
+        spec_patch([word])
 
 
 def test_a_setting_within_a_value_is_a_usage_error() -> None:
     """A word that sets a field inside a value that another word sets is a usage error."""
     with pytest.raises(typer.BadParameter, match="another word sets to"):
-        merge_patch(["lr=0.1", "optimizer.lr.x=3"])
+        spec_patch(["lr=0.1", "optimizer.lr.x=3"])
 
 
 @pytest.mark.parametrize(

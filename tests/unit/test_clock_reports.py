@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from starlette.types import Message, Receive, Scope, Send
+from tests.servers import free_port
 
 from paramserver.net.credentials import Credentials
 from paramserver.types import ModelKey, PushId
 from paramserver_node.forward import Forwarder
 from paramserver_node.redis import connect
-from paramserver_node.redis_server import free_port
 from paramserver_node.server import serve_tcp
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.lease import Lease

@@ -50,7 +50,7 @@ async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() ->
     directory.addresses = {"other": ("http://other",)}
     part = PushPart(0, np.full(4, 0.5, np.float32), "float32", None, True, exclusive_buffer=True)
 
-    done = await Exchange(directory, cast(Any, Fenced()), cast(Any, peers)).push(known, PushReceived(0, "m", (part,)))
+    done = await Exchange(directory, cast(Any, Fenced()), cast(Any, peers)).push(known, PushReceived("m", (part,)))
 
     assert done.state == "applied"
     assert [a.tolist() for a in peers.got] == [[0.5] * 4]
@@ -82,7 +82,7 @@ async def test_an_accepted_push_is_sent_to_the_next_owner_only_under_its_id(owne
             return await (Refusing() if address == "http://first" else peers).push(address, *rest)
 
     exchange = Exchange(directory, cast(Any, Refusing()), cast(Any, Both()))
-    command = PushReceived(0, "m", (PushPart(0, np.ones(4, np.float32), "float32", None, True),), **ident)
+    command = PushReceived("m", (PushPart(0, np.ones(4, np.float32), "float32", None, True),), **ident)
 
     if ident:
         assert (await exchange.push(known, command)).state == "applied"
@@ -141,9 +141,7 @@ async def test_a_push_of_which_owners_may_have_taken_parts_is_told_as_that(
     ]
 
     with pytest.raises(PsError) as e:
-        await Exchange(directory, cast(Any, Applying()), cast(Any, others)).push(
-            known, PushReceived(0, "m", tuple(parts))
-        )
+        await Exchange(directory, cast(Any, Applying()), cast(Any, others)).push(known, PushReceived("m", tuple(parts)))
 
     assert (e.value.code, e.value.members.get("partitions")) == (code, partitions)
 

@@ -240,7 +240,7 @@ def test_first_values_that_were_set_are_stored_at_once() -> None:
     driver = ShardDriver(checked=False)
     view = driver.serve(wide(8), ready=False)
     part = AssignPart(3, np.full(WIDTH, 5.0, np.float32), "float32", finite=True)
-    driver.send(SetReceived(90, "m", (part,)))
+    driver.send(SetReceived("m", (part,), request=90))
     driver.eager = False
 
     driver.send(replace(view, ready=True))

@@ -14,6 +14,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from tests import servers
 
 from paramserver.errors import Unavailable
 from paramserver_node import redis as node_redis
@@ -277,8 +278,8 @@ def test_the_trouble_of_redis_has_words(error: Exception, text: str) -> None:
 def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """`free_port` never returns a port twice, so that two servers about to start do not share one."""
     held = deque[int]()
-    monkeypatch.setattr(redis_server, "_HELD", held)  # other tests' ports stay held
-    ports = [redis_server.free_port() for _ in range(1000)]
+    monkeypatch.setattr(servers, "_HELD", held)  # other tests' ports stay held
+    ports = [servers.free_port() for _ in range(1000)]
     assert len(set(ports)) == len(ports)
     for holder in held:
         socket.close(holder)
@@ -317,7 +318,7 @@ def test_the_packaged_redis_comes_before_one_that_was_installed_later(
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port that is held here is held from its server, too")
 def test_a_port_that_was_given_is_nobody_elses_by_chance() -> None:
     """A port from `free_port` is held until its server asks for it, and again while that is being restarted."""
-    port = redis_server.free_port()
+    port = servers.free_port()
     for _ in range(2):
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))  # nor does the system choose it for anyone

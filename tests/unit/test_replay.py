@@ -165,7 +165,7 @@ class Session:
         coding = Codec.parse(codec).coding
         part = PushPart(0, data, coding, slice_crc(coding, ((0, SIZE),), data), True)
         request, push_id = self.driver.request(), PushId(WORKERS[0], 1, self.seq)
-        self.driver.send(PushReceived(request, "m", (part,), push_id=push_id, clock=self.partition.clock))
+        self.driver.send(PushReceived("m", (part,), push_id=push_id, clock=self.partition.clock, request=request))
         self.driver.outcome(request)
 
     def big(self) -> None:
@@ -200,7 +200,7 @@ class Session:
         )  # a checkpoint's version: above the present one or not
         ranges = ((2, 4),) if ranged else None
         part = AssignPart(0, data, "float32", True, ranges, slots, steps, version=version)
-        self.driver.send(SetReceived(self.driver.request(), "m", (part,), restore=restore))
+        self.driver.send(SetReceived("m", (part,), restore=restore, request=self.driver.request()))
 
     def roster(self, gone: bool) -> None:
         assert self.driver.view is not None
@@ -311,7 +311,7 @@ def test_a_restore_to_a_later_version_is_replayed_and_one_without_is_read(ready:
     session.driver.send(replace(session.driver.view, ready=ready))
     for version in (0, 25, 3):
         part = AssignPart(0, session.gradient(), "float32", True, version=version)
-        session.driver.send(SetReceived(session.driver.request(), "m", (part,), restore=True))
+        session.driver.send(SetReceived("m", (part,), restore=True, request=session.driver.request()))
         session.look()
     recording = session.recording
 

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
+from tests.servers import free_port
 
 from paramserver.wire import http2 as wire
-from paramserver_node import http2, read_deadline, redis_server, server
+from paramserver_node import http2, read_deadline, server
 from paramserver_node.server import Tls, serve_tcp
 
 WITHIN_S = 20.0
@@ -39,7 +40,7 @@ async def empty(scope: Scope, receive: Receive, send: Send) -> None:
 @asynccontextmanager
 async def serving(tls: Tls | None = None) -> AsyncIterator[int]:
     """Yield the port of a server."""
-    port = redis_server.free_port()
+    port = free_port()
     stop = asyncio.Event()
     running = asyncio.ensure_future(serve_tcp(empty, "127.0.0.1", port, stop, tls=tls, grace_s=0.0))
     await asyncio.sleep(0)

@@ -124,7 +124,7 @@ def test_values_restored_while_a_model_enters_sync_do_not_keep_a_partition_from_
     driver.eager = False
     for value in (5.0, 7.0):
         part = AssignPart(0, ones(value=value), "float32", True)
-        driver.send(SetReceived(driver.request(), "m", (part,), restore=True))
+        driver.send(SetReceived("m", (part,), restore=True, request=driver.request()))
 
     driver.patch({"consistency": {"mode": "sync"}}, clock=3, began=3)
     driver.settle()
@@ -140,7 +140,8 @@ def test_values_set_beside_lost_ones_are_of_a_new_version_if_others_were_trained
 
     def restore() -> list[int]:
         parts = tuple(AssignPart(i, ones(1), "float32", True, version=3) for i in (0, 1))
-        driver.send(SetReceived(request := driver.request(), "m", parts, restore=True))
+        request = driver.request()
+        driver.send(SetReceived("m", parts, restore=True, request=request))
         done = driver.outcome(request)
         assert isinstance(done, PushDone)
         return [p.version for p in done.parts]
@@ -218,7 +219,7 @@ def test_initial_values_are_uploaded_before_anything_else() -> None:
     view = driver.serve(spec(), ready=False)
     pull, hasty = driver.ask((0,), wait_s=20.0), driver.ask((0,))
 
-    driver.send(SetReceived(90, "m", (AssignPart(0, ones(2, 5.0), "float32", True, ((0, 2),)),)))
+    driver.send(SetReceived("m", (AssignPart(0, ones(2, 5.0), "float32", True, ((0, 2),)),), request=90))
     push = driver.submit({0: ones()})
     driver.advance(limits.LEASE_S)
 
@@ -234,7 +235,7 @@ def test_first_values_that_come_late_change_nothing() -> None:
     """First values that another attempt has made complete meanwhile are a duplicate: pushes may have changed them."""
     driver = ShardDriver()
     view = driver.serve(spec(), ready=False)
-    upload = SetReceived(90, "m", (AssignPart(0, ones(), "float32", True),), first=True)
+    upload = SetReceived("m", (AssignPart(0, ones(), "float32", True),), first=True, request=90)
     driver.send(upload)
     driver.send(replace(view, ready=True))
     driver.push({0: ones()})
@@ -271,7 +272,7 @@ def test_an_assignment_to_a_value_that_has_changed_changes_nothing() -> None:
     def assign(*expected: tuple[int, int]) -> Any:
         request = driver.request()
         parts = tuple(AssignPart(i, ones(value=9.0), "float32", True, expected=e) for i, e in enumerate(expected))
-        driver.send(SetReceived(request, "m", parts))
+        driver.send(SetReceived("m", parts, request=request))
         return driver.replies[request]
 
     refused = assign(*stands)
@@ -288,7 +289,7 @@ def test_an_assignment_is_a_version() -> None:
     driver.push({0: ones()}, PushId("w", 1, 0))
     slots = driver.pull(0).parts[0].state.slots
 
-    driver.send(SetReceived(90, "m", (AssignPart(0, ones(value=9.0), "float32", True),)))
+    driver.send(SetReceived("m", (AssignPart(0, ones(value=9.0), "float32", True),), request=90))
 
     assert driver.values() == [9.0] * 4
     assert driver.pull(0).version == 2
@@ -447,7 +448,7 @@ def test_a_capture_is_one_moment() -> None:
     """A capture, which a checkpoint reads, stays as it was while later pushes are applied."""
     driver = serving(spec())
     driver.push({0: ones()})
-    driver.send(CaptureReceived(90, "m", 0))
+    driver.send(CaptureReceived("m", 0, request=90))
     driver.push({0: ones()})
 
     capture = driver.outcome(90)

@@ -286,7 +286,7 @@ def test_a_partition_that_moves_is_whole_in_redis_whatever_redis_loses(emptied: 
 def put(driver: ShardDriver, value: float) -> None:
     """Assign `value` to the first partition's elements."""
     request = driver.request()
-    driver.send(SetReceived(request, "m", (AssignPart(0, ones(value), "float32", True),), 1))
+    driver.send(SetReceived("m", (AssignPart(0, ones(value), "float32", True),), generation=1, request=request))
 
 
 def fail(driver: ShardDriver) -> None:
@@ -319,7 +319,7 @@ def test_what_is_assigned_at_the_clock_of_a_cut_is_part_of_it(when: str, ack: st
     assert stored(driver, 1) == [7.0] * 4
     assert not list(driver.core.models["m"].partitions[0].operations)
     request = driver.request()
-    driver.send(CaptureReceived(request, "m", 0, 1, 1))
+    driver.send(CaptureReceived("m", 0, generation=1, cut=1, request=request))
     capture = driver.outcome(request)
     assert isinstance(capture, Capture)
     assert capture.state.values.tolist() == [7.0] * 4
@@ -392,7 +392,8 @@ def test_what_a_restore_sets_is_no_part_of_an_older_cut() -> None:
     driver = serving(synced(), workers=ROSTER)
     driver.commit(0, cut=True)
     driver.advance(1.0)
-    driver.send(SetReceived(driver.request(), "m", (AssignPart(0, ones(7.0), "float32", True),), 1, restore=True))
+    part = AssignPart(0, ones(7.0), "float32", True)
+    driver.send(SetReceived("m", (part,), generation=1, restore=True, request=driver.request()))
     driver.advance(1.0)
 
     assert stored(driver, 1) == [0.0] * 4

@@ -41,14 +41,14 @@ def served(**fields: Any) -> ShardDriver:
 def assign(driver: ShardDriver) -> int:
     """Assign sevens to partition 0; return the request."""
     request = driver.request()
-    driver.send(SetReceived(request, "m", (AssignPart(0, ones() * 7, "float32", True),)))
+    driver.send(SetReceived("m", (AssignPart(0, ones() * 7, "float32", True),), request=request))
     return request
 
 
 def capture(driver: ShardDriver) -> int:
     """Ask for a capture of partition 0; return the request."""
     request = driver.request()
-    driver.send(CaptureReceived(request, "m", 0))
+    driver.send(CaptureReceived("m", 0, request=request))
     return request
 
 

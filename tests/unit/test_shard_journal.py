@@ -46,7 +46,7 @@ def test_at_level_applied_nothing_is_journaled(mode: str) -> None:
     driver = slow(ack="applied", consistency={"mode": mode})
 
     requests = [driver.submit({0: ones()}, PushId(WORKERS[0], 1, i), clock=0) for i in range(9)]
-    driver.send(SetReceived(900, "m", (AssignPart(0, ones(), "float32", True),)))
+    driver.send(SetReceived("m", (AssignPart(0, ones(), "float32", True),), request=900))
     driver.commit(0, Contribution(WORKERS[0], 1, 0, 0))
     driver.patch({"optimizer": {"clip_value": 1.0}})
     driver.send(RosterChanged(driver.view.model, {}))  # type: ignore[union-attr]
@@ -256,13 +256,13 @@ def test_assignments_are_journaled_from_the_first_upload_on() -> None:
     store = InMemoryStore()
     driver = ShardDriver(store)
     view = driver.serve(journaled(), ready=False)
-    driver.send(SetReceived(90, "m", (AssignPart(0, ones(5.0), "float32", True),)))
+    driver.send(SetReceived("m", (AssignPart(0, ones(5.0), "float32", True),), request=90))
     assert done(driver, 90).durable_version == 0
 
     after = ShardDriver(store)
     after.serve(journaled(), owned={0: 2}, source="snapshot", ready=False)
     after.send(replace(view, owned={0: 2}, ready=True))
-    after.send(SetReceived(91, "m", (AssignPart(0, ones(6.0)[:2], "float32", True, ((1, 3),)),)))
+    after.send(SetReceived("m", (AssignPart(0, ones(6.0)[:2], "float32", True, ((1, 3),)),), request=91))
 
     assert after.values() == [5.0, 6.0, 6.0, 5.0]
     assert done(after, 91).version == 1
@@ -373,7 +373,7 @@ def test_a_hundred_thousand_duplicate_deliveries_are_exact() -> None:
     due = sorted((i + rng.uniform(0, limits.WINDOW / 2), i) for i in range(pushes) for _ in range(copies))
 
     for request, (_, i) in enumerate(due, 10):
-        driver.send(PushReceived(request, "m", (part,), push_id=PushId("w", 1, i)))
+        driver.send(PushReceived("m", (part,), push_id=PushId("w", 1, i), request=request))
         reply = done(driver, request)
         assert reply.duplicate == (i in versions)
         assert reply.version == versions.setdefault(i, reply.version)

@@ -99,7 +99,7 @@ def test_loads_follow_the_traffic_and_fade() -> None:
     part = PushPart(3, np.zeros(250_000, np.float32), "float32", 0, True)
     done = PushDone(model, 0, "applied", False, ())
     for _ in range(20):
-        loads.pushed(PushReceived(1, "m", (part,)), done)
+        loads.pushed(PushReceived("m", (part,)), done)
         now[0] += 1.0
         loads.rates()
     ((name, generation, index, rate),) = loads.rates()

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
+from tests.servers import free_port
 
 from paramserver.net.aio_connection import RESTED_S
 from paramserver.net.credentials import Credentials
-from paramserver_node import redis_server
 from paramserver_node.server import serve_tcp
 from paramserver_shard import link as link_module
 from paramserver_shard.link import SchedulerLink
@@ -29,7 +29,7 @@ async def test_connections_that_are_all_lost_at_once_cost_one_wait(monkeypatch: 
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
-    stop, ports = asyncio.Event(), (redis_server.free_port(), redis_server.free_port())
+    stop, ports = asyncio.Event(), (free_port(), free_port())
     link = SchedulerLink([f"http://127.0.0.1:{port}" for port in ports], Credentials())
     async with asyncio.timeout(20), asyncio.TaskGroup() as nodes:
         for port in ports:

@@ -152,7 +152,7 @@ class AsyncShard(RuleBasedStateMachine):
         self.versions[index] = self.driver.pull(index).version
 
     @rule(index=st.integers(0, PARTITIONS - 1))
-    def hold(self, index: int) -> None:
+    def ask_release(self, index: int) -> None:
         """Request that a partition be handed over."""
         self.release_number += 1
         self.tell(release=dict(self.view.release) | {index: self.release_number})

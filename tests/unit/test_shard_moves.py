@@ -101,7 +101,7 @@ def test_a_partition_that_enters_sync_at_its_next_owner_takes_all_commits_of_the
 
 
 def test_a_push_that_waits_while_a_partition_enters_sync_is_in_its_commit() -> None:
-    """If buffered mode ends while a partition is held, a push held up meanwhile is staged, and no flush takes it."""
+    """If buffered mode ends while a partition is suspended, a push that waits meanwhile is staged, and not flushed."""
     driver = serving(spec(consistency={"mode": "buffered", "count": 9, "interval_ms": 60_000}), workers=ROSTER)
     driver.push({0: ones(8.0)}, PushId("w", 1, 0))
     request_release(driver, 0)
@@ -206,7 +206,7 @@ def test_a_push_of_several_partitions_holds_up_nobody_else() -> None:
     both = driver.submit({0: ones(), 1: ones()}, PushId("w", 1, 0))
     other = driver.push({1: ones(2.0)}, PushId("w", 1, 1))
     assert (other.version, both in driver.replies) == (1, False)
-    driver.send(CaptureReceived(90, "m", 0))
+    driver.send(CaptureReceived("m", 0, request=90))
     assert 90 in driver.replies
     request_release(driver)
 
@@ -308,7 +308,7 @@ def test_a_pull_waits_no_longer_than_a_lease_for_a_move() -> None:
 
 
 def test_a_partition_whose_turn_never_comes_is_served_all_the_time() -> None:
-    """A move that is called off before its partition is held leaves no trace."""
+    """A move that is called off before its partition is suspended leaves no trace."""
     driver = serving(spec(3))
     driver.eager = False
     request_release(driver, 0, 1)
@@ -321,7 +321,7 @@ def test_a_partition_whose_turn_never_comes_is_served_all_the_time() -> None:
 
 
 def test_a_partition_that_is_lost_lets_the_next_one_move() -> None:
-    """If the partition that is held goes to another shard after all, the next one has its turn."""
+    """If the partition that is suspended goes to another shard after all, the next one has its turn."""
     driver = serving(spec(3))
     driver.eager = False
     request_release(driver, 0, 1)
@@ -358,8 +358,8 @@ def test_the_last_snapshot_written_is_the_whole_state() -> None:
     assert [c.version for c in driver.store.kept[KEY]] == [3, 2]
 
 
-def test_staged_parts_of_ended_workers_stay_while_a_partition_is_held() -> None:
-    """Staged parts of ended workers stay while the partition is held, and are dropped when the move is called off."""
+def test_staged_parts_of_ended_workers_stay_while_a_partition_is_suspended() -> None:
+    """Staged parts of ended workers stay while it is suspended, and are dropped when the move is called off."""
     driver = serving(spec(consistency={"mode": "sync", "late": "fold"}), workers=ROSTER)
     driver.commit(0)
     driver.push({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
@@ -420,7 +420,7 @@ def test_a_worker_that_goes_while_sync_ends_in_a_held_partition_is_in_the_mean(m
 
 @pytest.mark.parametrize("ack", LEVELS)
 def test_a_worker_that_went_before_sync_ended_is_not_in_the_mean_of_the_next_owner(ack: str) -> None:
-    """What a worker staged does not count if it left in sync, though its partition was held then and moves after it."""
+    """What a worker staged does not count if it left in sync, though the partition was suspended then and moves on."""
     driver, after = serving(spec(ack=ack, consistency={"mode": "sync"}), workers=ROSTER), ShardDriver()
     after.store = driver.store
     after.send(replace(view(driver), owned={}))

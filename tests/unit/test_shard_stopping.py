@@ -331,7 +331,7 @@ def test_a_partition_that_is_assigned_to_a_stopping_shard_does_not_end_it(loadin
             if not loading:
                 runtime.feed(view)
             with pytest.raises(Unavailable, match="is stopping"):
-                await runtime.pull(PullReceived(0, "m", (0,)))
+                await runtime.pull(PullReceived("m", (0,)))
             with pytest.raises(Unavailable, match="is stopping"):
                 await runtime.submit(int)
 
@@ -341,8 +341,8 @@ def test_a_partition_that_is_assigned_to_a_stopping_shard_does_not_end_it(loadin
 @pytest.mark.parametrize(
     "change",
     [
-        PushReceived(0, "m", (PushPart(0, np.ones(8, np.float32), "float32", 0, True),)),
-        SetReceived(0, "m", (AssignPart(0, np.ones(8, np.float32), "float32", True),)),
+        PushReceived("m", (PushPart(0, np.ones(8, np.float32), "float32", 0, True),)),
+        SetReceived("m", (AssignPart(0, np.ones(8, np.float32), "float32", True),)),
     ],
     ids=["push", "assignment"],
 )
@@ -363,9 +363,9 @@ async def test_what_waits_to_be_durable_as_a_shard_ends_is_in_doubt(change: Push
         runtime = Runtime(ShardCore(), Directory("s"), BufferPool(), cast(Any, store), cast(Any, journal), group)
         runtime.scheduler = cast(Any, Mock())
         runtime.feed(view)
-        await runtime.pull(PullReceived(0, "m", (0,)))
+        await runtime.pull(PullReceived("m", (0,)))
         changed = asyncio.create_task(runtime.push(change))
-        pulled = asyncio.create_task(runtime.pull(PullReceived(0, "m", (0,), min_version=2, wait_s=60.0)))
+        pulled = asyncio.create_task(runtime.pull(PullReceived("m", (0,), min_version=2, wait_s=60.0)))
         await asyncio.sleep(0)
         assert runtime.core.models["m"].partitions[0].version == 1
         runtime.close()

@@ -297,7 +297,7 @@ def test_what_float32_cannot_hold_is_not_staged() -> None:
     driver = serving(spec(), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
     part, request = push_part(0, np.array([1e300, 0, 0, 0]), 4, dtype="float64"), driver.request()
-    driver.send(PushReceived(request, "m", (part,), push_id=PushId(WORKERS[1], 1, 0), clock=0))
+    driver.send(PushReceived("m", (part,), push_id=PushId(WORKERS[1], 1, 0), clock=0, request=request))
     with pytest.raises(RequestError) as e:
         driver.outcome(request)
     driver.commit(0, listed(0, 0))
@@ -353,7 +353,8 @@ def test_an_assignment_moves_no_schedule() -> None:
     schedule = {"kind": "step", "step_size": 2, "gamma": 0.5}
     driver = serving(spec(8, 2, {"name": "sgd", "lr": 1.0, "schedule": schedule}), workers=ROSTER)
     for _ in range(2):
-        driver.send(SetReceived(driver.request(), "m", (AssignPart(1, ones(value=0.0), "float32", True),), 1))
+        part = AssignPart(1, ones(value=0.0), "float32", True)
+        driver.send(SetReceived("m", (part,), generation=1, request=driver.request()))
 
     for t in range(3):
         driver.push({0: ones(), 1: ones()}, PushId(WORKERS[0], 1, t), clock=t)
@@ -479,7 +480,7 @@ def test_a_pull_waits_for_a_clock_whatever_the_version() -> None:
     """A pull with `min_clock` waits for commits: an assignment raises the version, but not the clock."""
     driver = serving(spec(), workers=ROSTER)
     stage(driver, 0, 0, 1.0)
-    driver.send(SetReceived(90, "m", (AssignPart(0, ones(), "float32", True),)))
+    driver.send(SetReceived("m", (AssignPart(0, ones(), "float32", True),), request=90))
 
     waiting = driver.ask((0,), min_clock=1, wait_s=5.0)
     assert waiting not in driver.replies

@@ -228,7 +228,7 @@ def test_what_was_kept_takes_the_commit_that_waited() -> None:
     """A commit queued behind an assignment when the ownership was refused is applied after the renewal."""
     driver, _ = kept(consistency={"mode": "sync"})
     driver.eager = False
-    driver.send(SetReceived(driver.request(), "m", (AssignPart(0, ones(), "float32", True),)))
+    driver.send(SetReceived("m", (AssignPart(0, ones(), "float32", True),), request=driver.request()))
     driver.commit(0, Contribution(WORKERS[0], 1, 0, 0))
     driver.send(JournalRefused(KEY, 1))
     renew(driver)

@@ -42,7 +42,7 @@ class Snapshots(RuleBasedStateMachine):
         self.void: list[StoreSnapshot] = []
         """Those being written whose partition Redis has lost meanwhile."""
         self.failed_at: dict[PartitionKey, float] = {}
-        self.held: set[PartitionKey] = set()
+        self.suspended: set[PartitionKey] = set()
         self.unsynced: dict[PartitionKey, int] = {}
         """The lsn up to which each partition is to be on disk, until it is."""
         self.stored = {p.key: p.mark.stored for p in map(self.partition, MODELS)}
@@ -68,7 +68,7 @@ class Snapshots(RuleBasedStateMachine):
     def push_to_disk(self) -> None:
         """Change a partition, for a client that waits until this is on disk."""
         p = self.partition("changed")
-        if not p.held:
+        if not p.suspended:
             self.unsynced[p.key] = p.lsn + 1
             self.pushed(ack="fsynced")
 
@@ -86,12 +86,12 @@ class Snapshots(RuleBasedStateMachine):
         self.driver.commit(clock, cut=cut)
         self.views[name] = replace(self.views[name], clock=clock + 1)
         p = self.partition(name)
-        if cut and not p.held and p.cut is not None and p.cut.clock == clock + 1:
+        if cut and not p.suspended and p.cut is not None and p.cut.clock == clock + 1:
             self.owed_cuts[p.key] = p.cut.clock
         self.look()
 
     @rule(name=models)
-    def hold(self, name: str) -> None:
+    def suspend(self, name: str) -> None:
         """Ask for a partition, to move it; or call the move off."""
         self.seq += 1
         self.views[name] = replace(self.views[name], release={} if self.views[name].release else {0: self.seq})
@@ -105,7 +105,7 @@ class Snapshots(RuleBasedStateMachine):
         self.driver.send(JournalLost(p.key, p.token, restarted=True))
         self.stored.pop(p.key, None)
         self.void += [w for w in self.writing if w.capture.key == p.key]
-        if p.by_cuts and p.cut is not None and not p.held:
+        if p.by_cuts and p.cut is not None and not p.suspended:
             self.owed_cuts[p.key] = p.cut.clock
         self.look()
 
@@ -157,8 +157,8 @@ class Snapshots(RuleBasedStateMachine):
     def look(self) -> None:
         """Complete all but snapshots, and note the snapshots that have begun."""
         for p in map(self.partition, MODELS):
-            if p.held != (p.key in self.held):  # all that was due is forgotten
-                self.held ^= {p.key}
+            if p.suspended != (p.key in self.suspended):  # all that was due is forgotten
+                self.suspended ^= {p.key}
                 self.failed_at.pop(p.key, None)
                 self.owed_cuts.pop(p.key, None)
                 if not p.mark.waiting:
@@ -207,7 +207,7 @@ class Snapshots(RuleBasedStateMachine):
 
     def assert_settled(self, p: Partition) -> None:
         """Assert that all that should be stored of a partition is stored."""
-        assert not p.held or p.released
+        assert not p.suspended or p.released
         assert p.by_cuts or p.lsn == self.stored.get(p.key, 0)
         assert p.mark.rebase is None
         assert p.key not in self.owed_cuts

@@ -65,7 +65,7 @@ def test_a_commit_decided_before_a_change_of_optimizer_takes_nothing_from_a_rest
     driver.patch({"optimizer": ADAM})
     restored = tuple(np.full(4, x, np.float32) for x in (2.0, 3.0))
     part = AssignPart(0, ones(7.0), "float32", True, slots=restored, steps=(5,))
-    driver.send(SetReceived(driver.request(), "m", (part,), restore=True))
+    driver.send(SetReceived("m", (part,), restore=True, request=driver.request()))
 
     decide(driver, commit(first, 0, first, 0))
     driver.send(replace(view(driver), timeline=1, began=2, clock=2, commits=()))
@@ -140,7 +140,7 @@ def test_a_restore_waits_for_the_optimizer_that_its_state_is_of(mode: str) -> No
 
     def restore() -> int:
         request = driver.request()
-        driver.send(SetReceived(request, "m", (part,), restore=True, slot_names=("sum",)))
+        driver.send(SetReceived("m", (part,), restore=True, slot_names=("sum",), request=request))
         return request
 
     assert refused(driver, restore()).code == "loading"
@@ -157,7 +157,8 @@ def test_a_restore_that_is_refused_brings_no_settings() -> None:
     first = view(driver)
     driver.patch({"optimizer": ADAGRAD})
     part = AssignPart(0, ones(7.0), "float32", True, slots=(ones(),), steps=(5,))
-    driver.send(SetReceived(request := driver.request(), "m", (part,), restore=True, slot_names=("momentum_buffer",)))
+    request = driver.request()
+    driver.send(SetReceived("m", (part,), restore=True, slot_names=("momentum_buffer",), request=request))
 
     assert refused(driver, request).code == "loading"
     decide(driver, commit(first, 0, first, 0))

@@ -51,7 +51,7 @@ def stage(driver: ShardDriver, seq: int, clock: int) -> None:
 def put(driver: ShardDriver, value: float, *, restore: bool = False, timeline: int | None = None) -> int:
     """Assign `value` to all elements; return the request."""
     part, request = AssignPart(0, np.full(4, value, np.float32), "float32", True), driver.request()
-    driver.send(SetReceived(request, "m", (part,), restore=restore, timeline=timeline))
+    driver.send(SetReceived("m", (part,), restore=restore, timeline=timeline, request=request))
     return request
 
 
@@ -142,7 +142,8 @@ def test_a_restore_does_not_wait_for_the_commit_that_would_change_the_optimizer(
     driver.patch({"optimizer": {"name": "momentum", "lr": 1.0}})
     momentum = np.full(4, 3.0, np.float32)
     part = AssignPart(0, np.full(4, 7.0, np.float32), "float32", True, slots=(momentum,), steps=(5,))
-    driver.send(SetReceived(request := driver.request(), "m", (part,), restore=True))
+    request = driver.request()
+    driver.send(SetReceived("m", (part,), restore=True, request=request))
     driver.outcome(request)
     p = driver.core.models["m"].partitions[0]
     assert p.state is not None

@@ -25,7 +25,7 @@ async def report(request: Request, m: str) -> Response:
     beyond the maximum are left out.
     """
     b = await read(request, bodies.Metrics)
-    return await reply(request, lambda n: io.ReportMetrics(n, m, b.metrics, b.worker, b.clock))
+    return await reply(request, lambda n: io.ReportMetrics(n, m, b.metrics, worker=b.worker, clock=b.clock))
 
 
 @router.get(

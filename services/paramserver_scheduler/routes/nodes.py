@@ -58,7 +58,9 @@ async def join_shard(request: Request) -> Response:
             "invalid_field", f"addresses: {wrong} is the address of a scheduler", hint=hint, where="addresses"
         )
     other = request.query_params.get("redis_leader", lease.id) != lease.id
-    return await reply(request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version, term, other))
+    return await reply(
+        request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version, redis_term=term, other_leader=other)
+    )
 
 
 @router.put(
@@ -74,10 +76,9 @@ async def shard_heartbeat(request: Request, name: str) -> Response:
     a shard ignores the answers of a deposed leader, which may not have noticed that it was replaced.
     """
     b = await read(request, bodies.ShardHeartbeat)
-    report = b.metrics, b.partitions, b.cuts, b.released, b.lost, b.memory, b.loads
     term = service(request).read.term
     with _in_term(term):
-        answer = await ask(request, lambda n: io.ShardHeartbeat(n, name, b.epoch, *report))
+        answer = await ask(request, lambda n: io.ShardHeartbeat(n, name, **vars(b)))
     return respond(request, {**(answer.body or {}), "term": term}, answer.status)
 
 
@@ -146,7 +147,7 @@ async def drain_shard(request: Request, name: str) -> Response:
     once it serves no more, its synchronous models at level `applied` are stored where they stand.
     """
     epoch, cut = _needed_epoch(request), bool(number_of(request, "cut", 0))
-    return await reply(request, lambda n: io.SetShardState(n, name, "draining", epoch, cut))
+    return await reply(request, lambda n: io.SetShardState(n, name, "draining", epoch, cut=cut))
 
 
 @router.delete("/shards/{name}", status_code=204, responses=response_doc(204, "Left"))
@@ -158,7 +159,7 @@ async def leave_shard(request: Request, name: str) -> Response:
     synchronous model would lose a commit that the shard has not heard of.  That is being stored; ask again.
     """
     epoch, stored = _needed_epoch(request), bool(number_of(request, "stored", 0))
-    return await reply(request, lambda n: io.LeaveShard(n, name, epoch, stored))
+    return await reply(request, lambda n: io.LeaveShard(n, name, epoch, stored=stored))
 
 
 @router.post(
@@ -171,7 +172,9 @@ async def leave_shard(request: Request, name: str) -> Response:
 async def uploaded(request: Request, m: str) -> Response:
     """Report that all owners which lacked the initial values of a parameter now have them; with `partial`, some."""
     b = await read(request, bodies.Uploaded)
-    return await reply(request, lambda n: io.ParameterUploaded(n, m, b.name, b.token, b.given, b.partial))
+    return await reply(
+        request, lambda n: io.ParameterUploaded(n, m, b.name, token=b.token, given=b.given, partial=b.partial)
+    )
 
 
 @router.post(
@@ -203,7 +206,10 @@ async def restored(request: Request, m: str) -> Response:
     that is still on `timeline` begins a new one.
     """
     b = await read(request, bodies.Restored)
-    return await reply(request, lambda n: io.ModelRestored(n, m, b.generation, b.timeline, b.version, b.workers))
+    return await reply(
+        request,
+        lambda n: io.ModelRestored(n, m, b.generation, timeline=b.timeline, version=b.version, workers=b.workers),
+    )
 
 
 @router.get(

@@ -87,7 +87,15 @@ async def create_run(request: Request) -> Response:
 
     def make(n: int) -> io.Event:
         return io.CreateRun(
-            n, b.model, b.entry, b.name, b.args, b.workers, b.stop, b.evaluate_every, b.checkpoint_every
+            n,
+            b.model,
+            b.entry,
+            name=b.name,
+            args=b.args,
+            workers=b.workers,
+            stop=b.stop,
+            evaluate_every=b.evaluate_every,
+            checkpoint_every=b.checkpoint_every,
         )
 
     return await reply(request, make, lambda run: f"/runs/{run['id']}")
@@ -120,7 +128,7 @@ async def patch_run(request: Request, run: str) -> Response:
     Omitted fields stay as they are. 409 `conflict` for a run that has ended.
     """
     b = await read(request, bodies.RunPatch)
-    return await reply(request, lambda n: io.PatchRun(n, run, b.state, b.workers, b.stop))
+    return await reply(request, lambda n: io.PatchRun(n, run, state=b.state, workers=b.workers, stop=b.stop))
 
 
 @router.post(
@@ -136,7 +144,9 @@ async def place_done(request: Request, run: str, place: int) -> Response:
     POST /runs says.
     """
     b = await read(request, bodies.PlaceDone)
-    return await reply(request, lambda n: io.PlaceDone(n, run, place, b.member, b.epoch, b.error, b.attempt))
+    return await reply(
+        request, lambda n: io.PlaceDone(n, run, place, b.member, b.epoch, error=b.error, attempt=b.attempt)
+    )
 
 
 @router.post(

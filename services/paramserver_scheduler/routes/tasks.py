@@ -52,7 +52,17 @@ async def register(request: Request, m: str) -> Response:
     b = await read(request, bodies.Dataset)
     return await reply(
         request,
-        lambda n: io.RegisterDataset(n, m, b.dataset, b.size, b.task_size, b.ranges, b.uri, b.assignment, b.passes),
+        lambda n: io.RegisterDataset(
+            n,
+            m,
+            b.dataset,
+            size=b.size,
+            task_size=b.task_size,
+            ranges=b.ranges,
+            uri=b.uri,
+            assignment=b.assignment,
+            passes=b.passes,
+        ),
     )
 
 
@@ -80,7 +90,10 @@ async def lease(request: Request, m: str) -> Response:
     ranges are free again.
     """
     b = await read(request, bodies.Lease)
-    return await reply(request, lambda n: io.LeaseTask(n, m, b.worker, b.epoch, b.dataset, b.wait_s, b.holding))
+    return await reply(
+        request,
+        lambda n: io.LeaseTask(n, m, b.worker, b.epoch, dataset=b.dataset, wait_s=b.wait_s, holding=b.holding),
+    )
 
 
 @router.post(
@@ -92,7 +105,7 @@ async def lease(request: Request, m: str) -> Response:
 async def done(request: Request, m: str, task: str) -> Response:
     """Report that a range is processed, or an evaluation made with these `metrics`; idempotent."""
     b = await read(request, bodies.TaskDone)
-    return await reply(request, lambda n: io.TaskDone(n, m, b.worker, b.epoch, task, b.metrics))
+    return await reply(request, lambda n: io.TaskDone(n, m, b.worker, b.epoch, task=task, metrics=b.metrics))
 
 
 @router.post(

@@ -80,7 +80,7 @@ async def join(request: Request, m: str) -> Response:
     b = await read_optional(request, bodies.JoinWorker)
     return await reply(
         request,
-        lambda n: io.JoinWorker(n, m, b.name, b.rank, b.above, b.lease_s, b.attempt),
+        lambda n: io.JoinWorker(n, m, name=b.name, rank=b.rank, above=b.above, lease_s=b.lease_s, attempt=b.attempt),
         lambda w: f"/models/{m}/workers/{quote(w['worker'])}",
     )
 
@@ -137,8 +137,12 @@ async def heartbeat(request: Request, m: str, w: str) -> Response:
     state, so continue from the `clock` and `timeline` in the error.
     """
     b = await read(request, bodies.WorkerHeartbeat)
-    report = b.epoch, b.clock, b.timeline, b.metrics, b.state, b.since
-    return await reply(request, lambda n: io.WorkerHeartbeat(n, m, w, *report))
+    return await reply(
+        request,
+        lambda n: io.WorkerHeartbeat(
+            n, m, w, b.epoch, clock=b.clock, timeline=b.timeline, metrics=b.metrics, state=b.state, since=b.since
+        ),
+    )
 
 
 @router.delete("/workers/{w:path}", status_code=204, responses=response_doc(204, "Left"))
@@ -167,5 +171,9 @@ async def clock(request: Request, m: str) -> Response:
     beyond the reported one if the others went on without this worker.
     """
     b = await read(request, bodies.Clock)
-    report = b.worker, b.epoch, b.clock, b.timeline, b.wait_s, b.since
-    return await reply(request, lambda n: io.ReportClock(n, m, *report))
+    return await reply(
+        request,
+        lambda n: io.ReportClock(
+            n, m, b.worker, b.epoch, clock=b.clock, timeline=b.timeline, wait_s=b.wait_s, since=b.since
+        ),
+    )

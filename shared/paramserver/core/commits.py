@@ -41,10 +41,10 @@ class CommitDesk:
         """Queue the partition's next commit if it is known; request a resync of the feed if it was missed."""
         if not p.ready or p.committing or p.spec.consistency.mode != "sync" or not model.sync:
             return
-        if p.clock < model.began:
+        if p.clock < model.view.began:
             # It is still on an older timeline: the commits it lacks and the gradients it has staged no longer count.
             self._shard.held_bytes -= p.drop_staged()
-            p.clock = model.began
+            p.clock = model.view.began
             record_settings_change(self._shard, p, now, fresh=False, unstage=True)
         commit = model.commits.get(p.clock)
         if commit is not None:
@@ -56,13 +56,13 @@ class CommitDesk:
             self._timers.at(model.resync_at, partial(self._retry, model, p))
 
     def _retry(self, model: ServedModel, p: Partition, now: float) -> None:
-        if self._shard.find_model(model.key) is model and model.partitions.get(p.index) is p:
+        if self._shard.has(model, p):
             self.advance(model, p, now)
 
     def drop_ended(self, model: ServedModel, p: Partition) -> None:
         """Drop what workers staged under epochs that have ended, once no commit can list it."""
         # A commit that is already decided may still list them, even one not received yet.
-        if not p.staged or p.clock < model.clock or p.committing or p.held:
+        if not p.staged or p.clock < model.clock or p.committing or p.suspended:
             return
         if model.sync:
             slots = p.ended(model.workers, model.departed)

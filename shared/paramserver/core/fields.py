@@ -182,10 +182,3 @@ def whole_number(name: str, value: Any, low: int = 0) -> int:
         detail = f"{name}: must be an integer from {low} to {INTEGER_MAX}, not {value!r:.40}"
         raise problem("invalid_field", detail, where=name)
     return number
-
-
-def wait_seconds(value: Any) -> float:
-    """Return how long a long poll may wait; raises RequestError (`invalid_field`) outside 0 to `limits.WAIT_S_MAX`."""
-    if not (finite(value) and 0 <= value <= limits.WAIT_S_MAX):
-        raise problem("invalid_field", f"wait_s: must be from 0 to {limits.WAIT_S_MAX:g}", where="wait_s")
-    return float(value)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Handover:
-    """Holds partitions that are to be released, one after the other, until their whole state is stored."""
+    """Suspends partitions that are to be released, one after the other, until their whole state is stored."""
 
     def __init__(self, shard: "ShardCore", queues: OperationQueues) -> None:
         self._shard = shard
@@ -27,7 +27,8 @@ class Handover:
         """Release requests of partitions that are served until those before them are stored."""
         self._storing: Partition | None = None
         """The partition that the others wait for."""
-        self._held: dict[Partition, None] = {}
+        self._unwritten: dict[Partition, None] = {}
+        """Suspended partitions whose final state is still to be written."""
 
     def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token, now: float) -> None:
         """Begin an ownership: with the state kept in memory if this renews a refused one, else by loading it."""
@@ -47,60 +48,60 @@ class Handover:
         self._shard.perform(LoadPartition(key, token, source, model.spec, model.layout, view.restored))
 
     def follow(self, model: ServedModel, partition: Partition, number: int, now: float) -> None:
-        """Have the partition held if its release is requested under this number, or resume it (0: it is not)."""
-        if partition.held and number != partition.release_number:
-            self._unhold(model, partition, now)
+        """Have the partition suspended if its release is requested under this number, or resume it (0: it is not)."""
+        if partition.suspended and number != partition.release_number:
+            self._call_off(model, partition, now)
         if not number:
             self._asked.pop(partition, None)
-        elif not partition.held:
+        elif not partition.suspended:
             self._asked[partition] = number
 
-    def hold_next(self) -> list[RequestOperation]:
-        """Hold the next partition if it is its turn; return the requests that were queued for it."""
+    def suspend_next(self) -> list[RequestOperation]:
+        """Suspend the next partition if it is its turn; return the requests that were queued for it."""
         if not self._asked or self._storing is not None:
             return []
         partition = next(iter(self._asked))
-        return self._hold(partition, self._asked.pop(partition))
+        return self._suspend(partition, self._asked.pop(partition))
 
     def give_way(self, partition: Partition) -> None:
-        """Hold the others up no longer: this one is stored or gone, or storing it has failed and is tried again."""
+        """Let the others go on: this one is stored or gone, or storing it has failed and is tried again."""
         if self._storing is partition:
             self._storing = None
 
-    def _hold(self, partition: Partition, release_number: int) -> list[RequestOperation]:
+    def _suspend(self, partition: Partition, release_number: int) -> list[RequestOperation]:
         """Let the running operation finish and start no other."""
         partition.release_number = release_number
         self._storing = partition
-        self._held[partition] = None
+        self._unwritten[partition] = None
         self._shard.plan.forget(partition)
         partition.committing = _computes_mean(partition)
         return self._queues.withdraw(partition)
 
     @property
     def waits(self) -> bool:
-        """Whether a partition is to be held, or the state of one that is held is still to be written."""
-        return bool(self._held or self._asked)
+        """Whether a partition is to be suspended, or the state of one that is suspended is still to be written."""
+        return bool(self._unwritten or self._asked)
 
     def write(self) -> None:
-        """Schedule a snapshot of each held partition that has no operation left, so that its state is final."""
-        for partition in list(self._held):
+        """Schedule a snapshot of each suspended partition that has no operation left, so that its state is final."""
+        for partition in list(self._unwritten):
             if partition.state is not None and not partition.operations:
-                del self._held[partition]
+                del self._unwritten[partition]
                 self._shard.plan.urgent(partition)
 
     def stored(self, partition: Partition, lsn: int) -> bool:
         """Note that the state at that lsn is stored; return whether this released the partition."""
-        if not partition.held or partition.released:
+        if not partition.suspended or partition.released:
             return False
-        if lsn == partition.lsn and partition not in self._held:
+        if lsn == partition.lsn and partition not in self._unwritten:
             partition.released = True
             self._shard.supersede(partition)
             self.give_way(partition)
         else:
-            self._held[partition] = None
+            self._unwritten[partition] = None
         return partition.released
 
-    def _unhold(self, model: ServedModel, partition: Partition, now: float) -> None:
+    def _call_off(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Resume a partition whose move was withdrawn."""
         partition.release_number, partition.released = 0, False
         self.forget(partition)
@@ -113,9 +114,9 @@ class Handover:
         self._shard.resume(model, partition, now)
 
     def forget(self, partition: Partition) -> None:
-        """Stop tracking a partition: it is no longer owned, or no longer held."""
+        """Stop tracking a partition: it is no longer owned, or no longer suspended."""
         self._asked.pop(partition, None)
-        self._held.pop(partition, None)
+        self._unwritten.pop(partition, None)
         self.give_way(partition)
 
     def renew(self, partition: Partition, token: Token) -> None:

@@ -32,7 +32,7 @@ class CutRow(NamedTuple):
 
 
 class ReleasedRow(NamedTuple):
-    """A partition that is held and stored whole, so that it may be taken over."""
+    """A partition that is suspended and stored whole, so that it may be taken over."""
 
     model: str
     generation: int

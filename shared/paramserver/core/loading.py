@@ -47,7 +47,7 @@ class LoadDesk:
         if cut and loaded.stored:
             p.cut_stored = p.clock
         elif model.sync and p.spec.consistency.mode != "sync":
-            p.clock = model.began  # where it enters sync, once what it has buffered is applied
+            p.clock = model.view.began  # where it enters sync, once what it has buffered is applied
         elif loaded.settings is None or p.spec.consistency.mode != "sync":
             p.clock = p.clock if p.clock in model.commits else model.clock
         if loaded.settings is None and p.clock in model.commits:
@@ -81,7 +81,7 @@ class LoadDesk:
 
         def again(at: float) -> None:
             if self._shard.find(p.key, p.token)[1] is p and p.state is None:
-                load = LoadPartition(p.key, p.token, p.source, model.spec, model.layout, model.restored)
+                load = LoadPartition(p.key, p.token, p.source, model.spec, model.layout, model.view.restored)
                 self._shard.perform(load)
 
         self._timers.at(now + after_s, again)

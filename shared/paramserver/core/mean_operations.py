@@ -55,12 +55,12 @@ class CommitOperation(Operation):
     def _finish(self, shard: "ShardCore", state: PartitionState, now: float) -> None:
         (p,) = self.partitions
         p.committing = False
-        shard.held_bytes -= p.committed(self.commit.contributions, self.commit.t)
+        shard.held_bytes -= p.end_clock(self.commit.contributions, self.commit.t)
         shard.publish_version(p, state, now)
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
         if self.commit.cut or self.model.asks_cut(p):
-            shard.plan.cut(p, urgent=self.model.cut_urgent)
+            shard.plan.cut(p, urgent=self.model.view.cut_urgent)
         shard.committed(self.model, p, now)
 
 

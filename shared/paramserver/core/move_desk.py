@@ -1,8 +1,8 @@
 """Moves of partitions while training goes on: plan them, request releases, give released partitions to their targets.
 
-A move is a release request by this leader (`Owner.release`): the owner holds the partition, stores its whole state and
-reports that; only then does the target get it, under a new token. Release requests are never stored, so they are gone
-with their leader, and the owner goes on serving.
+A move is a release request by this leader (`Owner.release`): the owner suspends the partition, stores its whole state
+and reports that; only then does the target get it, under a new token. Release requests are never stored, so they are
+gone with their leader, and the owner goes on serving.
 """
 
 from collections.abc import Iterable, Sequence
@@ -91,7 +91,7 @@ class MoveDesk:
         return [m for m in self.c.models.values() if m.gate.sync and any(o.shard == shard.name for o in m.owners)]
 
     def storage(self, e: StorageChanged, now: float) -> None:
-        """Withdraw all moves while Redis is away: nothing can be handed over, and held partitions should be served."""
+        """Withdraw all moves while Redis is away: nothing can be handed over, and suspended ones should be served."""
         self.c.storage_away = bool(e.reason)
         if self.c.storage_away:
             self._withdraw(self._moves())
@@ -141,8 +141,8 @@ class MoveDesk:
         """Withdraw moves that take too long, and do not move those partitions for `limits.MOVE_S`.
 
         An owner stores them one after the other, so it has the time for the largest since it released the last one, and
-        none is held for longer than all at once may take.  Partitions that could not be moved before are planned for
-        again.
+        none is suspended for longer than all at once may take.  Partitions that could not be moved before are planned
+        for again.
         """
         self.c.unbalanced = self.c.unbalanced or self._blocked
         moves = [
@@ -213,7 +213,7 @@ class MoveDesk:
         self._withdraw(m for m in self._moves() if m[1].target == shard)
 
     def released(self, shard: str, rows: Sequence[ReleasedRow], now: float) -> None:
-        """Give partitions that their owner holds and has stored whole to their targets."""
+        """Give partitions that their owner has suspended and stored whole to their targets."""
         for row in rows:
             model = self.c.owned(shard, row)
             if model is None:

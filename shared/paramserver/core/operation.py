@@ -48,7 +48,7 @@ class RequestOperation(Operation):
 
     event: PushReceived | SetReceived = field(kw_only=True)
     expires: float = field(kw_only=True)
-    """Deadline for its partitions to be loaded and not held."""
+    """Deadline for its partitions to be loaded and not suspended."""
 
     def refuse(self, shard: "ShardCore", error: PsError) -> None:
         shard.reply(self.event.request, error)

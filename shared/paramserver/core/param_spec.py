@@ -119,14 +119,14 @@ class ParamSpec(Struct, frozen=True):
         def shape_ok(v: Any) -> bool:
             return (
                 isinstance(v, list | tuple)
-                and len(v) <= limits.RANK_MAX
+                and len(v) <= limits.NDIM_MAX
                 and all(is_integer(n, 1, limits.MODEL_ELEMENTS_MAX) for n in v)
             )
 
         if "shape" not in r.data:
             r.fail("shape", "is required", 'a list of positive integers; "shape": [] is a single number')
         shape = r.take(
-            "shape", (), shape_ok, f"a list of at most {limits.RANK_MAX} integers from 1 to {limits.MODEL_ELEMENTS_MAX}"
+            "shape", (), shape_ok, f"a list of at most {limits.NDIM_MAX} integers from 1 to {limits.MODEL_ELEMENTS_MAX}"
         )
         spec = cls(
             name,

@@ -98,7 +98,7 @@ class Partition:
         return self.key.index
 
     @property
-    def held(self) -> bool:
+    def suspended(self) -> bool:
         """Whether it is to be released: new operations wait, so that its state does not change."""
         return self.release_number > 0
 
@@ -115,7 +115,7 @@ class Partition:
     @property
     def ready(self) -> bool:
         """Whether operations may start."""
-        return self.state is not None and not self.held
+        return self.state is not None and not self.suspended
 
     def load(self, loaded: LoadedState) -> None:
         """Start with the loaded state. Raises CorruptState, with nothing changed, if its settings cannot be read."""
@@ -164,7 +164,7 @@ class Partition:
         updates = self.clock if self.spec.consistency.mode == "sync" else self.version
         return learning_rate(self.spec.optimizer, updates, self.live_workers)
 
-    def numbers(self, scale: float, base: tuple[int, int] | None) -> tuple[float, float]:
+    def rate_and_factor(self, scale: float, base: tuple[int, int] | None) -> tuple[float, float]:
         """(learning rate, factor of the gradient) for a push applied by itself now."""
         factor = self.lag_factor(base)
         # `sum` has no learning rate that could be scaled.
@@ -210,7 +210,7 @@ class Partition:
             out.extend(sorted(self.staged.get((c.worker, c.epoch, c.clock), ()), key=lambda h: h.seq))
         return out
 
-    def committed(self, contributions: Iterable[Contribution], t: int) -> int:
+    def end_clock(self, contributions: Iterable[Contribution], t: int) -> int:
         """Reach the clock after commit `t`: release the parts that it lists, drop those that no later one can list.
 
         Returns the bytes released.  The version becomes at least `t`, so that the commit's new values are of version

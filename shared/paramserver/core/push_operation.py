@@ -37,7 +37,7 @@ class PushOperation(RequestOperation):
     """Durability that its reply acknowledges and waits for (`types.LEVELS`)."""
     _seen: list[EarlierAnswer | None] = field(default_factory=list)
     _fresh: list[tuple[Partition, PushPart]] = field(default_factory=list)
-    _numbers: list[tuple[float, float]] = field(default_factory=list)
+    _rates_and_factors: list[tuple[float, float]] = field(default_factory=list)
     """(learning rate, factor of the gradient) for each fresh part."""
     _state_changed: bool = False
     """Whether `start` has begun to change state; from then on the push can no longer be rejected."""
@@ -97,7 +97,7 @@ class PushOperation(RequestOperation):
 
     def _steps(self, scale: float) -> Sequence[Task]:
         """The tasks that apply each fresh part by itself."""
-        self._numbers = [p.numbers(scale, part.base) for p, part in self._fresh]
+        self._rates_and_factors = [p.rate_and_factor(scale, part.base) for p, part in self._fresh]
         return [
             single_task(
                 p.update_input(),
@@ -109,7 +109,7 @@ class PushOperation(RequestOperation):
                 reuse_direct=part.exclusive_buffer and p.spec.ack == "applied",  # else the journal still needs it
                 needs_check=part.crc is None,
             )
-            for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
+            for (p, part), (rate, factor) in zip(self._fresh, self._rates_and_factors, strict=True)
         ]
 
     def _check_holdable(self, shard: "ShardCore", *, sync: bool) -> None:
@@ -174,7 +174,7 @@ class PushOperation(RequestOperation):
             p.memory.record(self.event.push_id, self.event.key, crc, p.version + 1)
             shard.publish_version(p, result.state, now)
             if p.level:
-                head = push_head(self.event, replace(part, crc=crc), p.version, *self._numbers[i])
+                head = push_head(self.event, replace(part, crc=crc), p.version, *self._rates_and_factors[i])
                 shard.durability.executed(p, "push", head, (part.data,))
         self._reply(shard, "applied", now)
 

@@ -139,7 +139,7 @@ class Replay:
         if head["applied"]:
             divisor = sum(c.weight for c in contributions)
             state = self._mean(p.listed(contributions), head, divisor)
-        p.committed(contributions, head["t"])
+        p.end_clock(contributions, head["t"])
         self._publish(state)
 
     def _flush(self, entry: JournalEntry) -> None:

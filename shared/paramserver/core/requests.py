@@ -119,7 +119,7 @@ class RequestDesk:
     # --- queuing
 
     def submit(self, operation: RequestOperation) -> None:
-        """Queue a push or an assignment, or park it until its partitions are loaded and not held."""
+        """Queue a push or an assignment, or park it until its partitions are loaded and not suspended."""
         model, shard = operation.model, self._shard
         try:
             if shard.models.get(model.key.name) is not model:

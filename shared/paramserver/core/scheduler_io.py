@@ -6,8 +6,9 @@ epoch or an owner that a restarted scheduler would not know.  Only a `Reply` wit
 heartbeats, a refusal) comes before them and waits for no store: it reveals nothing that is not stored yet.
 
 An event with a `request` is answered by exactly one `Reply` with the same number, at once or later (long polls), unless
-`RequestGone` came first.  Values are plain JSON as received; the core checks them and refuses with a `PsError`.  Times
-are in seconds; `now` is monotonic.  GET routes read from `SchedulerCore.read` (`core.reading`) instead.
+`RequestGone` came first.  Fields have the types and bounds that the service's request bodies state; what these leave
+open (documents, names, what the current state allows) the core checks, and refuses with a `PsError`.  Times are in
+seconds; `now` is monotonic.  GET routes read from `SchedulerCore.read` (`core.reading`) instead.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -260,7 +261,7 @@ class Publish(Struct, frozen=True):
     because a deposed leader that has not noticed may name other owners.  Fields of a `model` document:
 
     - `owners`: [shard, token] or [shard, token, options] for each partition.  Options are any of `{"release": number}`
-      (hand it over: hold it, store its whole state, report it in `released` with that number), `{"from": token}` (an
+      (hand it over: suspend it, store its whole state, report it in `released` with that number), `{"from": token}` (an
       owner that holds it under that token or a higher one keeps its memory, adopts the new token and stores everything
       at once) and `{"source": ...}` (replaces the model's `source`).
     - `cut`: the newest clock stored on all partitions, null if none.

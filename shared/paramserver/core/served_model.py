@@ -35,6 +35,8 @@ class ServedModel:
 
     key: ModelKey
     layout: Layout
+    view: ModelView
+    """The newest one of this timeline."""
     spec: ModelSpec
     """Settings of the newest revision known."""
     revision: int
@@ -51,7 +53,7 @@ class ServedModel:
     """The last commit applied of those that bring settings along, and these."""
     partitions: dict[int, Partition] = field(default_factory=dict)
     parked: dict["RequestOperation", Parked] = field(default_factory=dict)
-    """Requests that wait for a partition to be loaded or no longer held, in order of arrival."""
+    """Requests that wait for a partition to be loaded or no longer suspended, in order of arrival."""
     refused: dict[int, Partition] = field(default_factory=dict)
     """Partitions whose token Redis has replaced, although the feed has not said so yet.
 
@@ -59,25 +61,13 @@ class ServedModel:
     """
     needs_report_at: int = -1
     """sync: the newest commit after which workers must report their clock themselves (`needs_report`); -1: none."""
-    began: int = 0
-    """sync: the clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
-    opening: bool = False
-    """sync: whether the commit of the clock `began` lists nothing, so that no push can be for that clock."""
-    cut: int | None = None
-    """sync: the clock of the newest cut that all partitions have stored, as far as this shard knows; None: none."""
-    cut_asked: int | None = None
-    """sync: the clock of the pending cut, which each partition stores when it reaches that clock; None: none."""
-    cut_urgent: bool = False
-    """Whether that cut is stored outside the budget."""
-    restored: bool = False
-    """Whether a restore has given the model its first values."""
     resync_at: float = 0.0
     """Earliest time of the next `Resync`."""
 
     @classmethod
     def of(cls, view: ModelView) -> "ServedModel":
         """Create the state of a model that is new to this shard, yet to `adopt` the view."""
-        return cls(view.model, view.layout, view.spec, view.revision, view.timeline)
+        return cls(view.model, view.layout, view, view.spec, view.revision, view.timeline)
 
     @property
     def level(self) -> int:
@@ -103,7 +93,7 @@ class ServedModel:
         if timeline is not None and timeline != self.timeline:
             if timeline > self.timeline:
                 raise problem("loading", f"this shard does not know timeline {timeline} yet")
-            clock = self.clock + (self.opening and self.clock == self.began)
+            clock = self.clock + (self.view.opening and self.clock == self.view.began)
             raise problem(
                 "rolled_back",
                 f"the model was rolled back, restored or made synchronous; it continues at clock {clock}",
@@ -131,9 +121,7 @@ class ServedModel:
     def adopt(self, view: ModelView) -> None:
         """Take over all that a view of this timeline says, except its commits and who owns what."""
         self.clock = max(self.clock, view.clock)
-        self.ready, self.began, self.opening = view.ready, view.began, view.opening
-        self.restored = view.restored
-        self.cut, self.cut_asked, self.cut_urgent = view.cut, view.cut_asked, view.cut_urgent
+        self.view, self.ready = view, view.ready
         self.spec, self.revision = view.spec, view.revision
         self.set_roster(view.workers)
 
@@ -145,11 +133,11 @@ class ServedModel:
 
     def asks_cut(self, p: Partition) -> bool:
         """Whether the pending cut is of the clock that this partition has reached."""
-        return p.by_cuts and p.clock == self.cut_asked
+        return p.by_cuts and p.clock == self.view.cut_asked
 
     def at_cut(self, p: Partition) -> bool:
         """Whether the model would go back to the clock that this partition has reached, as no commit came since."""
-        return p.by_cuts and p.clock == self.cut
+        return p.by_cuts and p.clock == self.view.cut
 
     def settings_of(self, commit: Commit, p: Partition) -> tuple[int, ModelSpec]:
         """(revision, settings) under which the partition applies its next commit.

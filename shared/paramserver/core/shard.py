@@ -200,7 +200,7 @@ class ShardCore:
                     self.plan.initialized(p)
                 elif model.asks_cut(p) and not self.plan.at_cut(p):
                     self.plan.cut(p)
-                if model.cut_urgent and self.plan.cut_waits(p):
+                if model.view.cut_urgent and self.plan.cut_waits(p):
                     self.plan.urgent(p)
             self._woken.append(p)
             self._commits.advance(model, p, now)
@@ -223,7 +223,7 @@ class ShardCore:
         return model
 
     def _own(self, model: ServedModel, view: ModelView, now: float) -> None:
-        """Take up, give up, hold and resume partitions as the view says."""
+        """Take up, give up, suspend and resume partitions as the view says."""
         requests = [op for p in list(model.partitions.values()) for op in self._keep_or_lose(model, view, p)]
         for index, token in view.owned.items():
             if index not in model.partitions:
@@ -277,8 +277,8 @@ class ShardCore:
         """Apply changed settings: at once before loading, else as an operation, or by commits within sync."""
         if p.state is None:
             p.adopt(model.spec, model.revision, model.live_workers)
-        elif not p.held:  # if held, its next owner applies them, or `resume` if the move is withdrawn
-            clock = model.began if model.sync else model.clock
+        elif not p.suspended:  # else its next owner applies them, or `resume` if the move is withdrawn
+            clock = model.view.began if model.sync else model.clock
             settings = SettingsOperation(
                 model, [p], spec=model.spec, revision=model.revision, live_workers=model.live_workers, clock=clock
             )
@@ -322,7 +322,8 @@ class ShardCore:
         p = None if model is None else model.partitions.get(key.index)
         return model, p if p is not None and p.token == token else None
 
-    def _owns(self, model: ServedModel, p: Partition) -> bool:
+    def has(self, model: ServedModel, p: Partition) -> bool:
+        """Whether these very objects are still served here: the model not replaced, the partition not given up."""
         return self.models.get(model.key.name) is model and model.partitions.get(p.index) is p
 
     # --- running
@@ -330,7 +331,7 @@ class ShardCore:
     def _run(self, now: float) -> None:
         """Start every operation that can start, then retry the pulls that wait for changed partitions."""
         if self._handover.waits:
-            for operation in self._handover.hold_next():
+            for operation in self._handover.suspend_next():
                 self._requests.submit(operation)
             self._handover.write()
         due = self._queues.start(self, now)
@@ -345,7 +346,7 @@ class ShardCore:
     def _applied(self, event: Applied, now: float) -> None:
         for operation, results in self._queues.computed(event):
             model = operation.model
-            lost = [p for p in operation.partitions if not self._owns(model, p)]
+            lost = [p for p in operation.partitions if not self.has(model, p)]
             if lost:
                 operation.refuse(self, self._lost(model, lost[0]))
             else:
@@ -427,7 +428,7 @@ class ShardCore:
         self._commits.drop_ended(model, partition)
 
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """Resume what was suspended while the partition was held or not loaded."""
+        """Resume what has waited while the partition was suspended or not loaded."""
         self._woken.append(partition)
         if partition.revision < model.revision:
             self._settle(model, partition)  # before the requests, which were sent under these settings
@@ -448,7 +449,7 @@ class ShardCore:
         def due(now: float) -> None:
             model = self.find_model(key.model)
             p = None if model is None else model.partitions.get(key.index)
-            if model is not None and p is not None and p.flush_at == at and not p.held:
+            if model is not None and p is not None and p.flush_at == at and not p.suspended:
                 self._queues.add(FlushOperation(model, [p]))
 
         if partition.flush_timer is not None:

@@ -68,8 +68,8 @@ class ModelView(Struct, frozen=True):
     release: Mapping[int, int] = field(default_factory=dict)
     """Partition -> release number, for those of `owned` that are to be handed over.
 
-    Such a partition is held, stored whole and reported by `ShardCore.released` with this number, which distinguishes
-    the request from an earlier one that was withdrawn.
+    Such a partition is suspended, stored whole and reported by `ShardCore.released` with this number, which
+    distinguishes the request from an earlier one that was withdrawn.
     """
     kept_from: Mapping[int, Token] = field(default_factory=dict)
     """Partition -> token: a shard that holds it under this token or a higher one keeps its memory (emptied Redis)."""
@@ -78,11 +78,11 @@ class ModelView(Struct, frozen=True):
     cut: int | None = None
     """sync: the clock of the newest cut that all partitions have stored; None if there is none."""
     cut_asked: int | None = None
-    """sync: the clock of the pending cut; None if there is none."""
+    """sync: the clock of the pending cut, which each partition stores when it reaches that clock; None: none."""
     cut_urgent: bool = False
     """The pending cut is stored outside the budget: a shard that is about to stop waits for it."""
     began: int = 0
-    """sync: the clock at which this timeline began."""
+    """sync: the clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
     opening: bool = False
     """sync: whether the timeline's first commit is still to come, and will list nothing."""
     restored: bool = False
@@ -184,7 +184,6 @@ class PushPart(Struct, frozen=True):
 class PushReceived(Struct, frozen=True):
     """A push, direct or by name, received completely and split into the parts that this shard owns."""
 
-    request: Request
     model: str
     parts: tuple[PushPart, ...]
     """At least one; each partition at most once."""
@@ -198,12 +197,13 @@ class PushReceived(Struct, frozen=True):
     norm: float | None = None
     """2-norm of the whole gradient before weighting, for `clip_norm`."""
     ack: str | None = None
+    request: Request = 0
+    """Set by the runtime."""
 
 
 class PullReceived(Struct, frozen=True):
     """A request for the current values of some partitions."""
 
-    request: Request
     model: str
     parts: tuple[int, ...]
     """Partitions, each at most once; the runtime cuts ranges out of the states in the outcome."""
@@ -213,6 +213,8 @@ class PullReceived(Struct, frozen=True):
     wait_s: float = 0.0
     min_clock: int = 0
     """sync: wait until each partition has reached this clock; in other modes there is nothing to wait for."""
+    request: Request = 0
+    """Set by the runtime."""
 
 
 class AssignPart(Struct, frozen=True):
@@ -242,7 +244,6 @@ class SetReceived(Struct, frozen=True):
     above that.
     """
 
-    request: Request
     model: str
     parts: tuple[AssignPart, ...]
     generation: int | None = None
@@ -254,17 +255,20 @@ class SetReceived(Struct, frozen=True):
     """Names of the optimizer state that its parts bring; None: not known, so only their number is compared."""
     first: bool = False
     """Uploads change nothing once the model is complete."""
+    request: Request = 0
+    """Set by the runtime."""
 
 
 class CaptureReceived(Struct, frozen=True):
     """A request for one partition's whole state (checkpoints): the current one, or that of the newest cut."""
 
-    request: Request
     model: str
     partition: int
     generation: int | None = None
     cut: int | None = None
     """The clock of a cut; None: the current state."""
+    request: Request = 0
+    """Set by the runtime."""
 
 
 class RequestGone(Struct, frozen=True):

@@ -115,7 +115,7 @@ class SnapshotPlan:
     def urgent(self, partition: Partition) -> None:
         """Have the partition written now, outside the budget; only its cuts, where recoveries go back to cuts.
 
-        One that is held is written whole.
+        One that is suspended is written whole.
         """
         self._urgent[partition] = None
 
@@ -186,7 +186,7 @@ class SnapshotPlan:
                 # a new owner starts from, although the journal from there on is lost, or was never kept.
                 return self._waiting_cut(partition.key, urgent=True)
             del self._urgent[partition]
-            if partition.held or not partition.by_cuts or partition.mark.rebase is not None:
+            if partition.suspended or not partition.by_cuts or partition.mark.rebase is not None:
                 return self._captured(partition, urgent=True)
             # Only its cuts were urgent, or its move was called off; a whole snapshot now would displace a cut.
         return None
@@ -308,13 +308,13 @@ class SnapshotPlan:
     def _requeue_cut(self, partition: Partition, store: StoreSnapshot) -> bool:
         """Make an unstored cut its partition's next one again, if it still counts; return whether it does."""
         mine = store.capture.token == partition.token
-        counts = store.cut and mine and partition.cut is not None and not partition.held
+        counts = store.cut and mine and partition.cut is not None and not partition.suspended
         if counts:
             self._cuts.setdefault(partition.key, []).insert(0, store)
         return counts
 
     def forget(self, partition: Partition, *, cuts: bool = True) -> None:
-        """Drop what is pending: the ownership has ended or is held, or (without `cuts`) the model is in sync now."""
+        """Drop what is pending: the ownership has ended or is suspended, or (without `cuts`) the model is in sync."""
         self._due.pop(partition, None)
         self._due_now.pop(partition, None)
         if (failed := self._failed.get(partition.key)) is not None and failed.partition is partition:

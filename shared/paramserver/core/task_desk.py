@@ -5,7 +5,6 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
-from paramserver.core.fields import wait_seconds
 from paramserver.core.membership import Worker
 from paramserver.core.models import Model
 from paramserver.core.near import near
@@ -77,7 +76,6 @@ class TaskDesk:
 
     def lease(self, e: LeaseTask, now: float) -> None:
         model = self.c.model(e.model)
-        wait_s = wait_seconds(e.wait_s)
         if e.dataset != EVALUATE and e.dataset not in model.datasets:
             found = near(e.dataset, model.datasets)
             hint = f"did you mean '{found}'?" if found else "register it first, in Python with model.add_tasks()"
@@ -87,7 +85,7 @@ class TaskDesk:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
         if e.holding is not None:
             self._free(model, worker, e.dataset, e.holding)
-        waiter = Waiter(e.request, now + wait_s, worker.name, worker.epoch, dataset=e.dataset)
+        waiter = Waiter(e.request, now + e.wait_s, worker.name, worker.epoch, dataset=e.dataset)
         self.c.park(model.task_waiters, waiter, now)
         worker.open_polls += 1
         self.c.mark_dirty(model)

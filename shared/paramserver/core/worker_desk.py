@@ -9,7 +9,7 @@ from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.commit import Commit
 from paramserver.core.documents import check_document, size_of
-from paramserver.core.fields import INTEGER_MAX, WORKER_NAME, finite, is_integer, wait_seconds
+from paramserver.core.fields import INTEGER_MAX, WORKER_NAME, finite, is_integer
 from paramserver.core.membership import JOIN_FIRST, Worker, expired
 from paramserver.core.models import COMMITS_KEPT, Model
 from paramserver.core.run_desk import RunDesk
@@ -270,13 +270,12 @@ class WorkerDesk:
 
     def clock(self, e: ReportClock, now: float) -> None:
         model = self.c.model(e.model)
-        wait_s = wait_seconds(e.wait_s)
         worker = self.renew_lease(model, e.worker, e.epoch, now)
         self._check_timeline(model, worker, e.timeline)
         if len(model.clock_waiters) >= limits.WAITERS_MAX:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
         self._report(model, worker, e.clock, e.since)
-        waiter = Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock)
+        waiter = Waiter(e.request, now + e.wait_s, worker.name, worker.epoch, e.clock)
         self.c.park(model.clock_waiters, waiter, now)
         model.waits_for = min(model.waits_for, e.clock)
         model.clock_waits_end_s = min(model.clock_waits_end_s, waiter.deadline_s)

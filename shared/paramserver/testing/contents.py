@@ -33,7 +33,7 @@ class Contents:
         self._last[at] = state, numbers
         # As ETags name it: the token is of one ownership of one partition of one model.
         self._note(("version", p.token, p.version), hash(state.values.tobytes()), p)
-        if p.spec.consistency.mode == _SYNC and model.sync and p.clock >= model.began and not restored:
+        if p.spec.consistency.mode == _SYNC and model.sync and p.clock >= model.view.began and not restored:
             line = p.key.model.generation, model.timeline, p.clock
             arrays = state.values, *state.slots
             whole = hash((state.steps, *(a.tobytes() for a in arrays)))

@@ -219,7 +219,15 @@ class SimOperator(SimClient):
                 done = yield self.sim.shards[shard].ask(
                     self.name,
                     f"set {indices}",
-                    lambda r, p=parts: SetReceived(r, self.sim.spec.name, p, self.generation, restore, timeline, names),  # type: ignore[misc]
+                    lambda r, p=parts: SetReceived(
+                        self.sim.spec.name,
+                        p,
+                        generation=self.generation,
+                        restore=restore,
+                        timeline=timeline,
+                        slot_names=names,
+                        request=r,
+                    ),  # type: ignore[misc]
                 )
                 if not isinstance(done, PsError):
                     left -= set(indices)

@@ -381,7 +381,7 @@ class ShardDriver:
         parts = tuple(
             push_part(i, g, layout.partition_size(i), ranges=(ranges or {}).get(i), base=base) for i, g in grads.items()
         )
-        self.send(PushReceived(request, self.view.spec.name, parts, push_id=push_id, **fields))
+        self.send(PushReceived(self.view.spec.name, parts, push_id=push_id, request=request, **fields))
         return request
 
     def push(self, grads: Mapping[int, AnyArray], push_id: PushId | None = None, **fields: Any) -> PushDone:
@@ -394,7 +394,7 @@ class ShardDriver:
         """Send a pull of these partitions; return its request number."""
         assert self.view is not None
         request = self.request()
-        self.send(PullReceived(request, self.view.spec.name, parts, **fields))
+        self.send(PullReceived(self.view.spec.name, parts, request=request, **fields))
         return request
 
     def pull(self, *parts: int, **fields: Any) -> PullDone:

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from paramserver.core import scheduler_io as io
+from paramserver.core.heartbeat_rows import LostRow
 from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import LoadedState
@@ -166,7 +167,7 @@ class SimShard(Node):
                 self.switch_scheduler()
 
         lost = [
-            (k.model.name, k.model.generation, k.index, token)
+            LostRow(k.model.name, k.model.generation, k.index, token)
             for k, token in self.lost.items()
             if self.core.owns(k, token)
         ]
@@ -463,7 +464,13 @@ class SimShard(Node):
                 answer(outcome)
 
             pull = PullReceived(
-                self.number(pulled), push.model, indices, push.generation, push.timeline, 0, wait_s, clock + 1
+                push.model,
+                indices,
+                generation=push.generation,
+                timeline=push.timeline,
+                min_clock=clock + 1,
+                wait_s=wait_s,
+                request=self.number(pulled),
             )
             self.handle(pull)
 

@@ -53,7 +53,7 @@ class Uploader(SimClient):
         while left:
             for shard, indices in (yield from self.owners(left)).items():
                 sent = tuple(parts[i] for i in indices)
-                event = SetReceived(0, self.sim.spec.name, sent, self.sim.operator.generation, first=True)
+                event = SetReceived(self.sim.spec.name, sent, generation=self.sim.operator.generation, first=True)
                 done = yield from self._set(shard, f"upload {name} {indices}", event)
                 if isinstance(done, PsError):
                     yield from self.failed()
@@ -74,7 +74,7 @@ class Uploader(SimClient):
             for shard, indices in (yield from self.owners(left)).items():
                 values = {i: np.full(layout.partition_size(i), FIRST, np.float32) for i in indices}
                 parts = tuple(AssignPart(i, v, "float32", True, slots=()) for i, v in values.items())
-                event = SetReceived(0, model, parts, doc["generation"], restore=True)
+                event = SetReceived(model, parts, generation=doc["generation"], restore=True)
                 done = yield from self._set(shard, f"restore {indices}", event)
                 if isinstance(done, PsError):
                     yield from self.failed()

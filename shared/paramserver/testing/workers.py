@@ -99,7 +99,13 @@ class SimClient:
                     self.name,
                     f"pull {indices}",
                     lambda r, i=tuple(indices): PullReceived(
-                        r, self.sim.spec.name, i, generation, min_version=version, wait_s=3.0, min_clock=clock
+                        self.sim.spec.name,
+                        i,
+                        generation=generation,
+                        min_version=version,
+                        min_clock=clock,
+                        wait_s=3.0,
+                        request=r,
                     ),  # type: ignore[misc]
                 )
                 if isinstance(done, PullDone):
@@ -260,7 +266,7 @@ class SimWorker(SimClient):
                 parts = tuple(push_part(i, self._gradient(push_id.seq, n), n) for i, n in sizes.items())
                 for i in indices:
                     self.sim.sent.setdefault(i, set()).add(push_id)
-                push = PushReceived(0, self.sim.spec.name, parts, of, on, push_id, clock=clock)
+                push = PushReceived(self.sim.spec.name, parts, generation=of, timeline=on, push_id=push_id, clock=clock)
                 what, make = f"push {push_id.seq} {indices}", lambda r, push=push: replace(push, request=r)
                 node = self.sim.shards[shard]
                 self._may_die()

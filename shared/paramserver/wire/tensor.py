@@ -117,7 +117,7 @@ def _wrong(where: str, detail: str, code: str = "invalid_shape") -> PsError:
 
 def fits(shape: Sequence[int]) -> bool:
     """Whether an array may have this shape; zeros are skipped, as NumPy can still overflow on the other sizes."""
-    return len(shape) <= limits.RANK_MAX and prod(n for n in shape if n) <= limits.MODEL_ELEMENTS_MAX
+    return len(shape) <= limits.NDIM_MAX and prod(n for n in shape if n) <= limits.MODEL_ELEMENTS_MAX
 
 
 def from_msgpack(value: Any, where: str) -> tuple[AnyArray, str]:
@@ -135,7 +135,7 @@ def from_msgpack(value: Any, where: str) -> tuple[AnyArray, str]:
         or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)
         or not fits(shape)
     ):
-        detail = f"shape must be a list of at most {limits.RANK_MAX} sizes, of {limits.MODEL_ELEMENTS_MAX} elements"
+        detail = f"shape must be a list of at most {limits.NDIM_MAX} sizes, of {limits.MODEL_ELEMENTS_MAX} elements"
         raise _wrong(where, detail)
     if not isinstance(data, bytes) or len(data) != prod(shape) * ITEMSIZE[dtype]:
         size = len(data) if isinstance(data, bytes) else None
@@ -153,8 +153,8 @@ def from_json(value: Any, where: str) -> tuple[F32, str]:
     flat: list[Any] = [value]
     shape: list[int] = []
     while (types := set(map(type, flat))) == {list}:  # whole levels are checked in C, as this blocks the event loop
-        if len(shape) == limits.RANK_MAX:
-            raise _wrong(where, f"has more than {limits.RANK_MAX} dimensions")
+        if len(shape) == limits.NDIM_MAX:
+            raise _wrong(where, f"has more than {limits.NDIM_MAX} dimensions")
         if len(set(map(len, flat))) > 1:
             raise _wrong(where, "is ragged: lists of one level differ in length")
         shape.append(len(flat[0]))

@@ -1,6 +1,6 @@
 """Write the stored form of one partition in this version's format, which later versions must read.
 
-    python tests/golden/stored/generate.py 1.1
+    python -m tests.golden.stored.generate 1.1
 
 Files of released formats are never regenerated: `1.0.json` was written by the version before.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from tests.servers import running_redis
 
 from paramserver.core.journal import JournalEntry
 from paramserver.core.partition_state import Capture, HeldPart, PartitionState
 from paramserver.core.window import PushMemory
 from paramserver.types import ModelKey, PartitionKey, PushId, make_token
 from paramserver_node import redis as node_redis
-from paramserver_node import redis_server
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.journal import Batch, Journal
 from paramserver_shard.scripts import ScriptRunner
@@ -87,6 +87,6 @@ async def write(url: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder, redis_server.running(Path(folder)) as running:
+    with tempfile.TemporaryDirectory() as folder, running_redis(Path(folder)) as running:
         found = asyncio.run(write(running))
     (FOLDER / f"{sys.argv[1]}.json").write_text(json.dumps(found, indent=1) + "\n")
