@@ -17,7 +17,7 @@ from paramserver.codecs import Codec
 from paramserver.core.layout import Range
 from paramserver.core.shard_effects import PartVersion, PushDone
 from paramserver.core.shard_events import AssignPart, PullReceived, PushPart, PushReceived, SetReceived
-from paramserver.errors import InDoubt, PsError, StaleMapError, problem
+from paramserver.errors import PsError, StaleMapError, problem
 from paramserver.net.retry import may_be_done
 from paramserver.types import F32, ITEMSIZE, AnyArray, PushState
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
@@ -31,6 +31,7 @@ from paramserver_shard.runtime import Runtime
 MAP_REFRESH_S: Final = 1.0
 """How long refused parts wait for a newer map before the second attempt."""
 _COUNTS_TWICE: Final = "the push was applied and may be lost: look first; sent again without an id it may count twice"
+_UNDER_ITS_ID: Final = "send it again, a push under its id: without one it may count twice"
 
 
 class WantedPart(Struct, frozen=True):
@@ -231,7 +232,7 @@ def most_severe(errors: Sequence[BaseException]) -> BaseException:
     def order(error: BaseException) -> int:
         if not isinstance(error, PsError):
             return 0
-        if isinstance(error, InDoubt):
+        if may_be_done(error):
             return 1
         return 3 if error.retryable else 2
 
@@ -245,10 +246,10 @@ def with_partial_progress(error: BaseException, accepted: Sequence[int]) -> Base
     """
     if not accepted or not isinstance(error, PsError):
         return error
-    code = "in_doubt" if error.retryable else error.code
+    code, hint = ("in_doubt", _UNDER_ITS_ID) if error.retryable else (error.code, error.hint)
     detail = f"{error.detail}; partitions {list(accepted)} have already applied or staged it"
     members = {**error.members, "partitions": list(accepted)}
-    return problem(code, detail, hint=error.hint, errors=error.errors, **members)
+    return problem(code, detail, hint=hint, errors=error.errors, **members)
 
 
 def _accepted_partitions(done: PushDone) -> Sequence[int]:

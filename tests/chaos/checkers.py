@@ -203,6 +203,7 @@ class Verdict:
 
     acknowledged: int
     in_doubt: int
+    dropped: int
     pulls: int
     lost: list[str]
     doubled: list[str]
@@ -217,8 +218,8 @@ class Verdict:
         return [f"{kind}: {line}" for kind in kinds for line in getattr(self, kind)[:5]]
 
     def __str__(self) -> str:
-        counts = f"acknowledged {self.acknowledged}, in doubt {self.in_doubt}, pulls {self.pulls}"
-        return "\n".join([counts, *self.wrong])
+        pushes = f"acknowledged {self.acknowledged}, in doubt {self.in_doubt}, dropped {self.dropped}"
+        return "\n".join([f"{pushes}, pulls {self.pulls}", *self.wrong])
 
 
 def judge(history: History, *, mode: str, durable: bool) -> Verdict:
@@ -232,6 +233,7 @@ def judge(history: History, *, mode: str, durable: bool) -> Verdict:
     return Verdict(
         history.acknowledged(),
         history.in_doubt(),
+        history.dropped(),
         len({s.pull for s in history.seen}),
         gone,
         more,

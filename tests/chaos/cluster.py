@@ -174,11 +174,11 @@ class ChaosCluster:
         eventually(self.healthy, within_s=within_s, what="the cluster's recovery")
         self.until_progress(within_s=within_s)
 
-    def until_progress(self, more: int = 3, within_s: float = 60.0) -> None:
-        """Wait until each worker of each model has `more` further pushes acknowledged."""
-        before = self.progress()
+    def until_progress(self, more: int = 3, within_s: float = 60.0, mode: str = "") -> None:
+        """Wait until each worker of each model (of that mode) has `more` further pushes acknowledged."""
+        before = {k: n for k, n in self.progress().items() if k[0].startswith(mode)}
         eventually(
-            lambda: all(n >= before[k] + more for k, n in self.progress().items()),
+            lambda: all(self.progress()[k] >= n + more for k, n in before.items()),
             within_s=within_s,
             what=f"{more} more pushes of every worker ({before} until then)",
         )

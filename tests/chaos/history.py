@@ -68,7 +68,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """One successful `clock()` of a synchronous worker: iteration `clock` may begin."""
+    """One successful `clock()` or `step()` of a synchronous worker: iteration `clock` may begin."""
 
     model: str
     by: int
@@ -118,6 +118,10 @@ class History:
     def in_doubt(self) -> int:
         """Return the number of pushes given up without an answer."""
         return sum(p.result == "doubt" for p in self.pushes)
+
+    def dropped(self) -> int:
+        """Return the number of pushes that their workers were told are in none of the values, or in some only."""
+        return sum(p.result == "dropped" for p in self.pushes)
 
 
 class Recorder:

@@ -49,6 +49,11 @@ class Job:
     deliveries: int = 1
     """How often each push is sent under the same id; more than 1 only if not `joined`."""
 
+    @property
+    def steps(self) -> bool:
+        """Whether it ends an iteration with `step`, whose push has the shards report the clock; else with `clock`."""
+        return self.mode == "sync" and self.worker % 2 == 1
+
 
 def create(
     client: Client, model: str, *, workers: int, mode: str, ack: str, partitions: int = 6, size: int = 64
@@ -132,9 +137,12 @@ class Load(threading.Thread):
         """Pull, push and clock until told to stop or a push is in doubt: only a new epoch rules it out."""
         while not self.stopped.wait(self.job.pause_s):
             self.pull(worker)
+            start = time.monotonic()
             match self.push(worker):
                 case "doubt":
                     return
+                case "ok" if self.job.steps:
+                    self.write_clock(worker, start, worker._session.clock)
                 case "ok":
                     while not self.clock(worker) and not self.stopped.is_set():
                         pass
@@ -159,7 +167,8 @@ class Load(threading.Thread):
     def deliver(self, target: Any) -> ps.Pushed:
         """Send the current push; with several deliveries, under an id that is the same each time."""
         if self.job.deliveries == 1:
-            done: ps.Pushed = target.push({"w": self.gradient})
+            push = target.step if self.job.steps else target.push
+            done: ps.Pushed = push({"w": self.gradient})
             return done
         client: Client = target._client
         deadline = client.deadline(None)
@@ -183,12 +192,16 @@ class Load(threading.Thread):
         except PsError as e:
             self.recorder.write(op="failed", what="clock", model=self.job.model, error=e.code)
             return False
-        session = target._session
+        self.write_clock(target, start, clock)
+        return True
+
+    def write_clock(self, worker: Worker, start: float, clock: int) -> None:
+        """Record that this iteration may begin."""
+        session = worker._session
         self.recorder.write(
             op="clock", model=self.job.model, by=self.job.worker, start=start, end=time.monotonic(),
             clock=clock, timeline=session.timeline, epoch=session.numbers.epoch,
         )  # fmt: skip
-        return True
 
 
 def epoch_of(target: Any) -> int:

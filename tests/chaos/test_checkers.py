@@ -72,10 +72,11 @@ def test_a_right_history_passes() -> None:
     shop.crash()
     shop.push(1)
     shop.pull()
+    shop.history.pushes.append(Push("m", 1, shop.tick(), result="dropped"))
 
     verdict = checkers.judge(shop.history, mode="async", durable=True)
     assert verdict.wrong == []
-    assert (verdict.acknowledged, verdict.in_doubt, verdict.pulls) == (7, 1, 8)
+    assert (verdict.acknowledged, verdict.in_doubt, verdict.dropped, verdict.pulls) == (7, 1, 1, 8)
 
 
 def test_a_push_in_doubt_counts_as_either() -> None:

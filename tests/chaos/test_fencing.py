@@ -38,7 +38,8 @@ def test_one_way_cuts(start: Start) -> None:
     c.until_healthy()
     c.cut("shard-0>scheduler-0", "back")
     time.sleep(6.0)
-    assert c.owned("shard-0"), "it is heard, so it is alive; what it is not told waits"
+    c.until_progress(mode="async")  # commits, which the scheduler tells it of, wait
+    assert c.owned("shard-0"), "it is heard, so it is alive"
     c.heal()
     c.until_healthy()
     run.finish()

@@ -1,7 +1,7 @@
 """Processes are killed, paused and restarted under load: nothing acknowledged is lost, and no push counts twice.
 
 At `journaled` no acknowledged push is lost whatever dies; at `applied` none as long as no shard dies.  Nothing is
-doubled at any level, and no client sees an error.
+doubled at any level, no client sees an error, and no gradient is dropped but by a return to an earlier clock.
 """
 
 import signal
@@ -96,4 +96,4 @@ def test_anything_killed_twice_in_a_row(start: Start) -> None:
                 eventually(lambda n=name: c.process(n)["pid"], what=f"the restart of {name}")  # type: ignore[misc]
         c.until_healthy()
     run.finish()
-    run.assert_kept(shards_died=True, in_doubt=2)
+    run.assert_kept(shards_died=True)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -385,6 +386,44 @@ def test_a_push_of_another_client_is_seen_by_the_next_pull(cluster: Nodes, model
             assert (model.pull(copy=False).flat == i + 1).all()
             assert (there.pull().flat == i + 1).all()
             assert (model.pull().flat == i + 1).all()
+
+
+@pytest.mark.parametrize("way", ["unix", "http"])
+def test_no_pull_shows_part_of_a_large_push(lone: Nodes, way: str) -> None:
+    """While two clients push to partitions that threads compute, each pull has every push whole, and the last has all.
+
+    Over HTTP as well as through shared memory.
+    """
+    elements, pushes = 3_000_000, 12
+
+    def model(client: ps.Client) -> Model:
+        found = client.model(f"large-{way}")
+        found.pull()
+        if way == "http":
+            lose_sockets(found)
+        return found
+
+    def push() -> None:
+        with ps.connect(lone.url) as client:
+            mine, ones = model(client), np.ones(elements, np.float32)
+            for _ in range(pushes):
+                mine.push(ones)
+            assert ways(mine) == {way}
+
+    with ps.connect(lone.url) as client, ThreadPoolExecutor() as pushers:
+        client.create_model(f"large-{way}", params={"w": (elements,)}, optimizer=ps.Sum(), partitions=3)
+        mine, seen = model(client), [0.0]
+        pushing = [pushers.submit(push) for _ in range(2)]
+        while not all(p.done() for p in pushing) or len(seen) < 3:
+            for values in (mine.pull(copy=False), mine.pull()):
+                seen.append(float(values.flat[0]))
+                assert (values.flat.min(), values.flat.max()) == (seen[-1], seen[-1])
+                assert values.version == seen[-1] >= seen[-2]
+        for p in pushing:
+            p.result()
+        assert ways(mine) == {way}
+        assert (mine.pull().flat == 2 * pushes).all()
+        mine.delete()
 
 
 def test_values_that_a_dead_shard_has_lent_are_not_the_present(lone: Nodes) -> None:

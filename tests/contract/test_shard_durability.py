@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,8 +179,13 @@ def test_a_stopped_shard_never_answers_for_what_others_own(cluster: Nodes) -> No
 
 
 def test_fsynced_is_refused_where_redis_keeps_no_file(cluster: Nodes) -> None:
-    """Without an append-only file a model with `ack: fsynced` is refused and a push with it is 503; not with one."""
-    name = made(cluster)
+    """Without an append-only file pushes of level `fsynced` are 503, their model's own or asked for; not with one.
+
+    Nor is a model of that level made.
+    """
+    name, synced = made(cluster), made(cluster, "fsynced")
+    body = {"grads": {"w": [1.0] * CELLS}, "ack": "fsynced", "worker": "w", "epoch": 1, "seq": 1}
+    url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push"
     with redis_client.Redis.from_url(cluster.redis_url) as r:
         r.config_set("appendonly", "no")
         try:
@@ -187,15 +193,17 @@ def test_fsynced_is_refused_where_redis_keeps_no_file(cluster: Nodes) -> None:
             refused = cluster.post("/models", spec, status=422)
             assert refused["code"] == "not_built"
             assert "appendonly" in refused["hint"]
-            body = {"model": name, "grads": {"w": [1.0] * CELLS}, "ack": "fsynced", "worker": "w", "epoch": 1, "seq": 1}
-            url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push"
-            answer = cluster.http.post(url, json=body)
-            assert (answer.status_code, answer.json()["code"]) == (503, "storage_unavailable"), answer.text
-            assert "retry-after" in answer.headers
+            with ThreadPoolExecutor() as both:  # each takes the 10 s after which what is not durable is refused
+                answers = both.map(lambda model: cluster.http.post(url, json=body | {"model": model}), (synced, name))
+            for answer in answers:
+                assert (answer.status_code, answer.json().get("code")) == (503, "storage_unavailable"), answer.text
+                assert "retry-after" in answer.headers
         finally:
             r.config_set("appendonly", "yes")
-    eventually(lambda: httpx.post(url, json=body, timeout=30).status_code == 200, within_s=60)
-    exact(cluster, name, 1)
+    for model in (synced, name):
+        again = partial(httpx.post, url, json=body | {"model": model}, timeout=30)
+        eventually(lambda push=again: push().status_code == 200, within_s=60)  # type: ignore[misc]
+        exact(cluster, model, 1)
     cluster.post("/models", spec, status=201)
 
 

@@ -276,17 +276,21 @@ async def test_the_older_snapshot_and_the_journal_lose_nothing(redis: Redis) -> 
             await loader_of(redis).load(shard.load())
 
 
-async def test_a_journal_is_cut_off_however_old_the_newest_cut_is(redis: Redis) -> None:
-    """The journal of a synchronous model above `applied` is truncated although its newest cut is old.
+@pytest.mark.parametrize("ack", ["journaled", "applied"])
+async def test_an_old_cut_is_kept_only_where_a_recovery_goes_back_to_it(redis: Redis, ack: str) -> None:
+    """However old its newest cut is, a synchronous model keeps that at `applied`; above, its journal is truncated.
 
-    Such a model is restored from its newest snapshots, never from the cut of a checkpoint.
+    Above `applied`, a model is restored from its newest snapshots, never from the cut of a checkpoint.
     """
-    async with running(redis, consistency={"mode": "sync"}) as shard:
+    async with running(redis, consistency={"mode": "sync"}, ack=ack) as shard:
         await shard.commit(0, cut=True)
         model = {"type": "model", "name": "m", "generation": 3, "spec": shard.spec.document(), "timeline": 0}
         shard.directory.update(model | {"state": "ready", "owners": [["s", TOKEN]], "cut": 1, "restored": False})
         for t in range(1, 5):
-            await shard.commit(t)
+            await shard.commit(t, cut=ack == "applied")
+        if ack == "applied":
+            assert (await loader_of(redis).load(shard.load(1))).clock == 1
+            return
         entries: Any = await redis.xrange(f"{{{shard.key}}}:journal")
         assert [name for name, _ in entries] == [f"{shard.state().lsn}-0".encode()]
         assert content(await loader_of(redis).load(shard.load())) == content(shard.state())

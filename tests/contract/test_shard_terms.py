@@ -20,7 +20,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from paramserver_node.protocol_detector import ProtocolDetector
-from paramserver_node.redis import TERM_KEY
+from paramserver_node.redis import FENCE_KEY, TERM_KEY
 
 pytestmark = pytest.mark.process
 
@@ -98,6 +98,7 @@ async def member(redis_url: str, log: Path, *leaders: Leader) -> AsyncIterator[R
     """Run a shard that has joined the first leader and follows its feed; yield a client of its Redis."""
     loop, redis = asyncio.get_running_loop(), Redis.from_url(redis_url)
     await redis.set(TERM_KEY, leaders[0].term)
+    await redis.delete(FENCE_KEY)
     servers = []
     for leader in leaders:
         config = Config(leader.app, log_config=None, ws="none")
@@ -169,4 +170,12 @@ async def test_a_fence_of_the_newest_leader_is_heeded(redis_url: str, tmp_path: 
     leader = Leader(4)
     async with member(redis_url, tmp_path / "log", leader):
         leader.refusal = "fenced"
+        await until(lambda: leader.joins == 2 and leader.beats[-1] == 2)
+
+
+async def test_a_fence_in_redis_is_heeded_whatever_the_leader_answers(redis_url: str, tmp_path: Path) -> None:
+    """A shard whose epoch is fenced in Redis joins again, though the leader that it reaches accepts its heartbeats."""
+    leader = Leader(5)
+    async with member(redis_url, tmp_path / "log", leader) as redis:
+        await redis.hset(FENCE_KEY, "s", 1)
         await until(lambda: leader.joins == 2 and leader.beats[-1] == 2)

@@ -112,6 +112,23 @@ class Failing:
         raise self.errors[address.removeprefix("http://")]
 
 
+async def failed_push(errors: dict[str, PsError], *mine: str) -> PsError:
+    """Return the error of a push without an id of which each of these shards has one part, as has this one if named."""
+    names = [*mine, *errors]
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [9]}}, "partitions": len(names)}))
+    known = KnownModel(KEY, layout, 0, "ready", tuple((name, 1) for name in names), None, None)
+    directory = Directory("me")
+    directory.models["m"] = known
+    directory.addresses = {name: (f"http://{name}",) for name in errors}
+    parts = [
+        PushPart(i, np.ones(layout.partition_size(i), np.float32), "float32", None, True) for i in range(len(names))
+    ]
+    exchange = Exchange(directory, cast(Any, Applying()), cast(Any, Failing(**errors)))
+    with pytest.raises(PsError) as e:
+        await exchange.push(known, PushReceived("m", tuple(parts)))
+    return e.value
+
+
 @pytest.mark.parametrize(
     ("errors", "code", "partitions"),
     [
@@ -129,21 +146,25 @@ async def test_a_push_of_which_owners_may_have_taken_parts_is_told_as_that(
 
     A client may repeat such a push only under its id: without one, it would be applied twice here.
     """
-    names = ["me", *errors]
-    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [9]}}, "partitions": len(names)}))
-    known = KnownModel(KEY, layout, 0, "ready", tuple((name, 1) for name in names), None, None)
-    directory = Directory("me")
-    directory.models["m"] = known
-    directory.addresses = {name: (f"http://{name}",) for name in errors}
-    others = Failing(**{name: problem(text, "it says why") for name, text in errors.items()})
-    parts = [
-        PushPart(i, np.ones(layout.partition_size(i), np.float32), "float32", None, True) for i in range(len(names))
-    ]
+    hint = "nothing was changed; send it again"
+    error = await failed_push({name: problem(text, "it says why", hint=hint) for name, text in errors.items()}, "me")
 
-    with pytest.raises(PsError) as e:
-        await Exchange(directory, cast(Any, Applying()), cast(Any, others)).push(known, PushReceived("m", tuple(parts)))
+    assert (error.code, error.members.get("partitions")) == (code, partitions)
+    assert (error.hint != hint) == (code == "in_doubt"), "a part was changed"
 
-    assert (e.value.code, e.value.members.get("partitions")) == (code, partitions)
+
+async def test_of_two_owners_the_one_that_may_have_taken_its_part_is_told() -> None:
+    """If one owner refuses a push and another has applied it, but not made it durable, the error has member `push`.
+
+    That of the former alone would say that the push may be repeated without an id.
+    """
+    accepted = {"state": "applied", "duplicate": False, "version": 1}
+    full = problem("queue_full", "it says why", hint="nothing was changed; send it again")
+    slow = problem("storage_unavailable", "it says why", hint="the push is in doubt").plus(push=accepted)
+
+    error = await failed_push({"b": full, "c": slow})
+
+    assert (error.code, error.hint, error.members.get("push")) == ("storage_unavailable", slow.hint, accepted)
 
 
 def replace_owner(known: KnownModel) -> KnownModel:

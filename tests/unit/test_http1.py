@@ -491,6 +491,28 @@ async def test_a_client_that_has_vanished_is_noticed() -> None:
         assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
+async def test_a_connection_beyond_the_limit_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many connections as a node may have, another one is closed unasked, until one of them ends."""
+    monkeypatch.setattr(protocol_detector, "CONNECTIONS_MAX", 1)
+    async with serving() as (client, state):
+        await client.send(GET)
+        await client.until(b"\r\n\r\n")
+        other = socket.create_connection(client.socket.getpeername())
+        with other:
+            other.setblocking(False)
+            assert await Client(other).to_the_end() == b""
+        await client.send(GET)
+        await client.until(b"\r\n\r\n")
+        host, port = client.socket.getpeername()
+        client.socket.shutdown(socket.SHUT_RDWR)
+        while state.connections:
+            await asyncio.sleep(0)
+        with socket.create_connection((host, port)) as later:
+            later.setblocking(False)
+            await Client(later).send(GET)
+            await Client(later).until(b"\r\n\r\n")
+
+
 async def test_who_asks_before_sending_a_body_is_refused_before_sending_it() -> None:
     """A refused request with `Expect: 100-continue` gets the refusal in place of the 100, and its connection ends."""
 

@@ -19,12 +19,15 @@ def test_warm_up_rises_to_the_whole_rate_before_the_schedule_begins() -> None:
 
 
 def test_cosine_stays_at_its_end() -> None:
-    """After t_max updates the rate stays at eta_min instead of rising again."""
+    """After t_max updates the rate stays at eta_min, which linear scaling does not multiply, and rises no more."""
     o = replace(PLAIN, schedule=ScheduleSpec("cosine", t_max=10, eta_min=0.01))
 
     assert learning_rate(o, 0, 1) == pytest.approx(0.1)
     assert learning_rate(o, 5, 1) == pytest.approx(0.055)
     assert [learning_rate(o, t, 1) for t in (10, 11, 20, 10**9)] == pytest.approx([0.01] * 4)
+
+    scaled = replace(o, linear_scaling=True)
+    assert [learning_rate(scaled, t, 8) for t in (0, 5, 10, 11)] == pytest.approx([0.8, 0.405, 0.01, 0.01])
 
 
 @pytest.mark.parametrize("kind", ["constant", "step", "exponential", "cosine"])

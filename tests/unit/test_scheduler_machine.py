@@ -30,6 +30,8 @@ class Training(RuleBasedStateMachine):
         self.seen = 0
         self.listed: set[tuple[int, str, int, int]] = set()
         self.last: tuple[int, int] = (0, -1)
+        self.roster: set[tuple[str, int]] = set()
+        """(worker, epoch) of those that were alive when the last commit had been decided."""
 
     @initialize()
     def start(self) -> None:
@@ -126,6 +128,15 @@ class Training(RuleBasedStateMachine):
                 assert entry not in self.listed
                 self.listed.add(entry)
                 assert clock <= t
+            self.committed(commit)
+            self.roster = self.alive()
+
+    def committed(self, commit: dict[str, Any]) -> None:
+        """Check a commit; for subclasses."""
+
+    def alive(self) -> set[tuple[str, int]]:
+        """(worker, epoch) of those that the scheduler takes for alive."""
+        return {(r["worker"], r["epoch"]) for r in self.d.core.read.workers("m", self.d.now) if r["alive"]}
 
     @invariant()
     def what_was_published_is_known_after_a_kill(self) -> None:
@@ -144,9 +155,13 @@ class Training(RuleBasedStateMachine):
 
 
 class SyncTraining(Training):
-    """A commit needs the reports of all live workers."""
+    """A commit needs the reports of all live workers, and lists what they have pushed for its clock."""
 
     mode = {"mode": "sync"}  # noqa: RUF012
+
+    def committed(self, commit: dict[str, Any]) -> None:
+        contributed = {(w, epoch) for w, epoch, _, clock, _ in commit["contributions"] if clock == commit["t"]}
+        assert self.roster & self.alive() <= contributed
 
 
 class FoldTraining(Training):
@@ -162,7 +177,7 @@ class SspTraining(Training):
 
     def released(self, w: dict[str, Any], reply: dict[str, Any]) -> None:
         assert w["asked"] - reply["min_clock"] <= 2
-        alive = {(r["worker"], r["epoch"]) for r in self.d.core.read.workers("m", self.d.now) if r["alive"]}
+        alive = self.alive()
         reported = [v.get("asked", v["clock"]) for v in self.workers.values() if (v["worker"], v["epoch"]) in alive]
         assert not reported or w["asked"] - min(reported) <= 2
 

@@ -1,5 +1,9 @@
 """What the scheduler's core keeps of the metrics that workers report."""
 
+import pytest
+from tests.refusals import refused_with
+
+from paramserver import limits
 from paramserver.core import scheduler_io as io
 
 from .scheduling import EPOCH_S, Driver
@@ -77,3 +81,24 @@ def test_a_clock_that_is_put_back_keeps_no_warning() -> None:
     d.do(io.ClockStepped(EPOCH_S - 3600))
     d.ask(lambda n: io.ReportMetrics(n, "m", {"loss": 0.4}, "m/b", 1))
     assert d.core.read.not_finite("m") == {}
+
+
+def test_metrics_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model keeps the newest points of each name, and so many names; a worker's own are the last ones that it named.
+
+    A report of more names at once is refused.
+    """
+    monkeypatch.setattr(limits, "METRIC_POINTS_MAX", 3)
+    monkeypatch.setattr(limits, "METRIC_NAMES_MAX", 2)
+    d = Driver.with_model()
+    w = d.join("a")["worker"]
+    with refused_with("invalid_field", match="at most 2 names"):
+        d.ask(lambda n: io.ReportMetrics(n, "m", {"x": 1.0, "y": 1.0, "z": 1.0}, w, 1))
+    for i in range(5):
+        d.ask(lambda n, i=i: io.ReportMetrics(n, "m", {"x": float(i), "y": 0.0}, w, i))  # type: ignore[misc]
+    for value in (1.0, float("nan")):
+        d.ask(lambda n, v=value: io.ReportMetrics(n, "m", {"z": v}, w, 5))  # type: ignore[misc]
+
+    assert [[p[3] for p in d.core.read.metric("m", name)["points"]] for name in "xyz"] == [[2, 3, 4], [0, 0, 0], []]
+    assert d.core.read.not_finite("m") == {}
+    assert list(d.core.read.worker("m", w, d.now)["metrics"]) == ["y", "z"]

@@ -1,4 +1,4 @@
-"""A scheduler that holds as many requests open as it may."""
+"""A scheduler that holds as many requests open, or has as many shards, as it may."""
 
 import asyncio
 
@@ -9,6 +9,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 
 from .leading import leading
+from .scheduling import Driver
 
 
 async def test_who_parks_as_many_requests_as_a_scheduler_holds_ends_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +26,16 @@ async def test_who_parks_as_many_requests_as_a_scheduler_holds_ends_no_lease(mon
     assert beat.body == {"state": "active"}
     assert not parked.done()
     parked.cancel()
+
+
+def test_a_shard_beyond_the_limit_is_refused_until_another_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many live shards as a cluster may have, one that is live may join again, and no other."""
+    monkeypatch.setattr(limits, "SHARDS_MAX", 2)
+    d = Driver("s0", "s1")
+    with refused_with("too_many_requests", match="the cluster has 2 shards, which is the limit"):
+        d.shard("s2")
+    d.shard("s1")
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    d.shard("s2")
+    with refused_with("too_many_requests"):
+        d.shard("s1")
