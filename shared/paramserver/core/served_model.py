@@ -71,6 +71,8 @@ class ServedModel:
     """Whether that cut is stored outside the budget."""
     restored: bool = False
     """Whether a restore has given the model its first values."""
+    term: int = 0
+    """Term of the leader that last told of the model."""
     resync_at: float = 0.0
     """Earliest time of the next `Resync`."""
 
@@ -132,7 +134,7 @@ class ServedModel:
         """Take over all that a view of this timeline says, except its commits and who owns what."""
         self.clock = max(self.clock, view.clock)
         self.ready, self.began, self.opening = view.ready, view.began, view.opening
-        self.restored = view.restored
+        self.restored, self.term = view.restored, view.term
         self.cut, self.cut_asked, self.cut_urgent = view.cut, view.cut_asked, view.cut_urgent
         self.spec, self.revision = view.spec, view.revision
         self.set_roster(view.workers)

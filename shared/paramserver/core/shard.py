@@ -218,8 +218,8 @@ class ShardCore:
             return None
         elif view.timeline > model.timeline:
             self._roll_back(model, view)
-        elif view.revision < model.revision:
-            return None
+        elif view.revision < model.revision and view.term == model.term:
+            return None  # another leader may not know of the newer one, if Redis has lost it
         return model
 
     def _own(self, model: ServedModel, view: ModelView, now: float) -> None:

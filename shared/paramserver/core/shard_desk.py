@@ -279,7 +279,7 @@ class ShardDesk:
             self.c.mark_dirty(model)
             self._check_clock(model, row)
         if row.revision > model.revision:
-            # Redis has lost what the last leader stored, and that leader has ended.  Shards ignore older revisions.
+            # Redis has lost what the last leader stored, and that leader has ended.  Partitions take no older one.
             model.revision = row.revision + 1
             self.c.save_model(model)
             self.c.model_changed(model)
