@@ -30,7 +30,7 @@ from paramserver.types import ModelKey, PartitionKey
 
 COMMITS_KEPT: Final = 4096
 COMMIT_KEPT_S: Final = 30.0
-"""Younger commits are kept for shards that reconnect; connected shards have seen a commit long before that age."""
+"""At `applied`, younger commits are kept though no partition needs them: they tell which clocks none has listed."""
 COMMITS_PUBLISHED: Final = 64
 """Newest commits repeated in each update of a model's feed document; a new feed gets all that are kept."""
 RESTORED: Final = "*"
@@ -265,19 +265,19 @@ class Model:
         listed = any([(x.worker, x.epoch, x.clock) == its for c in later for x in c.contributions])
         return not listed and any([c.t == clock - 1 for c in later])
 
+    @property
+    def commits_full(self) -> bool:
+        """Whether there is no room for another commit."""
+        return len(self.commits) >= COMMITS_KEPT
+
     def prune_commits(self, now: float) -> list[Commit]:
-        """Remove and return the commits that no shard can need any more."""
+        """Remove and return the commits that no partition needs any more, at `applied` if old or more than fit."""
         old: list[Commit] = []
-        if self.durable:
-            # A new owner starts at the durable clock, and takes every later commit from this list.
-            floor = min(o.durable_clock for o in self.owners)
-            while self.commits and self.commits[0][1].t < floor:
-                old.append(self.commits.popleft()[1])
-            return old
-        while self.commits and (
-            len(self.commits) > COMMITS_KEPT
-            or (len(self.commits) > COMMITS_PUBLISHED and now - self.commits[0][0] > COMMIT_KEPT_S)
-        ):
+        floor = min(o.commits_from for o in self.owners)
+        while self.commits and self.commits[0][1].t < floor:
+            young = len(self.commits) <= COMMITS_PUBLISHED or now - self.commits[0][0] <= COMMIT_KEPT_S
+            if young and not self.durable and not self.commits_full:
+                break
             old.append(self.commits.popleft()[1])
         return old
 
@@ -292,7 +292,7 @@ class Model:
         self.began = clock
         for owner in self.owners:
             owner.withdraw_move()  # What was captured for a move belongs to the old timeline.
-            owner.durable_clock = min(owner.durable_clock, clock)
+            owner.commits_from = min(owner.commits_from, clock)
         self.gate.reset(self.roster, clock)
         self.commits.clear()
         self.cuts.restart_at(clock)
