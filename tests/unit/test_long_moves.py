@@ -134,3 +134,16 @@ def test_a_partition_whose_move_outlasts_many_commits_takes_them_all(ack: str) -
     assert model["served"]
     assert model["cut"] == (c.clock if ack == "applied" else None)
     assert len(c.ask(lambda n: io.OpenFeed(n))["documents"][1]["commits"]) <= 301
+
+
+@pytest.mark.parametrize("ack", ["applied", "journaled"])
+def test_a_partition_that_moves_while_sync_ends_takes_the_commits_decided_before(ack: str) -> None:
+    """The document by which a partition leaves sync brings all commits that it may lack, however many there are."""
+    c = Cluster(ack=ack)
+    moved = c.move()
+
+    c.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "async"}}))
+    c.wait(4.0)
+
+    assert (moved.spec.consistency.mode, moved.version) == ("async", c.clock)
+    assert c.scheduler.read.model("m")["served"]

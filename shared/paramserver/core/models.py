@@ -32,7 +32,11 @@ COMMITS_KEPT: Final = 4096
 COMMIT_KEPT_S: Final = 30.0
 """At `applied`, younger commits are kept though no partition needs them: they tell which clocks none has listed."""
 COMMITS_PUBLISHED: Final = 64
-"""Newest commits repeated in each update of a model's feed document; a new feed gets all that are kept."""
+"""Newest commits repeated in each update of a model's feed document.
+
+All that are kept are in that of a new feed, which a shard asks for if it lacks any, and in those of a model that leaves
+sync, as a partition that lacks one then asks for none.
+"""
 RESTORED: Final = "*"
 """Placeholder in `missing` for values that a restore will set."""
 
@@ -391,6 +395,8 @@ class Model:
     def feed_document(self, all_commits: bool) -> dict[str, Any]:
         """Feed document of type `model`."""
         kept = [c for _, c in self.commits]
+        if not all_commits and not self.ending_sync:
+            kept = kept[-COMMITS_PUBLISHED:]
         upload = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
         return {
             "type": "model",
@@ -411,7 +417,7 @@ class Model:
             "cut_urgent": self.cuts.urgent,
             "upload": upload if self.missing else None,
             "workers": {w.name: [w.epoch, w.rank] for w in self.roster.live()},
-            "commits": [c.document(self.key) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])],
+            "commits": [c.document(self.key) for c in kept],
         }
 
     def gone_document(self) -> dict[str, Any]:
