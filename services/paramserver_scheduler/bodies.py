@@ -197,7 +197,7 @@ class ShardHeartbeat(Body):
     epoch: Count
     metrics: dict[str, Any] = {}
     partitions: Many[Many[Any]] = Field(
-        [], description="[model, generation, index, token, version, durable_version, revision, durable_clock]"
+        [], description="[model, generation, index, token, version, durable_version, revision, commits_from]"
     )
     cuts: Many[Many[Any]] = Field([], description="[model, generation, index, token, clock]")
     released: Many[Many[Any]] = Field([], description="[model, generation, index, token, version, release]")

@@ -203,7 +203,7 @@ def test_counting_commits_as_durable_by_versions_turns_the_checkers_red(monkeypa
     rows = ShardCore.partitions
 
     monkeypatch.setattr(
-        ShardCore, "partitions", lambda self: (r._replace(durable_clock=r.durable_version) for r in rows(self))
+        ShardCore, "partitions", lambda self: (r._replace(commits_from=r.durable_version) for r in rows(self))
     )
 
     assert turns_red("sync", "journaled", "pauses", "puts", within=3)

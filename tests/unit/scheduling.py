@@ -36,6 +36,8 @@ class Driver:
         """Whether heartbeats report every served version as durable."""
         self.assigned = 0
         """How far assignments have raised the versions above the clock, in sync."""
+        self.stand: dict[int, int] = {}
+        """Clocks of the partitions that are behind, in sync."""
         self.core = SchedulerCore.restore({}, self.now, self.term, EPOCH_S + self.now)
         for name in shards:
             self.shard(name)
@@ -138,7 +140,7 @@ class Driver:
             for i, o in enumerate(model.owners):
                 if o.shard == name:
                     row = [model.name, model.generation, i, o.token]
-                    clock = model.gate.clock if model.gate.sync else 0
+                    clock = self.stand.get(i, model.gate.clock) if model.gate.sync else 0
                     version = clock + self.assigned if model.gate.sync else o.version
                     durable = (version, clock) if self.durable else (0, 0)
                     partitions.append([*row, version, durable[0], model.revision, durable[1]])

@@ -325,3 +325,30 @@ def test_clocks_that_a_restore_skipped_are_not_a_runs_also_once_it_is_undone() -
     d.restart()
     d.shard("s1")
     assert (d.core.read.model("m")["clock"], counted()) == (4, 2)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_partition_that_lacks_commits_which_are_gone_takes_the_model_back(cut: bool) -> None:
+    """An owner that starts before the oldest commit kept, as what was stored is lost, holds no model up for ever.
+
+    The model goes back to its cut, or, if there is none any more, begins a new timeline.
+    """
+    d = Driver.with_model(consistency={"mode": "sync"})
+    a = d.join("a")
+    for t in range(1, 101):
+        d.now += 1
+        d.clock(a, t)
+        d.beats()
+    assert d.document()["timeline"] == 0
+    if cut:
+        d.ask(lambda n: io.SetShardState(n, "s1", "draining"))
+        d.beat("s1")
+    else:
+        d.empty_redis()
+    newest = d.document()["cut"]
+    d.stand = dict.fromkeys(range(4), 10)
+
+    d.beat("s0")
+
+    assert d.document()["timeline"] == 1
+    assert d.document()["clock"] == (newest if cut else 101)

@@ -337,12 +337,15 @@ def test_commit_records_of_a_journaled_model_stay_until_they_are_durable_everywh
     assert len([k for k in d.hash if k.startswith("commit:")]) == 1
 
 
-def test_a_journaled_model_goes_on_once_what_held_it_up_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A journaled model stops at COMMITS_KEPT commits that are not durable, and goes on once heartbeats say so."""
-    monkeypatch.setattr("paramserver.core.worker_desk.COMMITS_KEPT", 8)
+@pytest.mark.parametrize(("ack", "left"), [("journaled", 4), ("applied", 7)])
+def test_a_model_goes_on_once_what_held_it_up_has_taken_its_commits(
+    monkeypatch: pytest.MonkeyPatch, ack: str, left: int
+) -> None:
+    """A model stops at COMMITS_KEPT commits that a partition lacks, or has not journaled, until heartbeats say so."""
+    monkeypatch.setattr("paramserver.core.models.COMMITS_KEPT", 8)
     d = Driver()
     d.durable = False
-    d.model(**JOURNALED)
+    d.model(**JOURNALED | {"ack": ack})
     a = d.join("a")
     d.clock(a, 12)
     assert [c["t"] for c in d.commits()] == list(range(8))
@@ -351,7 +354,7 @@ def test_a_journaled_model_goes_on_once_what_held_it_up_is_durable(monkeypatch: 
     d.beats()
 
     assert [c["t"] for c in d.commits()] == list(range(12))
-    assert len([k for k in d.hash if k.startswith("commit:")]) == 4
+    assert len([k for k in d.hash if k.startswith("commit:")]) == left
 
 
 def test_assignments_do_not_make_commits_count_as_durable() -> None:

@@ -250,3 +250,19 @@ def test_a_missed_commit_is_asked_for_again_until_the_partition_has_gone() -> No
     driver.advance(5.0)
 
     assert (driver.resyncs, driver.pending) == (2, [])
+
+
+@pytest.mark.parametrize("term", [1, 2])
+def test_a_lower_revision_counts_only_from_another_leader(term: int) -> None:
+    """A shard takes a lower revision, and the partitions that come with it, only from a leader of another term.
+
+    That one may not know of the higher revision, if Redis lost it with the leader before. Of one leader, the document
+    is merely an older one.
+    """
+    driver = serving(spec(2), owned={0: 1}, term=1)
+    before = view(driver)
+    driver.patch({"consistency": {"mode": "ssp"}})
+
+    driver.send(replace(before, owned={0: 1, 1: 2}, term=term))
+
+    assert set(driver.core.models["m"].partitions) == ({0} if term == 1 else {0, 1})

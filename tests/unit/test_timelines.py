@@ -58,8 +58,8 @@ def put(driver: ShardDriver, value: float, *, restore: bool = False, timeline: i
 def durable_clock(driver: ShardDriver) -> int:
     """Return the durable clock that the shard reports to the scheduler."""
     (row,) = driver.core.partitions()
-    assert row.durable_clock is not None
-    return row.durable_clock
+    assert row.commits_from is not None
+    return row.commits_from
 
 
 def test_the_clock_that_is_durable_is_reported_beside_the_version() -> None:

@@ -203,7 +203,7 @@ class Cluster:
         first, source = owner.kept_from or owner.token, owner.source
         # An owner that lacks the state after all must not take the initial values for the model's.
         self.give_token(model, index, "snapshot" if model.ready or model.lost else source)
-        owner.kept_from, owner.durable_version, owner.durable_clock = first, 0, 0
+        owner.kept_from, owner.durable_version, owner.commits_from = first, 0, 0
 
     def fence(self, shard: str, epoch: int) -> None:
         """Forbid all incarnations of that shard up to this epoch to serve; 0 deletes the fence."""

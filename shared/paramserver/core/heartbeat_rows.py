@@ -16,8 +16,11 @@ class ServedRow(NamedTuple):
     durable_version: int
     revision: int
     """Revision of the settings in force there."""
-    durable_clock: int
-    """The clock at which a new owner would start."""
+    commits_from: int
+    """sync: the first clock whose commit this owner, or the next one, still needs.
+
+    With a journal, the next owner starts at the durable clock; at `applied`, where this one stands.
+    """
 
 
 class CutRow(NamedTuple):

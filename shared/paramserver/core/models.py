@@ -30,9 +30,13 @@ from paramserver.types import ModelKey, PartitionKey
 
 COMMITS_KEPT: Final = 4096
 COMMIT_KEPT_S: Final = 30.0
-"""Younger commits are kept for shards that reconnect; connected shards have seen a commit long before that age."""
+"""At `applied`, younger commits are kept though no partition needs them: they tell which clocks none has listed."""
 COMMITS_PUBLISHED: Final = 64
-"""Newest commits repeated in each update of a model's feed document; a new feed gets all that are kept."""
+"""Newest commits repeated in each update of a model's feed document.
+
+All that are kept are in that of a new feed, which a shard asks for if it lacks any, and in those of a model that leaves
+sync, as a partition that lacks one then asks for none.
+"""
 RESTORED: Final = "*"
 """Placeholder in `missing` for values that a restore will set."""
 
@@ -265,19 +269,19 @@ class Model:
         listed = any([(x.worker, x.epoch, x.clock) == its for c in later for x in c.contributions])
         return not listed and any([c.t == clock - 1 for c in later])
 
+    @property
+    def commits_full(self) -> bool:
+        """Whether there is no room for another commit."""
+        return len(self.commits) >= COMMITS_KEPT
+
     def prune_commits(self, now: float) -> list[Commit]:
-        """Remove and return the commits that no shard can need any more."""
+        """Remove and return the commits that no partition needs any more, at `applied` if old or more than fit."""
         old: list[Commit] = []
-        if self.durable:
-            # A new owner starts at the durable clock, and takes every later commit from this list.
-            floor = min(o.durable_clock for o in self.owners)
-            while self.commits and self.commits[0][1].t < floor:
-                old.append(self.commits.popleft()[1])
-            return old
-        while self.commits and (
-            len(self.commits) > COMMITS_KEPT
-            or (len(self.commits) > COMMITS_PUBLISHED and now - self.commits[0][0] > COMMIT_KEPT_S)
-        ):
+        floor = min(o.commits_from for o in self.owners)
+        while self.commits and self.commits[0][1].t < floor:
+            young = len(self.commits) <= COMMITS_PUBLISHED or now - self.commits[0][0] <= COMMIT_KEPT_S
+            if young and not self.durable and not self.commits_full:
+                break
             old.append(self.commits.popleft()[1])
         return old
 
@@ -292,7 +296,7 @@ class Model:
         self.began = clock
         for owner in self.owners:
             owner.withdraw_move()  # What was captured for a move belongs to the old timeline.
-            owner.durable_clock = min(owner.durable_clock, clock)
+            owner.commits_from = min(owner.commits_from, clock)
         self.gate.reset(self.roster, clock)
         self.commits.clear()
         self.cuts.restart_at(clock)
@@ -391,6 +395,8 @@ class Model:
     def feed_document(self, all_commits: bool) -> dict[str, Any]:
         """Feed document of type `model`."""
         kept = [c for _, c in self.commits]
+        if not all_commits and not self.ending_sync:
+            kept = kept[-COMMITS_PUBLISHED:]
         upload = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
         return {
             "type": "model",
@@ -411,7 +417,7 @@ class Model:
             "cut_urgent": self.cuts.urgent,
             "upload": upload if self.missing else None,
             "workers": {w.name: [w.epoch, w.rank] for w in self.roster.live()},
-            "commits": [c.document(self.key) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])],
+            "commits": [c.document(self.key) for c in kept],
         }
 
     def gone_document(self) -> dict[str, Any]:

@@ -19,8 +19,8 @@ class Owner:
     durable_version: int = 0
     stored_s: float = 0.0
     """When it was last reported to have stored something more, or to have nothing to store."""
-    durable_clock: int = 0
-    """sync: the clock at which a new owner would start."""
+    commits_from: int = 0
+    """sync: the first clock whose commit it, or the next owner, still needs."""
     from_version: int | None = None
     """The first version reported under this token; None until the owner serves it, and once it is dead."""
     source: Any = None

@@ -133,8 +133,8 @@ class ShardCore:
         """Yield each partition that is served."""
         for key, p in self._partitions():
             if p.state is not None:
-                versions = p.version, p.durable_version
-                yield ServedRow(key.name, key.generation, p.index, p.token, *versions, p.revision, p.durable_clock)
+                numbers = p.version, p.durable_version, p.revision, p.durable_clock if p.level else p.clock
+                yield ServedRow(key.name, key.generation, p.index, p.token, *numbers)
 
     def cuts(self) -> Iterator[CutRow]:
         """Yield each partition's newest stored cut."""
@@ -218,8 +218,8 @@ class ShardCore:
             return None
         elif view.timeline > model.timeline:
             self._roll_back(model, view)
-        elif view.revision < model.revision:
-            return None
+        elif view.revision < model.revision and view.term == model.view.term:
+            return None  # another leader may not know of the newer one, if Redis has lost it
         return model
 
     def _own(self, model: ServedModel, view: ModelView, now: float) -> None:

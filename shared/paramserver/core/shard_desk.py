@@ -272,36 +272,41 @@ class ShardDesk:
         if nothing_to_store or row.durable_version > owner.durable_version or owner.from_version is None:
             owner.stored_s = now
         owner.version, owner.durable_version, owner.kept_from = row.version, row.durable_version, 0
-        owner.heard = True
-        if owner.from_version is None:
+        owner.heard, begins = True, owner.from_version is None
+        if begins:
             owner.from_version, owner.previous = row.version, None
             self.c.unbalanced = True  # it may be moved now
             self.c.mark_dirty(model)
-            self._check_clock(model, row)
         if row.revision > model.revision:
-            # Redis has lost what the last leader stored, and that leader has ended.  Shards ignore older revisions.
+            # Redis has lost what the last leader stored, and that leader has ended.  Partitions take no older one.
             model.revision = row.revision + 1
             self.c.save_model(model)
             self.c.model_changed(model)
         if owner.revision != row.revision:
             owner.revision = row.revision
             self.c.mark_dirty(model)
-        if model.durable and row.durable_clock > owner.durable_clock:
+        if row.commits_from > owner.commits_from:
             self.c.mark_dirty(model)  # Its commits may have waited for this.
-        owner.durable_clock = row.durable_clock
+        owner.commits_from = row.commits_from
+        if begins:
+            self._check_clock(model, row)
 
     def _check_clock(self, model: Model, row: ServedRow) -> None:
-        """Begin a new sync phase if a journaled partition starts before the oldest kept commit.
+        """Go back, or with a journal begin a new sync phase, if a partition starts before the oldest kept commit.
 
-        Part of its state was lost with the data of Redis, so it can never reach the others' clock, and the phase begins
-        with the values there are.  A partition stored before the present timeline starts at the timeline's beginning.
-        If nothing of it is durable, its owner has it in memory since before Redis was emptied, or has initial values:
-        the version tells which.
+        Part of its state was lost with the data of Redis, so it can never reach the others' clock, and a new phase
+        begins with the values there are.  A partition stored before the present timeline starts at the timeline's
+        beginning.  If nothing of a journaled one is durable, its owner has it in memory since before Redis was emptied,
+        or has initial values: the version tells which.
         """
         first = model.commits[0][1].t if model.commits else model.gate.clock
-        clock = row.durable_clock
-        reached = max(clock, model.began) if clock or row.durable_version else row.version
-        if model.gate.sync and model.durable and model.ready and not model.gate.opening and reached < first:
+        told = not model.durable or row.commits_from or row.durable_version
+        reached = max(row.commits_from, model.began) if told else row.version
+        if not model.gate.sync or not model.ready or model.gate.opening or reached >= first:
+            return
+        if go_back(self.c, model):
+            self.c.place_changed(model)
+        else:
             begin_sync(self.c, model)
 
     def _lost(self, shard: str, rows: Sequence[LostRow]) -> None:

@@ -87,6 +87,8 @@ class ModelView(Struct, frozen=True):
     """sync: whether the timeline's first commit is still to come, and will list nothing."""
     restored: bool = False
     """Whether a restore has given the model its first values, so that they cannot be drawn again."""
+    term: int = 0
+    """Term of the leader that says so."""
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any], shard: str, spec: ModelSpec, layout: Layout) -> Self:
@@ -114,6 +116,7 @@ class ModelView(Struct, frozen=True):
             began=doc["began"],
             opening=doc["opening"],
             restored=doc["restored"],
+            term=doc["term"],
         )
 
 

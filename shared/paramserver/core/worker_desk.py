@@ -11,7 +11,7 @@ from paramserver.core.commit import Commit
 from paramserver.core.documents import check_document, size_of
 from paramserver.core.fields import INTEGER_MAX, WORKER_NAME, finite, is_integer
 from paramserver.core.membership import JOIN_FIRST, Worker, expired
-from paramserver.core.models import COMMITS_KEPT, Model
+from paramserver.core.models import Model
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
     ClockStaged,
@@ -313,8 +313,6 @@ class WorkerDesk:
 
     def _commit(self, model: Model, now: float) -> None:
         """Make the commits that are possible; if there are none, make the current clock a cut if that is due."""
-        if model.durable and len(model.commits) >= COMMITS_KEPT:
-            self._prune(model, now)  # First, because the next commit needs the room.
         made = 0
         while made < COMMITS_PER_EVENT and (commit := self._decide(model, now)) is not None:
             made += 1
@@ -339,8 +337,10 @@ class WorkerDesk:
 
     def _decide(self, model: Model, now: float) -> Commit | None:
         """Decide the next commit; None if that is not possible now."""
-        if model.durable and len(model.commits) >= COMMITS_KEPT:
-            return None  # Some partition has not stored the oldest one, and would lack it after a failure.
+        if model.commits_full:
+            self._prune(model, now)
+            if model.commits_full:
+                return None  # some partition has yet to take the oldest one, or with a journal to store it
         if model.gate.opening:
             # Partitions apply nothing of this phase before this commit, so all of them must be served and in place.
             return model.gate.empty_commit(model.roster, model.timeline, model.revision) if model.may_cut else None
