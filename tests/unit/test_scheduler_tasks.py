@@ -158,6 +158,21 @@ def test_who_gets_data_again_goes_on_where_the_others_are() -> None:
     assert d.clock(a, 52) in d.open
 
 
+def test_an_evaluation_wakes_no_worker_that_has_no_data() -> None:
+    """A worker that rests and makes an evaluation goes on resting, so the others do not wait for it."""
+    d = Driver.with_model(consistency={"mode": "sync"})
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", 10, 10))
+    lease(d, a, [])
+    assert lease(d, b, []) is None
+    d.ask(lambda n: io.RequestEvaluation(n, "m"))
+    evaluation = lease(d, b, None, "evaluate")
+    d.ask(lambda n: io.TaskDone(n, "m", b["worker"], b["epoch"], evaluation["id"], {"accuracy": 0.9}))
+
+    for clock in (1, 2, 3):
+        assert d.result(d.clock(a, clock))["released"]
+
+
 @pytest.mark.parametrize("back", ["to a cut", "to a checkpoint"])
 def test_what_was_done_stays_done_when_the_model_goes_back(back: str) -> None:
     """Ranges that were done after the clock to which the model goes back are not handed out again."""

@@ -190,7 +190,7 @@ class TaskDesk:
                 if task is None and not (dataset is not None and dataset.static):
                     empty.add(w.dataset)
             finished = asked in ("stop", "draining") or (dataset is not None and dataset.finished)
-            if task is not None:
+            if task is not None and w.dataset != EVALUATE:
                 model.gate.resume(worker, model.roster)
             elif w.dataset != EVALUATE and not worker.resting:
                 model.roster.rest(worker, True)
