@@ -17,7 +17,7 @@ from paramserver.core.models import Model
 from paramserver.core.near import near
 from paramserver.core.owner import Owner
 from paramserver.core.runs import ENDED, Run
-from paramserver.core.scheduler_io import Effect, ForgetModel, LoadFiles, Publish, Reply, Store
+from paramserver.core.scheduler_io import Effect, ForgetModel, ForgetOthers, LoadFiles, Publish, Reply, Store
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, Token, make_token
@@ -196,6 +196,11 @@ class Cluster:
         """Delete the model's keys in Redis; the intent is stored first, so that a crash does not leave them behind."""
         self.save(f"gone:{key}", lambda: {"model": key.name, "generation": key.generation, "partitions": partitions})
         self.perform(ForgetModel(key, partitions))
+
+    def forget_others(self) -> None:
+        """Delete what Redis has of models that are gone: it has lost that they are, or a shard wrote when they went."""
+        if self.generations:
+            self.perform(ForgetOthers(frozenset(m.key for m in self.models.values()), self.generations))
 
     def renew_token(self, model: Model, index: int) -> None:
         """Continue the same ownership under a new token, because Redis has lost the old one."""
