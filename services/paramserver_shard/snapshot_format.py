@@ -1,6 +1,7 @@
 """The stored form of snapshots: head and arrays of a capture, as a stream that is cut into blocks, and a manifest.
 
-This is format 1.1. Format 1.0 is still read: its manifest was a bare list without a checksum, and it had no journal.
+This is format 1.2. Format 1.1, where push windows were lists of pushes, is still read, and so is 1.0: its manifest was
+a bare list without a checksum, and it had no journal.
 """
 
 import json
@@ -16,8 +17,8 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import U8, AnyArray
 
-FORMAT: Final = "1.1"
-_READ: Final = (1, "1.1")  # 1.0 wrote its format as a number
+FORMAT: Final = "1.2"
+_READ: Final = (1, "1.1", FORMAT)  # 1.0 wrote its format as a number
 _ALIGN: Final = 64
 _HELD_FIELDS: Final = ("worker", "epoch", "clock", "seq", "base", "scale", "ranges", "dtype")
 
@@ -83,7 +84,7 @@ def newer(what: str, found: object) -> PsError:
     text = "1.0" if found == 1 else str(found)
     return problem(
         "corrupt_state",
-        f"{what} has format {text[:20]}; this version reads 1.0 and {FORMAT}",
+        f"{what} has format {text[:20]}; this version reads 1.0 to {FORMAT}",
         hint="it was written by a newer version, or is damaged",
     )
 
@@ -101,7 +102,7 @@ def read_manifest(text: bytes | str, what: str) -> list[dict[str, Any]]:
         if isinstance(document, list):  # 1.0
             entries, good = document, True
         else:
-            if document["format"] != FORMAT:
+            if document["format"] not in _READ:
                 raise newer(what, document["format"])
             entries = document["snapshots"]
             good = document["crc32"] == _entries_crc(entries)

@@ -35,6 +35,7 @@ from paramserver.core.shard_events import (
     WorkerAnswered,
 )
 from paramserver.core.spec import ModelSpec
+from paramserver.core.window import EarlierAnswer, PushMemory
 from paramserver.errors import CorruptState, Unavailable
 from paramserver.types import ModelKey, PartitionKey, PushId, make_token
 from paramserver.wire.tensor import slice_crc
@@ -184,7 +185,7 @@ def loader_of(redis: Redis) -> Loader:
 def content(state: Capture | LoadedState) -> tuple[object, ...]:
     """All relevant state of a partition, with arrays as bytes."""
     arrays = (state.state.values, *state.state.slots, *(h.data for h in (*state.buffered, *state.staged)))
-    memory = {name: state.memory[name] for name in ("windows", "keys")}
+    memory = [tuple(w) for w in state.memory["windows"]], state.memory["keys"]
     return (state.version, state.clock, state.lsn, state.state.steps, [a.tobytes() for a in arrays], memory)
 
 
@@ -469,7 +470,7 @@ async def restore(redis: Redis, name: str) -> None:
             await redis.xadd(stream, {"h": data, "d": base64.b64decode(body)}, id=rest[:-2])
 
 
-@pytest.mark.parametrize("name", ["1.0", "1.1"])
+@pytest.mark.parametrize("name", ["1.0", "1.1", "1.2"])
 async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis, name: str) -> None:
     """Snapshots in the current format and one minor version older are read, and so is the current journal."""
     await restore(redis, name)
@@ -485,6 +486,8 @@ async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis
         assert np.array_equal(loaded.state.values, values)
         assert [s.tolist() for s in loaded.state.slots] == [(values * 0.5).tolist(), (values * 0.25).tolist()]
         assert (loaded.version, loaded.state.steps) == (version, (version, version - 1))
+        memory = PushMemory.restore(loaded.memory)
+        assert memory.check(PushId("run/w0", 2, version), None, 1234) == EarlierAnswer(version, False)
         (held,) = loaded.buffered
         assert (held.worker, held.ranges, held.data.tolist(), held.dtype) == ("run/w0", ((2, 5),), [0, 1, 2], "float16")
         if name == "1.0":
@@ -494,7 +497,7 @@ async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis
             assert (loaded.lsn, staged.worker, staged.data.dtype.str) == (version + 1, "run/w1", "<u2")
             assert loaded.settings is not None
             assert loaded.settings["revision"] == 5
-    if name == "1.1":
+    if name != "1.0":
         entries = await Journal(redis, scripts).read(key, 7)
         assert [(e.lsn, len(e.arrays), e.head["id"]) for e in entries] == [
             (n, 1 + n % 2, ["run/w0", 2, n]) for n in (8, 9, 10)
@@ -504,18 +507,18 @@ async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis
 
 async def test_what_is_written_today_is_what_the_golden_file_says(redis: Redis, redis_url: str) -> None:
     """Storing the golden partition gives the bytes of the golden file: a change needs a new format number."""
-    assert await generate.write(redis_url) == json.loads((GOLDEN / "1.1.json").read_text())
+    assert await generate.write(redis_url) == json.loads((GOLDEN / "1.2.json").read_text())
 
 
-@pytest.mark.parametrize("newer", ["1.2", "2.0"])
+@pytest.mark.parametrize("newer", ["1.3", "2.0"])
 async def test_newer_formats_are_refused_by_name(redis: Redis, newer: str) -> None:
     """A manifest, snapshot or journal entry of a newer format raises `CorruptState` that names the format."""
     key = PartitionKey(ModelKey("golden", 2), 1)
     scripts = ScriptRunner(redis)
     store = SnapshotStore(redis, scripts, BufferPool(), asyncio.get_running_loop().time, 1e12)
-    await restore(redis, "1.1")
+    await restore(redis, "1.2")
     text: Any = await redis.get(f"{{{key}}}:manifest")
-    await redis.set(f"{{{key}}}:manifest", text.replace(b'{"format":"1.1"', f'{{"format":"{newer}"'.encode(), 1))
+    await redis.set(f"{{{key}}}:manifest", text.replace(b'{"format":"1.2"', f'{{"format":"{newer}"'.encode(), 1))
     with pytest.raises(CorruptState, match=f"format {newer}"):
         await store.manifest(key)
     entry = json.loads(text)["snapshots"][0]
@@ -523,7 +526,7 @@ async def test_newer_formats_are_refused_by_name(redis: Redis, newer: str) -> No
     with pytest.raises(CorruptState, match=f"a snapshot in .* has format {newer}"):
         await store.manifest(key)
     block: Any = await redis.get(f"{{{key}}}:snap:{entry['name']}:0")
-    block = block.replace(b"\xa31.1", b"\xa3" + newer.encode(), 1)
+    block = block.replace(b"\xa31.2", b"\xa3" + newer.encode(), 1)
     await redis.set(f"{{{key}}}:snap:{entry['name']}:0", block)
     with pytest.raises(CorruptState, match=f"a snapshot has format {newer}"):
         await store.read(key, entry | {"crc32": [zlib_ng.crc32(block)]})

@@ -271,12 +271,17 @@ def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> Non
                 async for _ in w.tasks("again"):
                     break
                 assert sorted([t.start async for t in w.tasks("again")]) == [0, 1]
+            await model.delete_tasks("again")
+            assert [d["dataset"] for d in await model.tasks()] == ["train"]
             run = await client.create_run(name, "m:main", stop={"minutes": 1})
             assert run["id"] in {r["id"] for r in await client.runs()}
             await client.set_run(run["id"], state="stopped")
             assert (await client.get_run(run["id"]))["model"] == name
             with ps.connect(shared_cluster.url) as blocking:
                 assert blocking.model(name).pull()["w"].tolist() == [13.0] * 100
+                blocking.model(name).delete_tasks("train")
+            with pytest.raises(ps.NotFoundError):
+                await model.delete_tasks("train")
             await model.delete()
             with pytest.raises(ps.NotFoundError):
                 await model.pull()

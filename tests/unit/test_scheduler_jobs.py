@@ -420,6 +420,23 @@ def test_a_redis_that_came_back_with_older_data_is_rid_of_what_was_deleted_since
     ]
 
 
+def test_a_new_leader_deletes_what_is_left_of_models_that_are_gone() -> None:
+    """A leader begins by deleting the keys of all generations so far that no model has, and none that come later."""
+    d = Driver.with_model()
+    d.model(name="other")
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    d.do(io.ModelForgotten(ModelKey("m", 1)))
+    d.send(lambda n: io.CreateModel(n, SPEC, "x"), 1)
+    d.do(io.Tick())
+    d.model(name="later")
+
+    (forget,) = [w for w in d.work if isinstance(w, io.ForgetOthers)]
+    gone = [ModelKey("m", 1), ModelKey("other", 1), ModelKey("never", 3)]
+    there = [ModelKey(m["name"], m["generation"]) for m in d.core.read.models()]
+    assert sorted(k.generation for k in there) == [2, 3, 4]
+    assert [m for m in (*gone, *there) if forget.concerns(m)] == gone
+
+
 async def test_deletions_of_a_checkpoint_are_one_after_the_other(tmp_path: Path) -> None:
     """The second of two deletions waits for the first and then finds nothing, so it takes no later one of that name."""
     d = saved(tmp_path)

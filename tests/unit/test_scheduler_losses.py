@@ -446,7 +446,7 @@ def from_a_file() -> Driver:
 
 def read(d: Driver, error: PsError | None = None) -> io.LoadFiles:
     """Finish the only read of the file in progress; return its effect."""
-    (effect,) = d.work
+    (effect,) = [w for w in d.work if not isinstance(w, io.ForgetOthers)]
     assert isinstance(effect, io.LoadFiles)
     d.work.clear()
     d.do(io.FilesLoaded(effect.model, [] if error else list(effect.files), error))

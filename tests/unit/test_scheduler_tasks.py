@@ -10,7 +10,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core import task_desk
 from paramserver.core.task_desk import EVALUATIONS_MAX
-from paramserver.errors import ConflictError, NotFoundError, Unavailable
+from paramserver.errors import ConflictError, NotFoundError
 from paramserver.types import ModelKey
 
 from .scheduling import Driver, beyond_its_cut
@@ -158,6 +158,21 @@ def test_who_gets_data_again_goes_on_where_the_others_are() -> None:
     assert d.clock(a, 52) in d.open
 
 
+def test_an_evaluation_wakes_no_worker_that_has_no_data() -> None:
+    """A worker that rests and makes an evaluation goes on resting, so the others do not wait for it."""
+    d = Driver.with_model(consistency={"mode": "sync"})
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", 10, 10))
+    lease(d, a, [])
+    assert lease(d, b, []) is None
+    d.ask(lambda n: io.RequestEvaluation(n, "m"))
+    evaluation = lease(d, b, None, "evaluate")
+    d.ask(lambda n: io.TaskDone(n, "m", b["worker"], b["epoch"], evaluation["id"], {"accuracy": 0.9}))
+
+    for clock in (1, 2, 3):
+        assert d.result(d.clock(a, clock))["released"]
+
+
 @pytest.mark.parametrize("back", ["to a cut", "to a checkpoint"])
 def test_what_was_done_stays_done_when_the_model_goes_back(back: str) -> None:
     """Ranges that were done after the clock to which the model goes back are not handed out again."""
@@ -258,7 +273,7 @@ def test_the_ranges_of_all_datasets_together_are_bounded(monkeypatch: pytest.Mon
 
     register("m", "a", 10)
     register("n", "a", 10)
-    with refused_with("too_many_requests", Unavailable):
+    with refused_with("conflict", ConflictError, match="delete datasets"):
         register("n", "b", 6)
     assert register("n", "b", 5)["tasks"] == 5
     assert register("m", "a", 10)["tasks"] == 10
@@ -297,18 +312,44 @@ def test_a_finished_dataset_makes_room_for_another(monkeypatch: pytest.MonkeyPat
     a = d.join("a")
     register("w")
     assert there() == ["w", "x", "y"]
-    with refused_with("too_many_requests", Unavailable):
+    with refused_with("conflict", ConflictError):
         register("v", 5)
     assert there() == ["w", "x", "y"]
     register("v")
     assert there() == ["v", "w", "x"]
-    with refused_with("too_many_requests", Unavailable):
+    with refused_with("conflict", ConflictError, match="delete_tasks"):
         register("u")
     finish("w")
     register("u", 4)
     assert there() == ["u", "v", "x"]
     with pytest.raises(NotFoundError):
         lease(d, a, None, "w")
+
+
+def test_a_dataset_that_is_deleted_is_gone(two: tuple[Driver, Any, Any]) -> None:
+    """A deleted dataset is gone with its progress, also from Redis; who waits for a range of it is told at once."""
+    d, a, b = two
+    with pytest.raises(NotFoundError, match="did you mean 'train'"):
+        d.ask(lambda n: io.DeleteDataset(n, "m", "trains"))
+    lease(d, b, None)
+    d.ask(lambda n: io.RegisterDataset(n, "m", "other", 10, 10))
+    assert lease(d, a, None, "other")["start"] == 0
+    waits, elsewhere = d.lease(b, "train", 60.0), d.lease(a, "other", 60.0)
+
+    number = d.send(lambda n: io.DeleteDataset(n, "m", "train"))
+
+    assert (d.result(number), d.statuses[number]) == (None, 204)
+    with refused_with("unknown_task", NotFoundError):
+        d.result(waits)
+    assert elsewhere in d.open
+    for _ in range(2):
+        assert [s["dataset"] for s in d.core.read.datasets("m")] == ["other"]
+        assert not [name for name in d.hash if name.endswith(":train")]
+        with refused_with("unknown_task", NotFoundError):
+            d.ask(lambda n: io.DeleteDataset(n, "m", "train"))
+        d.restart()
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", 10, 5))
+    assert [lease(d, w, None)["start"] for w in (b, a)] == [0, 5]
 
 
 @pytest.mark.parametrize(

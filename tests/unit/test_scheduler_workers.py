@@ -103,24 +103,21 @@ def test_a_worker_that_left_in_good_order_is_not_called_dead() -> None:
 
 
 def test_the_states_of_all_workers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state that does not fit with all others is refused, also after a restart; a smaller one of its worker is kept.
+    """A state that does not fit with all of live workers is refused, also after a restart; a smaller one is kept.
 
-    The states of dead workers count, as they are kept, too, and those of a deleted model do not.
+    Those of a deleted model do not count.
     """
     monkeypatch.setattr(limits, "WORKER_STATES_MAX", 100_000)
     d = Driver.with_model()
     d.model(name="other")
     a, b = d.join("a"), d.join("b")
     beat(d, a, state="x" * 60_000)
-    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"], None))
     for _ in range(2):
         with pytest.raises(RequestError) as refused:
             beat(d, b, state=["x" * 50_000])
         assert (refused.value.code, refused.value.members["where"]) == ("too_large", "state")
         d.restart()
     beat(d, b, state="x" * 30_000)
-    a = d.join("a")
-    assert len(a["state"]) == 60_000
     beat(d, a, state="x" * 10_000)
 
     beat(d, b, state=["x" * 50_000])
@@ -128,6 +125,41 @@ def test_the_states_of_all_workers_together_are_bounded(monkeypatch: pytest.Monk
     d.ask(lambda n: io.DeleteModel(n, "m"))
     c = d.ask(lambda n: io.JoinWorker(n, "other", "c"))
     d.ask(lambda n: io.WorkerHeartbeat(n, "other", c["worker"], c["epoch"], state="x" * 90_000))
+
+
+def test_states_of_workers_that_are_gone_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a state lacks the room, those of dead workers of any model go, the one unheard of longest first.
+
+    None goes if that is not enough, or for a restore that brings states of its own; nor does what a restore brought.
+    """
+    monkeypatch.setattr(limits, "WORKER_STATES_MAX", 101_000)
+    d = Driver.with_model()
+    d.model(name="other")
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, workers={"m/r": "x" * 20_000}))
+    for name in "cab":
+        gone = d.ask(lambda n, w=name: io.JoinWorker(n, "m" if w == "a" else "other", w))  # type: ignore[misc]
+        at = gone["worker"].partition("/")[0], gone["worker"], gone["epoch"]
+        d.ask(lambda n, w=at: io.WorkerHeartbeat(n, *w, state="x" * 20_000))  # type: ignore[misc]
+        d.ask(lambda n, w=at: io.LeaveWorker(n, *w))  # type: ignore[misc]
+        d.now += 1.0
+
+    def kept() -> set[str]:
+        listed = [w for model in ("m", "other") for w in d.core.read.workers(model, d.now, kept=True)]
+        return {w["worker"] for w in listed if w["kept"] is not None}
+
+    new = d.join("new")
+    with pytest.raises(RequestError):
+        beat(d, new, state="x" * 90_000)
+    assert kept() == {"m/r", "m/a", "other/b", "other/c"}
+    for size, left in ((40_000, {"m/r", "m/a", "other/b"}), (60_000, {"m/r", "other/b"})):
+        beat(d, new, state="x" * size)
+        for _ in range(2):
+            assert kept() == left | {"m/new"}
+            d.restart()
+    d.ask(lambda n: io.StartRestore(n, "m", sizes={"m/r": 30_000}))
+    assert kept() == {"m/r", "other/b", "m/new"}
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, workers={"m/r": "x" * 30_000}))
+    assert kept() == {"m/r", "m/new"}
 
 
 def test_a_state_counts_as_kept_only_once_it_is_stored() -> None:

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -147,6 +148,32 @@ def test_names_that_anybody_makes_up_push_out_no_joined_worker() -> None:
         assert (known.epoch("run/w"), known.epoch("other 0"), known.epoch("other 1")) == (3, None, 1)
         assert known.check(PushId("run/w", 3, 0), None, 7) == EarlierAnswer(1, False)
     assert after.export() == memory.export()
+
+
+def test_a_snapshot_makes_anew_only_the_windows_that_have_changed() -> None:
+    """The windows of workers that have left cost a snapshot nothing but their place in it, also after a restore."""
+    memory = PushMemory()
+    for i in range(5):
+        memory.record(PushId(f"run/w{i}", 1, 0), None, 7, 1)
+    for known in (memory, PushMemory.restore(memory.export())):
+        before = {row[0]: row for row in known.export()["windows"]}
+        known.record(PushId("run/w1", 1, 1), None, 8, 2)
+        known.record(PushId("run/w2", 2, 0), None, 9, 2)
+        known.discard(PushId("run/w3", 1, 0))
+        after = {row[0]: row for row in known.export()["windows"]}
+        assert [after[name] is row for name, row in before.items()] == [True, False, False, False, True]
+        again = PushMemory.restore(msgpack.unpackb(msgpack.packb(known.export())))
+        assert again.check(PushId("run/w1", 1, 1), None, 8) == EarlierAnswer(2, False)
+        assert again.check(PushId("run/w3", 1, 0), None, 7) == EarlierAnswer(1, True)
+        assert again.epoch("run/w2") == 2
+
+
+def test_windows_that_an_earlier_version_stored_are_read() -> None:
+    """Formats before 1.2 listed each push by itself, with a late one's version inverted."""
+    memory = PushMemory.restore({"windows": [["run/w", 3, 70, [9, 1, 5], [70, 2, ~6]], ["w", 1, -1]]})
+    known = [memory.check(PushId("run/w", 3, seq), None, crc) for seq, crc in ((9, 1), (70, 2), (10, 1))]
+    assert known == [EarlierAnswer(5, False), EarlierAnswer(6, True), None]
+    assert memory.epoch("w") == 1
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -47,7 +47,8 @@ TASK = {
 async def register(request: Request, m: str) -> Response:
     """Register a dataset, either as `ranges` or as `size` elements cut into pieces of `task_size`.
 
-    Registering the same dataset again is 200; a different one under its name is 409 `conflict`.
+    Registering the same dataset again is 200; a different one under its name is 409 `conflict`, and so is one more
+    than there is room for.
     """
     b = await read(request, bodies.Dataset)
     return await reply(
@@ -75,6 +76,17 @@ async def list_datasets(request: Request, m: str) -> Response:
     `done` counts those of all passes: a dataset with `passes` is finished at `tasks` times `passes`.
     """
     return page(request, service(request).read.datasets(m))
+
+
+@router.delete("/tasks/{dataset}", status_code=204, responses=response_doc(204, "Deleted"))
+@role("worker")
+async def delete(request: Request, m: str, dataset: str) -> Response:
+    """Delete a dataset with its progress, finished or not: a model has at most 256 of them.
+
+    Workers that go on with it get 404 `unknown_task`, those that wait for a range of it at once.  Registered again, it
+    begins anew.
+    """
+    return await reply(request, lambda n: io.DeleteDataset(n, m, dataset))
 
 
 @router.post(

@@ -315,6 +315,10 @@ class AsyncModel(ModelBase):
         """See `Model.tasks`."""
         return await self._client.run(self._listed("tasks", timeout))
 
+    async def delete_tasks(self, dataset: str, *, timeout: float | None = None) -> None:
+        """See `Model.delete_tasks`."""
+        await self._client.run(control.delete(model_path(self.name, "tasks", dataset), self._client.deadline(timeout)))
+
     async def evaluate(self, *, timeout: float | None = None) -> None:
         """Request an evaluation at the current clock."""
         await self._client.run(self._post("evaluations", None, timeout))

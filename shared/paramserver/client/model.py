@@ -221,6 +221,8 @@ class Model(ModelBase):
         Give either `size` elements in ranges of `task_size` (None: in at most 64 equal ranges), or `ranges`.  They are
         handed out `passes` times (None: without end).  `static`: range i goes to live worker i modulo
         their number, in order of rank, so always to the same one as long as none joins or leaves.
+
+        Raises ConflictError (`conflict`) if the name has another dataset, or there is no room for one more.
         """
         body = control.dataset_document(
             dataset, size, task_size, ranges, uri, passes, "static" if static else "dynamic"
@@ -230,6 +232,13 @@ class Model(ModelBase):
     def tasks(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the datasets: how many ranges each has (`tasks`), and how many are leased, and done in all passes."""
         return self._client.run(self._listed("tasks", timeout))
+
+    def delete_tasks(self, dataset: str, *, timeout: float | None = None) -> None:
+        """Delete a dataset with its progress, finished or not; workers that go on with it get NotFoundError.
+
+        Raises NotFoundError (`unknown_task`) if there is none of that name.
+        """
+        self._client.run(control.delete(model_path(self.name, "tasks", dataset), self._client.deadline(timeout)))
 
     def evaluate(self, *, timeout: float | None = None) -> None:
         """Request an evaluation at the current clock; the next worker that checks for one performs it."""

@@ -4,7 +4,7 @@ The desks (`shard_desk`, `model_desk`, ...) change the `Cluster` and record what
 `effects()` returns that in the safe order: stored before anyone is told.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
@@ -17,7 +17,7 @@ from paramserver.core.models import Model
 from paramserver.core.near import near
 from paramserver.core.owner import Owner
 from paramserver.core.runs import ENDED, Run
-from paramserver.core.scheduler_io import Effect, ForgetModel, LoadFiles, Publish, Reply, Store
+from paramserver.core.scheduler_io import Effect, ForgetModel, ForgetOthers, LoadFiles, Publish, Reply, Store
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, Token, make_token
@@ -197,6 +197,11 @@ class Cluster:
         self.save(f"gone:{key}", lambda: {"model": key.name, "generation": key.generation, "partitions": partitions})
         self.perform(ForgetModel(key, partitions))
 
+    def forget_others(self) -> None:
+        """Delete what Redis has of models that are gone: it has lost that they are, or a shard wrote when they went."""
+        if self.generations:
+            self.perform(ForgetOthers(frozenset(m.key for m in self.models.values()), self.generations))
+
     def renew_token(self, model: Model, index: int) -> None:
         """Continue the same ownership under a new token, because Redis has lost the old one."""
         owner = model.owners[index]
@@ -333,14 +338,34 @@ class Cluster:
         owner = model.owners[row.partition]
         return model if owner.shard == shard and owner.token == row.token else None
 
-    def check_room(self, more: int) -> None:
-        """Raise RequestError (`too_large`) if the states of all workers cannot be larger by `more` (`size_of`)."""
+    def check_room(self, more: int, spared: Container[Worker] = ()) -> list[tuple[Model, Worker]]:
+        """Return the dead workers whose states are to go for those of all workers to be larger by `more` (`size_of`).
+
+        Those longest unheard of come first; none is `spared`, or has what a restore has brought and nobody has taken.
+        Raises RequestError (`too_large`) if that would not be enough.
+        """
         if more <= 0:
-            return
+            return []
         size = more + sum([w.state_size for m in self.models.values() for w in m.roster])
+        gone: list[tuple[Model, Worker]] = []
+        if size > limits.WORKER_STATES_MAX:
+            every = ((m, w) for m in self.models.values() for w in m.roster)
+            dead = [(m, w) for m, w in every if w.state_size and w.epoch and not w.alive and w not in spared]
+            for model, worker in sorted(dead, key=lambda found: found[1].heard_s):
+                if size <= limits.WORKER_STATES_MAX:
+                    break
+                gone.append((model, worker))
+                size -= worker.state_size
         if size > limits.WORKER_STATES_MAX:
             detail = f"state: with it, those of all workers have size {size}; the limit is {limits.WORKER_STATES_MAX}"
             raise problem("too_large", detail, hint="store less, or delete models", where="state")
+        return gone
+
+    def make_room(self, more: int, spared: Container[Worker] = ()) -> None:
+        """Forget these states; raises like `check_room`, and forgets none then."""
+        for model, worker in self.check_room(more, spared):
+            worker.keep(None)
+            self.save_worker(model, worker)
 
     def live_shards(self) -> list[str]:
         """Names of the live shards, sorted."""

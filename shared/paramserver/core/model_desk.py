@@ -7,6 +7,7 @@ from typing import Final
 from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.documents import check_states, size_of
+from paramserver.core.membership import Worker
 from paramserver.core.models import RESTORED, Model
 from paramserver.core.optimizer import slot_count, slot_names
 from paramserver.core.owner import Owner
@@ -301,7 +302,7 @@ class ModelDesk:
                 hint="restore once it is written",
             )
         with validating():
-            self._check_states_fit(model, e.sizes)  # before any value is set
+            self.c.check_room(*_states(model, e.sizes))  # before any value is set
         model.restoring = True
         for owner in model.owners:
             if owner.withdraw_move():
@@ -357,7 +358,7 @@ class ModelDesk:
         model = self.c.created(ModelKey(e.model, e.generation))
         with validating():
             states = check_states(e.workers)
-            self._check_states_fit(model, {name: size_of(state) for name, state in states.items()})
+            self.c.make_room(*_states(model, {name: size_of(state) for name, state in states.items()}))
         for name, state in states.items():
             worker = model.roster.store_state(name, state, now)
             if worker is not None:
@@ -369,10 +370,11 @@ class ModelDesk:
             raise problem("conflict", detail, hint="restore it again")
         self.c.answer(e.request, self.c.public(model))
 
-    def _check_states_fit(self, model: Model, sizes: Mapping[str, int]) -> None:
-        """Raise RequestError (`too_large`) if states of these sizes, by worker, do not fit with those they leave."""
-        known = model.roster.workers
-        self.c.check_room(sum(size - (known[name].state_size if name in known else 0) for name, size in sizes.items()))
+
+def _states(model: Model, sizes: Mapping[str, int]) -> tuple[int, set[Worker]]:
+    """By how much states of these sizes, by worker, are larger than those they replace, and whose those are."""
+    replaced = {worker for name in sizes if (worker := model.roster.workers.get(name)) is not None}
+    return sum(sizes.values()) - sum([worker.state_size for worker in replaced]), replaced
 
 
 def _first(found: Iterable[str]) -> str:

@@ -56,7 +56,7 @@ class Capture(Struct, frozen=True):
     """sync: number of commits applied, which is the next commit's `t`; identifies a cut."""
     state: PartitionState
     memory: Mapping[str, Any]
-    """Windows and idempotency keys: plain lists, strings and integers, to be stored as one msgpack map."""
+    """Windows and idempotency keys, as `PushMemory.export` returns them, to be stored as one msgpack map."""
     buffered: tuple[HeldPart, ...] = ()
     """Not yet in the values; `memory` has their pushes as accepted, so losing them loses pushes."""
     lsn: int = 0

@@ -75,6 +75,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         c.members[name] = Member.of(name, doc, now)
     for doc in groups["gone"].values():
         c.forget_model(ModelKey(doc["model"], doc["generation"]), doc["partitions"])
+    c.forget_others()
     for model in c.models.values():
         _resume(c, model)
 

@@ -67,6 +67,7 @@ class SchedulerCore:
             io.ClockStaged: workers.staged,
             io.ReportMetrics: workers.metrics,
             io.RegisterDataset: tasks.register,
+            io.DeleteDataset: tasks.delete,
             io.LeaseTask: tasks.lease,
             io.TaskDone: tasks.task_done,
             io.RequestEvaluation: tasks.ask_evaluation,

@@ -30,6 +30,7 @@ from paramserver.core.model_events import RequestCheckpoint as RequestCheckpoint
 from paramserver.core.model_events import RestoreFinished as RestoreFinished
 from paramserver.core.model_events import StartRestore as StartRestore
 from paramserver.core.worker_events import ClockStaged as ClockStaged
+from paramserver.core.worker_events import DeleteDataset as DeleteDataset
 from paramserver.core.worker_events import DrainWorker as DrainWorker
 from paramserver.core.worker_events import JoinWorker as JoinWorker
 from paramserver.core.worker_events import LeaseTask as LeaseTask
@@ -232,7 +233,7 @@ class ClockStepped(Struct, frozen=True):
 Event: TypeAlias = (
     JoinShard | ShardHeartbeat | LeaveShard | SetShardState | OpenFeed | RedisEmptied | StorageChanged | CreateModel
     | PatchModel | DeleteModel | ParameterUploaded | FilesLoaded | StartRestore | RestoreFinished | DeleteCheckpoint
-    | ModelRestored | JoinWorker
+    | ModelRestored | JoinWorker | DeleteDataset
     | WorkerHeartbeat | LeaveWorker | DrainWorker | ClockStaged | ReportClock | ReportMetrics | RegisterDataset
     | LeaseTask | TaskDone | RequestEvaluation | RequestCheckpoint | CheckpointWritten | CheckpointFailed | CreateRun
     | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | ModelForgotten | RequestGone | Tick | ClockStepped

@@ -12,7 +12,7 @@ from paramserver.core.membership import Shard, expired
 from paramserver.core.models import RESTORED, Model
 from paramserver.core.move_desk import MoveDesk
 from paramserver.core.owner import Owner
-from paramserver.core.scheduler_io import ForgetOthers, JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
+from paramserver.core.scheduler_io import JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
 from paramserver.core.timeline import begin_sync, go_back, reload
 from paramserver.core.urls import is_address, is_node_url
 from paramserver.errors import problem
@@ -150,7 +150,7 @@ class ShardDesk:
                     self.c.renew_token(model, i)
             self.c.place_changed(model)
         self.c.save_everything()
-        self.c.perform(ForgetOthers(frozenset(m.key for m in self.c.models.values()), self.c.generations))
+        self.c.forget_others()
 
     def _take_back(self, owner: Owner) -> None:
         """Undo a handover that no shard has been told of: the previous owner still has the partition in memory."""

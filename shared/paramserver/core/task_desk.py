@@ -9,15 +9,16 @@ from paramserver.core.membership import Worker
 from paramserver.core.models import Model
 from paramserver.core.near import near
 from paramserver.core.run_desk import RunDesk
-from paramserver.core.scheduler_io import LeaseTask, RegisterDataset, RequestEvaluation, TaskDone
+from paramserver.core.scheduler_io import DeleteDataset, LeaseTask, RegisterDataset, RequestEvaluation, TaskDone
 from paramserver.core.series import check_metrics
 from paramserver.core.tasks import EVALUATE, Dataset, DatasetSpec, Evaluation, parse_task
 from paramserver.core.waiter import Waiter, not_a_member
 from paramserver.core.worker_desk import WorkerDesk
-from paramserver.errors import problem, validating
+from paramserver.errors import PsError, problem, validating
 
 DATASETS_MAX: Final = 256
 EVALUATIONS_MAX: Final = 8
+_DELETING: Final = "with DELETE /models/{m}/tasks/{dataset}, in Python model.delete_tasks()"
 
 
 class TaskDesk:
@@ -49,7 +50,7 @@ class TaskDesk:
     def _make_room(self, model: Model, new: DatasetSpec) -> None:
         """Forget as many of the model's finished datasets, those registered first, as a new one needs room.
 
-        Raises Unavailable (`too_many_requests`), and forgets none, if that would not be enough.
+        Raises ConflictError (`conflict`), and forgets none, if that would not be enough.
         """
         count = len(model.datasets) + 1
         ranges = len(new.ranges) + sum(len(d.spec.ranges) for m in self.c.models.values() for d in m.datasets.values())
@@ -62,24 +63,34 @@ class TaskDesk:
             ranges -= len(old.spec.ranges)
         if count > DATASETS_MAX:
             raise problem(
-                "too_many_requests", f"the model has {DATASETS_MAX} datasets that are not finished, which is the limit"
+                "conflict",
+                f"the model has {DATASETS_MAX} datasets that are not finished, which is the limit",
+                hint=f"delete those that are not needed, {_DELETING}",
             )
         if ranges > limits.TASKS_MAX:
             raise problem(
-                "too_many_requests",
+                "conflict",
                 f"the datasets of all models would have {ranges} ranges; the limit is {limits.TASKS_MAX}",
-                hint="choose a larger task_size, or delete models that are not needed",
+                hint=f"choose a larger task_size, or delete datasets that are not needed, {_DELETING}",
             )
         for name in gone:
             del model.datasets[name]
             self.c.drop_dataset(model, name)
 
+    def delete(self, e: DeleteDataset, now: float) -> None:
+        model = self.c.model(e.model)
+        if e.dataset not in model.datasets:
+            raise _unknown(model, e.dataset)
+        del model.datasets[e.dataset]
+        self.c.drop_dataset(model, e.dataset)
+        for waiter in [w for w in model.task_waiters if w.dataset == e.dataset]:
+            self.c.answer_waiter(model, waiter, _unknown(model, e.dataset), now)
+        self.c.answer(e.request, None, 204)
+
     def lease(self, e: LeaseTask, now: float) -> None:
         model = self.c.model(e.model)
         if e.dataset != EVALUATE and e.dataset not in model.datasets:
-            found = near(e.dataset, model.datasets)
-            hint = f"did you mean '{found}'?" if found else "register it first, in Python with model.add_tasks()"
-            raise problem("unknown_task", f"model '{model.name}' has no dataset {e.dataset!r:.80}", hint=hint)
+            raise _unknown(model, e.dataset)
         worker = self.workers.renew_lease(model, e.worker, e.epoch, now)
         if len(model.task_waiters) >= limits.WAITERS_MAX:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
@@ -188,7 +199,7 @@ class TaskDesk:
                 if task is None and not (dataset is not None and dataset.static):
                     empty.add(w.dataset)
             finished = asked in ("stop", "draining") or (dataset is not None and dataset.finished)
-            if task is not None:
+            if task is not None and w.dataset != EVALUATE:
                 model.gate.resume(worker, model.roster)
             elif w.dataset != EVALUATE and not worker.resting:
                 model.roster.rest(worker, True)
@@ -205,3 +216,10 @@ class TaskDesk:
         if rested:
             # Barriers do not wait for resting workers, so others may be released now.
             self.c.mark_dirty(model)
+
+
+def _unknown(model: Model, dataset: str) -> PsError:
+    """Return the error for a request that names a dataset that the model does not have."""
+    found = near(dataset, model.datasets)
+    hint = f"did you mean '{found}'?" if found else "register it first, in Python with model.add_tasks()"
+    return problem("unknown_task", f"model '{model.name}' has no dataset {dataset!r:.80}", hint=hint)

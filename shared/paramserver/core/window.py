@@ -21,6 +21,10 @@ from paramserver.types import PushId
 _EMPTY = -1
 _START = 4  # slots of a fresh window; doubles up to limits.WINDOW, a power of two
 
+Row = tuple[str, int, int, bytes]
+"""A window as stored: worker, epoch, highest seq, and of all slots the seqs, then the checksums, then the versions, all
+of 64 bits, little-endian.  An empty slot has seq -1, a late push ~version."""
+
 
 class EarlierAnswer(Struct, frozen=True):
     """The answer that the push got when it first arrived, or what has become of it since."""
@@ -33,12 +37,31 @@ class EarlierAnswer(Struct, frozen=True):
 class Window:
     """The last seqs of one (worker, epoch), with the checksum and the version of each: 24 bytes per seq."""
 
-    __slots__ = ("_crcs", "_seqs", "_versions", "epoch", "highest")
+    __slots__ = ("_crcs", "_row", "_seqs", "_versions", "epoch", "highest")
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.highest = _EMPTY
+        self._row: Row | None = None  # as stored, while it is unchanged: of many windows, few change between snapshots
         self._resize(_START)
+
+    @classmethod
+    def of(cls, row: Row) -> "Window":
+        """Return the window that was stored as this row."""
+        window = cls(row[1])
+        window.highest, window._row = row[2], row
+        column = len(row[3]) // 3
+        window._seqs, window._crcs, window._versions = (
+            array(code, row[3][i * column : (i + 1) * column]) for i, code in enumerate("qQq")
+        )
+        return window
+
+    def row(self, worker: str) -> Row:
+        """Return it as it is stored, made anew only if it has changed."""
+        if self._row is None:
+            data = b"".join((self._seqs.tobytes(), self._crcs.tobytes(), self._versions.tobytes()))
+            self._row = (worker, self.epoch, self.highest, data)
+        return self._row
 
     def _resize(self, slots: int) -> None:
         self._seqs = array("q", [_EMPTY]) * slots
@@ -69,6 +92,7 @@ class Window:
 
     def record(self, seq: int, crc: int, version: int, late: bool) -> None:
         """Remember an accepted push that `check` found to be new."""
+        self._row = None
         self.highest = max(self.highest, seq)
         slot = seq & (len(self._seqs) - 1)
         while self._seqs[slot] not in (_EMPTY, seq) and self._seqs[slot] > self.highest - limits.WINDOW:
@@ -82,6 +106,7 @@ class Window:
         slot = seq & (len(self._seqs) - 1)
         if self._seqs[slot] == seq and self._versions[slot] >= 0:
             self._versions[slot] = ~self._versions[slot]
+            self._row = None
 
     def _grow(self) -> None:
         held = list(zip(self._seqs, self._crcs, self._versions, strict=True))
@@ -90,11 +115,6 @@ class Window:
             if seq > self.highest - limits.WINDOW and seq != _EMPTY:
                 slot = seq & (len(self._seqs) - 1)
                 self._seqs[slot], self._crcs[slot], self._versions[slot] = seq, crc, version
-
-    def entries(self) -> list[tuple[int, int, int]]:
-        """Return (seq, crc, version) of each push in the window, by seq; a late push has ~version."""
-        low = self.highest - limits.WINDOW
-        return sorted(e for e in zip(self._seqs, self._crcs, self._versions, strict=True) if e[0] > max(low, _EMPTY))
 
 
 class PushMemory:
@@ -167,20 +187,26 @@ class PushMemory:
         return None if window is None else window.epoch
 
     def export(self) -> dict[str, Any]:
-        """Return the memory as plain lists, strings, integers and bytes, for a snapshot."""
-        known = chain(self._plain.items(), self._issued.items())
-        windows = [[w, x.epoch, x.highest, *map(list, x.entries())] for w, x in known]
+        """Return the memory as lists, tuples, strings, integers and bytes, for a snapshot.
+
+        It costs little for windows that have not changed since the last time: there may be those of thousands of
+        workers that have left, in every partition.
+        """
+        windows = [x.row(w) for w, x in chain(self._plain.items(), self._issued.items())]
         return {"windows": windows, "keys": [[d, *v] for d, v in self._keys.items()]}
 
     @classmethod
     def restore(cls, exported: Mapping[str, Any]) -> "PushMemory":
-        """Return the memory that `export` was called on."""
+        """Return the memory that `export` was called on, in this version or one that stored each push by itself."""
         memory = cls()
-        for worker, epoch, highest, *entries in exported.get("windows", ()):
-            window = Window(epoch)
-            for seq, crc, version in sorted(entries):
-                window.record(seq, crc, version if version >= 0 else ~version, version < 0)
-            window.highest = highest
+        for worker, epoch, highest, *pushes in exported.get("windows", ()):
+            if pushes and isinstance(pushes[0], bytes):
+                window = Window.of((worker, epoch, highest, pushes[0]))
+            else:  # snapshots of formats before 1.2
+                window = Window(epoch)
+                for seq, crc, version in sorted(pushes):
+                    window.record(seq, crc, version if version >= 0 else ~version, version < 0)
+                window.highest = highest
             memory._among(worker)[worker] = window
         for digest, crc, version in exported.get("keys", ()):
             memory._keys[bytes(digest)] = (crc, version)

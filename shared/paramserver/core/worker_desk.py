@@ -188,7 +188,7 @@ class WorkerDesk:
             metrics = check_metrics(e.metrics)
             check_document(e.state, "state")
             if e.state is not None and e.state != worker.state:
-                self.c.check_room(size_of(e.state) - worker.state_size)
+                self.c.make_room(size_of(e.state) - worker.state_size)
         if e.clock is not None:
             self._check_timeline(model, worker, e.timeline)
             self._report(model, worker, e.clock, e.since)

@@ -141,6 +141,14 @@ class RegisterDataset(Struct, frozen=True):
     """Number of times the data is processed; None: forever."""
 
 
+class DeleteDataset(Struct, frozen=True):
+    """DELETE /models/{m}/tasks/{dataset}: forget it and its progress.  Answer 204, 404 `unknown_task`."""
+
+    request: int
+    model: str
+    dataset: str
+
+
 class LeaseTask(Struct, frozen=True):
     """POST /models/{m}/tasks/lease.
 

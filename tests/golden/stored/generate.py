@@ -1,8 +1,8 @@
 """Write the stored form of one partition in this version's format, which later versions must read.
 
-    python -m tests.golden.stored.generate 1.1
+    python -m tests.golden.stored.generate 1.2
 
-Files of released formats are never regenerated: `1.0.json` was written by the version before.
+Files of earlier formats are never regenerated: `1.0.json` and `1.1.json` were written by the versions before.
 """
 
 import asyncio
