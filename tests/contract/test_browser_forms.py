@@ -275,6 +275,22 @@ def test_what_the_page_leaves_to_a_terminal_works_as_shown(cluster: Nodes, tmp_p
         assert seen.errors == []
 
 
+def test_lines_that_are_unfolded_stay_those_of_their_model(cluster: Nodes, browser: Pages) -> None:
+    """Lines to copy do not become a newer model's while they are read; who chooses that model finds them folded."""
+    with browser() as seen:
+        cluster.post("/models", {"name": "first", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.goto(cluster.url)
+        seen.page.wait_for_selector("#model-head .name:has-text('first')")
+        seen.page.click("#model-commands summary")
+        cluster.post("/models", {"name": "second", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.wait_for_selector('#models [data-model="second"]')
+        assert "psctl delete first" in seen.text("#model-commands")
+        seen.page.click('#models [data-model="second"]')
+        assert seen.text("#model-head .name") == "second"
+        assert seen.page.locator("#model-commands").get_attribute("open") is None
+        assert seen.errors == []
+
+
 def test_a_change_from_the_page_needs_a_token_that_permits_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, browser: Pages
 ) -> None:

@@ -54,10 +54,12 @@ function draw() {
   nodes.draw(status, spanS, colors);
   drawTiles(status, nodes.series);
   const shown = models.find(m => m.name === chosen) ?? busiest(models, runs);
-  shownLast = shown?.name ?? null;
+  const name = shown?.name ?? null;
+  if (name !== shownLast) $("model-commands").open = false;
+  shownLast = name;
   drawTabs(models, shown);
   $("model").classList.toggle("none", shown === undefined);
-  settings.choose(shown?.name ?? null);
+  settings.choose(name);
   $("model-commands").hidden = shown === undefined;
   show($("model-commands").querySelector("div"), shown && modelCommands(shown.name));
   show($("shard-commands").querySelector("div"), shardCommands(status.nodes));
@@ -144,6 +146,7 @@ $("models").addEventListener("click", e => {
   if (tab) choose(tab.dataset.model);
 });
 $("models").addEventListener("change", e => choose(e.target.value));
+$("model-commands").addEventListener("toggle", e => e.target.open && choose(shownLast));  // what is copied is of this model
 addEventListener("hashchange", () => choose(location.hash.slice(1)));  // a link to another model, opened here
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 setTheme(THEMES.includes(kept.get("theme")) ? kept.get("theme") : "auto");
