@@ -16,10 +16,22 @@ const TABS_MAX = 8;
 const EVENTS = 30;
 
 const $ = id => document.getElementById(id);
-const kept = {get: name => localStorage.getItem(`paramserver.${name}`), set: (name, v) => localStorage.setItem(`paramserver.${name}`, v)};
+/** What the browser keeps for the next time; one that denies storage throws. */
+const kept = {
+  get: name => permitted(() => localStorage.getItem(`paramserver.${name}`)),
+  set: (name, v) => permitted(() => localStorage.setItem(`paramserver.${name}`, v)),
+};
 const model = new ModelPanel(), nodes = new NodePanel(), runTable = new RunTable(), settings = new SettingsForm(choose);
 new RunForm();
 let status = null, lost = true, spanS = Number(kept.get("span")) || 900, chosen = location.hash.slice(1), shownLast = null;
+
+function permitted(storage) {
+  try {
+    return storage();
+  } catch {
+    return null;
+  }
+}
 
 function onStatus(found) {
   // Of another version, after an upgrade, this page may not understand it.
