@@ -88,6 +88,7 @@ def test_a_run_is_configured_and_steered_from_the_page(cluster: Nodes, browser: 
             client.create_model("digits", digits.spec(), optimizer=ps.SGD(lr=0.1))
         page.goto(cluster.url)
 
+        page.wait_for_selector("#model-head .name:has-text('digits')")  # the first status may have an earlier test's
         page.click("#settings summary")
         page.fill("#settings [name='optimizer.lr']", "")
         page.click("#settings button")
@@ -218,6 +219,26 @@ def test_a_focus_stays_with_its_run_and_its_model(cluster: Nodes, browser: Pages
         page.wait_for_selector('#models [data-model="third"]')
         page.keyboard.press("Space")
         eventually(lambda: seen.text("#model-head .name") == "first", what="the chosen model")
+        assert seen.errors == []
+
+
+def test_a_run_is_called_the_same_wherever_the_page_names_it(cluster: Nodes, browser: Pages) -> None:
+    """The table, the question before a run is stopped and what came of it have both the run's name and its id."""
+    with browser() as seen:
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        run = cluster.post("/runs", {"name": "nightly", "model": "m", "entry": "a.b:c"}, status=201)["id"]
+        named, asked = f"nightly ({run})", []
+
+        def accept(dialog: Any) -> None:
+            asked.append(dialog.message)
+            dialog.accept()
+
+        seen.page.on("dialog", accept)
+        seen.page.goto(cluster.url)
+        seen.page.click("#runs button:has-text('Stop')")
+        seen.page.wait_for_selector(f"#runs-said:has-text('{named} is stopped')")
+        assert asked == [f"Stop {named}? A stopped run cannot be resumed."]
+        assert seen.page.locator("#runs td").first.inner_text() == named
         assert seen.errors == []
 
 
