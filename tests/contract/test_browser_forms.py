@@ -205,7 +205,7 @@ def test_a_focus_stays_with_its_run_and_its_model(cluster: Nodes, browser: Pages
             cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
         first = cluster.post("/runs", {"model": "first", "entry": "a.b:c", "workers": 1}, status=201)["id"]
         page.goto(cluster.url)
-        page.focus("#runs button:has-text('Pause')")
+        page.focus(f"#runs [data-run={first}]:has-text('Pause')")  # the first status may have an earlier test's
         second = cluster.post("/runs", {"model": "second", "entry": "a.b:c", "workers": 1}, status=201)["id"]
         page.wait_for_selector(f"#runs [data-run={second}]")
         assert page.evaluate("document.activeElement.dataset.run") == first
