@@ -152,7 +152,7 @@ def _redis(url: str | None, started: bool) -> Finding:
         except PsError as e:
             return Finding("Redis", "failed", e.detail, e.hint)
     parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 6379
+    at = parts.path if parts.scheme == "unix" else f"{parts.hostname or '127.0.0.1'}:{parts.port or 6379}"
     import redis
 
     from paramserver_node.redis import memory_of
@@ -160,11 +160,11 @@ def _redis(url: str | None, started: bool) -> Finding:
     try:
         with redis.Redis.from_url(url, socket_timeout=3.0, socket_connect_timeout=3.0) as client:
             info: dict[str, Any] = client.info()
-            policy = str(client.config_get("maxmemory-policy").get("maxmemory-policy", "?"))
     except redis.RedisError as e:
         remedy = "check that it runs, the URL, the password and the firewall"
-        return Finding("Redis", "failed", f"{host}:{port}: {e}", remedy)
-    detail = f"{host}:{port} version {info['redis_version']}, {policy}"
+        return Finding("Redis", "failed", f"{at}: {e}", remedy)
+    policy = str(info.get("maxmemory_policy", "?"))  # CONFIG GET has it, too, but not for everybody at managed ones
+    detail = f"{at} version {info['redis_version']}, {policy}"
     if policy not in ("noeviction", "?"):
         remedy = "CONFIG SET maxmemory-policy noeviction, and in its redis.conf: evicted state is lost state"
         return Finding("Redis", "failed", detail, remedy)

@@ -112,13 +112,16 @@ def printable_cluster(cluster: Cluster) -> dict[str, object]:
 def worker_environment(state: StateDir, urls: Sequence[str], *, ours: bool) -> Mapping[str, str]:
     """Return environment variables for workers of the cluster at `urls`: what they need to be let in, and lack.
 
-    Into the cluster of this supervisor (`ours`) that is a token made with its secret.  Into any other it is what lets
-    psctl in: its token, else one made with a secret that is set.  Over https, also the `ca`.
+    Into the cluster of this supervisor (`ours`) that is a token made with its secret, as one that is set may be for
+    another.  Into any other it is what lets psctl in: its token, else one made with a secret that is set.  Over https,
+    also the `ca`.
     """
     own, client = WorkerSettings.load({}), client_settings({})
     found = {}
     made = tokens.of_secret(secret_of(state), "worker", tokens.POOL)
-    if not own.token and (token := made if ours else client.token or made):
+    if made and ours:
+        found["PARAMSERVER_TOKEN"] = made
+    elif not ours and not own.token and (token := client.token or made):
         found["PARAMSERVER_TOKEN"] = token
     if not own.ca and client.ca and urls[0].startswith("https:"):
         found["PARAMSERVER_CA"] = client.ca

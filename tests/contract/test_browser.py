@@ -256,6 +256,8 @@ def test_charts_have_names_scales_and_present_values(tmp_path: Path, browser: Pa
         scale = 'import(new URL("static/charts.js", location)).then(m => m.spread(0.93, 0.93 + 2e-16, false))'
         low, high = seen.page.evaluate(scale)
         assert (low, high) == pytest.approx((0.837, 1.023))
+        fraction = 'v => import(new URL("static/charts.js", location)).then(m => m.spread(v, v, false, 1))'
+        assert [seen.page.evaluate(fraction, v) for v in (1, 50)] == [[0.9, 1], [45, 55]]  # above 1 it is in percent
         percent = 'import(new URL("static/format.js", location)).then(m => [0.93, 93].map(m.percent))'
         assert seen.page.evaluate(percent) == ["93.0 %", "93.0 %"]  # some report an accuracy in percent
         legend = """step => import(new URL("static/charts.js", location)).then(m => {

@@ -88,6 +88,7 @@ def test_a_run_is_configured_and_steered_from_the_page(cluster: Nodes, browser: 
             client.create_model("digits", digits.spec(), optimizer=ps.SGD(lr=0.1))
         page.goto(cluster.url)
 
+        page.wait_for_selector("#model-head .name:has-text('digits')")  # the first status may have an earlier test's
         page.click("#settings summary")
         page.fill("#settings [name='optimizer.lr']", "")
         page.click("#settings button")
@@ -204,7 +205,7 @@ def test_a_focus_stays_with_its_run_and_its_model(cluster: Nodes, browser: Pages
             cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
         first = cluster.post("/runs", {"model": "first", "entry": "a.b:c", "workers": 1}, status=201)["id"]
         page.goto(cluster.url)
-        page.focus("#runs button:has-text('Pause')")
+        page.focus(f"#runs [data-run={first}]:has-text('Pause')")  # the first status may have an earlier test's
         second = cluster.post("/runs", {"model": "second", "entry": "a.b:c", "workers": 1}, status=201)["id"]
         page.wait_for_selector(f"#runs [data-run={second}]")
         assert page.evaluate("document.activeElement.dataset.run") == first
@@ -218,6 +219,26 @@ def test_a_focus_stays_with_its_run_and_its_model(cluster: Nodes, browser: Pages
         page.wait_for_selector('#models [data-model="third"]')
         page.keyboard.press("Space")
         eventually(lambda: seen.text("#model-head .name") == "first", what="the chosen model")
+        assert seen.errors == []
+
+
+def test_a_run_is_called_the_same_wherever_the_page_names_it(cluster: Nodes, browser: Pages) -> None:
+    """The table, the question before a run is stopped and what came of it have both the run's name and its id."""
+    with browser() as seen:
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        run = cluster.post("/runs", {"name": "nightly", "model": "m", "entry": "a.b:c"}, status=201)["id"]
+        named, asked = f"nightly ({run})", []
+
+        def accept(dialog: Any) -> None:
+            asked.append(dialog.message)
+            dialog.accept()
+
+        seen.page.on("dialog", accept)
+        seen.page.goto(cluster.url)
+        seen.page.click("#runs button:has-text('Stop')")
+        seen.page.wait_for_selector(f"#runs-said:has-text('{named} is stopped')")
+        assert asked == [f"Stop {named}? A stopped run cannot be resumed."]
+        assert seen.page.locator("#runs td").first.inner_text() == named
         assert seen.errors == []
 
 
@@ -272,6 +293,22 @@ def test_what_the_page_leaves_to_a_terminal_works_as_shown(cluster: Nodes, tmp_p
         eventually(lambda: "own-2" in seen.text("#model-head"), what="the other model")
         cluster.get("/models/own", status=404)
         fits(seen)
+        assert seen.errors == []
+
+
+def test_lines_that_are_unfolded_stay_those_of_their_model(cluster: Nodes, browser: Pages) -> None:
+    """Lines to copy do not become a newer model's while they are read; who chooses that model finds them folded."""
+    with browser() as seen:
+        cluster.post("/models", {"name": "first", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.goto(cluster.url)
+        seen.page.wait_for_selector("#model-head .name:has-text('first')")
+        seen.page.click("#model-commands summary")
+        cluster.post("/models", {"name": "second", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.wait_for_selector('#models [data-model="second"]')
+        assert "psctl delete first" in seen.text("#model-commands")
+        seen.page.click('#models [data-model="second"]')
+        assert seen.text("#model-head .name") == "second"
+        assert seen.page.locator("#model-commands").get_attribute("open") is None
         assert seen.errors == []
 
 

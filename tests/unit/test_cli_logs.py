@@ -1,5 +1,6 @@
 """psctl logs: the ends of logs, and what is written to them afterwards."""
 
+import itertools
 import time
 from pathlib import Path
 from subprocess import Popen
@@ -73,6 +74,46 @@ def test_a_log_that_becomes_too_long_begins_anew(tmp_path: Path, monkeypatch: py
     assert printed == ["first", "1234567890", "second"]
     assert log.read_text() == "second\n"
     assert log.with_suffix(".log.1").read_text() == "first\n1234567890\n"
+
+
+@pytest.mark.parametrize("node", [None, "shard-0"])
+def test_what_is_followed_goes_on_with_a_cluster_that_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str | None
+) -> None:
+    """`--follow` shows the rest of the old logs and then the new ones; without a name also of shards added since."""
+    state = StateDir(tmp_path)
+    log = state.log("shard-0")
+    log.parent.mkdir()
+    log.write_text("first\n")
+    printed: list[str] = []
+
+    def start_again() -> None:
+        with log.open("a") as old:
+            old.write("last of the old\n")
+        log.rename(log.with_suffix(".log.1"))
+        log.write_text("new\n")
+
+    def sleep(_: float) -> None:
+        match next(rounds):
+            case 0:  # the new process has written nothing yet
+                log.rename(log.with_suffix(".log.1"))
+            case 1:
+                log.with_suffix(".log.1").rename(log)
+            case 2:
+                start_again()
+            case 3:
+                state.log("shard-10").write_text("added\n")
+            case 5:
+                raise KeyboardInterrupt
+
+    rounds = itertools.count()
+    monkeypatch.setattr(typer, "echo", printed.append)
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        logs.logs(node, follow=True, lines=1, state=tmp_path)
+
+    alone = ["first", "last of the old", "new"]
+    assert printed == (alone if node else [*(f"shard-0  {line}" for line in alone), "shard-10  added"])
 
 
 def test_the_warnings_of_a_supervisor_are_shown_after_its_log_began_anew(

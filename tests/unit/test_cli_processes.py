@@ -133,9 +133,10 @@ def test_only_a_supervisor_that_ended_by_itself_has_stored_everything(
         ('[client]\ntoken = "mine"\nca = "CA"', tokens.new_key(), "http://there:1", ("mine", None)),
         ("", tokens.new_key(), "http://there:1", ("ps1.worker", None)),
         ('[client]\ntoken = "theirs"\nca = "CA"', tokens.new_key(), None, ("ps1.worker", None)),
+        ('token = "theirs"', tokens.new_key(), None, ("ps1.worker", None)),
         ('[client]\ntoken = "theirs"\nca = "CA"', "", None, (None, None)),
     ],
-    ids=["the client's", "their own", "everybody's", "without TLS", "by a secret", "our cluster", "ours, open"],
+    ids=["client's", "their own", "everybody's", "without TLS", "by a secret", "ours", "ours alone", "ours, open"],
 )
 def test_workers_get_what_lets_psctl_itself_in(
     tmp_path: Path,

@@ -463,6 +463,18 @@ def test_nobody_there_is_said_in_words_that_help() -> None:
     )
 
 
+def test_nobody_at_another_machine_is_not_to_be_started_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy for an address that is not of this machine's own is about what listens there, and the network."""
+    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ps.Unreachable) as e:
+        ps.connect("http://0.0.0.0:9")
+
+    assert e.value.detail == "cannot reach http://0.0.0.0:9 (connection refused)"
+    assert "--host" in e.value.hint
+    assert "firewall" in e.value.hint
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_pass_over_a_gradient_rounds_and_measures(dtype: str) -> None:
     """A gradient is sent as the nearest values of its dtype, with the norm of the original values in float64."""

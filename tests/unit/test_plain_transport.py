@@ -16,7 +16,8 @@ from paramserver.errors import InDoubt, Unreachable, problem
 from paramserver.net import plain
 from paramserver.net.calls import TIMEOUT_S_MAX, Deadline, Request, Response
 from paramserver.net.credentials import Credentials
-from paramserver.net.plain import PlainTransport, proxy_of
+from paramserver.net.plain import PlainTransport
+from paramserver.net.proxies import proxy_of
 from paramserver.net.transport import AsyncTransport, BlockingTransport, Protocols
 from paramserver.wire import http2 as wire
 
@@ -290,6 +291,17 @@ def test_a_proxy_that_cannot_be_used_is_said_so(
     (outcome,) = ask("http://cluster.example", GET)
     assert isinstance(outcome, Unreachable)
     assert said in outcome.detail
+
+
+@both
+def test_a_proxy_that_nobody_can_reach_is_named(ask: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster asked for by way of a proxy is unreachable for another reason than one that is not up; no password."""
+    monkeypatch.setenv("http_proxy", "http://me:password@127.0.0.1:9")
+    (outcome,) = ask("http://cluster.example:8700", GET)
+    assert isinstance(outcome, Unreachable)
+    assert outcome.detail == "cannot reach http://cluster.example:8700 (connection refused)"
+    assert "the proxy http://127.0.0.1:9 " in outcome.hint
+    assert "NO_PROXY" in outcome.hint
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ export class Chart {
       cursor: {sync: {key: "page"}, drag: {x: false, y: false}, y: false, points: {size: 6}},
       scales: {
         x: {time: true, range: () => this.#span},
-        y: {range: (_, low, high) => spread(low, high, zero)},
+        y: {range: (_, low, high) => spread(low, high, zero, of === "fraction" ? 1 : Infinity)},
       },
       axes: [
         {stroke: dim, grid: {...grid, show: false}, ticks: {show: false}, size: 22, font, space: 56, incrs: TIMES_S,
@@ -135,13 +135,16 @@ function newest(values, places) {
   return null;
 }
 
-/** The scale for values from `low` to `high`.  Equal ones differ in their last digits, as they are means. */
-export function spread(low, high, zero) {
+/** The scale for values from `low` to `high`; unless these are above `most`, it is not.
+ *
+ *  Equal values differ in their last digits, as they are means.
+ */
+export function spread(low, high, zero, most = Infinity) {
   if (low === null || high === null || !Number.isFinite(low)) return [0, 1];
   if (zero) return [Math.min(0, low), high > 0 ? high * 1.1 : 1];
   const size = Math.max(Math.abs(low), Math.abs(high));
   const pad = high - low > 1e-9 * size ? (high - low) * 0.08 : size * 0.1 || 1;
-  return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad];
+  return [low >= 0 ? Math.max(0, low - pad) : low - pad, high > most ? high + pad : Math.min(most, high + pad)];
 }
 
 /** A small line without axes for a tile, as an SVG. */

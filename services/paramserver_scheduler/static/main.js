@@ -16,10 +16,22 @@ const TABS_MAX = 8;
 const EVENTS = 30;
 
 const $ = id => document.getElementById(id);
-const kept = {get: name => localStorage.getItem(`paramserver.${name}`), set: (name, v) => localStorage.setItem(`paramserver.${name}`, v)};
+/** What the browser keeps for the next time; one that denies storage throws. */
+const kept = {
+  get: name => permitted(() => localStorage.getItem(`paramserver.${name}`)),
+  set: (name, v) => permitted(() => localStorage.setItem(`paramserver.${name}`, v)),
+};
 const model = new ModelPanel(), nodes = new NodePanel(), runTable = new RunTable(), settings = new SettingsForm(choose);
 new RunForm();
 let status = null, lost = true, spanS = Number(kept.get("span")) || 900, chosen = location.hash.slice(1), shownLast = null;
+
+function permitted(storage) {
+  try {
+    return storage();
+  } catch {
+    return null;
+  }
+}
 
 function onStatus(found) {
   // Of another version, after an upgrade, this page may not understand it.
@@ -54,10 +66,12 @@ function draw() {
   nodes.draw(status, spanS, colors);
   drawTiles(status, nodes.series);
   const shown = models.find(m => m.name === chosen) ?? busiest(models, runs);
-  shownLast = shown?.name ?? null;
+  const name = shown?.name ?? null;
+  if (name !== shownLast) $("model-commands").open = false;
+  shownLast = name;
   drawTabs(models, shown);
   $("model").classList.toggle("none", shown === undefined);
-  settings.choose(shown?.name ?? null);
+  settings.choose(name);
   $("model-commands").hidden = shown === undefined;
   show($("model-commands").querySelector("div"), shown && modelCommands(shown.name));
   show($("shard-commands").querySelector("div"), shardCommands(status.nodes));
@@ -144,6 +158,7 @@ $("models").addEventListener("click", e => {
   if (tab) choose(tab.dataset.model);
 });
 $("models").addEventListener("change", e => choose(e.target.value));
+$("model-commands").addEventListener("toggle", e => e.target.open && choose(shownLast));  // what is copied is of this model
 addEventListener("hashchange", () => choose(location.hash.slice(1)));  // a link to another model, opened here
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 setTheme(THEMES.includes(kept.get("theme")) ? kept.get("theme") : "auto");

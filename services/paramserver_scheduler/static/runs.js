@@ -13,6 +13,9 @@ const EXAMPLE = "paramserver.examples.digits:train";
 /** Whether a run is over. */
 export const ended = run => ENDED.includes(run.state);
 
+/** The name that a run was given, which others may have, with its id; without one, its name is its id. */
+const full = run => run.name === run.id ? run.id : `${run.name} (${run.id})`;
+
 /** The table of runs with their buttons. */
 export class RunTable {
   #host = document.getElementById("runs");
@@ -20,11 +23,11 @@ export class RunTable {
 
   constructor() {
     this.#host.addEventListener("click", e => {
-      const {run, state} = e.target.dataset;
-      if (!run || (state === "stopped" && !confirm(`Stop ${run}? A stopped run cannot be resumed.`))) return;
+      const {run, name, state} = e.target.dataset;
+      if (!run || (state === "stopped" && !confirm(`Stop ${name}? A stopped run cannot be resumed.`))) return;
       attempt(this.#said, this.#host, async () => {
         const now = await send("PATCH", `runs/${encodeURIComponent(run)}`, {state});
-        return `${now.id} is ${now.state}`;
+        return `${full(now)} is ${now.state}`;
       });
     });
   }
@@ -33,7 +36,7 @@ export class RunTable {
   draw(runs) {
     if (runs.length === 0) return show(this.#host, el("p.dim", {}, "No run yet."));
     show(this.#host, table(["run", "model", "state", "", ">ran", ">workers", ""], runs.map(r => ({key: r.id, cells: [
-      r.name || r.id, r.model, pill(r.state),
+      full(r), r.model, pill(r.state),
       r.progress === null ? "" : [bar(r.progress), " ", el("span.num.dim", {}, percent(r.progress))],
       duration(r.ran_s), `${fixed(r.placed)} of ${r.workers}`,
       r.reason || !ended(r) ? [!ended(r) && buttons(r), r.reason && reason(r.reason.trim())] : "",
@@ -43,7 +46,7 @@ export class RunTable {
 
 function buttons(run) {
   const button = (text, state) => el("button", {
-    type: "button", "data-run": run.id, "data-state": state, "aria-label": `${text} ${run.name || run.id}`,
+    type: "button", "data-run": run.id, "data-name": full(run), "data-state": state, "aria-label": `${text} ${full(run)}`,
   }, text);
   return el("span.row", {}, run.state === "paused" ? button("Resume", "running") : button("Pause", "paused"), button("Stop", "stopped"));
 }

@@ -24,6 +24,7 @@ from paramserver.net.connection import ENDED, Connection
 from paramserver.net.credentials import Credentials
 from paramserver.net.http2 import Answer, Refused
 from paramserver.net.idle import Idle
+from paramserver.net.proxies import is_here, proxy_of
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
@@ -66,7 +67,13 @@ def unreachable(url: str, reason: str, *, shard: bool = False) -> PsError:
         return problem("unreachable", f"{url} is not trusted ({reason})", hint=hint)
     if shard:
         return problem("unreachable", f"cannot reach the shard at {url} ({reason})")
-    return problem("unreachable", f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one")
+    if is_here(url):
+        return problem("unreachable", f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one")
+    hint = "does a node listen there, with --host, and does a firewall let it through?"
+    if (proxy := proxy_of(url)) is not None:
+        at = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"
+        hint = f"the environment names the proxy {at} for it; a host that NO_PROXY lists is reached without"
+    return problem("unreachable", f"cannot reach {url} ({reason})", hint=hint)
 
 
 def changes_nothing(request: Request) -> bool:

@@ -8,12 +8,9 @@ breaks, only a request that changes nothing is sent again, because the node may 
 import base64
 import http.client
 import socket
-from contextlib import suppress
 from functools import partial
-from ipaddress import ip_address, ip_network
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
-from urllib.request import getproxies_environment
 
 from paramserver.errors import PsError, problem
 from paramserver.limits import BODY_BYTES_MAX
@@ -24,7 +21,9 @@ from paramserver.net.connection import ENDED, cut
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import changes_nothing, common_headers, unreachable_by
 from paramserver.net.idle import Idle
+from paramserver.net.proxies import proxy_of
 
+__all__ = ["PlainTransport", "proxy_of"]
 _PIECE_BYTES: Final = 1 << 20
 _WAIT_S_MAX: Final = 1e6
 """Longest wait of a socket, which counts milliseconds in 31 bits."""
@@ -162,34 +161,6 @@ def _silent(connected: socket.socket) -> bool:
         return True
     except OSError:
         pass
-    return False
-
-
-def proxy_of(url: str) -> SplitResult | None:
-    """Return the proxy that the environment sets for this URL; None if there is none, or the URL is of this machine."""
-    parts = urlsplit(url)
-    host, proxies = parts.hostname or "", getproxies_environment()
-    found = proxies.get(parts.scheme) or proxies.get("all")
-    if not found or host in ("localhost", "::1") or host.startswith("127."):
-        return None
-    if _is_excepted(host, proxies.get("no", "")):
-        return None
-    return urlsplit(found if "://" in found else f"http://{found}")
-
-
-def _is_excepted(host: str, no_proxy: str) -> bool:
-    """Whether NO_PROXY lists this host, a domain that it is in, a network that has its address, or `*`."""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        address = None
-    for entry in no_proxy.lower().split(","):
-        name = entry.strip().lstrip(".")
-        if name == "*" or (name and f".{host}".endswith(f".{name}")):
-            return True
-        with suppress(ValueError):
-            if "/" in name and address is not None and address in ip_network(name, strict=False):
-                return True
     return False
 
 
