@@ -23,7 +23,6 @@ from paramserver.net.direct import changes_nothing, common_headers, unreachable_
 from paramserver.net.idle import Idle
 from paramserver.net.proxies import proxy_of
 
-__all__ = ["PlainTransport", "proxy_of"]
 _PIECE_BYTES: Final = 1 << 20
 _WAIT_S_MAX: Final = 1e6
 """Longest wait of a socket, which counts milliseconds in 31 bits."""

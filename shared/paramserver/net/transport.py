@@ -19,7 +19,8 @@ from paramserver.net.concurrent_requests import ConcurrentRequests, Helpers, Int
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import AsyncDirectTransport, DirectTransport, NotHttp2, unreachable
 from paramserver.net.forks import call_in_forked_child
-from paramserver.net.plain import PlainTransport, proxy_of
+from paramserver.net.plain import PlainTransport
+from paramserver.net.proxies import proxy_of
 from paramserver.net.schemes import in_scheme_spoken
 
 if TYPE_CHECKING:
