@@ -36,12 +36,15 @@ def refusal(error: PsError) -> bytes:
     return "\r\n".join((*lines, f"content-length: {len(body)}", "", "")).encode() + body
 
 
-_HEAD_TOO_LONG: Final = problem(
-    "headers_too_large",
-    f"the request line, headers, trailers and other data outside the body are limited to {HEADER_BYTES_MAX} bytes",
-    hint="send long names and lists in a body, as POST /pull takes them",
-)
-TOO_LONG: Final = refusal(_HEAD_TOO_LONG)
+def _too_long() -> PsError:
+    return problem(
+        "headers_too_large",
+        f"the request line, headers, trailers and other data outside the body are limited to {HEADER_BYTES_MAX} bytes",
+        hint="send long names and lists in a body, as POST /pull takes them",
+    )
+
+
+TOO_LONG: Final = refusal(_too_long())
 
 
 def _without_chunks(send: Send) -> Send:
@@ -227,7 +230,7 @@ class Http1(HttpToolsProtocol):
             elif name == b"transfer-encoding":
                 codings.append(value)
         if size > HEADER_BYTES_MAX:
-            raise _HEAD_TOO_LONG
+            raise _too_long()
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             raise problem("malformed", f"a request needs one Host header (RFC 9112, 3.2), this one has {hosts}")
         coding = b",".join(codings)

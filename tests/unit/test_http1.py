@@ -334,14 +334,18 @@ async def test_an_app_waits_for_a_client_that_reads_nothing() -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_connection_that_has_ended_is_let_go() -> None:
-    """A connection that has ended is freed, without reference cycles that keep it alive."""
+@pytest.mark.parametrize("last", [b"", b"FOO", GET[:-2] + LONG + b"\r\n\r\n"], ids=["complete", "invalid", "too long"])
+async def test_a_connection_that_has_ended_is_let_go(last: bytes) -> None:
+    """A connection that has ended is freed, whatever came last: nothing and no reference cycle keeps it alive."""
     gc.disable()
     try:
         async with serving() as (client, state):
             await client.send(GET)
             await client.until(b"\r\n\r\n")
             (kept,) = map(weakref.ref, state.connections)
+            await client.send(last)
+            if last:
+                await client.to_the_end()
         async with asyncio.timeout(WITHIN_S):
             while kept() is not None:
                 await asyncio.sleep(0)
