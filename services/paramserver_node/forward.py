@@ -269,7 +269,7 @@ def _outgoing(request: Request, url: str, headers: Sequence[tuple[bytes, bytes]]
     base = httpx.URL(url)
     exact = base.raw_path.rstrip(b"/") + target(request.scope)  # a parsed URL would lose `.` and `..`
     content = body.pieces() if body.expected else None
-    long = request.method == "POST" and _LONG.fullmatch(request.url.path)
+    long = request.method == "POST" and _LONG.fullmatch(request.scope["path"])
     extensions = {"timeout": {**_TIMEOUT, "read": _LONG_SILENCE_S} if long else _TIMEOUT, "target": exact}
     return httpx.Request(request.method, base, headers=headers, content=content, extensions=extensions)
 

@@ -1,8 +1,9 @@
 """HTTP/1.1: uvicorn's protocol, with the limits it lacks, and not stopped by offers of another protocol (`Upgrade`).
 
-Limits: a head, trailers and everything else that is not body may have `HEADER_BYTES_MAX` bytes, and a head must arrive
-within `HEAD_S`.  What is unread of a response once it is written, or when the connection is closed, must be read at the
-pace required of bodies (see `read_deadline`).
+Limits: of the requests that come before the responses to earlier ones, `WAITING_MAX` may wait; if more come, these are
+answered, and the connection is closed.  A head, trailers and everything else that is not body may have
+`HEADER_BYTES_MAX` bytes, and a head must arrive within `HEAD_S`.  What is unread of a response once it is written, or
+when the connection is closed, must be read at the pace required of bodies (see `read_deadline`).
 """
 
 import asyncio
@@ -24,6 +25,8 @@ from paramserver_node.read_deadline import ReadDeadline
 
 HEAD_S: Final = 30.0
 """Time within which a request's head must arrive; for the first one, from the start of the connection."""
+WAITING_MAX: Final = 64
+"""Pipelined requests that may wait for their turn in a connection; of tiny ones, one read contains thousands."""
 
 
 def refusal(error: PsError) -> bytes:
@@ -33,12 +36,15 @@ def refusal(error: PsError) -> bytes:
     return "\r\n".join((*lines, f"content-length: {len(body)}", "", "")).encode() + body
 
 
-_HEAD_TOO_LONG: Final = problem(
-    "headers_too_large",
-    f"the request line, headers, trailers and other data outside the body are limited to {HEADER_BYTES_MAX} bytes",
-    hint="send long names and lists in a body, as POST /pull takes them",
-)
-TOO_LONG: Final = refusal(_HEAD_TOO_LONG)
+def _too_long() -> PsError:
+    return problem(
+        "headers_too_large",
+        f"the request line, headers, trailers and other data outside the body are limited to {HEADER_BYTES_MAX} bytes",
+        hint="send long names and lists in a body, as POST /pull takes them",
+    )
+
+
+TOO_LONG: Final = refusal(_too_long())
 
 
 def _without_chunks(send: Send) -> Send:
@@ -203,6 +209,8 @@ class Http1(HttpToolsProtocol):
         """Begin the request, unless its head is to be parsed again without its offer."""
         if self.offers_upgrade:
             return
+        if len(self.pipeline) == WAITING_MAX:
+            raise problem("too_many_requests", "too many pipelined requests")  # not sent: those that wait are answered
         self._check_head()
         self._progressed, self._in_head = True, False
         if self.parser.get_http_version() == "1.0":
@@ -222,7 +230,7 @@ class Http1(HttpToolsProtocol):
             elif name == b"transfer-encoding":
                 codings.append(value)
         if size > HEADER_BYTES_MAX:
-            raise _HEAD_TOO_LONG
+            raise _too_long()
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             raise problem("malformed", f"a request needs one Host header (RFC 9112, 3.2), this one has {hosts}")
         coding = b",".join(codings)

@@ -61,7 +61,7 @@ async def _ps_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = _BY_STATUS.get(error.status_code, "malformed" if error.status_code < 500 else "internal")
-    detail = f"{request.method} {request.url.path}: {error.detail}"
+    detail = f"{request.method} {request.scope['path']}: {error.detail}"
     hint = "docs/rest.md and /openapi.json list the routes" if code == "not_found" else ""
     answer = response(request, problem(code, detail[:300], hint=hint))
     if error.status_code == 405:

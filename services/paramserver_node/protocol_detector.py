@@ -14,10 +14,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from uvicorn.config import Config
+from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.server import ServerState
 
 from paramserver.errors import problem
-from paramserver.limits import CONNECTIONS_MAX
+from paramserver.limits import CLIENT_CONNECTIONS_MAX, CONNECTIONS_MAX
 from paramserver.wire.http2 import PREFACE
 from paramserver_node.http1 import HEAD_S, TOO_LONG, Http1, refusal
 from paramserver_node.http2 import HEADER_BYTES_MAX, Connection
@@ -42,10 +43,31 @@ _HANDSHAKE: Final = b"\x16\x03"
 _NO_TLS: Final = refusal(problem("malformed", "this node speaks HTTP without TLS: ask http://, not https://"))
 """A TLS client sees an invalid record in this, and fails at once."""
 
-P = TypeVar("P", bound=asyncio.BaseProtocol)
+P = TypeVar("P", bound="_Counted")
 
 
-class _Http2(Connection):
+class _Counted(asyncio.BaseProtocol):
+    """A connection that counts towards those from its address until it is lost."""
+
+    by_address: ClassVar[dict[str, int]] = {}
+    """Number of connections from each address."""
+    address = ""
+    """The client's address; empty if the connection does not count: on a Unix socket, or refused."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Count one connection less."""
+        if self.address:
+            self.by_address[self.address] -= 1
+            if not self.by_address[self.address]:
+                del self.by_address[self.address]
+        super().connection_lost(exc)
+
+
+class _Http1(_Counted, Http1):
+    """HTTP/1.1, which has its own deadlines."""
+
+
+class _Http2(_Counted, Connection):
     """HTTP/2 with a deadline for the head of the first request; after that, the connection may be idle."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -63,7 +85,7 @@ class _Http2(Connection):
             self.shutdown()
 
 
-class ProtocolDetector(asyncio.Protocol):
+class ProtocolDetector(_Counted, asyncio.Protocol):
     """A connection whose protocol is not known yet."""
 
     alpn_protocols: ClassVar[list[str]] = ["h2", "http/1.1"]
@@ -85,11 +107,16 @@ class ProtocolDetector(asyncio.Protocol):
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for the first request, or disconnect at once above `CONNECTIONS_MAX`."""
+        """Start the timer for the first request, or disconnect at once if there are too many connections."""
         self.transport = transport
-        if len(self._server.connections) >= CONNECTIONS_MAX:
+        client = get_remote_addr(transport)
+        address = client[0] if client else ""
+        count = self.by_address.get(address, 0)
+        if len(self._server.connections) >= CONNECTIONS_MAX or count >= CLIENT_CONNECTIONS_MAX:
             transport.abort()
             return
+        if address:
+            self.address, self.by_address[address] = address, count + 1
         self._server.connections.add(self)  # type: ignore[arg-type]
         connected = transport.get_extra_info("socket")
         _enable_keepalive(connected)
@@ -98,6 +125,7 @@ class ProtocolDetector(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection: it ended before its protocol was known."""
+        super().connection_lost(exc)
         if self in self._server.connections:
             self._forget()
 
@@ -120,7 +148,7 @@ class ProtocolDetector(asyncio.Protocol):
         elif self._buffer.startswith(_HANDSHAKE):
             self._refuse(_NO_TLS)
         elif any([end in self._buffer for end in _HEAD_ENDS]):
-            self._switch_to(Http1(self._config, self._server, self._state, self._loop)).data_received(self._buffer)
+            self._switch_to(_Http1(self._config, self._server, self._state, self._loop)).data_received(self._buffer)
         elif len(self._buffer) > HEADER_BYTES_MAX:
             self._refuse(TOO_LONG)
 
@@ -146,6 +174,7 @@ class ProtocolDetector(asyncio.Protocol):
 
     def _switch_to(self, protocol: P) -> P:
         self._forget()
+        protocol.address = self.address
         self.transport.set_protocol(protocol)
         protocol.connection_made(self.transport)
         return protocol

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.routing import Route
@@ -168,7 +167,7 @@ def _add_forwarding(app: FastAPI, s: Services) -> None:
     async def forward(request: Request) -> Response:
         """Forward the request to the leading scheduler, which checks the caller's role again."""
         if FORWARDED_BY_SHARD in request.headers:
-            raise problem("not_found", f"a shard does not serve {unquote(request.url.path)[:200]}")
+            raise problem("not_found", f"a shard does not serve {request.scope['path'][:200]}")
         return await s.forwarder.forward(request, s.membership.link.urls, by_shard=True, code="no_leader")
 
     @role("open")

@@ -90,6 +90,8 @@ CLOCKS_AT_ONCE_MAX: Final = 1 << 40
 """Outside sync: how many clocks a worker may report at once; its number of iterations since the last report is less."""
 CONNECTIONS_MAX: Final = 16384
 """Connections to one node, including idle ones; further ones are closed at once."""
+CLIENT_CONNECTIONS_MAX: Final = CONNECTIONS_MAX // 2
+"""Those of them from one address."""
 CLIENT_REQUESTS_MAX: Final = 1024
 """Requests in flight in one shard per client address."""
 RECEIVING_BYTES_MAX: Final = 2 << 30

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from paramserver_node import roles
+from paramserver_node.forward import FORWARDED_BY_SHARD
 from paramserver_node.settings import ShardSettings
 from paramserver_shard.app import make_app
 from paramserver_shard.buffers import SMALL_BYTES
@@ -55,6 +57,18 @@ async def test_before_it_has_joined_a_shard_serves_nothing(app: FastAPI) -> None
         assert (await client.get("/livez")).status_code == 200
         forwarded = await client.get("/models")
         assert (forwarded.status_code, forwarded.json()["code"]) == (503, "no_leader")
+
+
+async def test_what_another_shard_forwards_is_not_forwarded_again(app: FastAPI) -> None:
+    """A shard that another shard takes for a scheduler answers with 404 and the path, whatever the query is."""
+
+    async def with_query(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "query_string": b"\xff"}, receive, send)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(with_query), base_url="http://shard") as client:
+        answer = await client.get("/a%20b", headers={FORWARDED_BY_SHARD: "1"})
+    assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+    assert answer.json()["detail"] == "a shard does not serve /a b"
 
 
 async def test_a_shard_that_is_no_member_tells_what_it_holds(shard: Shard, app: FastAPI) -> None:

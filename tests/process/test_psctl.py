@@ -216,7 +216,7 @@ def test_what_doctor_advises_for_redis_outlives_its_restart(tmp_path: Path, more
 def test_doctor_finds_a_redis_in_order_that_lets_nobody_configure_it(tmp_path: Path) -> None:
     """`doctor` needs no CONFIG, which managed servers refuse; of a Unix socket it names the path."""
     more = ("--maxmemory", "1gb", "--rename-command", "CONFIG", "", "--unixsocket", str(tmp_path / "socket"))
-    with redis_server.running(tmp_path, more=more):
+    with running_redis(tmp_path, more=more):
         (found,) = [f for f in doctor.machine(f"unix://{tmp_path}/socket") if f.check == "Redis"]
     assert (found.result, found.detail.partition(" ")[0]) == ("ok", f"{tmp_path}/socket")
     assert found.detail.endswith(", noeviction")

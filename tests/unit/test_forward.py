@@ -17,11 +17,17 @@ from paramserver_node.forward import Forwarder
 
 
 async def forwarded(
-    forwarder: Forwarder, url: str, *, close: bool = False, method: str = "GET", path: str = "/map"
+    forwarder: Forwarder,
+    url: str,
+    *,
+    close: bool = False,
+    method: str = "GET",
+    path: str = "/map",
+    query: bytes = b"a=1",
 ) -> bytes:
     """Forward a request to the node at `url`; return the body of its answer.  `close` it before that is read."""
     there = asyncio.Event()  # never set: the client does not hang up
-    scope = {"type": "http", "method": method, "path": path, "query_string": b"a=1", "headers": [(b"x-a", b"\xe9 ")]}
+    scope = {"type": "http", "method": method, "path": path, "query_string": query, "headers": [(b"x-a", b"\xe9 ")]}
     sent: list[Message] = []
 
     body: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}] if method == "POST" else []
@@ -67,6 +73,21 @@ async def test_a_connection_is_used_again_until_the_node_closes_it() -> None:
     head = b"GET /map?a=1 HTTP/1.1\r\nHost: " + host + b"\r\nx-a: \xe9\r\nx-request-id: \r\n\r\n"
     assert answers == [b"ok"] * 3
     assert connections == [[head, head], [head]]
+
+
+async def test_a_query_that_is_not_utf8_is_passed_on() -> None:
+    """A query is forwarded percent-encoded, whatever its bytes are."""
+    heads: list[bytes] = []
+
+    def serve(connected: socket.socket) -> None:
+        heads.append(connected.recv(1 << 16))
+        connected.sendall(OK)
+
+    with serving(serve) as url:
+        forwarder = Forwarder(Credentials(), asyncio.Event())
+        assert await forwarded(forwarder, url, method="POST", query=b"a=\xff") == b"ok"
+        await forwarder.aclose()
+    assert heads[0].startswith(b"POST /map?a=%FF HTTP/1.1\r\n")
 
 
 @pytest.mark.parametrize(

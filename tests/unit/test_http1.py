@@ -334,14 +334,18 @@ async def test_an_app_waits_for_a_client_that_reads_nothing() -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_connection_that_has_ended_is_let_go() -> None:
-    """A connection that has ended is freed, without reference cycles that keep it alive."""
+@pytest.mark.parametrize("last", [b"", b"FOO", GET[:-2] + LONG + b"\r\n\r\n"], ids=["complete", "invalid", "too long"])
+async def test_a_connection_that_has_ended_is_let_go(last: bytes) -> None:
+    """A connection that has ended is freed, whatever came last: nothing and no reference cycle keeps it alive."""
     gc.disable()
     try:
         async with serving() as (client, state):
             await client.send(GET)
             await client.until(b"\r\n\r\n")
             (kept,) = map(weakref.ref, state.connections)
+            await client.send(last)
+            if last:
+                await client.to_the_end()
         async with asyncio.timeout(WITHIN_S):
             while kept() is not None:
                 await asyncio.sleep(0)
@@ -444,12 +448,21 @@ async def test_a_trailer_is_no_header() -> None:
             assert b"x-heard: host transfer-encoding\r\n" in await client.until(b"0\r\n\r\n")
 
 
-async def test_many_offers_at_once_are_ignored() -> None:
-    """Hundreds of pipelined requests that offer `Upgrade` are all served."""
-    asked = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+OFFER = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+
+
+@pytest.mark.parametrize("asked", [GET, OFFER], ids=["plain", "offers"])
+async def test_requests_that_wait_for_their_turn_are_bounded(asked: bytes) -> None:
+    """As many pipelined requests as may wait are all served; if more come, the connection ends with their answers."""
     async with serving() as (client, _):
-        await client.send(asked * 900)
-        assert (await client.until(b"\r\n\r\n", 900)).count(b"HTTP/1.1 200 ") == 900
+        for _ in range(2):
+            await client.send(asked * (1 + http1.WAITING_MAX))
+            answers = await client.until(b"\r\n\r\n", 1 + http1.WAITING_MAX)
+            assert b"connection: close" not in answers
+        await client.send(asked * (3 + http1.WAITING_MAX))
+        answers = await client.to_the_end()
+    assert answers.count(b"HTTP/1.1 ") == answers.count(b"HTTP/1.1 200 ") == 1 + http1.WAITING_MAX
+    assert answers.partition(b"connection: close")[2] == b"\r\n\r\n"
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,13 @@ async def test_every_failure_is_a_problem_document(
     assert (code == "method_not_allowed") == ("allow" in answer.headers)
 
 
+async def test_an_unknown_route_with_a_query_that_is_not_utf8_is_unknown() -> None:
+    """An unknown route is answered with 404 and its path, whatever the bytes of the query are."""
+    sent, _ = await exchange(served(True), {**scope_of("GET", b"/nothing", []), "query_string": b"\xff"}, [])
+    assert sent[0]["status"] == 404
+    assert json.loads(sent[1]["body"])["detail"] == "GET /nothing: Not Found"
+
+
 async def test_what_the_core_tells_of_a_bug_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """An internal error from an endpoint without a router is answered as `internal`, and logged with its cause."""
 

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import ssl
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from tests.servers import free_port
 
 from paramserver.wire import http2 as wire
-from paramserver_node import http2, read_deadline, server
+from paramserver_node import http2, protocol_detector, read_deadline, server
 from paramserver_node.server import Tls, serve_tcp
 
 WITHIN_S = 20.0
@@ -96,3 +97,45 @@ def test_a_tls_client_that_does_not_close_in_return_is_disconnected(tls: Tls, mo
                 writer.close()
 
     uvloop.run(refused())
+
+
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the loopback interface has one address elsewhere")
+@pytest.mark.parametrize("begun", [b"", GET, wire.PREFACE], ids=["silent", "HTTP/1.1", "HTTP/2"])
+async def test_one_address_leaves_places_to_others(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above its share, connections from one address are closed at once, until one of its others has ended."""
+    monkeypatch.setattr(protocol_detector, "CLIENT_CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(protocol_detector._Counted, "by_address", {})
+    opened: list[asyncio.StreamWriter] = []
+
+    async def connect(port: int, address: str = "127.0.0.1") -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+        opened.append(writer)
+        return reader
+
+    async def has_place(port: int, address: str = "127.0.0.1") -> bool:
+        reader = await connect(port, address)
+        opened[-1].write(GET)
+        try:
+            return await reader.read(1) != b""
+        except ConnectionError:
+            return False
+
+    async with serving() as port:
+        try:
+            for _ in range(2):
+                reader = await connect(port)
+                opened[-1].write(begun)
+                if begun:
+                    await reader.read(1)
+            assert not await has_place(port)
+            assert await has_place(port, "127.0.0.2")
+            opened[0].close()
+            while not await has_place(port):
+                pass
+            assert not await has_place(port)
+        finally:
+            for writer in opened:
+                writer.close()

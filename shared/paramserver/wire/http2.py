@@ -328,7 +328,7 @@ class HeaderDecoder(Generic[T]):
         try:
             headers: list[Header] = [(bytes(n), bytes(v)) for n, v in self._hpack.decode(block, raw=True)]
         except hpack.HPACKError as e:
-            raise Http2Error(COMPRESSION_ERROR, f"the header block cannot be decoded: {e}") from None
+            raise Http2Error(COMPRESSION_ERROR, f"the header block cannot be decoded: {e!s:.80}") from None
         result = self._read(headers)
         if table.maxsize == size and _newest(table) is newest:
             return self._remembered(block, headers, result)
