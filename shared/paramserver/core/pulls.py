@@ -80,7 +80,7 @@ def _lacks_commits(model: ServedModel, p: Partition, min_clock: int) -> bool:
     The commit that begins a phase changes no values, and may be long in coming, so it is not waited for.  A partition
     that is about to leave sync still applies the commits decided before; one that has left applies no more.
     """
-    clock = p.clock + (model.opening and p.clock == model.began)
+    clock = p.clock + (model.view.opening and p.clock == model.view.began)
     return clock < min_clock and (model.sync or p.spec.consistency.mode == "sync")
 
 
