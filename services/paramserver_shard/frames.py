@@ -94,7 +94,7 @@ class FrameService:
             reusable = error.status < 500 and "push" not in error.members
             raise
         finally:
-            self._lending.finish_push(frame.slot, reusable=reusable)
+            self._lending.finish_push(frame.slot, reusable=reusable, mapped=frame.slot_mapped)
         return done, commit_values
 
     async def _push_and_wait(

@@ -132,19 +132,22 @@ class Lending:
         slot.busy = True
         return slot.memory
 
-    def finish_push(self, file: str, *, reusable: bool) -> None:
+    def finish_push(self, file: str, *, reusable: bool, mapped: bool = False) -> None:
         """End a push's use of its slot; `reusable`: the push needs it no longer, and the client may write to it again.
 
         Otherwise its memory is reused once the core releases it; the client learns that from the reply and does not
-        write to the slot any more.
+        write to the slot any more.  If the client has it `mapped` into arrays, it is never reused: the arrays are in it
+        until all shards have replied.
         """
         slot = self._lent_slots.get(file)
         if slot is None:
             return
         if reusable:
             slot.busy, slot.used_at = False, self._clock()
-        else:
-            self._drop(file)
+            return
+        if mapped:
+            self._slots.retire(slot.memory)
+        self._drop(file)
 
     def free_slot(self, file: str) -> None:
         """Reuse the memory of a slot that its client no longer writes to.  Unknown ones have expired."""

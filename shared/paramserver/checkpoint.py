@@ -320,14 +320,19 @@ def _sync(path: Path) -> None:
 def _rename(part: Path, target: Path) -> None:
     """Rename `part` to `target`; a previous `target` is deleted once the new one is in place."""
     if target.exists():
+        _put_away(target)  # what a killed process has left there is older
         target.rename(part.with_suffix(".old"))
     part.rename(target)
+    _put_away(target)  # before the sync, which may take long: the journal of a file system keeps the order of renames
     _sync(target.parent)
-    for old in _beside(target, "old"):
-        # Under another name first: what is left of it, should it not be deleted, is not taken for the checkpoint later.
-        old.rename(old.with_suffix(".gone"))
     for gone in _beside(target, "gone"):  # also what an interrupted deletion has left
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def _put_away(target: Path) -> None:
+    """Rename what `target` was moved to, so that it is not taken for the checkpoint, even if it is never deleted."""
+    for old in _beside(target, "old"):
+        old.rename(old.with_suffix(".gone"))
 
 
 def _beside(target: Path, suffix: str) -> list[Path]:

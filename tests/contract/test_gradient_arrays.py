@@ -15,6 +15,7 @@ import paramserver as ps
 from paramserver.client import mapped_buffers, same_host
 from paramserver.client.gradients import Gradient, Scan
 from paramserver.client.model import Model
+from paramserver.client.same_host import Slot
 from paramserver.core.selection import Part
 from paramserver.net.calls import Outcome, Request
 
@@ -58,7 +59,7 @@ def shared(grads: ps.GradientArrays, access: str = "rw-s") -> float:
     found = 0
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
-            if "paramserver" in line.rpartition(" ")[2] and access in line:
+            if "/paramserver-" in line and access in line:  # also if the file is deleted
                 low, high = (int(n, 16) for n in line.split()[0].split("-"))
                 found += max(0, min(high, start + size) - max(low, start))
     return found / size
@@ -119,6 +120,33 @@ def test_what_is_staged_stays_as_it_was_pushed(client: ps.Client) -> None:
             grads.flat[:] = 99.0
             worker.clock()
         assert (worker.pull().flat == 10.0).all()
+
+
+def test_arrays_keep_their_contents_though_their_shard_is_done_first(
+    cluster: Nodes, client: ps.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that a shard has kept serves nobody else, as its client reads on there until every shard has answered."""
+    model = made(client, consistency=ps.Sync(min_workers=1))
+    with model.worker() as worker, ps.connect(cluster.url) as other:
+        grads = worker.gradients()
+        grads.flat[:] = -1.0
+        worker.exchange(grads)
+        assert shared(grads) == 1.0
+        ended = grads.place.push_ended
+
+        def last(slot: Slot, parts: Sequence[Part], *, ours: bool) -> None:
+            if not ours and not written:  # each shard has its part; of a deleted model they keep none
+                other.model(model.name).delete()
+                theirs = made(other)
+                for _ in range(3):
+                    written.append(theirs.push({"a": np.full(SIZE // 3, 7.0), "b": np.full((2, SIZE // 3), 7.0)}))
+            ended(slot, parts, ours=ours)
+
+        written: list[ps.Pushed] = []
+        monkeypatch.setattr(grads.place, "push_ended", last)
+        worker.push(grads)
+        assert written
+        assert (grads.flat == -1.0).all()
 
 
 def test_rounds_in_one_request_share_their_gradients(client: ps.Client) -> None:

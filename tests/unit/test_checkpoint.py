@@ -250,6 +250,49 @@ def test_a_checkpoint_is_found_after_its_replacement_was_interrupted(tmp_path: P
     assert sorted(p.name for p in tmp_path.iterdir()) == [".ckpt.2.0123abcd.old", "ckpt"]
 
 
+def test_a_replaced_checkpoint_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process is killed when the new checkpoint is in its place, the one before it is never taken for it."""
+    sync = checkpoint._sync
+
+    def killed(path: Path) -> None:
+        if path == tmp_path:
+            raise KeyboardInterrupt
+        sync(path)
+
+    _write(tmp_path / "ckpt")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_sync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            _write(tmp_path / "ckpt", overwrite=True)
+    assert checkpoint.read(tmp_path / "ckpt").versions == [3, 4]
+    shutil.rmtree(tmp_path / "ckpt")
+
+    with refused_with("unknown_checkpoint"):
+        checkpoint.read(tmp_path / "ckpt")
+
+
+def test_the_newest_of_two_interrupted_replacements_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left beside a checkpoint is older, so the next replacement puts it out of the way first."""
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.suffix == ".part":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    _write(tmp_path / "ckpt")
+    shutil.copytree(tmp_path / "ckpt", tmp_path / ".ckpt.00000000.old")
+    _change(tmp_path / ".ckpt.00000000.old" / checkpoint.MANIFEST, clock=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            _write(tmp_path / "ckpt", overwrite=True)
+
+    assert checkpoint.read_manifest(tmp_path / "ckpt")["clock"] == 9
+    _write(tmp_path / "ckpt", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
 def test_what_is_left_of_an_interrupted_deletion_goes_with_the_next_one(tmp_path: Path) -> None:
     """A replaced checkpoint whose deletion was interrupted is deleted when the next one has taken its place."""
     _write(tmp_path / "ckpt")

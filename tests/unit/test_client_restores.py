@@ -13,6 +13,7 @@ from paramserver import checkpoint
 from paramserver.client.checkpointing import restore
 from paramserver.client.cluster import Cluster
 from paramserver.client.control import Creation
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
 from paramserver.net.calls import Outcome, Request, Response
 
@@ -23,14 +24,17 @@ RESTORED = "/internal/models/m/restored"
 SET = "/internal/set/m"
 
 
-def restored(cluster: Cluster, shards: Shards, folder: Path, limit: int, changes: list[str]) -> None:
+def restored(
+    cluster: Cluster, shards: Shards, folder: Path, limit: int, changes: list[str], spec: ModelSpec | None = None
+) -> None:
     """Restore a checkpoint with large states of two workers in place; note the paths of what changes the model.
 
     The request of that number which brings states is refused.
     """
-    values = {"w": np.zeros((10, 5), np.float32), "b": np.zeros(14, np.float32)}
+    spec = spec or shards.spec
+    values = {p.name: np.zeros(p.shape, np.float32) for p in spec.params}
     states = {"m/w0": [1], "m/w1": "x" * 300_000}
-    checkpoint.write(folder / "c", shards.spec, values, {}, {}, [1] * 4, states, {})
+    checkpoint.write(folder / "c", spec, values, {}, {}, [1] * spec.partitions, states, {})
 
     def answer(request: Request) -> Outcome:
         if request.path not in (RESTORED, SET):
@@ -57,6 +61,14 @@ def test_a_restore_whose_states_do_not_fit_sets_no_value(cluster: Cluster, shard
     with refused_with("too_large"):
         restored(cluster, shards, tmp_path, 2, changes)
     assert SET not in changes
+
+
+def test_a_restore_whose_values_do_not_fit_sets_no_state(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:
+    """A checkpoint with other shapes than the model's is refused before anything of the model is changed."""
+    changes: list[str] = []
+    with refused_with("invalid_shape"):
+        restored(cluster, shards, tmp_path, 0, changes, Shards(w=(10, 6)).spec)
+    assert changes == []
 
 
 def test_a_new_model_whose_restore_fails_is_removed(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:

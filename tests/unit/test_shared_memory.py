@@ -298,6 +298,25 @@ def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, l
     assert not lending.begin_push(other, 4 * COUNT).any()
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_memory_of_a_kept_slot_serves_others_unless_arrays_are_in_it(
+    folder: SharedFolder, lending: Lending, mapped: bool
+) -> None:
+    """Memory that a push leaves is lent again; if its client may still read there, it is removed instead."""
+    file = slot(lending, 4 * COUNT)
+    mine = writable(str(folder.path / file), 4 * COUNT)
+    held = lending.begin_push(file, 4 * COUNT)
+    lending.finish_push(file, reusable=False, mapped=mapped)
+    assert lending.slot_bytes == 0
+    assert (folder.path / file).exists(), "the push needs it"
+    del held
+    assert (folder.path / file).exists() != mapped
+
+    other = slot(lending, 4 * COUNT)
+    lending.begin_push(other, 4 * COUNT)[:] = 255
+    assert mine.any() != mapped
+
+
 def test_a_slot_that_a_push_uses_is_not_idle(lending: Lending, now: Now) -> None:
     """A slot stays lent however long its push takes, and its idle time begins anew with the reply."""
     file = slot(lending, 4 * COUNT)

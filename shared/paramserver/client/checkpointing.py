@@ -133,9 +133,10 @@ def _set_all(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadlin
     from paramserver.core.assembly import scatter, versions
     from paramserver.core.documents import in_pieces
 
-    for workers in in_pieces(found.states_in(model_map.name)):  # first: if there is no room for them, no value is set
-        yield from _report(model_map, {"workers": workers}, deadline)
+    # First: if the checkpoint is of another model, nothing of this one is changed.
     states = scatter(model_map.layout, found.params, found.slots, found.steps, found.spec.optimizer)
+    for workers in in_pieces(found.states_in(model_map.name)):  # then: if there is no room for them, no value is set
+        yield from _report(model_map, {"workers": workers}, deadline)
     names = slot_names(model_map.layout.spec.optimizer)
     least = versions(model_map.layout, Layout(found.spec), found.versions)
     pending, sent = list(range(len(states))), dict[int, int]()

@@ -211,6 +211,7 @@ class Outgoing:
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
             release=self._same_host.take_ended(to),
             slot=None if slot is None else slot.file,
+            slot_mapped=slot is not None and slot.mapped,
             mapped=self._mapped and is_same_host(to),
             ends=ends,
         )

@@ -220,6 +220,8 @@ class PushFrame(Header, frozen=True):
     """Encoded parts: for each, its bytes in the body, and its bytes once the second stage is undone."""
     slot: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     """The body is in this slot of the shard's shared memory; none follows the header."""
+    slot_mapped: bool = False
+    """The client may read in the slot after the reply, even if it is not its own any more."""
     release: Leases = ()
     """Shared-memory leases that the client no longer holds."""
     mapped: bool = msgspec.field(default=False, name="map")
