@@ -139,7 +139,7 @@ def test_a_journal_without_tokens_turns_the_checkers_red(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(SimRedis, "append", any_owner)
 
-    assert turns_red("async", "journaled", within=48, faults=Faults(crash=0.0, cut=2.0))
+    assert turns_red("async", "journaled", first=54, within=48, faults=Faults(crash=0.0, cut=2.0))
 
 
 def test_handing_over_without_holding_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_loading_the_newest_snapshots_after_a_restore_turns_the_checkers_red(mon
     monkeypatch.setattr(shard_desk, "go_back", newest)
 
     faults = Faults(crash=0.008)
-    assert turns_red("sync", "applied", "crashes", "restores", first=142, within=1, faults=faults, says="different")
+    assert turns_red("sync", "applied", "crashes", "restores", first=136, within=1, faults=faults, says="different")
 
 
 def test_listing_clocks_that_were_left_out_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_losing_leases_of_data_turns_the_checkers_red(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Dataset, "of", without_leases)
 
-    assert turns_red("ssp", kind="crashes", first=97, within=1, data=True, says="was worked on 2 times")
+    assert turns_red("ssp", kind="crashes", first=128, within=1, data=True, says="was worked on 2 times")
 
 
 def test_losing_ranges_of_the_dead_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ def test_taking_newer_settings_away_turns_the_checkers_red(monkeypatch: pytest.M
 
     monkeypatch.setattr(ServedModel, "settings_of", older)
 
-    assert turns_red("sync", kind="births", change="optimizers", first=14, within=1, says="partitions differ")
+    assert turns_red("sync", kind="stops", change="optimizers", first=729, within=1, says="partitions differ")
 
 
 def test_believing_an_upload_whose_shard_has_died_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ def test_believing_an_upload_whose_shard_has_died_turns_the_checkers_red(monkeyp
 
     monkeypatch.setattr(ModelDesk, "uploaded", believed)
 
-    assert turns_red(kind="births", first=11, within=1, given="upload", says="partition 0: -999.0")
+    assert turns_red(kind="births", first=59, within=1, given="upload", says="partition 0: -999.0")
 
 
 def test_losing_the_state_of_the_optimizer_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

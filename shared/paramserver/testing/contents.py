@@ -35,7 +35,8 @@ class Contents:
         self._note(("version", p.token, p.version), hash(state.values.tobytes()), p)
         if p.spec.consistency.mode == _SYNC and model.sync and p.clock >= model.view.began and not restored:
             line = p.key.model.generation, model.timeline, p.clock
-            arrays = state.values, *state.slots
+            # Before its first update a partition has the optimizer that its owner knew, which the next commit replaces.
+            arrays = (state.values, *state.slots) if p.version else (state.values,)
             whole = hash((state.steps, *(a.tobytes() for a in arrays)))
             self._note(("clock", p.key.model.name, *line, p.version, p.index), whole, p)
             self.elements.setdefault(line, {})[p.index] = (*(float(a[0]) for a in arrays), float(state.steps[0]))
