@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paramserver.core.runs import ENDED
+from paramserver.core.scheduler.runs import ENDED
 from paramserver.errors import problem
 from paramserver_cli import series
 from paramserver_cli.config import Json, Url, connect

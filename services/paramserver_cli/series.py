@@ -16,7 +16,7 @@ import typer
 
 import paramserver as ps
 from paramserver.core.fields import check_model_name
-from paramserver.core.runs import ENDED
+from paramserver.core.scheduler.runs import ENDED
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import ConflictError, NotFoundError, Unavailable
 from paramserver_cli.config import Url, connect

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import paramserver as ps
-from paramserver.core.runs import ENDED
+from paramserver.core.scheduler.runs import ENDED
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import NotFoundError, PsError, Unavailable, problem
 from paramserver_cli import launch

@@ -5,7 +5,7 @@ from typing import Final, Self
 
 from starlette.datastructures import Headers
 
-from paramserver.core.set_operation import precondition_failed
+from paramserver.core.shard.set_operation import precondition_failed
 from paramserver.errors import problem
 from paramserver.limits import IDEMPOTENCY_KEY_BYTES_MAX
 

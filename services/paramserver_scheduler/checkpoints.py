@@ -17,10 +17,10 @@ from msgspec.structs import replace
 
 from paramserver import checkpoint
 from paramserver.core.assembly import gather, scatter, versions
-from paramserver.core.checkpoints import ALIASES
 from paramserver.core.fields import check_model_name
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
+from paramserver.core.scheduler.checkpoints import ALIASES
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, NotFoundError, PsError, problem
 from paramserver.tensor_file import TensorFile

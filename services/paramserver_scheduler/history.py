@@ -1,6 +1,7 @@
 """Recent history for the status page: events, update rates, and time series of the last day.
 
-It is kept in memory only.  Metrics that workers report are kept by the core (`core/series.py`) and survive a restart.
+It is kept in memory only.  Metrics that workers report are kept by the core (`core/scheduler/series.py`), and survive a
+restart.
 """
 
 from collections import deque
@@ -8,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from paramserver import limits
-from paramserver.core.reading import Reading
-from paramserver.core.runs import ENDED
+from paramserver.core.scheduler.reading import Reading
+from paramserver.core.scheduler.runs import ENDED
 from paramserver_scheduler.rings import RESOLUTIONS, Labels, Rings
 from paramserver_scheduler.schema import EventStatus, ModelStatus, NodeStatus, RunStatus, Status
 

@@ -15,12 +15,12 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paramserver.checkpoint import Checkpoint
-from paramserver.core import scheduler_io as io
-from paramserver.core.checkpoints import ALIASES
-from paramserver.core.documents import check_states, in_pieces, size_of
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_names
-from paramserver.core.reading import Reading
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.checkpoints import ALIASES
+from paramserver.core.scheduler.documents import check_states, in_pieces, size_of
+from paramserver.core.scheduler.reading import Reading
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, NotFoundError, PsError, as_problem, problem
 from paramserver.types import ModelKey

@@ -12,7 +12,7 @@ import typer
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
-from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.scheduler.core import SchedulerCore
 from paramserver.core.urls import listed_urls
 from paramserver.errors import CorruptState, PsError, Unavailable, first_cause, problem
 from paramserver_node.access import Access, credentials

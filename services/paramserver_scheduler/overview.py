@@ -5,8 +5,8 @@ from statistics import fmean
 from typing import Any, Final
 
 import paramserver
-from paramserver.core.runs import ENDED
-from paramserver.core.series import Point
+from paramserver.core.scheduler.runs import ENDED
+from paramserver.core.scheduler.series import Point
 from paramserver_scheduler.pause import Pause
 from paramserver_scheduler.schema import (
     ClusterStatus,

@@ -6,8 +6,8 @@ from typing import Any, TypeVar, cast
 from fastapi import Request, Response
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
 from paramserver.core.fields import INTEGER_MAX
+from paramserver.core.scheduler import io
 from paramserver.errors import InDoubt, problem
 from paramserver_node import negotiate, value_docs
 from paramserver_node.api_document import answer_headers

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.types import Receive
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
-from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.core import SchedulerCore
 from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point

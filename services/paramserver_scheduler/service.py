@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from time import monotonic
 
-from paramserver.core.reading import Reading
+from paramserver.core.scheduler.reading import Reading
 from paramserver_node.forward import Forwarder
 from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs

@@ -5,7 +5,7 @@ import logging
 from time import monotonic, thread_time, time
 from typing import Final
 
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver_node import negotiate
 from paramserver_node.usage import Usage
 from paramserver_scheduler.overview import describe

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core.selection import Selection, select
-from paramserver.core.shard_effects import PushDone
-from paramserver.core.shard_events import AssignPart, SetReceived
+from paramserver.core.shard.effects import PushDone
+from paramserver.core.shard.events import AssignPart, SetReceived
 from paramserver.errors import combined, problem
 from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import AnyArray, DType

@@ -14,7 +14,7 @@ from paramserver import kernels
 from paramserver.codecs import Codec, check_content, check_encoded_size
 from paramserver.codecs.stage import packed_bytes_max, unpack
 from paramserver.core.layout import Range
-from paramserver.core.shard_events import PushPart
+from paramserver.core.shard.events import PushPart
 from paramserver.errors import problem
 from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import ITEMSIZE, AnyArray, Coding, DType

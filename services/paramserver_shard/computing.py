@@ -11,8 +11,8 @@ import numpy as np
 
 from paramserver import kernels
 from paramserver.core.partition_state import PartitionState
-from paramserver.core.shard_effects import AssignTask, Task, UpdateTask
-from paramserver.core.shard_events import TaskResult
+from paramserver.core.shard.effects import AssignTask, Task, UpdateTask
+from paramserver.core.shard.events import TaskResult
 from paramserver.types import F32, AnyArray
 from paramserver.wire.tensor import slice_crc, to_f32
 from paramserver_shard import control_groups

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from paramserver import kernels
-from paramserver.core.shard_effects import PushDone
+from paramserver.core.shard.effects import PushDone
 from paramserver.errors import PsError, Unavailable, problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JSON_ELEMENTS_MAX
 from paramserver.net.retry import may_be_done

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from paramserver.codecs import Codec
 from paramserver.core.layout import Range
-from paramserver.core.shard_effects import PartVersion, PushDone
-from paramserver.core.shard_events import AssignPart, PullReceived, PushPart, PushReceived, SetReceived
+from paramserver.core.shard.effects import PartVersion, PushDone
+from paramserver.core.shard.events import AssignPart, PullReceived, PushPart, PushReceived, SetReceived
 from paramserver.errors import PsError, StaleMapError, problem
 from paramserver.net.retry import may_be_done
 from paramserver.types import F32, ITEMSIZE, AnyArray, PushState

@@ -11,8 +11,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from paramserver.core.layout import Range
-from paramserver.core.shard_effects import PartVersion, PullDone, PulledPart, PushDone
-from paramserver.core.shard_events import PullReceived, PushReceived
+from paramserver.core.shard.effects import PartVersion, PullDone, PulledPart, PushDone
+from paramserver.core.shard.events import PullReceived, PushReceived
 from paramserver.errors import PsError, problem
 from paramserver.limits import BODY_BYTES_MAX, WAIT_S_MAX
 from paramserver.types import F32, ITEMSIZE, ModelKey

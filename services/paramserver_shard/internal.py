@@ -6,7 +6,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from paramserver import kernels
-from paramserver.core.shard_events import AssignPart, CaptureReceived, SetReceived
+from paramserver.core.shard.events import AssignPart, CaptureReceived, SetReceived
 from paramserver.errors import problem
 from paramserver.types import F32, AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, encode_header

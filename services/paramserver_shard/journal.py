@@ -20,7 +20,7 @@ import numpy as np
 from redis.asyncio import Redis
 from zlib_ng import zlib_ng
 
-from paramserver.core.journal import JournalEntry
+from paramserver.core.shard.journal import JournalEntry
 from paramserver.errors import PsError, problem
 from paramserver.limits import JOURNAL_SCRIPT_BYTES, MIB, PARTITION_BYTES_MAX
 from paramserver.types import AnyArray, PartitionKey, Token

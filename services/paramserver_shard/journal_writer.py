@@ -13,8 +13,8 @@ from typing import Final
 
 from redis.exceptions import RedisError
 
-from paramserver.core.journal import JournalEntry
-from paramserver.core.shard_events import Event, Journaled, JournalLost, JournalRefused, StorageChanged
+from paramserver.core.shard.events import Event, Journaled, JournalLost, JournalRefused, StorageChanged
+from paramserver.core.shard.journal import JournalEntry
 from paramserver.errors import PsError
 from paramserver.limits import JOURNAL_GROUP_BYTES
 from paramserver.types import PartitionKey, Token

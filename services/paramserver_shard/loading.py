@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from paramserver.core import initial
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import initial_slots, slot_names
 from paramserver.core.partition_state import LoadedState, PartitionState
-from paramserver.core.replay import replay
-from paramserver.core.shard_effects import LoadPartition, Task
-from paramserver.core.shard_events import TaskResult
+from paramserver.core.shard import initial
+from paramserver.core.shard.effects import LoadPartition, Task
+from paramserver.core.shard.events import TaskResult
+from paramserver.core.shard.replay import replay
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError, problem
 from paramserver.types import F32

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from paramserver.core.layout import Range
-from paramserver.core.shard_effects import PullDone, PushDone
-from paramserver.core.shard_events import PushReceived
+from paramserver.core.shard.effects import PullDone, PushDone
+from paramserver.core.shard.events import PushReceived
 from paramserver.types import ModelKey
 
 INTERVAL_S: Final = 0.9

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from paramserver import kernels
 from paramserver.core.fields import MODEL_NAME_HINT, is_name
-from paramserver.core.shard import ShardCore
+from paramserver.core.shard.core import ShardCore
 from paramserver.core.urls import listed_urls
 from paramserver.errors import problem
 from paramserver.kernels import sockets

@@ -18,8 +18,8 @@ from redis.exceptions import ReadOnlyError, RedisError
 
 from paramserver import __version__
 from paramserver.core.heartbeat_rows import LostRow
-from paramserver.core.shard_effects import AskWorker
-from paramserver.core.shard_events import CommitDecided, MapChanged, ModelGone, ModelView, RosterChanged, WorkerAnswered
+from paramserver.core.shard.effects import AskWorker
+from paramserver.core.shard.events import CommitDecided, MapChanged, ModelGone, ModelView, RosterChanged, WorkerAnswered
 from paramserver.errors import FencedError, NotFoundError, PsError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S
 from paramserver.types import ModelKey

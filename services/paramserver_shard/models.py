@@ -3,7 +3,7 @@
 from typing import Final
 
 from paramserver.core.fields import check_model_name
-from paramserver.core.served_model import replaced
+from paramserver.core.shard.served_model import replaced
 from paramserver.errors import NotFoundError, problem
 from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.link import SchedulerLink

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from paramserver import kernels, limits
 from paramserver.core.fields import Reader
 from paramserver.core.selection import Selection, select
-from paramserver.core.shard_effects import PushDone
-from paramserver.core.shard_events import PushPart, PushReceived
+from paramserver.core.shard.effects import PushDone
+from paramserver.core.shard.events import PushPart, PushReceived
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import F32, ITEMSIZE, LEVELS, AnyArray, DType, PushId
 from paramserver.wire.tensor import NUMPY_DTYPE, from_json, from_msgpack, to_f32

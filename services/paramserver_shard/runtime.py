@@ -20,8 +20,8 @@ from redis.exceptions import RedisError
 
 from paramserver.core.layout import Range
 from paramserver.core.partition_state import Capture, PartitionState
-from paramserver.core.shard import ShardCore
-from paramserver.core.shard_effects import (
+from paramserver.core.shard.core import ShardCore
+from paramserver.core.shard.effects import (
     Apply,
     AskWorker,
     Effect,
@@ -36,7 +36,7 @@ from paramserver.core.shard_effects import (
     StoreSnapshot,
     ValuesKept,
 )
-from paramserver.core.shard_events import (
+from paramserver.core.shard.events import (
     Applied,
     CaptureReceived,
     Event,

@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final
 
-from paramserver.core.shard_events import SaveAll
+from paramserver.core.shard.events import SaveAll
 from paramserver.errors import PsError
 from paramserver_shard.membership import Membership
 from paramserver_shard.runtime import Runtime

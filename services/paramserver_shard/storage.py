@@ -6,9 +6,9 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
-from paramserver.core.shard import ShardCore
-from paramserver.core.shard_effects import StoreSnapshot
-from paramserver.core.shard_events import Event, JournalLost, SnapshotDone
+from paramserver.core.shard.core import ShardCore
+from paramserver.core.shard.effects import StoreSnapshot
+from paramserver.core.shard.events import Event, JournalLost, SnapshotDone
 from paramserver.errors import PsError
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point

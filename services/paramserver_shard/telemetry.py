@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import Gauge
 
-from paramserver.core.shard_effects import PushDone
+from paramserver.core.shard.effects import PushDone
 from paramserver.wire.frame import PushFrame
 from paramserver_node.tally import Counter, Histogram
 from paramserver_node.usage import Usage

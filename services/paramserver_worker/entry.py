@@ -6,7 +6,7 @@ from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
 import paramserver as ps
-from paramserver.core.runs import is_allowed
+from paramserver.core.scheduler.runs import is_allowed
 from paramserver.errors import problem
 
 Entry = Callable[..., Any]

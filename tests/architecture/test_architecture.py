@@ -81,6 +81,14 @@ def test_each_library_layer_imports_only_the_layers_below_it(name: str) -> None:
             assert not dotted.startswith("paramserver_"), f"{path.relative_to(ROOT)} imports a service: {dotted}"
 
 
+@pytest.mark.parametrize(("one", "other"), [("shard", "scheduler"), ("scheduler", "shard")])
+def test_the_two_cores_do_not_import_each_other(one: str, other: str) -> None:
+    """Shard and scheduler know of each other only what `core` itself says; that knows neither of them."""
+    for path in [*modules(LIBRARY / "core" / one), *(LIBRARY / "core").glob("*.py")]:
+        bad = [dotted for dotted in imports(path) if dotted.startswith(f"paramserver.core.{other}")]
+        assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
+
+
 def test_services_never_import_each_other() -> None:
     """A service imports no other service except paramserver_node."""
     packages = {p.name for p in SERVICES.iterdir() if p.is_dir() and p.name.startswith("paramserver_")}

@@ -28,7 +28,7 @@ from benchmarks.tables import write
 from tests.waiting import eventually
 
 import paramserver as ps
-from paramserver.core.window import PushMemory
+from paramserver.core.shard.window import PushMemory
 from paramserver.limits import MIB
 from paramserver.types import PushId
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from paramserver.core.journal import JournalEntry
-from paramserver.core.shard_effects import Task, UpdateTask
-from paramserver.core.shard_events import Journaled, TaskResult
-from paramserver.core.window import PushMemory
+from paramserver.core.shard.effects import Task, UpdateTask
+from paramserver.core.shard.events import Journaled, TaskResult
+from paramserver.core.shard.journal import JournalEntry
+from paramserver.core.shard.window import PushMemory
 from paramserver.types import F32
 from paramserver_shard import journal, runtime, snapshot_store
 from paramserver_shard.buffers import BufferPool

@@ -16,9 +16,9 @@ from starlette.types import Message
 from tests.refusals import refused_with
 from tests.servers import free_port, running_redis
 
-from paramserver.core import scheduler_io as io
-from paramserver.core.cluster import Cluster
-from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.cluster import Cluster
+from paramserver.core.scheduler.core import SchedulerCore
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey

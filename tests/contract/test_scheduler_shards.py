@@ -7,7 +7,7 @@ import pytest
 from tests.waiting import eventually
 
 import paramserver
-from paramserver.core.shard_effects import AskWorker
+from paramserver.core.shard.effects import AskWorker
 from paramserver.net.credentials import Credentials
 from paramserver.types import ModelKey
 from paramserver_shard.directory import Directory

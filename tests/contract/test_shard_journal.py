@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 from tests.chaos.proxy import Link
 from tests.servers import running_redis
 
-from paramserver.core.journal import JournalEntry
-from paramserver.core.shard_events import Event, Journaled, JournalLost, JournalRefused, StorageChanged
+from paramserver.core.shard.events import Event, Journaled, JournalLost, JournalRefused, StorageChanged
+from paramserver.core.shard.journal import JournalEntry
 from paramserver.errors import CorruptState, RequestError
 from paramserver.types import AnyArray, ModelKey, PartitionKey, Token
 from paramserver_node import redis as node_redis

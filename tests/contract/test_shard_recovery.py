@@ -21,10 +21,9 @@ from zlib_ng import zlib_ng
 from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import Capture, LoadedState
-from paramserver.core.push_operation import PushOperation
-from paramserver.core.shard import ShardCore
-from paramserver.core.shard_effects import AskWorker, LoadPartition
-from paramserver.core.shard_events import (
+from paramserver.core.shard.core import ShardCore
+from paramserver.core.shard.effects import AskWorker, LoadPartition
+from paramserver.core.shard.events import (
     CommitDecided,
     ModelGone,
     ModelView,
@@ -34,8 +33,9 @@ from paramserver.core.shard_events import (
     Tick,
     WorkerAnswered,
 )
+from paramserver.core.shard.push_operation import PushOperation
+from paramserver.core.shard.window import EarlierAnswer, PushMemory
 from paramserver.core.spec import ModelSpec
-from paramserver.core.window import EarlierAnswer, PushMemory
 from paramserver.errors import CorruptState, Unavailable
 from paramserver.types import ModelKey, PartitionKey, PushId, make_token
 from paramserver.wire.tensor import slice_crc

@@ -8,33 +8,33 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core import shard_desk
-from paramserver.core.cluster import Cluster
 from paramserver.core.commit import Commit
-from paramserver.core.cuts import Cuts
-from paramserver.core.durability import Durability
-from paramserver.core.gate import Gate
-from paramserver.core.membership import Roster
-from paramserver.core.model_desk import ModelDesk
-from paramserver.core.models import Model
-from paramserver.core.move_desk import MoveDesk
 from paramserver.core.optimizer import initial_slots
-from paramserver.core.partition import Partition
 from paramserver.core.partition_state import LoadedState, PartitionState
-from paramserver.core.reading import Reading
-from paramserver.core.scheduler_io import CreateModel, ParameterUploaded
-from paramserver.core.served_model import ServedModel
-from paramserver.core.set_operation import SetOperation
+from paramserver.core.scheduler import shard_desk
+from paramserver.core.scheduler.cluster import Cluster
+from paramserver.core.scheduler.cuts import Cuts
+from paramserver.core.scheduler.gate import Gate
+from paramserver.core.scheduler.io import CreateModel, ParameterUploaded
+from paramserver.core.scheduler.membership import Roster
+from paramserver.core.scheduler.model_desk import ModelDesk
+from paramserver.core.scheduler.models import Model
+from paramserver.core.scheduler.move_desk import MoveDesk
+from paramserver.core.scheduler.reading import Reading
+from paramserver.core.scheduler.tasks import Dataset, RangeSet
+from paramserver.core.scheduler.timeline import go_back, reload
 from paramserver.core.settings import spec_from_model_document
-from paramserver.core.settings_operation import SettingsOperation
-from paramserver.core.shard import ShardCore
-from paramserver.core.shard_effects import LoadPartition, Task, UpdateTask
-from paramserver.core.shard_events import TaskResult
-from paramserver.core.snapshot_plan import SnapshotPlan
+from paramserver.core.shard.core import ShardCore
+from paramserver.core.shard.durability import Durability
+from paramserver.core.shard.effects import LoadPartition, Task, UpdateTask
+from paramserver.core.shard.events import TaskResult
+from paramserver.core.shard.partition import Partition
+from paramserver.core.shard.served_model import ServedModel
+from paramserver.core.shard.set_operation import SetOperation
+from paramserver.core.shard.settings_operation import SettingsOperation
+from paramserver.core.shard.snapshot_plan import SnapshotPlan
+from paramserver.core.shard.window import PushMemory
 from paramserver.core.spec import ModelSpec
-from paramserver.core.tasks import Dataset, RangeSet
-from paramserver.core.timeline import go_back, reload
-from paramserver.core.window import PushMemory
 from paramserver.testing import shards
 from paramserver.testing.shard_driver import InMemoryStore, perform
 from paramserver.testing.simulation import Simulation

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.scheduler.core import SchedulerCore
 from paramserver.net.credentials import Credentials
 from paramserver_node.forward import Forwarder
 from paramserver_node.redis import connect

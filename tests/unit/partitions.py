@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.commit import Contribution
-from paramserver.core.journal import JournalEntry
-from paramserver.core.shard_effects import Journal, PushDone, StoreSnapshot
-from paramserver.core.shard_events import ModelView
+from paramserver.core.shard.effects import Journal, PushDone, StoreSnapshot
+from paramserver.core.shard.events import ModelView
+from paramserver.core.shard.journal import JournalEntry
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import ShardDriver

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from paramserver import checkpoint
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
 from paramserver_scheduler.runtime import Answer

@@ -5,8 +5,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from paramserver.core import scheduler_io as io
-from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.core import SchedulerCore
 from paramserver.errors import PsError
 
 SPEC: dict[str, Any] = {"name": "m", "params": {"w": {"shape": [64]}}, "partitions": 4}

@@ -14,8 +14,8 @@ from tests.refusals import refused_with
 from paramserver.codecs.stage import pack
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
+from paramserver.core.shard.update import UpdateInput, single_task
 from paramserver.core.spec import ModelSpec
-from paramserver.core.update import UpdateInput, single_task
 from paramserver.errors import problem
 from paramserver.limits import BODY_BYTES_MAX, RANGES_PER_PUSH_MAX
 from paramserver.types import Coding, ModelKey, PartitionKey

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from paramserver.core.balance import PartitionLoad, ShardLoad, missing_bytes, plan, worst_loss
+from paramserver.core.scheduler.balance import PartitionLoad, ShardLoad, missing_bytes, plan, worst_loss
 
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from paramserver.client.task_requests import TaskRequests
-from paramserver.core.tasks import EVALUATE
+from paramserver.core.scheduler.tasks import EVALUATE
 from paramserver.errors import ConflictError, Unavailable
 
 from .session_node import BEAT, Node, deadline, no, ok, opened

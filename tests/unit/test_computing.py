@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_count
 from paramserver.core.partition_state import PartitionState
-from paramserver.core.shard_effects import UpdateTask
+from paramserver.core.shard.effects import UpdateTask
+from paramserver.core.shard.update import UpdateInput, single_task
 from paramserver.core.spec import ModelSpec
-from paramserver.core.update import UpdateInput, single_task
 from paramserver.types import ModelKey, PartitionKey
 from paramserver.wire.tensor import slice_crc
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool

@@ -9,7 +9,7 @@ import pytest
 from tests.refusals import refused_with
 from tests.unit.scheduling import Driver
 
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.errors import FencedError, Unavailable
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.directory import Directory

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.core.documents import TEXT_MAX, check_document
+from paramserver.core.scheduler.documents import TEXT_MAX, check_document
 from paramserver.errors import RequestError
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message
 
-from paramserver.core import scheduler_io as io
-from paramserver.core.cluster import Cluster
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.cluster import Cluster
 from paramserver.limits import EVENT_STREAMS_MAX
 from paramserver_scheduler.hub import Hub, Published
 from paramserver_scheduler.store import StateStore

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from paramserver.core.layout import Layout
-from paramserver.core.served_model import wrong_owner
-from paramserver.core.shard_effects import PartVersion, PushDone
-from paramserver.core.shard_events import PushPart, PushReceived
+from paramserver.core.shard.effects import PartVersion, PushDone
+from paramserver.core.shard.events import PushPart, PushReceived
+from paramserver.core.shard.served_model import wrong_owner
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError, problem
 from paramserver.types import ModelKey, PushId

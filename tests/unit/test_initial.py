@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.core.initial import BLOCK, draw, fans
 from paramserver.core.param_spec import InitSpec, ParamSpec
+from paramserver.core.shard.initial import BLOCK, draw, fans
 
 RANDOM = {
     "normal": InitSpec("normal", mean=0.5, std=2.0, seed=7),

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import REGISTRY
 from redis.exceptions import ResponseError
 
-from paramserver.core.journal import JournalEntry
-from paramserver.core.shard_events import Event, Journaled, JournalLost, StorageChanged
+from paramserver.core.shard.events import Event, Journaled, JournalLost, StorageChanged
+from paramserver.core.shard.journal import JournalEntry
 from paramserver.errors import problem
 from paramserver.types import ModelKey, PartitionKey
 from paramserver_shard.journal import Batch, Verdict

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from paramserver import kernels
 from paramserver.core.layout import Layout
-from paramserver.core.shard_effects import PartVersion, PushDone
+from paramserver.core.shard.effects import PartVersion, PushDone
 from paramserver.core.spec import ModelSpec
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.state import SetFrame, SetPart

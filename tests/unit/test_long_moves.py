@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
-from paramserver.core.partition import Partition
-from paramserver.core.scheduler import SchedulerCore
-from paramserver.core.shard_effects import Effect, LoadPartition, StoreSnapshot
-from paramserver.core.shard_events import CommitDecided, ModelView
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.core import SchedulerCore
+from paramserver.core.shard.effects import Effect, LoadPartition, StoreSnapshot
+from paramserver.core.shard.events import CommitDecided, ModelView
+from paramserver.core.shard.partition import Partition
 from paramserver.core.spec import ModelSpec
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import paramserver
-from paramserver.core.runs import is_allowed
+from paramserver.core.scheduler.runs import is_allowed
 from paramserver_cli import runs, series
 from paramserver_node.setting_checks import size_bytes
 from paramserver_node.settings import PREFIX, SERVICES

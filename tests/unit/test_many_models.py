@@ -12,11 +12,10 @@ from unittest.mock import Mock
 import pytest
 from fastapi import Request
 
-from paramserver.core import balance, move_desk
-from paramserver.core import scheduler_io as io
-from paramserver.core.gate import Gate
-from paramserver.core.models import Model
-from paramserver.core.owner import Owner
+from paramserver.core.scheduler import balance, io, move_desk
+from paramserver.core.scheduler.gate import Gate
+from paramserver.core.scheduler.models import Model
+from paramserver.core.scheduler.owner import Owner
 from paramserver.core.spec import ModelSpec
 from paramserver_scheduler import overview, pause
 from paramserver_scheduler.history import History

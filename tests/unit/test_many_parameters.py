@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 import pytest
 from msgspec.structs import replace
 
-from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
+from paramserver.core.scheduler import io
 from paramserver.core.selection import select
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, NotFoundError

@@ -15,10 +15,10 @@ from paramserver.client import transfer
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding
 from paramserver.core.layout import Layout
-from paramserver.core.partition import Partition
-from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_effects import LoadPartition, StoreSnapshot
-from paramserver.core.shard_events import AssignPart, SaveAll, SetReceived
+from paramserver.core.shard.effects import LoadPartition, StoreSnapshot
+from paramserver.core.shard.events import AssignPart, SaveAll, SetReceived
+from paramserver.core.shard.partition import Partition
+from paramserver.core.shard.served_model import ServedModel
 from paramserver.core.spec import ModelSpec
 from paramserver.limits import PARTITIONS_MAX, SHARED_LEASE_S, SNAPSHOT_INTERVAL_S
 from paramserver.net.calls import Deadline

@@ -8,7 +8,7 @@ import pytest
 from paramserver import limits
 from paramserver.core import near
 from paramserver.core.layout import Layout
-from paramserver.core.runs import StopRule
+from paramserver.core.scheduler.runs import StopRule
 from paramserver.core.selection import matched
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, RequestError, combined, problem

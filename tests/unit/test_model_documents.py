@@ -7,7 +7,7 @@ import msgpack
 import pytest
 from starlette.types import Message
 
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.core.spec import ModelSpec
 from paramserver_scheduler.routes import models
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.refusals import refused_with
 
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import ShardDriver
 

@@ -12,7 +12,7 @@ from tests.golden.optimizers import generate
 from paramserver import kernels
 from paramserver.core.optimizer import SegmentStep, initial_slots
 from paramserver.core.optimizer_spec import OptimizerSpec
-from paramserver.core.schedule import learning_rate
+from paramserver.core.shard.schedule import learning_rate
 from paramserver.core.spec import ModelSpec
 from paramserver.types import F32, AnyArray
 

@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from paramserver.core.shard_desk import assign
-from paramserver.core.tasks import Dataset, DatasetSpec, RangeSet, parse_task
+from paramserver.core.scheduler.shard_desk import assign
+from paramserver.core.scheduler.tasks import Dataset, DatasetSpec, RangeSet, parse_task
 from paramserver.errors import NotFoundError, RequestError
 
 

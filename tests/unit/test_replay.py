@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from paramserver.codecs import Codec
 from paramserver.codecs.parts import encode_partition
 from paramserver.core.commit import Contribution
-from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import HeldPart, LoadedState
-from paramserver.core.replay import Replay, replay
-from paramserver.core.shard_effects import LoadPartition
-from paramserver.core.shard_events import AssignPart, PushPart, PushReceived, RosterChanged, SetReceived, WorkerAnswered
+from paramserver.core.shard.effects import LoadPartition
+from paramserver.core.shard.events import AssignPart, PushPart, PushReceived, RosterChanged, SetReceived, WorkerAnswered
+from paramserver.core.shard.journal import JournalEntry
+from paramserver.core.shard.replay import Replay, replay
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver, first_state, loaded, perform

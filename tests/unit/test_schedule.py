@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver.core.optimizer_spec import OptimizerSpec, ScheduleSpec
-from paramserver.core.schedule import learning_rate
+from paramserver.core.shard.schedule import learning_rate
 
 PLAIN = OptimizerSpec("sgd", lr=0.1)
 

@@ -7,8 +7,8 @@ import pytest
 from tests.refusals import refused_with
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
-from paramserver.core.checkpoints import Checkpoints
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.checkpoints import Checkpoints
 from paramserver.core.spec import CheckpointSpec
 from paramserver.errors import PsError, RequestError, problem
 from paramserver.types import ModelKey

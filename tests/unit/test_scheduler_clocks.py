@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.errors import RequestError
 
 from .scheduling import Driver, beyond_its_cut, code

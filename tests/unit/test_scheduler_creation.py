@@ -5,7 +5,7 @@ from typing import Any
 from tests.refusals import refused_with
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 
 from .scheduling import SPEC, Driver
 

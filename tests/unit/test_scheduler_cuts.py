@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.errors import problem
 from paramserver.types import ModelKey
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from paramserver.core import run_desk, worker_desk
-from paramserver.core import scheduler_io as io
-from paramserver.core.gate import Gate
-from paramserver.core.models import Model
+from paramserver.core.scheduler import io, run_desk, worker_desk
+from paramserver.core.scheduler.gate import Gate
+from paramserver.core.scheduler.models import Model
+from paramserver.core.scheduler.tasks import Dataset, DatasetSpec
 from paramserver.core.spec import ModelSpec
-from paramserver.core.tasks import Dataset, DatasetSpec
 from paramserver.errors import InternalError
 
 from .scheduling import SPEC, Driver

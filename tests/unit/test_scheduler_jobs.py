@@ -18,9 +18,9 @@ import pytest
 from tests.refusals import refused_with
 
 from paramserver import checkpoint
-from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
+from paramserver.core.scheduler import io
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, CorruptState, NotFoundError, PsError, problem
 from paramserver.net.credentials import Credentials

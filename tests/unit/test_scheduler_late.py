@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.errors import PsError
 
 from .scheduling import Driver

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
-from paramserver.core.model_desk import FILES_AGAIN_S
-from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.core import SchedulerCore
+from paramserver.core.scheduler.model_desk import FILES_AGAIN_S
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, make_token
 
@@ -342,7 +342,7 @@ def test_a_model_goes_on_once_what_held_it_up_has_taken_its_commits(
     monkeypatch: pytest.MonkeyPatch, ack: str, left: int
 ) -> None:
     """A model stops at COMMITS_KEPT commits that a partition lacks, or has not journaled, until heartbeats say so."""
-    monkeypatch.setattr("paramserver.core.models.COMMITS_KEPT", 8)
+    monkeypatch.setattr("paramserver.core.scheduler.models.COMMITS_KEPT", 8)
     d = Driver()
     d.durable = False
     d.model(**JOURNALED | {"ack": ack})

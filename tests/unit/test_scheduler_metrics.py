@@ -4,7 +4,7 @@ import pytest
 from tests.refusals import refused_with
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 
 from .scheduling import EPOCH_S, Driver
 

@@ -11,7 +11,7 @@ import pytest
 from tests.refusals import refused_with
 
 from paramserver import checkpoint, limits
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError
 from paramserver_scheduler.checkpoints import CheckpointStore

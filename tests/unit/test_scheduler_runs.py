@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.errors import ConflictError, CorruptState, FencedError, NotFoundError, RequestError
 
 from .scheduling import EPOCH_S, Driver

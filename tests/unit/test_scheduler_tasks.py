@@ -7,9 +7,8 @@ import pytest
 from tests.refusals import refused_with
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
-from paramserver.core import task_desk
-from paramserver.core.task_desk import EVALUATIONS_MAX
+from paramserver.core.scheduler import io, task_desk
+from paramserver.core.scheduler.task_desk import EVALUATIONS_MAX
 from paramserver.errors import ConflictError, NotFoundError
 from paramserver.types import ModelKey
 

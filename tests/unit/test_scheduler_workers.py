@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
-from paramserver.core.cluster import FLOORS_MAX
 from paramserver.core.fields import INTEGER_MAX
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.cluster import FLOORS_MAX
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError
 from paramserver.limits import CLOCKS_AHEAD_MAX, CLOCKS_AT_ONCE_MAX
 

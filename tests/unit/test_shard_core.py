@@ -6,8 +6,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_effects import LoadPartition, PullDone, PushDone, StoreSnapshot
-from paramserver.core.shard_events import (
+from paramserver.core.shard.effects import LoadPartition, PullDone, PushDone, StoreSnapshot
+from paramserver.core.shard.events import (
     AssignPart,
     CaptureReceived,
     LoadFailed,

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.partition_state import Capture
-from paramserver.core.shard_effects import Apply, StoreSnapshot
-from paramserver.core.shard_events import (
+from paramserver.core.shard.effects import Apply, StoreSnapshot
+from paramserver.core.shard.events import (
     AssignPart,
     CaptureReceived,
     JournalLost,

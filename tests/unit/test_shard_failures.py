@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paramserver.core import admission, pulls, set_operation
-from paramserver.core.partition import Partition
-from paramserver.core.push_operation import PushOperation
-from paramserver.core.shard_effects import PullDone, PushDone
-from paramserver.core.shard_events import AssignPart, CaptureReceived, SetReceived
+from paramserver.core.shard import admission, pull_desk, set_operation
+from paramserver.core.shard.effects import PullDone, PushDone
+from paramserver.core.shard.events import AssignPart, CaptureReceived, SetReceived
+from paramserver.core.shard.partition import Partition
+from paramserver.core.shard.push_operation import PushOperation
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InternalError
 from paramserver.testing.shard_driver import ShardDriver
@@ -120,13 +120,13 @@ def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_over(
 def test_a_request_that_was_answered_before_the_bug_gets_no_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that was answered before the bug gets no second answer."""
     driver = served()
-    take = pulls.PullDesk.take
+    take = pull_desk.PullDesk.take
 
     def answers_and_fails(*args: Any) -> Any:
         take(*args)
         fails()
 
-    monkeypatch.setattr(pulls.PullDesk, "take", answers_and_fails)
+    monkeypatch.setattr(pull_desk.PullDesk, "take", answers_and_fails)
     assert isinstance(driver.outcome(driver.ask((0,))), PullDone)
     assert driver.core.waiting == 0
 
@@ -136,7 +136,7 @@ def test_a_pull_that_meets_a_bug_is_over_whoever_wakes_it(monkeypatch: pytest.Mo
     driver = served()
     pull = driver.ask((0,), min_version=1, wait_s=10.0)
     with monkeypatch.context() as broken:
-        broken.setattr(pulls, "_outcome_or_blocker", fails)
+        broken.setattr(pull_desk, "_outcome_or_blocker", fails)
         assert driver.push({0: ones()}).version == 1
     told(driver, pull)
     assert driver.core.waiting == 0

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.commit import Contribution
-from paramserver.core.shard_effects import Journal, StoreSnapshot
-from paramserver.core.shard_events import (
+from paramserver.core.shard.effects import Journal, StoreSnapshot
+from paramserver.core.shard.events import (
     AssignPart,
     Journaled,
     JournalRefused,

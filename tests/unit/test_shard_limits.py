@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from paramserver.core.partition_state import PartitionState
-from paramserver.core.shard_effects import PullDone, PulledPart, PushDone
-from paramserver.core.shard_events import PushPart, PushReceived
+from paramserver.core.shard.effects import PullDone, PulledPart, PushDone
+from paramserver.core.shard.events import PushPart, PushReceived
 from paramserver.errors import RequestError
 from paramserver.types import ModelKey
 from paramserver_node.setting_checks import size_bytes

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from paramserver.core.commit import Contribution
-from paramserver.core.shard_effects import LoadPartition, PullDone, PushDone
-from paramserver.core.shard_events import ModelView, StorageChanged
+from paramserver.core.shard.effects import LoadPartition, PullDone, PushDone
+from paramserver.core.shard.events import ModelView, StorageChanged
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver

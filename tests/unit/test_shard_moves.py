@@ -5,8 +5,8 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.commit import Commit, Contribution
-from paramserver.core.shard_effects import Apply, LoadPartition, PullDone, StoreSnapshot
-from paramserver.core.shard_events import CaptureReceived, JournalLost, RosterChanged, SnapshotDone
+from paramserver.core.shard.effects import Apply, LoadPartition, PullDone, StoreSnapshot
+from paramserver.core.shard.events import CaptureReceived, JournalLost, RosterChanged, SnapshotDone
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 

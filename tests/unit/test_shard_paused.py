@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from paramserver.core.shard_effects import PushDone
+from paramserver.core.shard.effects import PushDone
 from paramserver.errors import problem
 from paramserver.types import ModelKey
 from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header

@@ -8,8 +8,8 @@ from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core.commit import Contribution
-from paramserver.core.shard_effects import PushDone
-from paramserver.core.shard_events import MapChanged, RosterChanged, WorkerAnswered
+from paramserver.core.shard.effects import PushDone
+from paramserver.core.shard.events import MapChanged, RosterChanged, WorkerAnswered
 from paramserver.errors import FencedError, PsError, StaleMapError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import PushId

@@ -14,8 +14,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout
-from paramserver.core.shard import ShardCore
-from paramserver.core.shard_events import (
+from paramserver.core.shard.core import ShardCore
+from paramserver.core.shard.events import (
     AssignPart,
     CommitDecided,
     ModelView,

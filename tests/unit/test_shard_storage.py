@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from tests.refusals import refused_with
 
 from paramserver import limits
-from paramserver.core.shard_effects import Journal, StoreSnapshot
-from paramserver.core.shard_events import Journaled, JournalLost, JournalRefused, SnapshotDone, StorageChanged
+from paramserver.core.shard.effects import Journal, StoreSnapshot
+from paramserver.core.shard.events import Journaled, JournalLost, JournalRefused, SnapshotDone, StorageChanged
 from paramserver.types import PushId
 from paramserver_shard import snapshot_format
 

@@ -12,10 +12,9 @@ from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core.commit import Commit
-from paramserver.core.served_model import ServedModel
 from paramserver.core.settings import model_settings_document
-from paramserver.core.shard_effects import Apply, PullDone
-from paramserver.core.shard_events import (
+from paramserver.core.shard.effects import Apply, PullDone
+from paramserver.core.shard.events import (
     AssignPart,
     CommitDecided,
     PushReceived,
@@ -23,6 +22,7 @@ from paramserver.core.shard_events import (
     SetReceived,
     WorkerAnswered,
 )
+from paramserver.core.shard.served_model import ServedModel
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, FencedError, PsError, RequestError, StaleMapError
 from paramserver.testing.shard_driver import ShardDriver, push_part

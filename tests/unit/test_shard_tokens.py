@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from tests.refusals import refused_with
 
 from paramserver.core.commit import Contribution
-from paramserver.core.shard_effects import Apply, Journal, LoadPartition, StoreSnapshot
-from paramserver.core.shard_events import (
+from paramserver.core.shard.effects import Apply, Journal, LoadPartition, StoreSnapshot
+from paramserver.core.shard.events import (
     AssignPart,
     Journaled,
     JournalLost,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from paramserver.core.partition import Partition
-from paramserver.core.shard_effects import StoreSnapshot
-from paramserver.core.shard_events import JournalLost, ModelView, SnapshotDone
+from paramserver.core.shard.effects import StoreSnapshot
+from paramserver.core.shard.events import JournalLost, ModelView, SnapshotDone
+from paramserver.core.shard.partition import Partition
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PartitionKey, PushId
 

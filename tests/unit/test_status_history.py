@@ -10,8 +10,8 @@ import pytest
 
 import paramserver
 from paramserver import limits
-from paramserver.core import scheduler_io as io
-from paramserver.core.runs import RESTARTS_MAX
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.runs import RESTARTS_MAX
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey
 from paramserver_scheduler import overview, status_broadcast, watch

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver.core.commit import Commit
-from paramserver.core.partition import Partition
 from paramserver.core.partition_state import PartitionState
 from paramserver.core.settings import model_settings_document
-from paramserver.core.shard_events import AssignPart, CommitDecided, ModelView, SetReceived
+from paramserver.core.shard.events import AssignPart, CommitDecided, ModelView, SetReceived
+from paramserver.core.shard.partition import Partition
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PushId
 

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paramserver.core.shard_effects import PartVersion, PushDone
+from paramserver.core.shard.effects import PartVersion, PushDone
 from paramserver.types import ModelKey, PushState
 from paramserver.wire.frame import PushFrame, PushPart
 from paramserver_node import tally

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from tests.refusals import refused_with
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
 from paramserver.core.commit import Commit, Contribution
-from paramserver.core.shard_events import AssignPart, SetReceived
+from paramserver.core.scheduler import io
+from paramserver.core.shard.events import AssignPart, SetReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.testing.shard_driver import ShardDriver

@@ -7,9 +7,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_events import Tick
+from paramserver.core.shard.events import Tick
+from paramserver.core.shard.timers import Timers
 from paramserver.core.spec import ModelSpec
-from paramserver.core.timers import Timers
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import F32
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver import limits
+from paramserver.core.shard.window import EarlierAnswer, PushMemory
 from paramserver.core.spec import ModelSpec
-from paramserver.core.window import EarlierAnswer, PushMemory
 from paramserver.errors import FencedError, PsError
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PushId

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.core.fields import MODEL_NAME
-from paramserver.core.runs import is_allowed
+from paramserver.core.scheduler.runs import is_allowed
 from paramserver.errors import RequestError
 from paramserver.examples import digits
 from paramserver_worker import entry

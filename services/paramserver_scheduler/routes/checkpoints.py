@@ -5,8 +5,8 @@ Names are single path components.  Checkpoints that the SDK writes to the client
 
 from fastapi import APIRouter, Request, Response
 
-from paramserver.core import scheduler_io as io
 from paramserver.core.fields import check_model_name
+from paramserver.core.scheduler import io
 from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from paramserver import limits
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.race import while_there

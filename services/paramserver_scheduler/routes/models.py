@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
 from paramserver_node import negotiate

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
 
 from paramserver import __version__
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.errors import PsError, problem
 from paramserver_node.middleware import no_body_deadline
 from paramserver_node.roles import role

@@ -5,7 +5,7 @@ Nothing here starts a process or transfers code: a run names a function that its
 
 from fastapi import APIRouter, Request, Response
 
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies

@@ -16,8 +16,8 @@ from paramserver.client.streaming import AsyncPushStream
 from paramserver.client.tasks import Task
 from paramserver.client.worker_base import LEAVE_S, WorkerBase, of_another_process
 from paramserver.codecs.codec import Codec
+from paramserver.core.scheduler.tasks import EVALUATE
 from paramserver.core.selection import Names, Ranges
-from paramserver.core.tasks import EVALUATE
 from paramserver.errors import PsError, problem
 from paramserver.net.calls import Call, Deadline
 from paramserver.types import DTypeLike

@@ -88,8 +88,8 @@ def restore(
     whatever its current settings are.
     """
     from paramserver import checkpoint
-    from paramserver.core.documents import check_states
     from paramserver.core.fields import check_model_name
+    from paramserver.core.scheduler.documents import check_states
 
     found = checkpoint.read(os.fspath(path))
     document = found.spec.document()
@@ -131,7 +131,7 @@ def _create(cluster: Cluster, document: Mapping[str, Any], token: str, deadline:
 def _set_all(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
     """Set the model to a checkpoint and tell the scheduler; return its map."""
     from paramserver.core.assembly import scatter, versions
-    from paramserver.core.documents import in_pieces
+    from paramserver.core.scheduler.documents import in_pieces
 
     # First: if the checkpoint is of another model, nothing of this one is changed.
     states = scatter(model_map.layout, found.params, found.slots, found.steps, found.spec.optimizer)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 from paramserver.client.cluster import model_path
-from paramserver.core.documents import check_document
-from paramserver.core.series import check_metrics, in_json
+from paramserver.core.scheduler.documents import check_document
+from paramserver.core.scheduler.series import check_metrics, in_json
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Deadline, json_bytes, json_request
 from paramserver.net.retry import deliver_json

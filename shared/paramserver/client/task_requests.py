@@ -10,7 +10,7 @@ from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.client.tasks import Task
 from paramserver.client.turns import Held
-from paramserver.core.series import in_json
+from paramserver.core.scheduler.series import in_json
 from paramserver.errors import PsError, problem
 from paramserver.net.calls import ATTEMPT_S, POLL_S, Call, Clock, Deadline, Pause, json_request
 from paramserver.net.retry import deliver_json

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paramserver.client.turns import Held, Turn
-from paramserver.core.tasks import EVALUATE
+from paramserver.core.scheduler.tasks import EVALUATE
 
 
 @dataclass(frozen=True, slots=True)

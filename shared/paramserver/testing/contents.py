@@ -3,9 +3,9 @@
 from collections.abc import Hashable, Iterable
 from typing import Final
 
-from paramserver.core.partition import Partition
 from paramserver.core.partition_state import PartitionState
-from paramserver.core.served_model import ServedModel
+from paramserver.core.shard.partition import Partition
+from paramserver.core.shard.served_model import ServedModel
 from paramserver.types import PartitionKey, Token
 
 Element = tuple[float, ...]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.errors import PsError, problem
 from paramserver.testing.schedulers import Document, SimScheduler
 from paramserver.testing.world import Answer

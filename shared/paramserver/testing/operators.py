@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_count, slot_names
 from paramserver.core.optimizer_spec import OptimizerSpec
-from paramserver.core.shard_events import AssignPart, SetReceived
+from paramserver.core.scheduler import io
+from paramserver.core.shard.events import AssignPart, SetReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.schedulers import SimScheduler

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paramserver.core import scheduler_io as io
-from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.core import SchedulerCore
 from paramserver.errors import PsError, problem
 from paramserver.testing.contents import Contents
 from paramserver.testing.nodes import Node

@@ -18,16 +18,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import kernels
-from paramserver.core import initial
 from paramserver.core.commit import Commit, Contribution
-from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import initial_slots, slot_names
 from paramserver.core.partition_state import Capture, LoadedState, PartitionState
-from paramserver.core.replay import replay
 from paramserver.core.settings import model_settings_document
-from paramserver.core.shard import ShardCore
-from paramserver.core.shard_effects import (
+from paramserver.core.shard import initial
+from paramserver.core.shard.core import ShardCore
+from paramserver.core.shard.effects import (
     Apply,
     AskWorker,
     AssignTask,
@@ -44,7 +42,7 @@ from paramserver.core.shard_effects import (
     Task,
     ValuesKept,
 )
-from paramserver.core.shard_events import (
+from paramserver.core.shard.events import (
     Applied,
     CommitDecided,
     Event,
@@ -61,6 +59,8 @@ from paramserver.core.shard_events import (
     Tick,
     WorkerAnswered,
 )
+from paramserver.core.shard.journal import JournalEntry
+from paramserver.core.shard.replay import replay
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.types import F32, AnyArray, DType, ModelKey, PartitionKey, PushId, Token

@@ -6,13 +6,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from paramserver.core import scheduler_io as io
 from paramserver.core.heartbeat_rows import LostRow
-from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import LoadedState
-from paramserver.core.shard import ShardCore
-from paramserver.core.shard_effects import (
+from paramserver.core.scheduler import io
+from paramserver.core.shard.core import ShardCore
+from paramserver.core.shard.effects import (
     Apply,
     AskWorker,
     Effect,
@@ -25,7 +24,7 @@ from paramserver.core.shard_effects import (
     Resync,
     StoreSnapshot,
 )
-from paramserver.core.shard_events import (
+from paramserver.core.shard.events import (
     Applied,
     CommitDecided,
     Event,
@@ -45,6 +44,7 @@ from paramserver.core.shard_events import (
     Tick,
     WorkerAnswered,
 )
+from paramserver.core.shard.journal import JournalEntry
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.limits import SERVE_WITHOUT_CONTACT_S

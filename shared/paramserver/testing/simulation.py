@@ -25,9 +25,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from paramserver.core import scheduler_io as io
-from paramserver.core.scheduler import SchedulerCore
-from paramserver.core.shard_effects import PulledPart
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.core import SchedulerCore
+from paramserver.core.shard.effects import PulledPart
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.data import ASSIGNMENTS, PASSES, RANGES, Tasks

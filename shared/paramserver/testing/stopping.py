@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Final
 
-from paramserver.core import scheduler_io as io
-from paramserver.core.shard_events import SaveAll
+from paramserver.core.scheduler import io
+from paramserver.core.shard.events import SaveAll
 from paramserver.errors import PsError
 from paramserver.limits import STOP_S
 from paramserver.testing.shards import SimShard

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from paramserver.core.journal import JournalEntry
 from paramserver.core.partition_state import Capture, LoadedState
-from paramserver.core.replay import replay
-from paramserver.core.shard_effects import LoadPartition, StoreSnapshot
-from paramserver.core.shard_events import ModelView
+from paramserver.core.shard.effects import LoadPartition, StoreSnapshot
+from paramserver.core.shard.events import ModelView
+from paramserver.core.shard.journal import JournalEntry
+from paramserver.core.shard.replay import replay
 from paramserver.errors import problem
 from paramserver.testing.shard_driver import InMemoryStore, loaded, perform
 from paramserver.types import ModelKey, PartitionKey, Token

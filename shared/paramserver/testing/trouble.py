@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Final
 
-from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import io
 from paramserver.errors import PsError
 from paramserver.testing.nodes import Node
 from paramserver.testing.workers import SimClient

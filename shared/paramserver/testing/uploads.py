@@ -6,11 +6,11 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
-from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
-from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.core import SchedulerCore
 from paramserver.core.selection import select
-from paramserver.core.shard_events import AssignPart, SetReceived
+from paramserver.core.shard.events import AssignPart, SetReceived
 from paramserver.errors import PsError
 from paramserver.testing.workers import SimClient
 from paramserver.testing.world import Script

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from msgspec.structs import replace
 
-from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
-from paramserver.core.scheduler import SchedulerCore
-from paramserver.core.shard_effects import PullDone, PulledPart, PushDone
-from paramserver.core.shard_events import PullReceived, PushReceived
+from paramserver.core.scheduler import io
+from paramserver.core.scheduler.core import SchedulerCore
+from paramserver.core.shard.effects import PullDone, PulledPart, PushDone
+from paramserver.core.shard.events import PullReceived, PushReceived
 from paramserver.errors import PsError, problem
 from paramserver.testing.shard_driver import push_part
 from paramserver.testing.world import Script

@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 from tests.servers import running_redis
 
-from paramserver.core.journal import JournalEntry
 from paramserver.core.partition_state import Capture, HeldPart, PartitionState
-from paramserver.core.window import PushMemory
+from paramserver.core.shard.journal import JournalEntry
+from paramserver.core.shard.window import PushMemory
 from paramserver.types import ModelKey, PartitionKey, PushId, make_token
 from paramserver_node import redis as node_redis
 from paramserver_shard.buffers import BufferPool

@@ -1,0 +1,400 @@
+"""Shards: joins, reports and deaths; ownership of partitions, completion of cuts, refilling of an emptied Redis."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from typing import Any, Final
+
+from paramserver import limits
+from paramserver.core.fields import finite, is_name
+from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
+from paramserver.core.scheduler.cluster import Cluster
+from paramserver.core.scheduler.io import JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
+from paramserver.core.scheduler.membership import Shard, expired
+from paramserver.core.scheduler.models import RESTORED, Model
+from paramserver.core.scheduler.move_desk import MoveDesk
+from paramserver.core.scheduler.owner import Owner
+from paramserver.core.scheduler.timeline import begin_sync, go_back, reload
+from paramserver.core.urls import is_address, is_node_url
+from paramserver.errors import problem
+
+ADDRESSES_MAX: Final = 16
+PARTITION_COST_BYTES: Final = 64 << 10
+"""What a partition costs its shard in requests: weighed by their bytes alone, many small models would not spread."""
+TOGETHER_S: Final = 30.0
+"""Shards that have gone within this time of the last one are expected to come back with the first one that does."""
+GATHER_S: Final = 2.0
+"""Time that the first shard waits for those before it is given all partitions, which would then move to them."""
+
+
+class ShardDesk:
+    """Handles shard events."""
+
+    def __init__(self, cluster: Cluster, moves: MoveDesk, now: float) -> None:
+        self.c = cluster
+        self.moves = moves
+        self._expected: set[str] = set()
+        """Shards that have gone together with one that has come back; until they are back, nothing is placed."""
+        self._expected_until_s = now + GATHER_S
+        """When everything is placed, whoever is missing.  At first for partitions that the last leader left waiting."""
+
+    def join(self, e: JoinShard, now: float) -> None:
+        if not is_name(e.name):
+            raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a shard", where="name")
+        addresses = _addresses(e.addresses)
+        self._check_redis(e)
+        old = self.c.shards.get(e.name)
+        if (old is None or not old.alive) and len(self.c.live_shards()) >= limits.SHARDS_MAX:
+            raise problem("too_many_requests", f"the cluster has {limits.SHARDS_MAX} shards, which is the limit")
+        self._expect_others(e.name, now)
+        epoch = 1 + (old.epoch if old else self.c.shard_floor)
+        shard = Shard(e.name, epoch, now, addresses=addresses, version=str(e.version)[:64])
+        self.c.shards[e.name] = shard
+        self._forget_names()
+        if old is not None:
+            self.c.fence(e.name, old.epoch)
+        self.c.save_shard(shard)
+        self.c.map_changed()
+        # The older incarnation is dead: withdraw the moves to it and reassign its partitions.
+        self.moves.withdraw_moves_to(e.name)
+        self.replace(e.name)
+        body = {"name": e.name, "epoch": shard.epoch, "lease_s": limits.LEASE_S, "term": self.c.term}
+        self.c.answer(e.request, body, 201)
+
+    def _expect_others(self, name: str, now: float) -> None:
+        """When the first shard of a whole cluster comes back, expect the others that have gone with the last one."""
+        if not self.c.live_shards():
+            last_s = max((s.gone_s for s in self.c.shards.values()), default=0.0)
+            self._expected = {s.name for s in self.c.shards.values() if last_s - s.gone_s <= TOGETHER_S}
+            self._expected_until_s = now + GATHER_S
+        self._expected.discard(name)
+
+    def _check_redis(self, e: JoinShard) -> None:
+        """Raise ConflictError (`conflict`) if the shard's Redis is not the schedulers'."""
+        if e.redis_term is not None and (e.redis_term < self.c.term or e.other_leader):  # a leader stores both first
+            terms = f"their term is {self.c.term}, its Redis has {e.redis_term or 'none'}"
+            if e.other_leader:
+                terms += ", of another leader"
+            raise problem(
+                "conflict",
+                f"shard '{e.name}' uses a different Redis than the schedulers: {terms}",
+                hint="give it the same PARAMSERVER_REDIS, down to the number of the database",
+            )
+
+    def leave(self, e: LeaveShard, now: float) -> None:
+        shard = self.c.joined_shard(e.name, e.epoch)
+        if e.stored and self.moves.cut_if_beyond(shard):
+            self.c.answer(e.request, {"left": False})
+            return
+        shard.left = True
+        self.mark_dead([shard], now)
+        self.c.answer(e.request, None, 204)
+
+    def expire(self, now: float) -> None:
+        """Declare shards dead whose lease has expired, and stop listing those that have been gone for too long.
+
+        If none is heard of any more, this scheduler may be cut off itself, while Redis lets them serve on: fenced, they
+        would stop, and go back to what they have stored.  So it waits longer; nobody could take over anyway.
+        """
+        live = [s for s in self.c.shards.values() if s.alive]
+        cut_off = len(live) > 1 and now - max(s.heard_s for s in live) > 2 * limits.HEARTBEAT_S
+        for shard in live:
+            shard.lease_s = limits.ALL_SILENT_S if cut_off else limits.LEASE_S
+        self.mark_dead(expired(self.c.shards.values(), now), now)
+        if now >= self._expected_until_s:
+            self._expected_until_s = inf
+            self._expected.clear()
+            self.place(*self.c.models.values())
+        for shard in self.c.shards.values():
+            shown_s = limits.SHARD_LEFT_LISTED_S if shard.left else limits.SHARD_DEAD_LISTED_S
+            if not shard.alive and shard.listed and now - shard.gone_s >= shown_s:
+                shard.listed, shard.metrics = False, {}
+                self.c.save_shard(shard)
+                self.c.map_changed()
+
+    def mark_dead(self, shards: Sequence[Shard], now: float) -> None:
+        """Mark these incarnations as dead: fence them, withdraw moves to them, reassign their partitions."""
+        for shard in shards:
+            shard.alive, shard.gone_s = False, now
+            self.c.save_shard(shard)
+            self.c.fence(shard.name, shard.epoch)
+            self.c.map_changed()
+            self.moves.withdraw_moves_to(shard.name)
+        for shard in shards:
+            self.replace(shard.name)
+
+    def _forget_names(self) -> None:
+        """Forget dead shards beyond the bound, longest gone first; `shard_floor` bars reuse of their epochs."""
+        gone = sorted((s for s in self.c.shards.values() if not s.alive), key=lambda s: s.gone_s)
+        for shard in gone[: max(0, len(self.c.shards) - limits.SHARD_NAMES_MAX)]:
+            self.c.shard_floor = max(self.c.shard_floor, shard.epoch)
+            del self.c.shards[shard.name]
+            self.c.drop(f"shard:{shard.name}")
+            self.c.fence(shard.name, 0)
+
+    def emptied(self, e: RedisEmptied, now: float) -> None:
+        """Store everything again from memory, under a new term and new tokens, because Redis has lost all data."""
+        self.c.term, self.c.tokens_given = e.term, 0
+        for shard in self.c.shards.values():
+            epoch = shard.epoch - 1 if shard.alive else shard.epoch
+            if epoch:
+                self.c.fence(shard.name, epoch)
+        for model in self.c.models.values():
+            model.cuts.give_up()  # nothing stored of it is left
+            if model.gate.sync and not model.durable:
+                # No cut is left.  Until there is a new one, a lost partition is loaded from its newest snapshot.
+                model.cuts.none_left()
+            for i, owner in enumerate(model.owners):
+                if model.partition(i) in e.unseen:
+                    self._take_back(owner)
+                if owner.shard is not None:
+                    self.c.renew_token(model, i)
+            self.c.place_changed(model)
+        self.c.save_everything()
+        self.c.forget_others()
+
+    def _take_back(self, owner: Owner) -> None:
+        """Undo a handover that no shard has been told of: the previous owner still has the partition in memory."""
+        if owner.previous is not None:
+            name, epoch, token = owner.previous
+            shard = self.c.shards.get(name)
+            if shard is not None and shard.alive and shard.epoch == epoch:
+                owner.shard, owner.token, owner.kept_from = name, token, 0
+
+    def feed(self, e: OpenFeed, now: float) -> None:
+        if e.shard is not None:
+            self.c.joined_shard(e.shard, e.epoch or 0)
+        documents = [
+            self.c.map_document(),
+            *(self.c.model_document(m, all_commits=True) for m in self.c.models.values()),
+        ]
+        self.c.answer(e.request, {"documents": documents})
+
+    # --- ownership ---
+
+    def replace(self, gone: str | None) -> None:
+        """Take away the partitions of the dead shard `gone`, if given; assign all without an owner to live shards."""
+        for model in self.c.models.values():
+            lost = [i for i, o in enumerate(model.owners) if gone is not None and o.shard == gone]
+            if lost:
+                self._lose(model, lost)
+        self.place(*self.c.models.values())
+
+    def _lose(self, model: Model, lost: Sequence[int]) -> None:
+        """Take these partitions from their dead owner, and decide what state the model continues from."""
+        for i in lost:
+            model.owners[i].shard = model.owners[i].from_version = None
+            model.owners[i].withdraw_move()
+        stored = model.ready or RESTORED in model.missing or (bool(model.lost) and not model.gate.sync)
+        if stored and (model.durable or not model.gate.sync):
+            model.source = "snapshot"
+            model.cuts.give_up()  # with its journal, a partition may start beyond that clock
+            self.c.save_clock(model)
+        elif go_back(self.c, model):
+            pass  # sync at `applied`: to the newest clock that all partitions have stored (semantics 4)
+        elif model.ready and model.cuts.lacks_first:
+            reload(self.c, model, "snapshot", model.next_phase_clock, opening=True)
+            model.cuts.wanted = True
+        else:
+            self._begin_anew(model)
+        self.c.place_changed(model)
+
+    def _begin_anew(self, model: Model) -> None:
+        """Restart a model of which nothing is stored: random values are drawn again, others requested or read again."""
+        complete = model.ready or bool(model.lost)
+        model.missing = {*model.spec.uploads, *model.spec.files}
+        model.missing |= {RESTORED} if model.restored else set()
+        if complete and model.missing:
+            model.lost = set(range(len(model.owners)))
+        model.upload_until_s = 0.0
+        self.c.load_files(model)
+        # Partitions of a journaled model still load what is stored of them, which must not be ahead of the new clock.
+        committed = model.durable and model.gate.sync and model.gate.clock > 0
+        clock = model.next_phase_clock if committed else 0
+        reload(self.c, model, "init", clock, opening=model.gate.opening)
+        self.c.save_model(model)
+
+    def place(self, *models: Model) -> None:
+        """Assign the partitions of these models that have no owner to live shards, unless others are expected."""
+        if self._expected:
+            return
+        eligible = self.c.eligible_shards()
+        live = [n for n in eligible if not self.c.shards[n].storage_away] or eligible
+        waiting = [m for m in models if any(o.shard is None for o in m.owners)]
+        if not waiting or not live:
+            return
+        total = dict.fromkeys(live, 0)
+        for model in self.c.models.values():
+            for i, owner in enumerate(model.owners):
+                if owner.shard in total:
+                    total[owner.shard] += model.bytes_of(i) + PARTITION_COST_BYTES
+        for model in waiting:
+            orphans = {i: model.bytes_of(i) for i, o in enumerate(model.owners) if o.shard is None}
+            for i, shard in assign(orphans, live, _held(model, live), total).items():
+                total[shard] += orphans[i] + PARTITION_COST_BYTES
+                owner = model.owners[i]
+                owner.shard, previous = shard, owner.previous
+                self.c.give_token(model, i)
+                owner.previous = previous
+            self.c.place_changed(model)
+
+    # --- reports ---
+
+    def heartbeat(self, e: ShardHeartbeat, now: float) -> None:
+        shard = self.c.joined_shard(e.name, e.epoch)
+        served = [ServedRow(*_checked(r, 8, "partitions")) for r in e.partitions]
+        cuts = [CutRow(*_checked(r, 5, "cuts")) for r in e.cuts]
+        released = [ReleasedRow(*_checked(r, 6, "released")) for r in e.released]
+        lost = [LostRow(*_checked(r, 4, "lost")) for r in e.lost]
+        loads = [_checked(_load_row(r), 4, "loads") for r in e.loads]
+        shard.heard_s = now
+        shard.metrics = e.metrics
+        shard.memory_limit_bytes, shard.memory_used_bytes = _memory(e.memory)
+        for row in served:
+            model = self.c.owned(e.name, row)
+            if model is not None:
+                self._served(model, row, now)
+        for cut in cuts:
+            model = self.c.owned(e.name, cut)
+            if model is None or cut.clock != model.cuts.pending:
+                continue
+            if model.cuts.stored(cut.partition, len(model.owners)):
+                self.c.save_clock(model)
+                self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
+        self.moves.released(e.name, released, now)
+        self.moves.loads(e.name, loads)
+        self.moves.storage_of(shard, e.metrics.get("redis_away") is True)
+        self._lost(e.name, lost)
+        self.c.answer_now(e.request, {"state": shard.state})
+
+    def _served(self, model: Model, row: ServedRow, now: float) -> None:
+        owner = model.owners[row.partition]
+        nothing_to_store = row.durable_version >= row.version
+        if nothing_to_store or row.durable_version > owner.durable_version or owner.from_version is None:
+            owner.stored_s = now
+        owner.version, owner.durable_version, owner.kept_from = row.version, row.durable_version, 0
+        owner.heard, begins = True, owner.from_version is None
+        if begins:
+            owner.from_version, owner.previous = row.version, None
+            self.c.unbalanced = True  # it may be moved now
+            self.c.mark_dirty(model)
+        if row.revision > model.revision:
+            # Redis has lost what the last leader stored, and that leader has ended.  Partitions take no older one.
+            model.revision = row.revision + 1
+            self.c.save_model(model)
+            self.c.model_changed(model)
+        if owner.revision != row.revision:
+            owner.revision = row.revision
+            self.c.mark_dirty(model)
+        if row.commits_from > owner.commits_from:
+            self.c.mark_dirty(model)  # Its commits may have waited for this.
+        owner.commits_from = row.commits_from
+        if begins:
+            self._check_clock(model, row)
+
+    def _check_clock(self, model: Model, row: ServedRow) -> None:
+        """Go back, or with a journal begin a new sync phase, if a partition starts before the oldest kept commit.
+
+        Part of its state was lost with the data of Redis, so it can never reach the others' clock, and a new phase
+        begins with the values there are.  A partition stored before the present timeline starts at the timeline's
+        beginning.  If nothing of a journaled one is durable, its owner has it in memory since before Redis was emptied,
+        or has initial values: the version tells which.
+        """
+        first = model.commits[0][1].t if model.commits else model.gate.clock
+        told = not model.durable or row.commits_from or row.durable_version
+        reached = max(row.commits_from, model.began) if told else row.version
+        if not model.gate.sync or not model.ready or model.gate.opening or reached >= first:
+            return
+        if go_back(self.c, model):
+            self.c.place_changed(model)
+        else:
+            begin_sync(self.c, model)
+
+    def _lost(self, shard: str, rows: Sequence[LostRow]) -> None:
+        """Request again the values of partitions that were never stored and cannot be drawn."""
+        for row in rows:
+            model, index = self.c.owned(shard, row), row.partition
+            if model is None or model.owners[index].source == "init":
+                continue
+            if model.gate.sync:
+                self._begin_anew(model)
+                self.c.place_changed(model)
+                continue
+            names = {p.name for p in model.params_in(index) if model.restored or p.init.kind in ("upload", "file")}
+            if names and (model.ready or model.lost):
+                model.lost.add(index)
+            model.missing |= names
+            model.upload_until_s = 0.0
+            self.c.load_files(model)
+            self.c.give_token(model, index, "init")
+            self.c.save_model(model)
+            self.c.place_changed(model)
+
+
+def _addresses(given: Sequence[Any]) -> tuple[str, ...]:
+    """Return the addresses of a shard; raises RequestError (`invalid_field`) unless they are such, a URL first."""
+    if not 0 < len(given) <= ADDRESSES_MAX or not all(isinstance(a, str) and len(a) < 256 for a in given):
+        raise problem("invalid_field", f"addresses: must be a list of 1 to {ADDRESSES_MAX} URLs", where="addresses")
+    wrong = next((a for a in given if not is_address(a)), None)
+    if wrong is not None or not is_node_url(given[0]):
+        detail = f"addresses: must be like http://HOST:PORT, not {wrong or given[0]!r:.80}"
+        raise problem("invalid_field", detail, where="addresses")
+    return tuple(given)
+
+
+def assign(
+    orphans: Mapping[int, int], shards: Iterable[str], held: Mapping[str, int], total: Mapping[str, int]
+) -> dict[int, str]:
+    """Return the shard for each partition in `orphans` (index -> bytes); empty if there are no shards.
+
+    Greedy, largest partition first, onto the shard that holds the least of the model (Graham 1969, longest processing
+    time): starting from nothing, the loads of two shards differ by at most one partition.
+
+    `held`: bytes of this model that each shard has already; `total`: bytes of all models, which breaks ties so that
+    many small models spread as well.
+    """
+    load = {s: (held.get(s, 0), total.get(s, 0)) for s in shards}
+    out: dict[int, str] = {}
+    if not load:
+        return out
+    for index in sorted(orphans, key=lambda i: (-orphans[i], i)):
+        shard = min(load, key=lambda s: (*load[s], s))
+        own, everything = load[shard]
+        load[shard] = (own + orphans[index], everything + orphans[index])
+        out[index] = shard
+    return out
+
+
+def _held(model: Model, shards: Sequence[str]) -> dict[str, int]:
+    """Bytes of the model that each of these shards owns."""
+    held = dict.fromkeys(shards, 0)
+    for i, owner in enumerate(model.owners):
+        if owner.shard in held:
+            held[owner.shard] += model.bytes_of(i)
+    return held
+
+
+def _checked(row: Any, length: int, where: str) -> tuple[Any, ...]:
+    if (
+        not isinstance(row, list | tuple)
+        or len(row) != length
+        or not isinstance(row[0], str)
+        or not all([type(n) is int for n in row[1:]])
+    ):
+        detail = f"{where}: each must be a list of {length} values: a model name, then integers"
+        raise problem("invalid_field", detail, where=where)
+    return tuple(row)
+
+
+def _load_row(row: Any) -> Sequence[Any]:
+    """Return the row with its last value, which may be a fraction, rounded; () if it is not valid."""
+    if isinstance(row, Sequence) and len(row) == 4 and finite(row[3]):
+        return [*row[:3], round(row[3])]
+    return ()
+
+
+def _memory(value: Any) -> tuple[int, int]:
+    """Return (limit, used) in bytes from a heartbeat; 0 for one that it does not report."""
+    limit, used = (value.get(k, 0) if isinstance(value, Mapping) else 0 for k in ("limit_bytes", "used_bytes"))
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (limit, used)):
+        raise problem("invalid_field", "memory: must be whole numbers of bytes", where="memory")
+    return limit, used

@@ -1,0 +1,189 @@
+"""Events that the workers of a model send to the scheduler's core; see `io`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct, field
+
+from paramserver.types import Json
+
+
+class JoinWorker(Struct, frozen=True):
+    """POST /models/{m}/workers.
+
+    Answer 201 {"worker","epoch","rank","lease_s","clock","timeline","generation","state","first"}.  The id is
+    `{m}/{name}`; a name with a '/' is used as it is (an id issued before, `run-7/w0`); without a name it is `{m}/wN`.
+    `state` is the last `state` that the previous incarnation under that id sent, or null.  `first` says whether its
+    rank is the lowest of the live workers'.
+    """
+
+    request: int
+    model: str
+    name: str | None = None
+    rank: int | None = None
+    above: int | None = None
+    lease_s: float | None = None
+    """Seconds it may be silent before it is declared dead; None: the default lease."""
+    attempt: str | None = None
+    """For a join without a name: any unique text.  Repeating it, after a lost answer, returns the same worker."""
+
+
+class WorkerHeartbeat(Struct, frozen=True):
+    """PUT /models/{m}/workers/{w}.
+
+    Answer {"state":"active"|"draining"|"paused"|"stop","min_clock","timeline","evaluate","first","state_kept"}:
+    `evaluate` says that an evaluation task is waiting, `first` is as in the answer to a join, and `state_kept` is false
+    if the state may not be stored yet, because it is new or nothing can be stored: it is to be sent again.  `stop` is
+    told once the end of the run is stored; while nothing can be stored, it is `paused`.  Errors: 409 `fenced`, or
+    `rolled_back` (members timeline and clock).
+    """
+
+    request: int
+    model: str
+    worker: str
+    epoch: int
+    clock: int | None = None
+    timeline: int | None = None
+    """None: a plain client; one 409 tells it of a rollback, and from then on it is assumed to know."""
+    metrics: Json = field(default_factory=dict)
+    state: Any = None
+    """Anything the worker wants kept with checkpoints (its iterator, its random state); None: unchanged."""
+    since: int | None = None
+    """As in `ReportClock`."""
+
+
+class LeaveWorker(Struct, frozen=True):
+    """DELETE /models/{m}/workers/{w}.  Answer 204; idempotent."""
+
+    request: int
+    model: str
+    worker: str
+    epoch: int | None = None
+
+
+class DrainWorker(Struct, frozen=True):
+    """Ask one worker to finish: its heartbeats answer `draining`.  Answer 200 {"worker","state"}."""
+
+    request: int
+    model: str
+    worker: str
+
+
+class ClockStaged(Struct, frozen=True):
+    """A shard has accepted a push that ends its worker's iteration, and reports the clock on the worker's behalf.
+
+    It counts as the worker's own report once all shards that the push went to have sent it.  No answer: late and stale
+    reports are ignored, and the worker, which waits at the shard, asks the scheduler itself after a while.
+    """
+
+    shard: str
+    shard_epoch: int
+    model: str
+    generation: int
+    worker: str
+    epoch: int
+    seq: int
+    """The push's seq."""
+    clock: int
+    """Iterations finished, as in `ReportClock`."""
+    timeline: int
+    shards: int
+    """Number of shards that the push went to."""
+
+
+class ReportClock(Struct, frozen=True):
+    """POST /models/{m}/clock: iterations finished, as an absolute number; idempotent.
+
+    Answer {"released","late","clock","min_clock","version","waiting_for","timeline","state","evaluate"} when released,
+    or after `wait_s` with `released` false.  `late`: the report came after the commit of the iteration, which has
+    dropped what was pushed for it (sync with `late: drop`).  `clock` is the one to work on next: above the one reported
+    if the others have gone on without this worker (sync with a quorum).  A worker whose request is parked here counts
+    as alive.
+    """
+
+    request: int
+    model: str
+    worker: str
+    epoch: int
+    clock: int
+    timeline: int | None = None
+    wait_s: float = 0.0
+    since: int | None = None
+    """The worker has skipped no clock from this one up to `clock`; None: from where it was last told to go on."""
+
+
+class ReportMetrics(Struct, frozen=True):
+    """POST /models/{m}/metrics.  Answer 200 {"accepted": number of values}."""
+
+    request: int
+    model: str
+    metrics: Json
+    worker: str | None = None
+    clock: int | None = None
+
+
+class RegisterDataset(Struct, frozen=True):
+    """POST /models/{m}/tasks.  Answer 201 with the dataset's document, 200 if it exists, 409 `conflict` if it differs.
+
+    Either `ranges` ([[start, stop], ...]) or `size` cut into pieces of `task_size`.
+    """
+
+    request: int
+    model: str
+    dataset: str
+    size: int | None = None
+    task_size: int | None = None
+    ranges: Sequence[Sequence[int]] | None = None
+    uri: str | None = None
+    assignment: str = "dynamic"
+    """`dynamic`: the next free range; `static`: range i belongs to the (i mod workers)-th live rank."""
+    passes: int | None = 1
+    """Number of times the data is processed; None: forever."""
+
+
+class DeleteDataset(Struct, frozen=True):
+    """DELETE /models/{m}/tasks/{dataset}: forget it and its progress.  Answer 204, 404 `unknown_task`."""
+
+    request: int
+    model: str
+    dataset: str
+
+
+class LeaseTask(Struct, frozen=True):
+    """POST /models/{m}/tasks/lease.
+
+    Answer 200 {"task": {...}|null, "finished": bool, "clock", "timeline"}; a task is {"id","kind":"range","dataset",
+    "uri","pass","index","start","stop"} or, for the dataset named `evaluate`, {"id","kind":"evaluate","clock"}.
+    Waits up to `wait_s` for a task as long as there may be one; meanwhile barriers do not wait for the worker, except
+    with `evaluate`.
+    """
+
+    request: int
+    model: str
+    worker: str
+    epoch: int
+    dataset: str
+    wait_s: float = 0.0
+    holding: Sequence[str] | None = None
+    """Ids of the dataset's tasks that it still works on; its other leases are freed.  None: it keeps all leases."""
+
+
+class TaskDone(Struct, frozen=True):
+    """POST /models/{m}/tasks/{id}/done.  Answer 200 {"id","done":true}; idempotent.
+
+    `metrics`: the result of an evaluation.
+    """
+
+    request: int
+    model: str
+    worker: str
+    epoch: int
+    task: str
+    metrics: Json = field(default_factory=dict)
+
+
+class RequestEvaluation(Struct, frozen=True):
+    """Request an evaluation at the current clock.  Answer 201 {"id","clock"}."""
+
+    request: int
+    model: str

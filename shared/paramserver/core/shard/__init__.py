@@ -1,0 +1,1 @@
+"""Decisions of a shard: what it owns, in which order pushes are applied, and what is stored before an answer."""
