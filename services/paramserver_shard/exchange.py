@@ -31,7 +31,7 @@ from paramserver_shard.runtime import Runtime
 MAP_REFRESH_S: Final = 1.0
 """How long refused parts wait for a newer map before the second attempt."""
 _COUNTS_TWICE: Final = "the push was applied and may be lost: look first; sent again without an id it may count twice"
-_UNDER_ITS_ID: Final = "send it again, a push under its id: without one it may count twice"
+_UNDER_ITS_ID: Final = "under its id or key, send it again; without one look first: it may count twice"
 
 
 class WantedPart(Struct, frozen=True):
@@ -246,7 +246,9 @@ def with_partial_progress(error: BaseException, accepted: Sequence[int]) -> Base
     """
     if not accepted or not isinstance(error, PsError):
         return error
-    code, hint = ("in_doubt", _UNDER_ITS_ID) if error.retryable else (error.code, error.hint)
+    code, hint = error.code, error.hint
+    if error.retryable:
+        code, hint = "in_doubt", hint if hint == _COUNTS_TWICE else _UNDER_ITS_ID
     detail = f"{error.detail}; partitions {list(accepted)} have already applied or staged it"
     members = {**error.members, "partitions": list(accepted)}
     return problem(code, detail, hint=hint, errors=error.errors, **members)

@@ -65,6 +65,23 @@ def test_a_step_that_the_others_may_have_gone_on_with_is_not_dropped(code: str) 
 
 
 @pytest.mark.parametrize("way", ["clock", "heartbeat"])
+def test_a_step_of_a_model_that_left_sync_meanwhile_is_not_dropped(way: str) -> None:
+    """When a model leaves sync, what is staged counts, also that of a worker that has lost its lease."""
+    node = Waiting("fenced", way)
+    accepts = Shard.__call__
+
+    def accepted_last(self: Waiting, request: Request) -> Outcome:
+        outcome = accepts(self, request)
+        if request.path == "/push":
+            self.mode = "async"
+        return outcome
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Shard, "__call__", accepted_last)
+        assert drive(node.iterations.step(GRAD, {}, deadline(), None), node).state == "staged"
+
+
+@pytest.mark.parametrize("way", ["clock", "heartbeat"])
 @pytest.mark.parametrize("code", ["rolled_back", "fenced"])
 def test_an_exchange_whose_gradient_was_undone_does_not_say_that_it_counts(code: str, way: str) -> None:
     """If the pull after an undone gradient fails, no hint says that another step would count the gradient twice."""

@@ -21,7 +21,7 @@ from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request
 from paramserver.net.retry import FIRST_S, LONGEST_S, Backoff
 
 from .session_node import BEAT, GRAD, Node, deadline, no, ok, opened
-from .sharding import A, Now, Shards, drive, expected, grads, terms
+from .sharding import A, Now, Shards, drive, expected, grads, refusal, terms
 from .test_client_iterations import Shard
 from .test_client_tasks import LEASE
 
@@ -107,7 +107,11 @@ def test_a_node_that_cannot_be_reached_is_tried_again_soon() -> None:
     assert 1.5 < max(backoff.pause(loading).seconds for _ in range(500)) <= LONGEST_S
 
 
-def test_while_a_shard_cannot_be_reached_the_map_is_asked_for_once_a_second() -> None:
+@pytest.mark.parametrize(
+    "outcome",
+    [problem("unreachable", "connection refused"), refusal("unavailable", "it has not joined", retry_after_s=0.2)],
+)
+def test_while_a_shard_serves_nobody_the_map_is_asked_for_once_a_second(outcome: Outcome) -> None:
     """All workers miss a dead shard at the same time: the scheduler is not asked for each of their attempts."""
     shards, now = Shards(), Now()
     cluster, died = Cluster(("http://given:1",)), now()
@@ -115,15 +119,14 @@ def test_while_a_shard_cannot_be_reached_the_map_is_asked_for_once_a_second() ->
     def answer(request: Request) -> Outcome:
         if request.to == A and request.path == "/push" and now() < died + 4.0:
             attempts.append(now())
-            return problem("unreachable", "connection refused")
+            return outcome
         return shards(request)
 
     attempts: list[float] = []
     drive(transfer.push(cluster, "m", Deadline.after(60.0, now), grads(), terms()), answer, now)
     maps = [path for _, path in shards.log if path == "/models/m"]
     assert shards.flat.tolist() == expected().tolist()
-    assert len(attempts) >= 8
-    assert now() < died + 4.6
+    assert len(attempts) >= 4
     assert len(maps) <= 6  # one before the first attempt, one after it, and one in each second that follows
 
 

@@ -153,6 +153,15 @@ async def test_a_push_of_which_owners_may_have_taken_parts_is_told_as_that(
     assert (error.hint != hint) == (code == "in_doubt"), "a part was changed"
 
 
+async def test_a_push_that_may_be_lost_is_to_be_looked_at_first() -> None:
+    """If one owner has applied a push without an id, and another lost its part after that, no hint says to repeat it."""
+    accepted = {"state": "applied", "duplicate": False, "version": 1}
+    error = await failed_push({"c": problem("wrong_owner", "it says why").plus(push=accepted)}, "me")
+
+    assert (error.code, error.members["partitions"]) == ("in_doubt", [0])
+    assert "look first" in error.hint
+
+
 async def test_of_two_owners_the_one_that_may_have_taken_its_part_is_told() -> None:
     """If one owner refuses a push and another has applied it, but not made it durable, the error has member `push`.
 

@@ -219,11 +219,28 @@ class Iterations:
             raise _hinting(e, PUSHED) from e
         if ended == "late":
             return replace(pushed, late=True)
-        # A model that went on beyond the push's clock may have had the gradient in that commit.
-        if ended == "kept" and pushed.state == "staged" and reported is not None and s.clock <= reported[2]:
-            log.warning("push.dropped worker=%s reason=undone before its commit", s.worker)
-            return DROPPED
+        if ended == "kept" and pushed.state == "staged" and reported is not None:
+            return (yield from self._kept(pushed, reported, deadline))
         return pushed
+
+    def _kept(self, pushed: Pushed, reported: tuple[int, int, int], deadline: Deadline) -> Call[Pushed]:
+        """Return the result of a staged push whose iteration starts again: `dropped`, unless it may count.
+
+        It may if the model has gone on beyond the push's clock, whose commit may have listed it; and if it has left
+        sync, when all that is staged counts, under a timeline that goes on.
+        """
+        s, (_, timeline, clock) = self._session, reported
+        if s.clock > clock:
+            return pushed
+        if s.timeline == timeline:
+            try:
+                yield from s.refresh_mode(deadline)
+            except Unavailable:
+                return pushed
+            if s.mode != "sync":
+                return pushed
+        log.warning("push.dropped worker=%s reason=undone before its commit", s.worker)
+        return DROPPED
 
     def _commit_wait_s(self, deadline: Deadline) -> float | None:
         """How long shards may hold the answer to the last push until the commit arrives; None outside sync mode."""

@@ -28,8 +28,8 @@ REQUEST_ELEMENTS_MAX: Final = BODY_BYTES_MAX // max(ITEMSIZE.values())
 REFRESH_S: Final = 2.0
 """How long a call waits for a newer map before it retries with the old one."""
 REFRESH_AGAIN_S: Final = 1.0
-"""How often a call asks for a newer map, at most, while a shard cannot be reached: another has its partitions only once
-its lease has expired, and every worker asks."""
+"""How often a call asks for a newer map, at most, while a shard cannot be reached or serves nobody: another has its
+partitions only once its lease has expired, and every worker asks."""
 _GONE: Final = ("model_replaced", "unknown_model")
 
 Groups = list[tuple[str | None, list[Part]]]
@@ -95,8 +95,9 @@ class Transfer:
             if self._moved > 1 or any(map(is_temporary, errors)):  # an outdated map needs no pause the first time
                 yield self._backoff.pause(*failures, *refusals)
             # A shard that serves nobody may have lost all it had, and not be able to join again, or to say so.
-            told = refusals or any([self._is_outdated(e) or e.code == "unavailable" for e in errors])
-            if told or (silent and self.deadline.clock() >= self._refresh_at):
+            waits = silent or any([e.code == "unavailable" for e in errors])
+            told = refusals or any(map(self._is_outdated, errors))
+            if told or (waits and self.deadline.clock() >= self._refresh_at):
                 self._refresh_at = self.deadline.clock() + REFRESH_AGAIN_S
                 yield from self._refresh()
         return in_order(part for _, parts, _ in failed for part in parts)

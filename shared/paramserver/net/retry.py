@@ -22,7 +22,7 @@ UNREACHABLE_S: Final = 0.5
 REASONS_MAX: Final = 4
 """Of the shards' different reasons, how many an error tells."""
 LOOK_FIRST: Final = "an earlier attempt may have been done: look before you repeat it"
-"""Hint of a call in doubt whose last attempt was refused: that attempt's own hint may say to repeat it."""
+"""Hint of a call in doubt whose last attempt had no effect: that attempt's own hint may say to repeat it."""
 NOT_AGAIN: Final = "do not push this gradient again; pull and continue from the current values"
 """Hint of a push of which a part was accepted."""
 _random = random.Random()
@@ -84,8 +84,7 @@ class Backoff:
             code, hint = (said.code, said.hint) if said else ("unavailable", "try again, with a longer timeout")
             return problem(code, error.detail, hint=hint)
         if not self.reads and self.in_doubt and not isinstance(error, InDoubt):
-            hint = error.hint if _is_silence(error) else LOOK_FIRST
-            return problem("in_doubt", f"no answer in time: {error.detail}", hint=hint)
+            return problem("in_doubt", f"no answer in time: {error.detail}", hint=LOOK_FIRST)
         return error
 
     def _with_time_spent(self, error: PsError) -> PsError:
@@ -106,7 +105,9 @@ class Backoff:
         said, tried = self._answer, f"tried for {self.deadline.clock() - self._began_at:.3g} s"
         detail = f"{said.detail}; {tried}, at last {error.detail}" if said else f"{error.detail}; {tried}"
         doubtful = not self.reads and (self.in_doubt or isinstance(error, InDoubt))
-        hint = error.hint or (said.hint if said and not doubtful else "")
+        hint = error.hint
+        if said and not doubtful and (isinstance(error, Unreachable) or not hint):
+            hint = said.hint  # what an address that was reached may be lacking
         return problem(error.code, detail, hint=hint, retry_after_s=error.retry_after_s, **error.members)
 
 

@@ -81,11 +81,16 @@ Sending: TypeAlias = Generator[tuple[bool, Request, str], Outcome, Outcome]
 
 
 def _to_given(addresses: Addresses, protocols: Protocols, request: Request) -> Sending:
-    """Send a request to one of the URLs that the client was given, the next one if that fails."""
+    """Send a request to one of the URLs that the client was given, the next one if that fails.
+
+    Of several that fail, one that answered says more than one that could not be reached.
+    """
     outcome: Outcome = problem("unreachable", "no URL given")
     for url in addresses.order():
-        outcome = yield from _in_its_protocol(protocols, request, url)
-        if not addresses.record(url, outcome):
+        found = yield from _in_its_protocol(protocols, request, url)
+        if not (isinstance(outcome, Response) and isinstance(found, Unreachable)):
+            outcome = found
+        if not addresses.record(url, found):
             break
     return outcome
 
