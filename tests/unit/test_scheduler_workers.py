@@ -162,6 +162,35 @@ def test_states_of_workers_that_are_gone_make_room_for_new_ones(monkeypatch: pyt
     assert kept() == {"m/r", "m/new"}
 
 
+def test_what_a_restore_brings_makes_room_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore brings states in pieces, of workers that have left, too: each stays until its worker has joined."""
+    monkeypatch.setattr(limits, "WORKER_STATES_MAX", 61_000)
+    d = Driver.with_model()
+    d.model(name="other")
+    for model, name in (("m", "a"), ("m", "b"), ("other", "c")):
+        gone = d.ask(lambda n, m=model, w=name: io.JoinWorker(n, m, w))  # type: ignore[misc]
+        at = model, gone["worker"], gone["epoch"]
+        d.ask(lambda n, w=at: io.WorkerHeartbeat(n, *w, state="x" * 10_000))  # type: ignore[misc]
+        d.ask(lambda n, w=at: io.LeaveWorker(n, *w))  # type: ignore[misc]
+        d.now += 1.0
+
+    def sizes() -> list[int]:
+        rosters = [d.core._c.models[m].roster for m in ("m", "other")]
+        return [w.state_size // 1000 for roster in rosters for w in roster]
+
+    for name in ("m/a", "m/b"):
+        d.ask(lambda n, w=name: io.ModelRestored(n, "m", 1, workers={w: "x" * 27_000}))  # type: ignore[misc]
+    assert sizes() == [27, 27, 0]
+    d.restart()
+    new = d.join("new")
+    with pytest.raises(RequestError):
+        beat(d, new, state="x" * 20_000)
+    taken = d.join("a")
+    d.ask(lambda n: io.LeaveWorker(n, "m", taken["worker"], taken["epoch"]))
+    beat(d, new, state="x" * 20_000)
+    assert sizes() == [0, 27, 20, 0]
+
+
 def test_a_state_counts_as_kept_only_once_it_is_stored() -> None:
     """Answers to heartbeats wait for no store, so a worker is told to send its state again while Redis may lack it."""
     d = Driver.with_model()

@@ -350,7 +350,7 @@ class Cluster:
         gone: list[tuple[Model, Worker]] = []
         if size > limits.WORKER_STATES_MAX:
             every = ((m, w) for m in self.models.values() for w in m.roster)
-            dead = [(m, w) for m, w in every if w.state_size and w.epoch and not w.alive and w not in spared]
+            dead = [(m, w) for m, w in every if w.state_size and not (w.alive or w.brought or w in spared)]
             for model, worker in sorted(dead, key=lambda found: found[1].heard_s):
                 if size <= limits.WORKER_STATES_MAX:
                     break

@@ -175,12 +175,14 @@ class Worker(Holder):
     state: Any = None
     """The document it wants stored with checkpoints; set by `keep`."""
     state_size: int = 0
+    brought: bool = False
+    """Whether a restore has brought that state, which nobody has begun with yet."""
     attempt: str | None = None
     """Attempt id of the request by which it joined without a name; not stored, so another leader does not know it."""
 
-    def keep(self, state: Any) -> None:
+    def keep(self, state: Any, *, brought: bool = False) -> None:
         """Keep a state for checkpoints and for the next incarnation."""
-        self.state, self.state_size = state, 0 if state is None else size_of(state)
+        self.state, self.state_size, self.brought = state, 0 if state is None else size_of(state), brought
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Keep the newest value of each metric."""
@@ -199,6 +201,7 @@ class Worker(Holder):
             "timeline": self.timeline,
             "lease_s": self.lease_s,
             "state": self.state,
+            "brought": self.brought,
             "draining": self.draining,
             "left": self.left,
         }
@@ -212,7 +215,7 @@ class Worker(Holder):
         worker.done = worker.granted = doc["clock"]
         worker.timeline = doc["timeline"]  # so that a plain client that has not been told of a rollback yet will be
         worker.draining, worker.left = doc["draining"], doc["left"]
-        worker.keep(doc["state"])
+        worker.keep(doc["state"], brought=doc.get("brought", not worker.epoch))  # an earlier version stored none
         return worker
 
 
@@ -248,7 +251,7 @@ class Roster:
             if len(self.workers) >= limits.WORKERS_PER_MODEL_MAX:
                 return None
             worker = self.workers[name] = Worker(name, 0, now, alive=False)
-        worker.keep(state)
+        worker.keep(state, brought=True)
         return worker
 
     def highest_epoch(self) -> int:
