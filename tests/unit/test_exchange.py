@@ -154,7 +154,7 @@ async def test_a_push_of_which_owners_may_have_taken_parts_is_told_as_that(
 
 
 async def test_a_push_that_may_be_lost_is_to_be_looked_at_first() -> None:
-    """If one owner has applied a push without an id, and another lost its part after that, no hint says to repeat it."""
+    """If one owner has applied a push without an id, and another lost its part later, no hint says to repeat it."""
     accepted = {"state": "applied", "duplicate": False, "version": 1}
     error = await failed_push({"c": problem("wrong_owner", "it says why").plus(push=accepted)}, "me")
 
