@@ -276,6 +276,29 @@ def test_a_checkpoint_has_no_metric_whose_newest_value_is_not_finite() -> None:
     assert finish(d).document["metric"] is None
 
 
+@pytest.mark.parametrize("back", ["by the scheduler", "by a client", "to a cut"])
+def test_a_checkpoint_has_no_metric_from_before_the_model_went_back(back: str) -> None:
+    """What was measured before a restore in place or a rollback is not of the values that are saved after it."""
+    d, _ = beyond_its_cut()
+    d.ask(lambda n: io.ReportMetrics(n, "m", {"accuracy": 0.9}))
+    if back == "by the scheduler":
+        d.ask(lambda n: io.StartRestore(n, "m"))
+        d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
+    elif back == "by a client":
+        d.ask(lambda n: io.ModelRestored(n, "m", 1, timeline=0))
+    else:
+        d.shard("s1")
+    d.beats()
+
+    for accuracy in (None, 0.5):
+        if accuracy is not None:
+            d.ask(lambda n, v=accuracy: io.ReportMetrics(n, "m", {"accuracy": v}))  # type: ignore[misc]
+        d.send(lambda n: io.RequestCheckpoint(n, "m"))
+        d.wait(1.5)
+        found = finish(d).document["metric"]
+        assert (found and found["value"]) == accuracy
+
+
 def test_why_the_last_checkpoint_is_missing_is_told_until_one_is_written() -> None:
     """A failed checkpoint, which nobody may have asked for, is a complaint about its model until one is written."""
     d = Driver.with_model(checkpoint={"every_clocks": 10})
