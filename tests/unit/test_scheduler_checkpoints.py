@@ -320,6 +320,23 @@ def test_why_the_last_checkpoint_is_missing_is_told_until_one_is_written() -> No
     assert "make room" in told[0]
 
 
+def test_a_checkpoint_that_failed_is_tried_again_though_training_is_over() -> None:
+    """A model that does not change any more is saved by the rule once it can be, not more often than the rule says."""
+    d = Driver.with_model(checkpoint={"every_minutes": 1.0})
+    d.clock(d.join("a"), 3)
+    d.wait(61.0)
+    (first,) = [w for w in d.work if isinstance(w, io.WriteCheckpoint)]
+    d.work.clear()
+    d.do(io.CheckpointFailed(first.model, first.name, problem("disk_refuses", "No space left on device")))
+
+    d.wait(58.0)
+    assert not d.work
+    d.wait(3.0)
+    assert finish(d).name != first.name
+    d.wait(61.0)
+    assert not d.work
+
+
 def test_a_checkpoint_by_rule_has_the_result_of_the_evaluation_of_its_clock() -> None:
     """A checkpoint that is due with an evaluation is written after it, with its result; no user's request waits."""
     d = Driver.with_model(evaluate_every=10, checkpoint={"every_clocks": 10})
