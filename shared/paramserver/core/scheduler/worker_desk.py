@@ -219,7 +219,7 @@ class WorkerDesk:
         before = worker.done
         if worker.left_out is None:
             worker.left_out = clock if since != clock and model.left_out(worker, clock) else -1
-        if clock > worker.done:
+        if clock > worker.done and since != clock:  # else it only goes on where the others are, and has done nothing
             model.gate.resume(worker, model.roster)
         model.gate.report(worker, clock, since)
         if worker.done > before:
