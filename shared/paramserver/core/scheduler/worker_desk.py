@@ -265,7 +265,7 @@ class WorkerDesk:
         if not metrics:
             return 0
         added = model.series.add(now, now + self.c.wall_offset_s, clock, worker, metrics)
-        self.runs.check_stop_rule(model, metrics, now)
+        self.runs.check_stop_rule(model, worker, metrics, now)
         return added
 
     def clock(self, e: ReportClock, now: float) -> None:
