@@ -5,7 +5,7 @@ from __future__ import annotations  # client classes are named, but not imported
 import os
 import re
 import secrets
-import shutil
+import shlex
 import sys
 import tempfile
 import time
@@ -77,7 +77,7 @@ def train(
     options: dict[str, Any] = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     if (token := worker_token(url)) is not None:
         os.environ["PARAMSERVER_TOKEN"] = token  # inherited by the workers: no file or command line shows it
-    state = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-")))
+    state, failed = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-"))), False
     try:
         paths = [str(folder)]
         if target.endswith(".py"):
@@ -87,7 +87,8 @@ def train(
         with launch.cluster(state, plan):
             run = client.create_run(model, entry, args=args, workers=workers, stop=stop, **options)
             typer.echo(
-                f"{run['id']} trains model {model} with {workers} worker{'s' * (workers > 1)}; status page {client.url}"
+                f"{run['id']} trains model {model} with {workers} worker{'s' * (workers > 1)}; status page "
+                f"{client.url}; what they print: psctl logs -f --state-dir {shlex.quote(str(state.path))}"
             )
             try:
                 training = Training(client, model, model)
@@ -98,8 +99,13 @@ def train(
                     client.set_run(run["id"], state="stopped", timeout=5.0)
                 raise
             _report(ended, training)
+    except (Failed, PsError):
+        failed = True
+        if state.logs.exists():
+            typer.echo(f"what the workers have printed is in {state.logs}", err=True)
+        raise
     finally:
-        shutil.rmtree(state.path, ignore_errors=True)
+        state.discard(keep_logs=failed)
 
 
 def _entry(target: str) -> tuple[str, Path]:

@@ -2,17 +2,24 @@
 
 import io
 import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from paramserver.errors import problem
 from paramserver_cli import train
 from paramserver_cli.display import picture, plain_line
 from paramserver_cli.launch import Failed
+from paramserver_cli.main import app
+from paramserver_cli.state_directory import StateDir
 from paramserver_cli.training import SAMPLES_MAX, Training
 
 MODEL = {
@@ -94,3 +101,44 @@ def test_a_loss_that_becomes_nan_is_told(capsys: pytest.CaptureFixture[str]) -> 
     assert [repr(a) for a in training.evaluations] == ["0.9", "nan"]
     train._report({"id": "run-1", "state": "finished", "reason": "it is over"}, training)
     assert capsys.readouterr().out == "run-1 finished: it is over; loss NaN or inf; accuracy NaN or inf\n"
+
+
+@pytest.mark.parametrize("end", ["finished", "failed"])
+def test_what_workers_print_is_named_and_stays_if_the_training_fails(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`psctl train` names the command that shows the workers' logs, which are gone only if the run has finished."""
+
+    @contextmanager
+    def cluster(state: StateDir, _: object) -> Iterator[None]:
+        state.make()
+        state.log("worker-0").write_text("what it printed\n")
+        yield
+
+    client = SimpleNamespace(
+        url="http://127.0.0.1:1",
+        urls=["http://127.0.0.1:1"],
+        create_run=lambda *_, **__: {"id": "run-7"},
+        get_run=lambda run, **_: {"id": run, "state": end, "reason": "it is over"},
+        status=lambda timeout: {"models": [MODEL]},
+        deadline=lambda timeout: None,
+        run=lambda call: [],
+    )
+    monkeypatch.setattr(train, "connect", lambda url: client)
+    monkeypatch.setattr(train, "worker_token", lambda url: None)
+    monkeypatch.setattr(train, "_prepare", lambda *_: None)
+    monkeypatch.setattr("paramserver_cli.train.unwind.on_signals", lambda: None)
+    monkeypatch.setattr("paramserver_cli.train.launch.cluster", cluster)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "job.py").touch()
+
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "job.py"), "--model", "m"])
+
+    named = re.search(r"psctl logs -f --state-dir (\S+)", done.stdout)
+    assert named, done.output
+    folder = Path(shlex.split(named[1])[0])
+    assert (done.exit_code, folder.exists()) == ((0, False) if end == "finished" else (1, True))
+    assert (str(folder / "logs") in done.stderr) == folder.exists()
+    if folder.exists():
+        assert [p.relative_to(folder) for p in folder.rglob("*.log")] == [Path("logs/worker-0.log")]
+        assert [p.name for p in folder.iterdir()] == ["logs"]
