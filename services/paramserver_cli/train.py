@@ -93,7 +93,7 @@ def train(
             try:
                 training = Training(client, model, model)
                 ended = _follow(client, run["id"], training, state)
-                _until_returned(client, run["id"])
+                _until_returned(client, run["id"], training)
             except BaseException:  # also if the terminal is gone: the run's workers go with this process
                 with suppress(PsError):
                     client.set_run(run["id"], state="stopped", timeout=5.0)
@@ -199,7 +199,6 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
                 time.sleep(POLL_S)
                 continue
             if document["state"] in ENDED:
-                training.poll()  # pick up the last reports
                 return document
             supervisor = state.supervisor()
             for name, count in (supervisor.restarts if supervisor else {}).items():
@@ -209,17 +208,22 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
             time.sleep(POLL_S)
 
 
-def _until_returned(client: ps.Client, run: str) -> None:
-    """Wait until no worker is in the run any more, at most `RETURN_S`: those of this machine end with this process."""
+def _until_returned(client: ps.Client, run: str, training: Training) -> None:
+    """Wait until no worker is in the run any more, at most `RETURN_S`: those of this machine end with this process.
+
+    What they report meanwhile, such as the accuracy of the final values, is picked up.
+    """
     from paramserver.client.control import listed
 
     deadline = time.monotonic() + RETURN_S
-    while time.monotonic() < deadline:
+    returned = False
+    while not returned and time.monotonic() < deadline:
         with suppress(Unavailable):
             members = client.run(listed("/pool", client.deadline(POLL_TIMEOUT_S)))
-            if all(member["run"] != run for member in members):
-                return
-        time.sleep(POLL_S)
+            returned = all(member["run"] != run for member in members)
+        training.poll()  # after that look: then it has what those that have returned reported
+        if not returned:
+            time.sleep(POLL_S)
 
 
 def _report(run: dict[str, Any], training: Training) -> None:

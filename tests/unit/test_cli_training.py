@@ -103,6 +103,32 @@ def test_a_loss_that_becomes_nan_is_told(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "run-1 finished: it is over; loss NaN or inf; accuracy NaN or inf\n"
 
 
+def test_what_functions_report_after_their_loop_is_in_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The accuracy of the final values, which a function measures once its run has ended, is the one that is told."""
+    monkeypatch.setattr(train, "POLL_S", 0.0)
+    accuracy, members = [0.5], [[{"run": "run-1"}], [{"run": None}]]
+
+    def pool(_: object) -> Any:
+        if len(members) == 1:
+            accuracy[0] = 0.97
+        return members.pop(0)
+
+    def status(timeout: float) -> Any:
+        return {"models": [MODEL | {"series": [{"name": "accuracy", "last": accuracy[0]}]}]}
+
+    client: Any = SimpleNamespace(status=status, run=pool, deadline=lambda timeout: None)
+    training = Training(client, "m", "m")
+    training.poll()
+
+    train._until_returned(client, "run-1", training)
+    train._report({"id": "run-1", "state": "finished", "reason": "it is over"}, training)
+
+    assert members == []
+    assert capsys.readouterr().out == "run-1 finished: it is over; accuracy 97.0 %\n"
+
+
 @pytest.mark.parametrize("end", ["finished", "failed"])
 def test_what_workers_print_is_named_and_stays_if_the_training_fails(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
