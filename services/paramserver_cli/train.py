@@ -18,7 +18,7 @@ import typer
 import paramserver as ps
 from paramserver.core.scheduler.runs import ENDED
 from paramserver.core.spec import ConsistencySpec
-from paramserver.errors import NotFoundError, PsError, Unavailable, problem
+from paramserver.errors import ConflictError, NotFoundError, PsError, Unavailable, problem
 from paramserver_cli import launch
 from paramserver_cli.assignments import spec_patch
 from paramserver_cli.config import Url, connect, worker_token
@@ -95,8 +95,7 @@ def train(
                 ended = _follow(client, run["id"], training, state)
                 _until_returned(client, run["id"], training)
             except BaseException:  # also if the terminal is gone: the run's workers go with this process
-                with suppress(PsError):
-                    client.set_run(run["id"], state="stopped", timeout=5.0)
+                _stop(client, run["id"])
                 raise
             _report(ended, training)
     except (Failed, PsError):
@@ -224,6 +223,17 @@ def _until_returned(client: ps.Client, run: str, training: Training) -> None:
         training.poll()  # after that look: then it has what those that have returned reported
         if not returned:
             time.sleep(POLL_S)
+
+
+def _stop(client: ps.Client, run: str) -> None:
+    """Stop a run that loses its workers; if that fails, say how to, as nobody else can train the model until then."""
+    try:
+        client.set_run(run, state="stopped", timeout=5.0)
+    except (ConflictError, NotFoundError):  # it has ended, or went with its model
+        pass
+    except PsError as e:
+        with suppress(OSError):  # the terminal may be gone
+            typer.echo(f"{run} goes on in the cluster ({e.detail}): psctl run stop {run}", err=True)
 
 
 def _report(run: dict[str, Any], training: Training) -> None:

@@ -129,6 +129,24 @@ def test_what_functions_report_after_their_loop_is_in_the_last_line(
     assert capsys.readouterr().out == "run-1 finished: it is over; accuracy 97.0 %\n"
 
 
+@pytest.mark.parametrize(
+    ("code", "told"), [("unreachable", "psctl run stop run-7"), ("conflict", ""), ("unknown_run", "")]
+)
+def test_a_run_that_cannot_be_stopped_is_said_to_go_on(
+    code: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It keeps its model from other runs, so an interrupted `psctl train` says how to stop it, unless it has ended."""
+
+    def set_run(*_: object, **__: object) -> None:
+        raise problem(code, "no")
+
+    client: Any = SimpleNamespace(set_run=set_run)
+    train._stop(client, "run-7")
+    err = capsys.readouterr().err
+    assert told in err
+    assert bool(told) == bool(err)
+
+
 @pytest.mark.parametrize("end", ["finished", "failed"])
 def test_what_workers_print_is_named_and_stays_if_the_training_fails(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
