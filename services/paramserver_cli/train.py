@@ -199,6 +199,7 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
                 continue
             if document["state"] in ENDED:
                 return document
+            training.held = "" if document["state"] == "running" else document["reason"] or document["state"]
             supervisor = state.supervisor()
             for name, count in (supervisor.restarts if supervisor else {}).items():
                 if count > restarts.get(name, 0):

@@ -103,6 +103,46 @@ def test_a_loss_that_becomes_nan_is_told(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "run-1 finished: it is over; loss NaN or inf; accuracy NaN or inf\n"
 
 
+def test_a_training_whose_run_does_not_run_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is followed tells that its run is paused, or what it waits for, with the last numbers, until it runs."""
+    monkeypatch.setattr(train, "POLL_S", 0.0)
+    monkeypatch.setattr("paramserver_cli.display.PLAIN_EVERY_S", 0.0)
+    worker = {"worker": "m/w0", "clock": 3, "lag": None, "metrics": {}, "state": "active", "alive": True}
+    states = [
+        ("waiting", "no worker has taken a place"),
+        ("paused", "paused by request"),
+        ("running", "1 of 2 workers"),
+        ("finished", "it is over"),
+    ]
+    rounds: list[list[Any]] = [[], [], *[[worker | {"heartbeat_age_s": 0.1}]] * 2]
+
+    def get_run(run: str, **_: Any) -> Any:
+        state, reason = states.pop(0)
+        return {"id": run, "state": state, "reason": reason}
+
+    def status(timeout: float) -> Any:
+        return {"models": [MODEL | {"workers": rounds.pop(0)}]}
+
+    client: Any = SimpleNamespace(url="http://127.0.0.1:1", get_run=get_run, status=status)
+    supervised: Any = SimpleNamespace(supervisor=lambda: None)
+    training = Training(client, "m", "m")
+    train._follow(client, "run-1", training, supervised)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("s  ", 1)[1].strip() for line in lines] == [
+        "waiting for workers",
+        "no worker has taken a place",
+        "0 pushes/s  clocks 3  paused by request",
+        "0 pushes/s  clocks 3",
+    ]
+    training.held = "paused by request"
+    out = Console(width=100, file=io.StringIO())
+    out.print(picture(training, "http://127.0.0.1:1"))
+    assert "paused by request" in out.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+
+
 def test_what_functions_report_after_their_loop_is_in_the_last_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
