@@ -71,11 +71,11 @@ def demo(
     """
     _check_packages()
     unwind.on_signals()  # SIGTERM becomes an exception, so that the cluster is stopped
-    folder, failed = Path(tempfile.mkdtemp(prefix="paramserver-demo-")), False
+    state, failed = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-demo-"))), False
     try:
         out.mkdir(parents=True, exist_ok=True)
-        typer.echo(f"starting Redis, a scheduler, {SHARDS} shards and {WORKERS} workers; the logs are in {folder}/logs")
-        with launch.cluster(StateDir(folder), Plan(shards=SHARDS, workers=WORKERS)) as launched:
+        typer.echo(f"starting Redis, a scheduler, {SHARDS} shards and {WORKERS} workers; the logs are in {state.logs}")
+        with launch.cluster(state, Plan(shards=SHARDS, workers=WORKERS)) as launched:
             cluster = launched.state.cluster()
             if cluster is None:
                 raise Failed(f"the cluster exited right after it became ready:\n{launched.state.tail('supervisor')}")
@@ -90,9 +90,8 @@ def demo(
     except (Failed, PsError):
         failed = True
         raise
-    finally:  # the logs of what failed stay where they are said to be
-        for path in [p for p in folder.iterdir() if p.name != "logs"] if failed else [folder]:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    finally:
+        state.discard(keep_logs=failed)  # which are where they are said to be
 
 
 def _check_packages() -> None:

@@ -90,9 +90,9 @@ def plain_line(training: Training) -> str:
     if training.error:
         return f"{head}  waiting: {training.error}"
     if s is None or not s.workers:
-        return f"{head}  waiting for workers"
+        return f"{head}  {training.held or 'waiting for workers'}"
     clocks = " ".join(str(w.clock) for w in s.workers)
-    return f"{head}  {numbers(s)}  clocks {clocks}"
+    return f"{head}  {numbers(s)}  clocks {clocks}" + (f"  {training.held}" if training.held else "")
 
 
 def numbers(s: Sample) -> str:
@@ -147,7 +147,7 @@ def picture(training: Training, page: str) -> Panel:
     s = training.last
     head = Text(f"{training.elapsed_s:5.1f} s   status page {page}", style="bold")
     if s is None:
-        return Panel(Group(head, Text(training.error or "waiting for workers")), title=training.model)
+        return Panel(Group(head, Text(training.error or training.held or "waiting for workers")), title=training.model)
     losses = [x.loss for x in training.samples]
     known = [x for x in losses if x is not None and not isnan(x)]
     top = max(known, default=1.0)
@@ -165,6 +165,6 @@ def picture(training: Training, page: str) -> Panel:
             "" if w.state == "active" else w.state,
         )
     line = Text(f"{numbers(s)}   version {s.version}   clock {s.clock}")
-    if training.error:
-        line = Text(training.error, style="red")
+    if training.error or training.held:
+        line = Text(training.error, style="red") if training.error else Text(training.held, style="yellow")
     return Panel(Group(head, Text(), curves, Text(), line, Text(), table), title=training.model)

@@ -201,6 +201,12 @@ class StateDir:
         for name in ("cluster", "supervisor"):
             (self.path / f"{name}.json").unlink(missing_ok=True)
 
+    def discard(self, *, keep_logs: bool) -> None:
+        """Remove it; with `keep_logs` all but the logs, if it has any."""
+        kept = keep_logs and self.logs.exists()
+        for path in [p for p in self.path.iterdir() if p != self.logs] if kept else [self.path]:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
     def bound_logs(self) -> None:
         """Move what a log longer than LOG_BYTES_MAX holds to `NAME.log.1`; its process appends, and so begins anew."""
         for log in self.logs.glob("*.log"):

@@ -5,7 +5,7 @@ from __future__ import annotations  # client classes are named, but not imported
 import os
 import re
 import secrets
-import shutil
+import shlex
 import sys
 import tempfile
 import time
@@ -18,7 +18,7 @@ import typer
 import paramserver as ps
 from paramserver.core.scheduler.runs import ENDED
 from paramserver.core.spec import ConsistencySpec
-from paramserver.errors import NotFoundError, PsError, Unavailable, problem
+from paramserver.errors import ConflictError, NotFoundError, PsError, Unavailable, problem
 from paramserver_cli import launch
 from paramserver_cli.assignments import spec_patch
 from paramserver_cli.config import Url, connect, worker_token
@@ -77,7 +77,7 @@ def train(
     options: dict[str, Any] = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     if (token := worker_token(url)) is not None:
         os.environ["PARAMSERVER_TOKEN"] = token  # inherited by the workers: no file or command line shows it
-    state = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-")))
+    state, failed = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-"))), False
     try:
         paths = [str(folder)]
         if target.endswith(".py"):
@@ -87,19 +87,24 @@ def train(
         with launch.cluster(state, plan):
             run = client.create_run(model, entry, args=args, workers=workers, stop=stop, **options)
             typer.echo(
-                f"{run['id']} trains model {model} with {workers} worker{'s' * (workers > 1)}; status page {client.url}"
+                f"{run['id']} trains model {model} with {workers} worker{'s' * (workers > 1)}; status page "
+                f"{client.url}; what they print: psctl logs -f --state-dir {shlex.quote(str(state.path))}"
             )
             try:
                 training = Training(client, model, model)
                 ended = _follow(client, run["id"], training, state)
-                _until_returned(client, run["id"])
+                _until_returned(client, run["id"], training)
             except BaseException:  # also if the terminal is gone: the run's workers go with this process
-                with suppress(PsError):
-                    client.set_run(run["id"], state="stopped", timeout=5.0)
+                _stop(client, run["id"])
                 raise
             _report(ended, training)
+    except (Failed, PsError):
+        failed = True
+        if state.logs.exists():
+            typer.echo(f"what the workers have printed is in {state.logs}", err=True)
+        raise
     finally:
-        shutil.rmtree(state.path, ignore_errors=True)
+        state.discard(keep_logs=failed)
 
 
 def _entry(target: str) -> tuple[str, Path]:
@@ -193,8 +198,8 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
                 time.sleep(POLL_S)
                 continue
             if document["state"] in ENDED:
-                training.poll()  # pick up the last reports
                 return document
+            training.held = "" if document["state"] == "running" else document["reason"] or document["state"]
             supervisor = state.supervisor()
             for name, count in (supervisor.restarts if supervisor else {}).items():
                 if count > restarts.get(name, 0):
@@ -203,17 +208,33 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
             time.sleep(POLL_S)
 
 
-def _until_returned(client: ps.Client, run: str) -> None:
-    """Wait until no worker is in the run any more, at most `RETURN_S`: those of this machine end with this process."""
+def _until_returned(client: ps.Client, run: str, training: Training) -> None:
+    """Wait until no worker is in the run any more, at most `RETURN_S`: those of this machine end with this process.
+
+    What they report meanwhile, such as the accuracy of the final values, is picked up.
+    """
     from paramserver.client.control import listed
 
     deadline = time.monotonic() + RETURN_S
-    while time.monotonic() < deadline:
+    returned = False
+    while not returned and time.monotonic() < deadline:
         with suppress(Unavailable):
             members = client.run(listed("/pool", client.deadline(POLL_TIMEOUT_S)))
-            if all(member["run"] != run for member in members):
-                return
-        time.sleep(POLL_S)
+            returned = all(member["run"] != run for member in members)
+        training.poll()  # after that look: then it has what those that have returned reported
+        if not returned:
+            time.sleep(POLL_S)
+
+
+def _stop(client: ps.Client, run: str) -> None:
+    """Stop a run that loses its workers; if that fails, say how to, as nobody else can train the model until then."""
+    try:
+        client.set_run(run, state="stopped", timeout=5.0)
+    except (ConflictError, NotFoundError):  # it has ended, or went with its model
+        pass
+    except PsError as e:
+        with suppress(OSError):  # the terminal may be gone
+            typer.echo(f"{run} goes on in the cluster ({e.detail}): psctl run stop {run}", err=True)
 
 
 def _report(run: dict[str, Any], training: Training) -> None:

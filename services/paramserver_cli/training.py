@@ -60,6 +60,8 @@ class Training:
     """Accuracies of the evaluations, oldest first; equal ones in a row are stored once, also NaN (`math.nan`)."""
     error: str = ""
     """Why the last `poll` failed; empty if it succeeded."""
+    held: str = ""
+    """Why its run is paused, or waits for workers; empty while it runs, or if nobody has said."""
     _polls: int = 0
     _every: int = 1
     """How many polls share a sample, which is that of the last one."""

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -406,7 +407,10 @@ def test_a_training_of_a_model_that_trains_already_changes_nothing(shared_cluste
 
 
 def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """A training function that always raises fails the run; psctl prints the traceback and exits with 1."""
+    """A training function that always raises fails the run; psctl prints the traceback and exits with 1.
+
+    What its workers printed is still where psctl says.
+    """
     (tmp_path / "broken.py").write_text("def train(worker, size):\n    raise RuntimeError(f'no data of size {size}')\n")
     (tmp_path / "model.yaml").write_text("params: {w: {shape: [2]}}\n")
 
@@ -419,6 +423,10 @@ def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path:
     assert "broken.py" in done.stderr
     run = json.loads(shared_cluster.psctl("run", "list", "--json").stdout)["items"][0]
     assert run["state"] == "failed"
+    logs = Path(done.stderr.split("what the workers have printed is in ")[1].splitlines()[0])
+    printed = "".join(log.read_text() for log in logs.glob("worker-*"))
+    shutil.rmtree(logs.parent)
+    assert "no data of size 7" in printed
 
 
 def test_what_follows_the_loop_is_done_before_a_training_ends(shared_cluster: Cluster, tmp_path: Path) -> None:

@@ -2,17 +2,24 @@
 
 import io
 import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from paramserver.errors import problem
 from paramserver_cli import train
 from paramserver_cli.display import picture, plain_line
 from paramserver_cli.launch import Failed
+from paramserver_cli.main import app
+from paramserver_cli.state_directory import StateDir
 from paramserver_cli.training import SAMPLES_MAX, Training
 
 MODEL = {
@@ -94,3 +101,128 @@ def test_a_loss_that_becomes_nan_is_told(capsys: pytest.CaptureFixture[str]) -> 
     assert [repr(a) for a in training.evaluations] == ["0.9", "nan"]
     train._report({"id": "run-1", "state": "finished", "reason": "it is over"}, training)
     assert capsys.readouterr().out == "run-1 finished: it is over; loss NaN or inf; accuracy NaN or inf\n"
+
+
+def test_a_training_whose_run_does_not_run_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is followed tells that its run is paused, or what it waits for, with the last numbers, until it runs."""
+    monkeypatch.setattr(train, "POLL_S", 0.0)
+    monkeypatch.setattr("paramserver_cli.display.PLAIN_EVERY_S", 0.0)
+    worker = {"worker": "m/w0", "clock": 3, "lag": None, "metrics": {}, "state": "active", "alive": True}
+    states = [
+        ("waiting", "no worker has taken a place"),
+        ("paused", "paused by request"),
+        ("running", "1 of 2 workers"),
+        ("finished", "it is over"),
+    ]
+    rounds: list[list[Any]] = [[], [], *[[worker | {"heartbeat_age_s": 0.1}]] * 2]
+
+    def get_run(run: str, **_: Any) -> Any:
+        state, reason = states.pop(0)
+        return {"id": run, "state": state, "reason": reason}
+
+    def status(timeout: float) -> Any:
+        return {"models": [MODEL | {"workers": rounds.pop(0)}]}
+
+    client: Any = SimpleNamespace(url="http://127.0.0.1:1", get_run=get_run, status=status)
+    supervised: Any = SimpleNamespace(supervisor=lambda: None)
+    training = Training(client, "m", "m")
+    train._follow(client, "run-1", training, supervised)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("s  ", 1)[1].strip() for line in lines] == [
+        "waiting for workers",
+        "no worker has taken a place",
+        "0 pushes/s  clocks 3  paused by request",
+        "0 pushes/s  clocks 3",
+    ]
+    training.held = "paused by request"
+    out = Console(width=100, file=io.StringIO())
+    out.print(picture(training, "http://127.0.0.1:1"))
+    assert "paused by request" in out.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+
+
+def test_what_functions_report_after_their_loop_is_in_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The accuracy of the final values, which a function measures once its run has ended, is the one that is told."""
+    monkeypatch.setattr(train, "POLL_S", 0.0)
+    accuracy, members = [0.5], [[{"run": "run-1"}], [{"run": None}]]
+
+    def pool(_: object) -> Any:
+        if len(members) == 1:
+            accuracy[0] = 0.97
+        return members.pop(0)
+
+    def status(timeout: float) -> Any:
+        return {"models": [MODEL | {"series": [{"name": "accuracy", "last": accuracy[0]}]}]}
+
+    client: Any = SimpleNamespace(status=status, run=pool, deadline=lambda timeout: None)
+    training = Training(client, "m", "m")
+    training.poll()
+
+    train._until_returned(client, "run-1", training)
+    train._report({"id": "run-1", "state": "finished", "reason": "it is over"}, training)
+
+    assert members == []
+    assert capsys.readouterr().out == "run-1 finished: it is over; accuracy 97.0 %\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [("unreachable", "psctl run stop run-7"), ("conflict", ""), ("unknown_run", "")]
+)
+def test_a_run_that_cannot_be_stopped_is_said_to_go_on(
+    code: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It keeps its model from other runs, so an interrupted `psctl train` says how to stop it, unless it has ended."""
+
+    def set_run(*_: object, **__: object) -> None:
+        raise problem(code, "no")
+
+    client: Any = SimpleNamespace(set_run=set_run)
+    train._stop(client, "run-7")
+    err = capsys.readouterr().err
+    assert told in err
+    assert bool(told) == bool(err)
+
+
+@pytest.mark.parametrize("end", ["finished", "failed"])
+def test_what_workers_print_is_named_and_stays_if_the_training_fails(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`psctl train` names the command that shows the workers' logs, which are gone only if the run has finished."""
+
+    @contextmanager
+    def cluster(state: StateDir, _: object) -> Iterator[None]:
+        state.make()
+        state.log("worker-0").write_text("what it printed\n")
+        yield
+
+    client = SimpleNamespace(
+        url="http://127.0.0.1:1",
+        urls=["http://127.0.0.1:1"],
+        create_run=lambda *_, **__: {"id": "run-7"},
+        get_run=lambda run, **_: {"id": run, "state": end, "reason": "it is over"},
+        status=lambda timeout: {"models": [MODEL]},
+        deadline=lambda timeout: None,
+        run=lambda call: [],
+    )
+    monkeypatch.setattr(train, "connect", lambda url: client)
+    monkeypatch.setattr(train, "worker_token", lambda url: None)
+    monkeypatch.setattr(train, "_prepare", lambda *_: None)
+    monkeypatch.setattr("paramserver_cli.train.unwind.on_signals", lambda: None)
+    monkeypatch.setattr("paramserver_cli.train.launch.cluster", cluster)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "job.py").touch()
+
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "job.py"), "--model", "m"])
+
+    named = re.search(r"psctl logs -f --state-dir (\S+)", done.stdout)
+    assert named, done.output
+    folder = Path(shlex.split(named[1])[0])
+    assert (done.exit_code, folder.exists()) == ((0, False) if end == "finished" else (1, True))
+    assert (str(folder / "logs") in done.stderr) == folder.exists()
+    if folder.exists():
+        assert [p.relative_to(folder) for p in folder.rglob("*.log")] == [Path("logs/worker-0.log")]
+        assert [p.name for p in folder.iterdir()] == ["logs"]

@@ -1,6 +1,7 @@
 """Loops over the ranges of a dataset by one worker: nested ones are refused, those of threads and tasks are not."""
 
 import asyncio
+import logging
 
 import pytest
 
@@ -80,3 +81,22 @@ def test_an_evaluation_whose_lease_had_no_answer_is_asked_for_again(end: str) ->
     node.script[LEASE] = [NOTHING_FREE]
     assert drive(TaskRequests(session).lease(EVALUATE, wait=False), node) is None
     assert not session.evaluation_waits
+
+
+@pytest.mark.parametrize(("code", "told"), [("unknown_task", "was deleted"), ("unknown_worker", "processed again")])
+def test_a_range_that_cannot_be_reported_says_what_becomes_of_it(
+    code: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A range of a deleted dataset is handed out to nobody; that of a worker which was given up is, to another one."""
+    node = Node()
+    tasks = TaskRequests(opened(node))
+    node.script[LEASE] = [ok({"task": RANGE})]
+    node.script["/models/m/tasks/train%3A0%3A2/done"] = [no(code)]
+    task = drive(tasks.lease("train"), node)
+    assert task is not None
+
+    with caplog.at_level(logging.WARNING, "paramserver"):
+        drive(tasks.done(task, deadline()), node)
+
+    (line,) = [r.getMessage() for r in caplog.records if "task.lost" in r.getMessage()]
+    assert told in line

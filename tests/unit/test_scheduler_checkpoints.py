@@ -276,6 +276,29 @@ def test_a_checkpoint_has_no_metric_whose_newest_value_is_not_finite() -> None:
     assert finish(d).document["metric"] is None
 
 
+@pytest.mark.parametrize("back", ["by the scheduler", "by a client", "to a cut"])
+def test_a_checkpoint_has_no_metric_from_before_the_model_went_back(back: str) -> None:
+    """What was measured before a restore in place or a rollback is not of the values that are saved after it."""
+    d, _ = beyond_its_cut()
+    d.ask(lambda n: io.ReportMetrics(n, "m", {"accuracy": 0.9}))
+    if back == "by the scheduler":
+        d.ask(lambda n: io.StartRestore(n, "m"))
+        d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
+    elif back == "by a client":
+        d.ask(lambda n: io.ModelRestored(n, "m", 1, timeline=0))
+    else:
+        d.shard("s1")
+    d.beats()
+
+    for accuracy in (None, 0.5):
+        if accuracy is not None:
+            d.ask(lambda n, v=accuracy: io.ReportMetrics(n, "m", {"accuracy": v}))  # type: ignore[misc]
+        d.send(lambda n: io.RequestCheckpoint(n, "m"))
+        d.wait(1.5)
+        found = finish(d).document["metric"]
+        assert (found and found["value"]) == accuracy
+
+
 def test_why_the_last_checkpoint_is_missing_is_told_until_one_is_written() -> None:
     """A failed checkpoint, which nobody may have asked for, is a complaint about its model until one is written."""
     d = Driver.with_model(checkpoint={"every_clocks": 10})
@@ -295,6 +318,23 @@ def test_why_the_last_checkpoint_is_missing_is_told_until_one_is_written() -> No
     assert told[0] == told[2] != told[1] == ""
     assert "No space left on device" in told[0]
     assert "make room" in told[0]
+
+
+def test_a_checkpoint_that_failed_is_tried_again_though_training_is_over() -> None:
+    """A model that does not change any more is saved by the rule once it can be, not more often than the rule says."""
+    d = Driver.with_model(checkpoint={"every_minutes": 1.0})
+    d.clock(d.join("a"), 3)
+    d.wait(61.0)
+    (first,) = [w for w in d.work if isinstance(w, io.WriteCheckpoint)]
+    d.work.clear()
+    d.do(io.CheckpointFailed(first.model, first.name, problem("disk_refuses", "No space left on device")))
+
+    d.wait(58.0)
+    assert not d.work
+    d.wait(3.0)
+    assert finish(d).name != first.name
+    d.wait(61.0)
+    assert not d.work
 
 
 def test_a_checkpoint_by_rule_has_the_result_of_the_evaluation_of_its_clock() -> None:

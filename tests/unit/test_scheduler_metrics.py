@@ -102,3 +102,21 @@ def test_metrics_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [[p[3] for p in d.core.read.metric("m", name)["points"]] for name in "xyz"] == [[2, 3, 4], [0, 0, 0], []]
     assert d.core.read.not_finite("m") == {}
     assert list(d.core.read.worker("m", w, d.now)["metrics"]) == ["y", "z"]
+
+
+def test_what_workers_of_the_last_run_report_ends_no_other_run() -> None:
+    """They go on until they have heard of its end, and what they measure is not of the new run."""
+    d = Driver.with_model()
+    for name in ("p", "q"):
+        d.ask(lambda n, p=name: io.JoinPool(n, p, ("job",)))  # type: ignore[misc]
+    d.ask(lambda n: io.CreateRun(n, "m", "job:train"))
+    old = d.join("run-1/w0")
+    d.ask(lambda n: io.PatchRun(n, "run-1", state="stopped"))
+    d.ask(lambda n: io.CreateRun(n, "m", "job:train", stop={"metric": {"name": "accuracy", "at_least": 0.9}}))
+    new = d.join("run-2/w0")
+
+    d.ask(lambda n: io.ReportMetrics(n, "m", {"accuracy": 0.95}, old["worker"]))
+    d.ask(lambda n: io.WorkerHeartbeat(n, "m", old["worker"], 1, metrics={"accuracy": 0.95}))
+    assert d.core.read.run("run-2")["state"] == "running"
+    d.ask(lambda n: io.ReportMetrics(n, "m", {"accuracy": 0.95}, new["worker"]))
+    assert d.core.read.run("run-2")["state"] == "finished"

@@ -157,19 +157,28 @@ def test_who_gets_data_again_goes_on_where_the_others_are() -> None:
     assert d.clock(a, 52) in d.open
 
 
-def test_an_evaluation_wakes_no_worker_that_has_no_data() -> None:
-    """A worker that rests and makes an evaluation goes on resting, so the others do not wait for it."""
-    d = Driver.with_model(consistency={"mode": "sync"})
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
+def test_an_evaluation_wakes_no_worker_that_has_no_data(mode: str) -> None:
+    """A worker that rests and makes an evaluation goes on resting, so the others do not wait for it.
+
+    With the evaluation it is told the others' clock, which its heartbeats say from then on, and that it skipped some.
+    """
+    d = Driver.with_model(consistency={"mode": mode})
     a, b = d.join("a"), d.join("b")
     d.ask(lambda n: io.RegisterDataset(n, "m", "train", 10, 10))
     lease(d, a, [])
     assert lease(d, b, []) is None
+    assert d.result(d.clock(a, 3))["released"]
     d.ask(lambda n: io.RequestEvaluation(n, "m"))
-    evaluation = lease(d, b, None, "evaluate")
-    d.ask(lambda n: io.TaskDone(n, "m", b["worker"], b["epoch"], evaluation["id"], {"accuracy": 0.9}))
+    answer = d.result(d.lease(b, "evaluate"))
+    at = answer["clock"]
+    d.ask(lambda n: io.WorkerHeartbeat(n, "m", b["worker"], b["epoch"], clock=at, since=at, timeline=0))
+    d.ask(lambda n: io.TaskDone(n, "m", b["worker"], b["epoch"], answer["task"]["id"], {"accuracy": 0.9}))
 
-    for clock in (1, 2, 3):
+    for clock in (4, 5, 6):
         assert d.result(d.clock(a, clock))["released"]
+    d.send(lambda n: io.ReportClock(n, "m", b["worker"], b["epoch"], at + 1, 0, 10.0, at))
+    assert d.core.read.worker("m", b["worker"], d.now)["state"] == "active"  # it has done an iteration all the same
 
 
 @pytest.mark.parametrize("back", ["to a cut", "to a checkpoint"])

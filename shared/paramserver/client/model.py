@@ -222,6 +222,8 @@ class Model(ModelBase):
         handed out `passes` times (None: without end).  `static`: range i goes to live worker i modulo
         their number, in order of rank, so always to the same one as long as none joins or leaves.
 
+        A dataset that is finished stays finished, also for later runs: `delete_tasks` first, to go through it again.
+
         Raises ConflictError (`conflict`) if the name has another dataset, or there is no room for one more.
         """
         body = control.dataset_document(

@@ -74,5 +74,7 @@ class TaskRequests:
         except PsError as e:
             if e.code not in ("fenced", "unknown_worker", "unknown_task"):
                 raise
-            log.warning("task.lost worker=%s task=%s: it will be processed again", s.worker, task.id)
+            deleted = e.code == "unknown_task"
+            what = "its dataset was deleted" if deleted else "it will be processed again"
+            log.warning("task.lost worker=%s task=%s: %s", s.worker, task.id, what)
         s.holding.done(task)

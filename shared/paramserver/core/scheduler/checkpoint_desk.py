@@ -168,6 +168,7 @@ class CheckpointDesk:
             return
         if model is not None and not e.taken:  # a name in use is a mistake of who asked, not a fault of the cluster
             model.checkpoints.error = str(e.error)
+            model.checkpoints.last_version = -1  # due again after `every_minutes`, also if nothing changes any more
         for request in pending.requests if pending is not None else ():
             self.c.answer(request, e.error)
 

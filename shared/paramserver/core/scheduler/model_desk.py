@@ -325,6 +325,7 @@ class ModelDesk:
             self.remove(model, e.error, now)
         else:
             model.restoring = False
+            model.series.outdate()
             self.c.save_model(model)
             if e.error is None or not model.awaits_restore:  # else the client that is creating the model goes on
                 self._end_restore(model, e.version, failed=e.error is not None)
@@ -363,6 +364,8 @@ class ModelDesk:
             worker = model.roster.store_state(name, state, now)
             if worker is not None:
                 self.c.save_worker(model, worker)
+        if e.timeline is not None:
+            model.series.outdate()
         if model.timeline == e.timeline and (model.gate.sync or not model.ready):
             self._end_restore(model, e.version)
         elif e.timeline is not None and not model.ready:

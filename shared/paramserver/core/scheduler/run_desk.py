@@ -169,10 +169,13 @@ class RunDesk:
             run.saved_s = now
             self.c.save_run(run)
 
-    def check_stop_rule(self, model: Model, metrics: Mapping[str, float], now: float) -> None:
-        """End the model's run if one of these metrics reaches its bound."""
+    def check_stop_rule(self, model: Model, worker: str, metrics: Mapping[str, float], now: float) -> None:
+        """End the model's run if one of these metrics reaches its bound.
+
+        Workers of the last run, which go on until they have heard of its end, end no other one.
+        """
         run = self.of_model(model)
-        if run is None or run.state not in ("running", "paused"):
+        if run is None or run.state not in ("running", "paused") or self.worker_state(model, worker) == "stop":
             return
         for name, value in metrics.items():
             why = run.stop.met_by(name, value)

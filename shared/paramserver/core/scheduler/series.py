@@ -55,6 +55,8 @@ class Series:
         """The finite values of each name."""
         self.not_finite: dict[str, tuple[float, float, str]] = {}
         """Names whose newest value is NaN or infinite -> (Unix seconds of the first one, of the last one, worker)."""
+        self.outdated: set[str] = set()
+        """Names without a finite value since `outdate`; another leader does not know them."""
         self._due_s: float | None = None
 
     @classmethod
@@ -97,6 +99,7 @@ class Series:
                 continue
             if name not in self.points:
                 self.points[name] = deque(maxlen=limits.METRIC_POINTS_MAX)
+            self.outdated.discard(name)
             self.points[name].append((unix_s, -1 if clock is None else clock, worker, value))
             added += 1
             if bad := self.not_finite.get(name):
@@ -110,9 +113,13 @@ class Series:
         """Whether that worker has reported a finite value of that name at that clock."""
         return any((c, w) == (clock, worker) for _, c, w, _ in self.points.get(name, ()))
 
+    def outdate(self) -> None:
+        """Note that the model was restored or went back: what all points so far were measured of is gone."""
+        self.outdated = {*self.points}
+
     def latest(self, name: str) -> float | None:
-        """The newest value of that name; None if there is none, or it is not finite."""
-        points = self.points.get(name) if name not in self.not_finite else None
+        """The newest value of that name; None if there is none, it is not finite, or is of values that are gone."""
+        points = self.points.get(name) if name not in self.not_finite and name not in self.outdated else None
         return points[-1][3] if points else None
 
     def document(self, name: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def restart(cluster: Cluster, model: Model, clock: int, *, opening: bool) -> Non
 def reload(cluster: Cluster, model: Model, source: Any, clock: int, *, opening: bool) -> None:
     """Begin a timeline at that clock on which all partitions are loaded from `source`, under new tokens."""
     model.source = source
+    model.series.outdate()
     restart(cluster, model, clock, opening=opening)
     for i, owner in enumerate(model.owners):
         if owner.shard is not None:

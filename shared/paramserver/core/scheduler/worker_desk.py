@@ -219,7 +219,7 @@ class WorkerDesk:
         before = worker.done
         if worker.left_out is None:
             worker.left_out = clock if since != clock and model.left_out(worker, clock) else -1
-        if clock > worker.done:
+        if clock > worker.done and since != clock:  # else it only goes on where the others are, and has done nothing
             model.gate.resume(worker, model.roster)
         model.gate.report(worker, clock, since)
         if worker.done > before:
@@ -265,7 +265,7 @@ class WorkerDesk:
         if not metrics:
             return 0
         added = model.series.add(now, now + self.c.wall_offset_s, clock, worker, metrics)
-        self.runs.check_stop_rule(model, metrics, now)
+        self.runs.check_stop_rule(model, worker, metrics, now)
         return added
 
     def clock(self, e: ReportClock, now: float) -> None:
