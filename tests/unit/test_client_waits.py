@@ -11,7 +11,7 @@ from tests.refusals import refused_with
 from tests.waiting import eventually
 
 import paramserver as ps
-from paramserver.client import transfer
+from paramserver.client import control, transfer
 from paramserver.client import worker as worker_module
 from paramserver.client.cluster import Cluster
 from paramserver.client.iterations import Iterations
@@ -105,6 +105,17 @@ def test_a_node_that_cannot_be_reached_is_tried_again_soon() -> None:
     loading = problem("loading", "in a moment", retry_after_s=0.0)
     assert backoff.pause(loading).seconds <= FIRST_S
     assert 1.5 < max(backoff.pause(loading).seconds for _ in range(500)) <= LONGEST_S
+
+
+def test_what_a_node_has_told_to_do_outlives_its_silence() -> None:
+    """The hint of a node that has answered says more than one about its address, once that cannot be reached."""
+    now, outcomes = Now(), [no("storage_unavailable", hint="free room in Redis")]
+    gone = problem("unreachable", "cannot reach it", hint="does a node listen there?")
+
+    call = control.send("GET", "/models/m", None, Deadline.after(10.0, now))
+    with pytest.raises(ps.Unavailable) as e:
+        drive(call, lambda _: outcomes.pop() if outcomes else gone, now)
+    assert e.value.hint == "free room in Redis"
 
 
 @pytest.mark.parametrize(

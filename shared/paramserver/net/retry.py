@@ -107,7 +107,7 @@ class Backoff:
         doubtful = not self.reads and (self.in_doubt or isinstance(error, InDoubt))
         hint = error.hint
         if said and not doubtful and (isinstance(error, Unreachable) or not hint):
-            hint = said.hint  # what an address that was reached may be lacking
+            hint = said.hint or hint  # a node that has answered is lacking nothing that its address could tell
         return problem(error.code, detail, hint=hint, retry_after_s=error.retry_after_s, **error.members)
 
 
