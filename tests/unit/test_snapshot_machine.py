@@ -161,7 +161,7 @@ class Snapshots(RuleBasedStateMachine):
                 self.suspended ^= {p.key}
                 self.failed_at.pop(p.key, None)
                 self.owed_cuts.pop(p.key, None)
-                if not p.mark.waiting:
+                if not p.mark.waiting and not any(w.fsync and w.capture.key == p.key for w in self.writing):
                     self.unsynced.pop(p.key, None)
         while self.driver.pending:
             store = self.driver.pending[0]
