@@ -19,6 +19,7 @@ from paramserver.wire.sink import Destination
 from paramserver_node import problems
 from paramserver_node.access import ACCESS_ENDS_S, Guard, LocalOnly
 from paramserver_node.deadlines import Deadlines
+from paramserver_node.forward import changes_something, in_doubt
 from paramserver_node.log import path_of
 from paramserver_node.pieces import Pieces
 from paramserver_node.stream import BODY, BodyTransfer
@@ -97,6 +98,10 @@ class NodeMiddleware:
             if self._guard is not None:
                 scope["state"]["role"] = self._guard.check(scope)
             await self.app(scope, exchange.receive, exchange.send)
+        except asyncio.CancelledError:  # the server's time for requests in flight is over, or that of what this awaits
+            if exchange.status:
+                raise
+            await problems.response(Request(scope), exchange.cut_short())(scope, exchange.receive, exchange.send)
         except Exception as e:
             if exchange.ended:
                 return  # an inner layer has answered it as an internal error, and logged it
@@ -122,7 +127,7 @@ class _Exchange:
         self._receive, self._send, self._deadlines = receive, send, deadlines
         self._scope = scope
         self._size, self.request_id, self._id_given, self._sender_waits = _Head.of(scope)
-        self._body_ended = self._size == 0
+        self._body_begun, self._body_ended = False, self._size == 0
         extensions = scope.get("extensions", {})
         if BODY in extensions:
             self._body_transfer: BodyTransfer = extensions[BODY]
@@ -131,7 +136,8 @@ class _Exchange:
         self._reading = asyncio.Lock()
         self._began_s = deadlines.now()
         self.received = 0
-        self._too_slow = False
+        self._drains = True
+        """Whether the response waits for the rest of the body."""
         self._before = 0
         """Size of the last piece of the response, over HTTP/1.1: there the next one waits until it has been read."""
         self._ends_s: float | None = None
@@ -145,7 +151,7 @@ class _Exchange:
             return await self._next()
 
     async def _next(self) -> Message:
-        self._sender_waits = False  # the server now tells it to continue
+        self._sender_waits, self._body_begun = False, True  # the server now tells it to continue
         untimed = self._body_ended or _NO_DEADLINE in self._scope["state"]
         message = await (self._receive() if untimed else self._received_in_time())
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
@@ -162,7 +168,7 @@ class _Exchange:
 
     async def into(self, sink: Destination) -> bool:
         """See `BodyTransfer`; raises like `_received_in_time`."""
-        self._sender_waits = False
+        self._sender_waits, self._body_begun = False, True
         counted = _Counted(self, sink)
         while True:
             try:
@@ -185,9 +191,19 @@ class _Exchange:
         return self._began_s + PATIENCE_S + self.received / PACE_BYTES_PER_S
 
     def _slow(self) -> PsError:
-        self._too_slow = True
+        self._drains = False
         passed_s = self._deadlines.now() - self._began_s
         return problem("too_slow", f"only {self.received} bytes of the body arrived in {passed_s:.0f} s")
+
+    def cut_short(self) -> PsError:
+        """Return the error for a request that the end of this node cuts off; its answer can wait for nothing more.
+
+        One whose body is still being read has done nothing; any other one that changes something may have done it.
+        """
+        self._drains = False
+        if (self._body_begun and not self._body_ended) or not changes_something(self._scope):
+            return problem("unavailable", "this node is stopping")
+        return in_doubt(self._scope, "this node is stopping, and may have done this")
 
     async def _received_in_time(self) -> Message:
         """Return the next piece of the body; raises Unavailable (`too_slow`) if it is late, as bodies hold memory."""
@@ -212,7 +228,7 @@ class _Exchange:
             if self._sender_waits and not self._body_ended:  # it has sent no body and need not; what follows is unclear
                 # Over HTTP/2, which drops this header, the stream alone ends.
                 message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
-            elif not self._body_ended and not self._too_slow and _NO_DEADLINE not in self._scope["state"]:
+            elif not self._body_ended and self._drains and _NO_DEADLINE not in self._scope["state"]:
                 await self._drain()
             await self._send(message)  # no deadline: HTTP/2 holds the head back for the body, `Http1` has its own
             return

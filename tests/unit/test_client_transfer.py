@@ -14,8 +14,8 @@ from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding
 from paramserver.client.shared_arrays import KEPT_MAX, SharedArrays
 from paramserver.client.spec_builder import Param, model_document
-from paramserver.errors import ConflictError, RequestError, problem
-from paramserver.net.calls import Deadline, Outcome, Request, Response
+from paramserver.errors import ConflictError, InDoubt, RequestError, Unavailable, problem
+from paramserver.net.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
@@ -262,6 +262,78 @@ def test_ranges_of_a_pushpull_may_be_ones_that_can_be_read_once(shards: Shards, 
     assert (p.flat - np.arange(64)).nonzero()[0].tolist() == [3, 4]
 
 
+def received(request: Request, reply: PullReply) -> Response:
+    """Return the answer to a pull or pushpull that has only this header."""
+    assert request.sink is not None
+    request.sink.begin()
+    request.sink.feed(memoryview(encode_header(reply)))
+    request.sink.end()
+    return Response(200, {"content-type": MEDIA_TYPE})
+
+
+def lent(request: Request, number: int, *, timeline: int = 0, push: PushReply | None = None) -> Response:
+    """Return the answer of shard A to a pull or pushpull: a lease of its values."""
+    lease = (number, ("f0", "f2"))
+    return received(request, PullReply("m", 7, timeline, 1, 9, "float32", [(0, 1, 9), (2, 1, 9)], push, lease))
+
+
+@pytest.mark.parametrize("path", ["/pull", "/pushpull"])
+def test_what_was_lent_to_a_call_that_is_interrupted_is_given_back(
+    shards: Shards, now: Now, cluster: Cluster, path: str
+) -> None:
+    """A pull or exchange that is interrupted ends the leases in the answers that it has received by then."""
+
+    def interrupted(request: Request) -> Outcome:
+        if request.path != path:
+            return shards(request)
+        if request.to == A:
+            return lent(request, 5)
+        raise KeyboardInterrupt
+
+    deadline = Deadline.after(30, now)
+    pulling = transfer.pull(cluster, "m", deadline)
+    call: Call[Any] = pulling if path == "/pull" else transfer.exchange(cluster, "m", deadline, grads(), terms())
+    with pytest.raises(KeyboardInterrupt):
+        drive(call, interrupted, now)
+    assert cluster.same_host.take_ended(A) == (5,)
+
+
+def test_what_was_lent_to_a_pull_from_two_timelines_is_given_back(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A pull whose shards answer from different timelines until its deadline ends all leases."""
+    numbers: list[int] = []
+
+    def divided(request: Request) -> Outcome:
+        if request.path != "/pull" or request.to != A:
+            return shards(request)
+        numbers.append(len(numbers) + 1)
+        return lent(request, numbers[-1])
+
+    shards.timelines[B] = [1]
+    with pytest.raises(Unavailable):
+        drive(transfer.pull(cluster, "m", Deadline.after(30, now)), divided, now)
+    assert numbers
+    assert sorted(cluster.same_host.take_ended(A)) == numbers
+
+
+def test_what_was_lent_to_a_push_that_another_shard_refuses_is_given_back(
+    shards: Shards, now: Now, cluster: Cluster
+) -> None:
+    """A push that a shard refuses ends the lease with which another one has accepted it."""
+
+    def divided(request: Request) -> Outcome:
+        if request.path != "/push":
+            return shards(request)
+        if request.to != A:
+            return refusal("invalid_field")
+        parts = [(0, 1, 9, 0), (2, 1, 9, 0)]
+        reply = PushReply("applied", False, 1, 0, 9, 0, parts, lease=(5, ("f0", "f2")))
+        return Response(200, {"content-type": MEDIA_TYPE}, encode_header(reply))
+
+    with pytest.raises(InDoubt):
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), divided, now)
+    assert cluster.same_host.take_ended(A) == (5,)
+
+
 def test_what_was_lent_by_some_shards_alone_is_given_back_at_once(shards: Shards, now: Now, cluster: Cluster) -> None:
     """An exchange that only some shards released in time returns no values and ends their leases at once.
 
@@ -273,13 +345,9 @@ def test_what_was_lent_by_some_shards_alone_is_given_back_at_once(shards: Shards
             return shards(request)
         lends = request.to == A
         push = PushReply("staged", False, int(lends), 0, 9, 0, [(0, int(lends), 9, 0)], released=lends)
-        parts, lease = ([(0, 1, 9), (2, 1, 9)], (5, ("f0", "f2"))) if lends else ([], None)
-        assert request.sink is not None
-        request.sink.begin()
-        reply = PullReply("m", 7, 0, int(lends), 9, "float32", parts, push, lease)
-        request.sink.feed(memoryview(encode_header(reply)))
-        request.sink.end()
-        return Response(200, {"content-type": MEDIA_TYPE})
+        return (
+            lent(request, 5, push=push) if lends else received(request, PullReply("m", 7, 0, 0, 9, "float32", [], push))
+        )
 
     call = transfer.exchange(cluster, "m", Deadline.after(30, now), grads(), terms(commit_wait_s=1.0))
     done, values = drive(call, one_released, now)

@@ -255,6 +255,86 @@ def test_a_closed_transport_has_hung_up_on_shards() -> None:
         asyncio.run(main())
 
 
+def test_a_request_in_flight_is_not_sent_again_by_a_closed_transport() -> None:
+    """Requests that the close of a transport on asyncio cuts off end, without another connection."""
+    both, connections = threading.Semaphore(0), list[Peer]()
+
+    def serve(connected: socket.socket) -> None:
+        connections.append(peer := Peer(connected))
+        peer.send(wire.settings({}))
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"{}"))
+        if len(connections) > 1:
+            return
+        for _ in range(2):
+            peer.until(wire.HEADERS)
+        both.release()
+        while connected.recv(65536):
+            pass
+
+    async def main(url: str) -> list[list[Outcome]]:
+        transport = AsyncTransport((url,), Credentials())
+        request = Request("POST", "/pull", b"x", to=url)
+        await transport.perform([request])
+        asking = [asyncio.ensure_future(transport.perform([request])) for _ in range(2)]
+        assert await asyncio.to_thread(both.acquire, timeout=30.0)
+        await transport.close()
+        return await asyncio.gather(*asking)
+
+    with serving(serve) as url:
+        outcomes = asyncio.run(main(url))
+    assert [str(o).partition(" (")[2][:21] for (o,) in outcomes] == ["this client is closed"] * 2
+    assert len(connections) == 1
+
+
+def test_a_connection_that_is_made_while_its_transport_is_closed_is_closed() -> None:
+    """A transport on asyncio that is closed while it connects to a shard hangs up once it has connected."""
+    over = threading.Semaphore(0)
+
+    def serve(connected: socket.socket) -> None:
+        assert not connected.recv(1)
+        over.release()
+
+    async def main(url: str) -> None:
+        transport = AsyncTransport((url,), Credentials())
+        asking = asyncio.ensure_future(transport.perform([Request("GET", "/livez", to=url, timeout_s=5.0)]))
+        await asyncio.sleep(0)
+        await transport.close()
+        (outcome,) = await asking
+        assert isinstance(outcome, ps.Unreachable)
+        assert await asyncio.to_thread(over.acquire, timeout=30.0)
+
+    with serving(serve) as url:
+        asyncio.run(main(url))
+
+
+def test_a_closed_transport_tries_no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that a scheduler refuses after its transport on asyncio was closed is not sent to the next one."""
+    begun, closed = threading.Semaphore(0), threading.Semaphore(0)
+
+    def serve(connected: socket.socket) -> None:
+        assert connected.recv(65536)
+        begun.release()
+        assert closed.acquire(timeout=30.0)
+        body = b'{"code":"no_leader"}'
+        head = b"HTTP/1.1 503 -\r\ncontent-type: application/problem+json\r\ncontent-length: %d\r\n\r\n"
+        connected.sendall(head % len(body) + body)
+
+    async def main() -> None:
+        transport = AsyncTransport(("http://a.test", "http://b.test"), Credentials())
+        asking = asyncio.ensure_future(transport.perform([Request("GET", "/models")]))
+        assert await asyncio.to_thread(begun.acquire, timeout=30.0)
+        await transport.close()
+        closed.release()
+        (outcome,) = await asking
+        assert isinstance(outcome, ps.ConflictError)
+
+    with serving(serve) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        asyncio.run(main())
+
+
 def test_a_closed_client_says_so_at_once(node: Node) -> None:
     """A closed client raises ConflictError without retrying, and may be closed again."""
     client = ps.connect(node.url, timeout=3.0)

@@ -1,6 +1,7 @@
 """The server of a node on its event loop, with clients on plain sockets in the same process."""
 
 import asyncio
+import json
 import shutil
 import ssl
 import subprocess
@@ -10,11 +11,15 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 import uvloop
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.servers import free_port
 
+from paramserver.net.calls import Request, Response
+from paramserver.net.credentials import Credentials
+from paramserver.net.direct import AsyncDirectTransport
 from paramserver.wire import http2 as wire
 from paramserver_node import http2, protocol_detector, read_deadline, server
+from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.server import Tls, serve_tcp
 
 WITHIN_S = 20.0
@@ -39,11 +44,11 @@ async def empty(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving(tls: Tls | None = None) -> AsyncIterator[int]:
-    """Yield the port of a server."""
+async def serving(tls: Tls | None = None, app: ASGIApp = empty) -> AsyncIterator[int]:
+    """Yield the port of a server; what is in flight at the end is cut off."""
     port = free_port()
     stop = asyncio.Event()
-    running = asyncio.ensure_future(serve_tcp(empty, "127.0.0.1", port, stop, tls=tls, grace_s=0.0))
+    running = asyncio.ensure_future(serve_tcp(app, "127.0.0.1", port, stop, tls=tls, grace_s=0.0))
     await asyncio.sleep(0)
     try:
         async with asyncio.timeout(WITHIN_S):
@@ -139,3 +144,48 @@ async def test_one_address_leaves_places_to_others(begun: bytes, monkeypatch: py
         finally:
             for writer in opened:
                 writer.close()
+
+
+async def test_a_request_that_the_end_of_its_node_cuts_off_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    """What is in flight when the grace time ends is `unavailable` if nothing was done, else `in_doubt`; none is a 500.
+
+    So is a request whose own work was cancelled.
+    """
+    begun = asyncio.Semaphore(0)
+
+    async def stuck(scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        begun.release()
+        while message["more_body"]:
+            message = await receive()
+        work = asyncio.get_running_loop().create_future()
+        if scope["path"] == "/cancelled":
+            work.cancel()
+        await work
+
+    asked = {
+        b"GET / HTTP/1.1\r\nhost: x\r\n\r\n": "unavailable",
+        b"POST /pull HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx": "unavailable",
+        b"POST /push HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nx": "unavailable",
+        b"POST /push HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx": "in_doubt",
+        b"PUT /cancelled HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx": "in_doubt",
+    }
+    framed = {("GET", "/"): "unavailable", ("POST", "/push"): "in_doubt", ("DELETE", "/m"): "in_doubt"}
+    async with serving(app=NodeMiddleware(stuck)) as port:
+        url, transport = f"http://127.0.0.1:{port}", AsyncDirectTransport(Credentials())
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in asked]
+        for (_, writer), request in zip(opened, asked, strict=True):
+            writer.write(request)
+        sent = [asyncio.ensure_future(transport.send(Request(*r, timeout_s=WITHIN_S), url)) for r in framed]
+        for _ in [*asked, *framed]:
+            await begun.acquire()
+
+    answers = [await reader.read() for reader, _ in opened]
+    for _, writer in opened:
+        writer.close()
+    assert [a[:12] for a in answers] == [b"HTTP/1.1 503"] * len(asked)
+    assert [json.loads(a.partition(b"\r\n\r\n")[2])["code"] for a in answers] == list(asked.values())
+    outcomes = [outcome for outcome in await asyncio.gather(*sent) if isinstance(outcome, Response)]
+    assert [json.loads(outcome.body)["code"] for outcome in outcomes] == list(framed.values())
+    await transport.close()
+    assert "Exception in ASGI application" not in caplog.text

@@ -52,28 +52,31 @@ class Arrivals:
         self.replies: list[PullReply] = []
         self.leased_values: LeasedValues | None = None
         """The leased values, if every part of the pull was leased; set by `params`."""
+        self._unread: dict[Incoming, str | None] = {}
+        """The sinks of the requests sent last, but for those that were read -> the shard asked."""
         self._leased: list[Leased] = []
         self._lent: dict[int, Leased | None] = {}
 
     def sinks(self, groups: Sequence[tuple[str | None, list[Part]]]) -> list[Incoming]:
         """Return a sink for the answer of each group of parts.  Raises RequestError if `out` cannot take the values."""
-        return [Incoming(self._selection, parts, self._flat, self._dtype) for _, parts in groups]
+        self._unread = {Incoming(self._selection, parts, self._flat, self._dtype): to for to, parts in groups}
+        return list(self._unread)
 
-    def read(self, sink: Incoming, to: str | None) -> PullReply:
+    def read(self, sink: Incoming) -> PullReply:
         """Record an answer that was received whole; return its header."""
         assert sink.reply is not None
         self.replies.append(sink.reply)
-        lease = leased_by(sink.reply, to, self._layout)
+        lease = leased_by(sink.reply, self._unread.pop(sink), self._layout)
         if lease is not None:
             self._leased.append(lease)
         for partition, _, _ in sink.reply.parts:
             self._lent[partition] = lease
         return sink.reply
 
-    def release_unread(self, sinks: Sequence[Incoming], groups: Sequence[tuple[str | None, list[Part]]]) -> None:
-        """Release the leases in answers that are discarded because another one was a refusal."""
-        came = [(sink.reply, to) for sink, (to, _) in zip(sinks, groups, strict=True) if sink.reply is not None]
-        found = [leased_by(reply, to, self._layout) for reply, to in came]
+    def release_unread(self) -> None:
+        """Release the leases in answers that are discarded unread, because another one was a refusal."""
+        found = [leased_by(sink.reply, to, self._layout) for sink, to in self._unread.items()]
+        self._unread = {}
         self._same_host.end_leases([lease for lease in found if lease is not None])
 
     @property
@@ -87,7 +90,8 @@ class Arrivals:
         return len({r.timeline for r in self.replies}) > 1
 
     def release_all(self) -> None:
-        """Release all leases, because the values are not wanted."""
+        """Release all leases, also in answers not read yet, because the values are not wanted."""
+        self.release_unread()
         self._same_host.end_leases(self._leased)
 
     def params(self, model: str) -> Params | None:

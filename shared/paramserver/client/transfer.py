@@ -80,33 +80,36 @@ def pull(
     wait_until = deadline.clock() + min(wait_s, deadline.left_s() - spare_s)
     params: Params | None = None
     pending = list(selection.parts)
-    while pending:
-        groups, waiting = transfer.groups(pending)
-        left_s = max(0.0, min(wait_until - deadline.clock(), POLL_S))
-        sinks = arrivals.sinks(groups)
-        requests = [
-            deadline.bound(pull_request(transfer.model_map, to, parts, terms, left_s, sink, cluster.same_host))
-            for (to, parts), sink in zip(groups, sinks, strict=True)
-        ]
-        good, failed = good_and_failed(groups, (yield requests))
-        try:
-            pending = yield from transfer.again(failed)
-        except PsError as e:
-            arrivals.release_unread(sinks, groups)
-            if e.code != "version_not_reached" or deadline.clock() >= wait_until:
-                arrivals.release_all()
-                raise
-            yield Pause(0.01)
-            continue
-        for i, _ in good:
-            arrivals.read(sinks[i], groups[i][0])
-        if waiting:
-            pending = in_order(pending + waiting)
-        if not pending:
-            arrivals.replies, pending = yield from transfer.of_one_timeline(arrivals.replies)
-        if not pending and (params := arrivals.params(model)) is None:
-            pending = transfer.without_memory(arrivals.lenders)
-            arrivals.start_over()
+    try:
+        while pending:
+            groups, waiting = transfer.groups(pending)
+            left_s = max(0.0, min(wait_until - deadline.clock(), POLL_S))
+            sinks = arrivals.sinks(groups)
+            requests = [
+                deadline.bound(pull_request(transfer.model_map, to, parts, terms, left_s, sink, cluster.same_host))
+                for (to, parts), sink in zip(groups, sinks, strict=True)
+            ]
+            good, failed = good_and_failed(groups, (yield requests))
+            try:
+                pending = yield from transfer.again(failed)
+            except PsError as e:
+                if e.code != "version_not_reached" or deadline.clock() >= wait_until:
+                    raise
+                arrivals.release_unread()
+                yield Pause(0.01)
+                continue
+            for i, _ in good:
+                arrivals.read(sinks[i])
+            if waiting:
+                pending = in_order(pending + waiting)
+            if not pending:
+                arrivals.replies, pending = yield from transfer.of_one_timeline(arrivals.replies)
+            if not pending and (params := arrivals.params(model)) is None:
+                pending = transfer.without_memory(arrivals.lenders)
+                arrivals.start_over()
+    except BaseException:  # also if the caller is interrupted: it was cancelled, or by Ctrl-C
+        arrivals.release_all()
+        raise
     assert params is not None
     if lendable and arrivals.leased_values is not None:
         cluster.lease_cache.pulled(params.origin, arrivals.leased_values, min_clock)
@@ -151,23 +154,27 @@ def _push(
     replies: list[PushReply] = []
     leased: list[Leased] = []
     pending = list(gradient.selection.parts)
-    while pending:
-        groups, waiting = transfer.groups(pending)
-        good, failed = good_and_failed(groups, (yield from transfer.sent(groups, more=bool(waiting))))
-        for i, response in good:
-            to, parts = groups[i]
-            try:
-                reply = push_reply(response)
-            except PsError as e:  # what other shards have accepted or refused is told with it
-                failed.append((to, parts, e))
-                continue
-            transfer.accepted(parts, reply.state)
-            replies.append(reply)
-            if (lease := leased_by(reply, to, model_map.layout)) is not None:
-                leased.append(lease)
-        pending = yield from transfer.again(failed)
-        if waiting:
-            pending = in_order(pending + waiting)
+    try:
+        while pending:
+            groups, waiting = transfer.groups(pending)
+            good, failed = good_and_failed(groups, (yield from transfer.sent(groups, more=bool(waiting))))
+            for i, response in good:
+                to, parts = groups[i]
+                try:
+                    reply = push_reply(response)
+                except PsError as e:  # what other shards have accepted or refused is told with it
+                    failed.append((to, parts, e))
+                    continue
+                transfer.accepted(parts, reply.state)
+                replies.append(reply)
+                if (lease := leased_by(reply, to, model_map.layout)) is not None:
+                    leased.append(lease)
+            pending = yield from transfer.again(failed)
+            if waiting:
+                pending = in_order(pending + waiting)
+    except BaseException:  # also if the caller is interrupted
+        cluster.same_host.end_leases(leased)
+        raise
     pushed = summed(replies)
     if leased:
         transfer.remember(replies, leased, _reached(pushed, terms))
@@ -255,13 +262,13 @@ def exchange(
                 sending = transfer.sent(groups, dtype, sinks, more=bool(waiting))
                 good, failed = good_and_failed(groups, (yield from sending))
                 for i, _ in good:
-                    to, parts = groups[i]
-                    done = arrivals.read(sinks[i], to).push
+                    _, parts = groups[i]
+                    done = arrivals.read(sinks[i]).push
                     transfer.accepted(parts, "" if done is None else done.state)
                 pending = yield from transfer.again(failed)
                 if waiting:  # a shard has lost its partitions to another meanwhile
                     pending = in_order(pending + waiting)
-        except PsError:
+        except BaseException:  # also if the caller is interrupted
             arrivals.release_all()
             raise
         pushed = summed([r.push for r in arrivals.replies if r.push is not None])

@@ -33,6 +33,7 @@ _BROKEN: Final = (*ENDED, Refused)
 """Errors that mean that the connection has ended, or takes no more requests."""
 _CHANGES_NOTHING: Final = ("/pull", "/slots")
 """Paths of POST requests that may be executed twice or for nothing; an unused slot expires."""
+_CLOSED: Final = "this client is closed"
 
 
 class NotHttp2(InDoubt):
@@ -243,6 +244,7 @@ class AsyncDirectTransport(_RequestEncoder):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections = defaultdict[str, list[AsyncConnection]](list)
         self._connecting = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._closed = False
 
     async def send(self, request: Request, address: str) -> Outcome:
         """Send one request to the shard at that address, and return the outcome."""
@@ -286,7 +288,12 @@ class AsyncDirectTransport(_RequestEncoder):
         async with asyncio.timeout(timeout_s), self._connecting[address]:
             if (kept := self._kept(address, tried)) is not None:
                 return kept
+            if self._closed:
+                raise OSError(_CLOSED)
             connection = await self._connected(address)
+            if self._closed:  # meanwhile, so that nobody else would close it
+                connection.hang_up()
+                raise OSError(_CLOSED)
             self._forget_closed()
             self._connections[address] = [connection, *(c for c in self._connections[address] if not c.is_closed)]
             return connection
@@ -321,7 +328,8 @@ class AsyncDirectTransport(_RequestEncoder):
             connection.hang_up()
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; the transport cannot be used afterwards."""
+        self._closed = True
         connections = [c for some in self._connections.values() for c in some]
         self._connections.clear()
         if self._loop is not asyncio.get_running_loop():

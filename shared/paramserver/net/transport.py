@@ -241,6 +241,8 @@ class AsyncTransport:
         try:
             http2, request, url = next(sending)
             while True:
+                if self._closed:  # since the last attempt, or the probe before this request: this one was not sent
+                    return _closed("AsyncClient()")
                 outcome = await (self._http2.send(request, url) if http2 else self._in_thread(request, url))
                 http2, request, url = sending.send(outcome)
         except StopIteration as done:
