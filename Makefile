@@ -46,7 +46,7 @@ test: lint
 	@$(call twice,-m alone)
 test-fast: $(STAMP)
 	@$(COMPILE)
-	@$(BIN)/pytest -n 2 --dist loadfile -m 'not process and not slow' $(ARGS)
+	@$(BIN)/pytest -n 3 --dist loadfile -m 'not process and not slow' $(ARGS)
 lint: $(STAMP)
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy
 chaos: $(STAMP)

@@ -28,7 +28,7 @@ def run(simulation: Simulation) -> str:
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(s, marks=[] if s < 8 * TOGETHER else [pytest.mark.slow]) for s in range(0, SEEDS, TOGETHER)]
+    "first", [pytest.param(s, marks=[] if s < 4 * TOGETHER else [pytest.mark.slow]) for s in range(0, SEEDS, TOGETHER)]
 )
 def test_a_cluster_under_faults_keeps_its_promises(first: int) -> None:
     """Crashes after any effect, cuts, pauses, moves and an absent or emptied Redis lose and double nothing promised."""
@@ -83,10 +83,10 @@ def test_a_model_that_goes_from_mode_to_mode_loses_and_doubles_no_push(first: in
         run(Simulation(seed, change="modes"))
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (25, 50, 75))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 100, 10))])
 def test_workers_that_leave_while_a_mode_ends_lose_and_double_no_push(first: int) -> None:
     """If workers die or are removed while slow shards apply what a mode has left, pushes count once."""
-    for seed in range(first, first + 25):
+    for seed in range(first, first + 10):
         run(Simulation(seed, level="journaled", kind="slow", change="modes", deaths=True))
 
 
@@ -155,6 +155,7 @@ def test_no_cut_is_waited_for_in_vain(found: tuple[int, str, str]) -> None:
     run(Simulation(seed, "sync", "journaled", kind, change, checkpoints=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clocks", [0, 8])
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_is_assigned_to_a_model_that_rests_is_there_after_a_death(level: str, clocks: int) -> None:
@@ -163,6 +164,7 @@ def test_what_is_assigned_to_a_model_that_rests_is_there_after_a_death(level: st
         run(Simulation(seed, "sync", level, kind, "puts", clocks=clocks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_commit_is_applied_with_the_settings_it_names(level: str) -> None:
     """Where settings change while feeds are cut and shards die, all partitions apply a commit with the same ones."""
@@ -183,6 +185,7 @@ def test_what_the_policy_dropped_is_not_folded_after_a_change_of_it() -> None:
         run(Simulation(seed, "sync", change="settings", late="fold"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_checkpoints_of_a_synchronous_model_find_their_cuts(level: str) -> None:
     """With automatic checkpoints, a synchronous model ends without a pending cut under each kind of faults."""
@@ -191,12 +194,10 @@ def test_checkpoints_of_a_synchronous_model_find_their_cuts(level: str) -> None:
 
 
 @pytest.mark.parametrize("late", ["fold", "drop"])
-@pytest.mark.parametrize(
-    "first", [0, pytest.param(12, marks=pytest.mark.slow), pytest.param(24, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 12, 18, 24, 30))])
 def test_a_quorum_under_faults_divides_by_what_was_pushed(late: str, first: int) -> None:
     """With a quorum of two of three workers, each commit is a mean of whole contributions, late ones folded or not."""
-    for seed in range(first, first + 12):
+    for seed in range(first, first + 6):
         run(Simulation(seed, "sync", checkpoints=2 * (seed % 3), late=late))
 
 
