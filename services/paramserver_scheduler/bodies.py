@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from paramserver import limits
-from paramserver.core.fields import INTEGER_MAX
+from paramserver.core.fields import INTEGER_MAX, WORKER_NAME
 from paramserver.core.near import near
 from paramserver.errors import PsError, combined, problem
 
@@ -39,7 +39,13 @@ class Nothing(Body):
 class JoinWorker(Body):
     """A worker that joins a model."""
 
-    name: Id | None = Field(None, examples=["w0"])
+    name: Id | None = Field(
+        None,
+        description=f"at most {limits.BARE_NAME_BYTES_MAX} characters, or the id that a join returned, with a '/'; "
+        "default: the scheduler chooses one",
+        examples=["w0"],
+        json_schema_extra={"pattern": f"^{WORKER_NAME.pattern}$"},
+    )
     rank: Count | None = Field(
         None, description="its position in sums and data; default: the name's last one if free, else the lowest free"
     )

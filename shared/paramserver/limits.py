@@ -70,6 +70,8 @@ IDEMPOTENCY_KEYS_MAX: Final = 1024
 """`Idempotency-Key` values that each partition remembers; the oldest are forgotten first."""
 IDEMPOTENCY_KEY_BYTES_MAX: Final = 256
 WORKER_NAME_BYTES_MAX: Final = 128
+BARE_NAME_BYTES_MAX: Final = WORKER_NAME_BYTES_MAX - 65
+"""Length of the name, without '/', under which a worker joins: the model's name and a '/' go before it."""
 WORKERS_PER_MODEL_MAX: Final = 4096
 SHARDS_MAX: Final = 1024
 SHARD_NAMES_MAX: Final = 4096

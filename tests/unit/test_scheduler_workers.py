@@ -345,6 +345,25 @@ def test_a_heartbeat_that_is_refused_leaves_the_state_as_it_was(wrong: dict[str,
     assert d.core.read.workers("m", d.now, kept=True)[0]["kept"] == {"epoch": 1}
 
 
+@pytest.mark.parametrize("bare", [None, "n" * 63])
+def test_a_worker_comes_back_under_the_longest_id_that_was_issued(bare: str | None) -> None:
+    """Any id that a join returned is the name of a later join, up to 128 characters; bare names have at most 63."""
+    model = "m" * 64
+    d = Driver.with_model(name=model)
+
+    def join(name: str | None) -> Any:
+        return d.ask(lambda n: io.JoinWorker(n, model, name))
+
+    first = join(bare)
+    again = join(first["worker"])
+
+    assert (again["worker"], again["epoch"]) == (first["worker"], first["epoch"] + 1)
+    for name in ("n" * 64, "m" * 65 + "/" + "n" * 63):
+        with pytest.raises(RequestError) as refused:
+            join(name)
+        assert (refused.value.code, refused.value.members["where"]) == ("invalid_field", "name")
+
+
 def test_a_join_that_is_refused_takes_no_name() -> None:
     """A refused join uses up no name: the next worker without a name gets the first free one."""
     d = Driver.with_model()

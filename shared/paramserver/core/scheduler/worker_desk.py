@@ -113,18 +113,17 @@ class WorkerDesk:
                 count += 1
                 if chosen not in model.roster.workers:
                     return chosen, count
-        if (
-            not isinstance(name, str)
-            or not WORKER_NAME.fullmatch(name)
-            or len(name) > limits.WORKER_NAME_BYTES_MAX - 65
-        ):
+        whole = isinstance(name, str) and "/" in name
+        longest = limits.WORKER_NAME_BYTES_MAX if whole else limits.BARE_NAME_BYTES_MAX
+        if not isinstance(name, str) or not WORKER_NAME.fullmatch(name) or len(name) > longest:
             raise problem(
                 "invalid_field",
                 f"name: {name!r:.140} is not allowed for a worker",
-                hint="letters, digits, '.', '_' and '-', with at most one '/' inside",
+                hint="letters, digits, '.', '_' and '-', "
+                f"at most {limits.BARE_NAME_BYTES_MAX}; or a worker's id, with a '/'",
                 where="name",
             )
-        return (name if "/" in name else f"{model.name}/{name}"), count
+        return (name if whole else f"{model.name}/{name}"), count
 
     def leave(self, e: LeaveWorker, now: float) -> None:
         model = self.c.model(e.model)
