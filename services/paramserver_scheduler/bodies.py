@@ -65,7 +65,7 @@ class WorkerHeartbeat(Body):
     epoch: Count
     clock: Count | None = Field(None, description="iterations finished")
     since: Count | None = Field(None, description="as in POST /models/{m}/clock")
-    timeline: Count | None = None
+    timeline: Count | None = Field(None, description="the last one heard of; an old one gets 409 `rolled_back`")
     metrics: dict[str, Any] = Field({}, examples=[{"loss": 0.3, "samples_per_s": 900.0}])
     state: Any = Field(None, description="JSON that checkpoints keep and the worker's next incarnation gets")
 
@@ -81,7 +81,7 @@ class Clock(Body):
         description="it has worked on every clock from this one on; default: since it was last told where to continue",
     )
     wait_s: Seconds = 0.0
-    timeline: Count | None = None
+    timeline: Count | None = Field(None, description="the last one heard of; an old one gets 409 `rolled_back`")
 
 
 class Dataset(Body):

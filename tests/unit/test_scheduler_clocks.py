@@ -24,6 +24,21 @@ def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
     assert d.result(d.clock(a, 1, 0.0))["timeline"] == 1
 
 
+def test_a_heartbeat_without_a_clock_learns_of_the_rollback_by_its_timeline() -> None:
+    """A heartbeat that says only its timeline is refused as `rolled_back` once the model has another one."""
+    d, a = beyond_its_cut()
+
+    def beat(timeline: int | None) -> int:
+        return d.send(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], a["epoch"], timeline=timeline))
+
+    d.shard("s0")
+    refused = beat(0)
+    assert code(d, refused) == "rolled_back"
+    assert d.replies[refused].members == {"timeline": 1, "clock": 1}
+    assert d.result(beat(None))["timeline"] == 0, "nothing is said of timelines where nothing is asked"
+    assert d.result(beat(1))["timeline"] == 1
+
+
 @pytest.mark.parametrize("done", [0, 3])
 def test_a_new_mode_waits_for_its_workers_unless_there_has_been_progress(done: int) -> None:
     """In a new mode the first clock waits for `min_workers`, whoever had joined before; after progress, none waits."""

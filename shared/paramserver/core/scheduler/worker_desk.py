@@ -188,8 +188,9 @@ class WorkerDesk:
             check_document(e.state, "state")
             if e.state is not None and e.state != worker.state:
                 self.c.make_room(size_of(e.state) - worker.state_size)
-        if e.clock is not None:
+        if e.clock is not None or e.timeline is not None:
             self._check_timeline(model, worker, e.timeline)
+        if e.clock is not None:
             self._report(model, worker, e.clock, e.since)
         # The answer to a new state does not wait for the store, so that counts as kept only once it comes again.
         kept = e.state is None or (e.state == worker.state and not self.c.storage_away)
