@@ -47,6 +47,19 @@ def test_a_mode_with_clocks_wants_joined_workers(face: Face, mode: str) -> None:
     assert taken["code"] == "conflict"
 
 
+def test_in_ssp_only_the_answer_to_a_report_holds_a_worker_back(face: Face) -> None:
+    """A worker that is too far ahead is not released until the slowest one follows, whatever shards still accept."""
+    model = face.make(consistency={"mode": "ssp", "staleness": 1})
+    ahead, slow = face.join(model, "a"), face.join(model, "b")
+
+    assert face.clock(model, ahead, 1, wait_s=0)["released"]
+    told = face.clock(model, ahead, 2, wait_s=0)
+    assert (told["released"], told["waiting_for"], told["clock"]) == (False, [slow], 2)
+    face.push(model, {"b": 1.0}, worker=ahead, epoch=1, seq=1, clock=2)
+    face.clock(model, slow, 1)
+    assert face.clock(model, ahead, 2)["released"]
+
+
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(range(4), 2)))
 def test_a_mode_changes_into_every_other_while_it_runs(rest_cluster: Nodes, before: int, after: int) -> None:
     """A model can change from each mode to each other one while it runs.

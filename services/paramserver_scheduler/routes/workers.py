@@ -167,8 +167,8 @@ async def clock(request: Request, m: str) -> Response:
     """Report how many iterations a worker has finished, and wait until the consistency mode lets it continue.
 
     The number is absolute, so the request can be repeated. If the worker is not released within `wait_s`, `released` is
-    false and `waiting_for` names what it waits for. `clock` in the answer is the iteration to work on next, which is
-    beyond the reported one if the others went on without this worker.
+    false and `waiting_for` names what it waits for: it sends the report again before it goes on. `clock` in the answer
+    is the iteration to work on next, which is beyond the reported one if the others went on without this worker.
     """
     b = await read(request, bodies.Clock)
     return await reply(
