@@ -138,7 +138,8 @@ def test_ranges_of_data_are_shared_out(face: Face) -> None:
     face.refused("POST", f"{base}/tasks/{first['id']}/done", done, 409, "fenced")
 
     asked = face.call("POST", f"{base}/evaluations", None, 201)["id"]
-    assert lease(workers[1], "evaluate")["id"] == asked
+    assert face.call("PUT", f"{base}/workers/{workers[1]}", {"epoch": 1})["evaluate"]
+    assert lease(workers[1], "evaluate") == {"id": asked, "kind": "evaluate", "clock": 0}
     face.call("POST", f"{base}/tasks/{asked}/done", {"worker": workers[1], "epoch": 1, "metrics": {"accuracy": 0.75}})
     series = face.call("GET", f"{base}/metrics?name=accuracy")["items"]
     assert [point[3] for point in series[0]["points"]] == [0.75]

@@ -99,7 +99,8 @@ async def lease(request: Request, m: str) -> Response:
     """Lease the next range of a dataset, waiting up to `wait_s` for one; the dataset `evaluate` gives evaluations.
 
     `task` is null if there is none now, and `finished` is true if the worker will get no more. If the worker dies, its
-    ranges are free again.
+    ranges are free again. An evaluation is `{"id": "evaluate:12:0", "kind": "evaluate", "clock": 12}`. `clock` in the
+    answer is the iteration to go on with on `timeline`: no barrier waits for a worker that waits for a range.
     """
     b = await read(request, bodies.Lease)
     return await reply(
