@@ -86,11 +86,11 @@ def train(
         plan = Plan(shards=0, workers=workers, scheduler=",".join(client.urls), allow=allow, paths=paths)
         with launch.cluster(state, plan):
             run = client.create_run(model, entry, args=args, workers=workers, stop=stop, **options)
-            typer.echo(
-                f"{run['id']} trains model {model} with {workers} worker{'s' * (workers > 1)}; status page "
-                f"{client.url}; what they print: psctl logs -f --state-dir {shlex.quote(str(state.path))}"
-            )
             try:
+                typer.echo(
+                    f"{run['id']} trains model {model} with {workers} worker{'s' * (workers > 1)}; status page "
+                    f"{client.url}; what they print: psctl logs -f --state-dir {shlex.quote(str(state.path))}"
+                )
                 training = Training(client, model, model)
                 ended = _follow(client, run["id"], training, state)
                 _until_returned(client, run["id"], training)
