@@ -199,7 +199,10 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
                 continue
             if document["state"] in ENDED:
                 return document
-            training.held = "" if document["state"] == "running" else document["reason"] or document["state"]
+            held = document["reason"] or document["state"]
+            if document["state"] == "waiting":  # the rest says how to start workers, which are ours to start
+                held = held.partition(":")[0]
+            training.held = "" if document["state"] == "running" else held
             supervisor = state.supervisor()
             for name, count in (supervisor.restarts if supervisor else {}).items():
                 if count > restarts.get(name, 0):

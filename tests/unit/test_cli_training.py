@@ -16,6 +16,7 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
+from paramserver.core.scheduler.runs import Place, Run, StopRule, how_to_start
 from paramserver.errors import problem
 from paramserver_cli import train
 from paramserver_cli.display import picture, plain_line
@@ -109,12 +110,17 @@ def test_a_loss_that_becomes_nan_is_told(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_training_whose_run_does_not_run_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is followed tells that its run is paused, or what it waits for, with the last numbers, until it runs."""
+    """What is followed tells that its run is paused, or waits, with the last numbers, until it runs.
+
+    It does not tell how workers are started, as it starts its own.
+    """
     monkeypatch.setattr(train, "POLL_S", 0.0)
     monkeypatch.setattr("paramserver_cli.display.PLAIN_EVERY_S", 0.0)
     worker = {"worker": "m/w0", "clock": 3, "lag": None, "metrics": {}, "state": "active", "alive": True}
+    run = Run("run-1", "r", "m", "m:f", {}, StopRule(), [Place(), Place()], 0.0)
+    run.settle(0.0, how_to_start("m:f", [["other"]]))
     states = [
-        ("waiting", "no worker has taken a place"),
+        (run.state, run.reason),
         ("paused", "paused by request"),
         ("running", "1 of 2 workers"),
         ("finished", "it is over"),
@@ -136,7 +142,7 @@ def test_a_training_whose_run_does_not_run_says_why(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("s  ", 1)[1].strip() for line in lines] == [
         "waiting for workers",
-        "no worker has taken a place",
+        "no worker has taken one of its 2 places",
         "0 pushes/s  clocks 3  paused by request",
         "0 pushes/s  clocks 3",
     ]
