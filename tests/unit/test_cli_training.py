@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import typer
-from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from paramserver.core.scheduler.runs import Place, Run, StopRule, how_to_start
 from paramserver.errors import problem
