@@ -44,7 +44,7 @@ def free_port() -> int:
 
 @contextmanager
 def running_redis(directory: Path, port: int | None = None, more: Sequence[str] = ()) -> Iterator[str]:
-    """Run a private server during the block; yields its URL.  `more` as for `redis_server.command`.
+    """Run a private server during the block; yields its URL.  `more` arguments come last, so they take precedence.
 
     Its files stay in `directory`: a server started there later has the same contents.  Raises Unavailable
     (`storage_unavailable`) if it does not start.
@@ -53,7 +53,7 @@ def running_redis(directory: Path, port: int | None = None, more: Sequence[str] 
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "redis.log"
     with log.open("ab") as out:
-        words = redis_server.command(redis_server.find_binary(), port, directory, more)
+        words = [*redis_server.command(redis_server.find_binary(), port, directory), *more]
         child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=directory)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S

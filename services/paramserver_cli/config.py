@@ -105,11 +105,11 @@ def connect(url: str | None, *, timeout_s: float | None = None, state_dir: str |
     return ps.connect(found.url, timeout=found.timeout_s, token=token, ca=found.ca or None)
 
 
-def listed(client: ps.Client, path: str) -> list[dict[str, Any]]:
+def listed(client: ps.Client, path: str, timeout: float | None = None) -> list[dict[str, Any]]:
     """Return all items of one of the cluster's lists, which come in pages."""
     from paramserver.client import control  # loaded with the client
 
-    return client.run(control.listed(path, client.deadline(None)))
+    return client.run(control.listed(path, client.deadline(timeout)))
 
 
 def worker_token(url: str | None) -> str | None:

@@ -1,7 +1,7 @@
 """The state directory of a cluster on this machine, and the list of running clusters.
 
 cluster.json      the object that `psctl up --json` prints, with current process ids and without the token
-supervisor.json   the supervisor's pid, phase, workers and restarts
+supervisor.json   the supervisor's pid, phase and restarts
 plan.json         what the supervisor is to run; SIGUSR1 tells it that the file has changed
 logs/NAME.log     output of each process; NAME.log.1 is that of the last start, or from before the log became too long
 secret            the secret that tokens are made from, if other machines can reach the cluster
@@ -94,7 +94,6 @@ class SupervisorState:
 
     pid: int
     phase: Phase
-    workers: dict[str, int | None] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     error: str = ""
     """Why the phase is `failed`, why a changed plan was not adopted, or which shards could not store everything."""

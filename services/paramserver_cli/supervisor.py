@@ -158,7 +158,6 @@ class Supervisor:
         """Write the current state to `supervisor.json` and, while the cluster is ready, to `cluster.json`."""
         p, plan = self.processes, self.processes.plan
         pid = {name: child.pid for name, child in self.alive.items()}
-        workers = {f"worker-{i}": pid.get(f"worker-{i}") for i in range(plan.workers)}
         if plan.scheduler is None and self.phase == "ready":
             pids = {
                 "scheduler": [pid.get(name) for name in p.scheduler_names],
@@ -169,7 +168,7 @@ class Supervisor:
             redis = shown(p.redis_url)
             self._write(Cluster(urls[0], p.shard_urls, redis, None, pids, str(self.state.path), urls))
         # Last, so that a process that reads the phase `ready` finds a complete `cluster.json`.
-        self._write(SupervisorState(os.getpid(), self.phase, workers, dict(self.restarts), self.error))
+        self._write(SupervisorState(os.getpid(), self.phase, dict(self.restarts), self.error))
 
     def _write(self, document: Plan | Cluster | SupervisorState) -> None:
         """Write a file of the state directory; on a full disk the cluster runs on, and is stopped in turn, without."""

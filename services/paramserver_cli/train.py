@@ -20,8 +20,7 @@ from paramserver.core.scheduler.runs import ENDED
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import ConflictError, NotFoundError, PsError, Unavailable, problem
 from paramserver_cli import launch
-from paramserver_cli.assignments import spec_patch
-from paramserver_cli.config import Url, connect, worker_token
+from paramserver_cli.config import Url, connect, listed, worker_token
 from paramserver_cli.display import display, fixed, percent
 from paramserver_cli.launch import Failed
 from paramserver_cli.models import create_from, read_spec
@@ -32,7 +31,6 @@ from paramserver_node.words import arguments
 
 SPEC_FILE = "model.yaml"
 POLL_S = 0.4
-LAST_LINES = 20
 RETURN_S = 10.0
 """How long the functions of a run that has ended may go on, to finish their step and whatever follows their loop; it is
 what a worker of the pool gives them, too."""
@@ -86,11 +84,11 @@ def train(
         plan = Plan(shards=0, workers=workers, scheduler=",".join(client.urls), allow=allow, paths=paths)
         with launch.cluster(state, plan):
             run = client.create_run(model, entry, args=args, workers=workers, stop=stop, **options)
-            typer.echo(
-                f"{run['id']} trains model {model} with {workers} worker{'s' * (workers > 1)}; status page "
-                f"{client.url}; what they print: psctl logs -f --state-dir {shlex.quote(str(state.path))}"
-            )
             try:
+                typer.echo(
+                    f"{run['id']} trains model {model} with {workers} worker{'s' * (workers > 1)}; status page "
+                    f"{client.url}; what they print: psctl logs -f --state-dir {shlex.quote(str(state.path))}"
+                )
                 training = Training(client, model, model)
                 ended = _follow(client, run["id"], training, state)
                 _until_returned(client, run["id"], training)
@@ -178,11 +176,11 @@ def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None,
     busy = next((r["id"] for r in client.runs() if r["model"] == model and r["state"] not in ENDED), None)
     if busy is not None:  # before the settings are changed, which are those of its training
         raise problem("conflict", f"run '{busy}' is training model '{model}'", hint="stop it first")
-    words = [] if mode is None else [f"mode={mode}"]
+    wanted: dict[str, Any] = {} if mode is None else {"mode": mode}
     if (mode or document["spec"]["consistency"]["mode"]) in ("sync", "ssp"):
-        words.append(f"min_workers={workers}")
-    if words:
-        client.request("PATCH", model_path(model), spec_patch(words))
+        wanted["min_workers"] = workers
+    if wanted:
+        client.request("PATCH", model_path(model), {"consistency": wanted})
 
 
 def _follow(client: ps.Client, run: str, training: Training, state: StateDir) -> dict[str, Any]:
@@ -199,12 +197,15 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
                 continue
             if document["state"] in ENDED:
                 return document
-            training.held = "" if document["state"] == "running" else document["reason"] or document["state"]
+            held = document["reason"] or document["state"]
+            if document["state"] == "waiting":  # the rest says how to start workers, which are ours to start
+                held = held.partition(":")[0]
+            training.held = "" if document["state"] == "running" else held
             supervisor = state.supervisor()
             for name, count in (supervisor.restarts if supervisor else {}).items():
                 if count > restarts.get(name, 0):
                     restarts[name] = count
-                    typer.echo(f"{name} died and was restarted; its last lines:\n{state.tail(name, LAST_LINES)}")
+                    typer.echo(f"{name} died and was restarted; its last lines:\n{state.tail(name)}")
             time.sleep(POLL_S)
 
 
@@ -213,13 +214,11 @@ def _until_returned(client: ps.Client, run: str, training: Training) -> None:
 
     What they report meanwhile, such as the accuracy of the final values, is picked up.
     """
-    from paramserver.client.control import listed
-
     deadline = time.monotonic() + RETURN_S
     returned = False
     while not returned and time.monotonic() < deadline:
         with suppress(Unavailable):
-            members = client.run(listed("/pool", client.deadline(POLL_TIMEOUT_S)))
+            members = listed(client, "/pool", POLL_TIMEOUT_S)
             returned = all(member["run"] != run for member in members)
         training.poll()  # after that look: then it has what those that have returned reported
         if not returned:

@@ -76,7 +76,6 @@ class Forwarder:
         request: Request,
         urls: Sequence[str],
         *,
-        by_shard: bool,
         code: str = "unavailable",
         headers: Mapping[str, str] | None = None,
     ) -> Response:
@@ -90,7 +89,7 @@ class Forwarder:
         if request.scope["path"] in _PUSHES:
             idempotency_key(request.headers)
         body, changes = _Body(request), changes_something(request.scope)
-        sent = [*self._headers(request, by_shard), *_encoded(headers or {})]
+        sent = [*self._headers(request), *_encoded(headers or {})]
         last: Exception | None = None
         for url in urls:
             if body.started:
@@ -120,12 +119,10 @@ class Forwarder:
         else:
             await race(body.hung_up(), self._stop.wait())
 
-    def _headers(self, request: Request, by_shard: bool) -> list[tuple[bytes, bytes]]:
+    def _headers(self, request: Request) -> list[tuple[bytes, bytes]]:
         """Return the client's headers to pass on, and those with which this node says who asks."""
         sent = [(k, v) for k, v in _kept(request.headers.raw) if k not in _OWN]
         own = {"x-request-id": str(request.scope.get("state", {}).get("request_id", ""))}
-        if by_shard:
-            own[FORWARDED_BY_SHARD] = "1"
         if self._credentials.token:
             own |= self._credentials.headers
             own[FORWARDED_ROLE] = str(request.scope["state"]["role"])

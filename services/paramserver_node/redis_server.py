@@ -8,7 +8,6 @@ write to a file, never evicts, and listens on 127.0.0.1 only.  The program is th
 import logging
 import shutil
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 from paramserver.errors import problem
@@ -44,13 +43,10 @@ def find_binary() -> Path:
     )
 
 
-def command(
-    binary: Path, port: int, directory: Path, more: Sequence[str] = (), *, config: Path | None = None
-) -> list[str]:
+def command(binary: Path, port: int, directory: Path, *, config: Path | None = None) -> list[str]:
     """Return the command line of a durable server on 127.0.0.1:`port` that keeps its files in `directory`.
 
-    `more` are arguments that come last, so they take precedence.  `config` is a file with settings that must not be on
-    a command line, which every user of the machine can read.
+    `config` is a file with settings that must not be on a command line, which every user of the machine can read.
     """
     options = {
         "bind": "127.0.0.1",
@@ -63,7 +59,7 @@ def command(
         "daemonize": "no",
     }
     first = [str(binary)] if config is None else [str(binary), str(config)]
-    return [*first, *(word for name, value in options.items() for word in (f"--{name}", value)), *more]
+    return [*first, *(word for name, value in options.items() for word in (f"--{name}", value))]
 
 
 def url(port: int, password: str = "") -> str:

@@ -106,6 +106,6 @@ def served(app: FastAPI, lease: Lease, forwarder: Forwarder, access: Access | Lo
     Args:
         access: who may do what; None: no access control.
     """
-    app.state.lease = lease
+    app.state.lease, app.state.forwarder = lease, forwarder
     app.state.login = login.Login(access) if isinstance(access, Access) else None
     return NodeMiddleware(LeaderProxy(app, lease, forwarder), guard(app, access))

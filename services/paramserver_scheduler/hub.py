@@ -45,8 +45,9 @@ PING: Final = Published({"type": "ping"})
 class Feed:
     """The documents for one reader, in order and without gaps."""
 
-    def __init__(self, first: Sequence[Published], *, public: bool) -> None:
-        self._first = first
+    def __init__(self, first: Sequence[Published], left: Callable[["Feed"], None], *, public: bool) -> None:
+        """`left` is called once its reader is gone."""
+        self._first, self._left = first, left
         self.public = public
         """Whether it is a client's, not a shard's."""
         self._queue: asyncio.Queue[Published | None] = asyncio.Queue(BACKLOG_MAX)
@@ -65,29 +66,30 @@ class Feed:
         if not self._queue.full():
             self._queue.put_nowait(None)
 
-    async def lines(self) -> AsyncIterator[bytes]:
+    def lines(self) -> AsyncIterator[bytes]:
         """Yield the initial documents, then the published ones, and a `ping` after each second of silence, as JSON."""
-        async for published in self._all():
-            yield published.line
+        return self._stream(lambda published: published.line)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    def events(self) -> AsyncIterator[bytes]:
         """Yield the same as server-sent events."""
-        async for published in self._all():
-            yield published.event
+        return self._stream(lambda published: published.event)
 
-    async def _all(self) -> AsyncIterator[Published]:
-        for first in self._first:
-            yield first
-        self._first = ()
-        while self.open or not self._queue.empty():
-            try:
-                async with asyncio.timeout(PING_S):
-                    published = await self._queue.get()
-            except TimeoutError:
-                published = PING
-            if published is None:
-                return
-            yield published
+    async def _stream(self, form: Callable[[Published], bytes]) -> AsyncIterator[bytes]:
+        try:
+            for first in self._first:
+                yield form(first)
+            self._first = ()
+            while self.open or not self._queue.empty():
+                try:
+                    async with asyncio.timeout(PING_S):
+                        published = await self._queue.get()
+                except TimeoutError:
+                    published = PING
+                if published is None:
+                    return
+                yield form(published)
+        finally:
+            self._left(self)
 
 
 class Hub:
@@ -121,7 +123,7 @@ class Hub:
         if public:
             self.check_capacity()
             self.state = first
-        feed = Feed(first, public=public)
+        feed = Feed(first, self.unsubscribe, public=public)
         self._feeds.add(feed)
         return feed
 

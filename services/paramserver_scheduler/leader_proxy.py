@@ -88,7 +88,7 @@ class LeaderProxy:
 
         async def forward() -> None:
             answer = await self._forwarder.forward(
-                request, [leader.url], by_shard=False, code="no_leader", headers={FORWARDED_TO_LEADER: str(leader.term)}
+                request, [leader.url], code="no_leader", headers={FORWARDED_TO_LEADER: str(leader.term)}
             )
             try:
                 await answer(scope, receive, tracked_send)

@@ -101,7 +101,7 @@ async def lead(
     others = OtherSchedulers(lease, checkpoints, credentials(settings))
     leadership = Leadership(lease, runtime.note_redis, runtime.redis_data_lost, others.newer_leader_exists)
     runtime.confirm = leadership.confirm
-    shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings), stop)
+    shards, forwarder = ShardClient(credentials(settings)), http.state.forwarder
     over = problem("no_leader", "this scheduler is no longer the leader")
     try:
         async with asyncio.TaskGroup() as group:
@@ -124,7 +124,6 @@ async def lead(
         runtime.close(over)
         await others.aclose()
         await shards.aclose()
-        await forwarder.aclose()
 
 
 async def run_election(

@@ -168,7 +168,8 @@ def _add_forwarding(app: FastAPI, s: Services) -> None:
         """Forward the request to the leading scheduler, which checks the caller's role again."""
         if FORWARDED_BY_SHARD in request.headers:
             raise problem("not_found", f"a shard does not serve {request.scope['path'][:200]}")
-        return await s.forwarder.forward(request, s.membership.link.urls, by_shard=True, code="no_leader")
+        urls, headers = s.membership.link.urls, {FORWARDED_BY_SHARD: "1"}
+        return await s.forwarder.forward(request, urls, code="no_leader", headers=headers)
 
     @role("open")
     async def page(request: Request) -> Response:

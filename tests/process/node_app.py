@@ -111,7 +111,7 @@ def handing_on(app: FastAPI, forwarder: Forwarder, upstreams: list[str]) -> None
 
     @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "PUT"])
     async def everything(request: Request) -> Response:
-        return await forwarder.forward(request, upstreams, by_shard=True, code="no_leader")
+        return await forwarder.forward(request, upstreams, code="no_leader", headers={FORWARDED_BY_SHARD: "1"})
 
 
 async def main(port: int, upstreams: list[str]) -> None:

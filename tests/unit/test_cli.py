@@ -171,12 +171,12 @@ def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
     )
     assert (state.plan(), state.cluster(), state.supervisor()) == (None, None, None)
 
-    for document in (Plan(shards=3), cluster, SupervisorState(7, "ready", {"worker-0": None}, {"redis": 2})):
+    for document in (Plan(shards=3), cluster, SupervisorState(7, "ready", {"redis": 2})):
         state.write(document)
 
     assert state.plan() == Plan(shards=3)
     assert state.cluster() == cluster
-    assert state.supervisor() == SupervisorState(7, "ready", {"worker-0": None}, {"redis": 2})
+    assert state.supervisor() == SupervisorState(7, "ready", {"redis": 2})
     state.remove_run_files()
     assert (state.plan(), state.cluster(), state.supervisor()) == (Plan(shards=3), None, None)
 

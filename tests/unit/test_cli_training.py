@@ -3,7 +3,7 @@
 import io
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
+from paramserver.core.scheduler.runs import Place, Run, StopRule, how_to_start
 from paramserver.errors import problem
 from paramserver_cli import train
 from paramserver_cli.display import picture, plain_line
@@ -21,6 +23,7 @@ from paramserver_cli.launch import Failed
 from paramserver_cli.main import app
 from paramserver_cli.state_directory import StateDir
 from paramserver_cli.training import SAMPLES_MAX, Training
+from paramserver_node.unwind import Terminated
 
 MODEL = {
     "name": "m", "clock": 0, "version": 0, "pushes_per_s": 0.0, "lag": None, "series": [], "not_finite": {},
@@ -106,12 +109,17 @@ def test_a_loss_that_becomes_nan_is_told(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_training_whose_run_does_not_run_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is followed tells that its run is paused, or what it waits for, with the last numbers, until it runs."""
+    """What is followed tells that its run is paused, or waits, with the last numbers, until it runs.
+
+    It does not tell how workers are started, as it starts its own.
+    """
     monkeypatch.setattr(train, "POLL_S", 0.0)
     monkeypatch.setattr("paramserver_cli.display.PLAIN_EVERY_S", 0.0)
     worker = {"worker": "m/w0", "clock": 3, "lag": None, "metrics": {}, "state": "active", "alive": True}
+    run = Run("run-1", "r", "m", "m:f", {}, StopRule(), [Place(), Place()], 0.0)
+    run.settle(0.0, how_to_start("m:f", [["other"]]))
     states = [
-        ("waiting", "no worker has taken a place"),
+        (run.state, run.reason),
         ("paused", "paused by request"),
         ("running", "1 of 2 workers"),
         ("finished", "it is over"),
@@ -133,7 +141,7 @@ def test_a_training_whose_run_does_not_run_says_why(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("s  ", 1)[1].strip() for line in lines] == [
         "waiting for workers",
-        "no worker has taken a place",
+        "no worker has taken one of its 2 places",
         "0 pushes/s  clocks 3  paused by request",
         "0 pushes/s  clocks 3",
     ]
@@ -187,11 +195,9 @@ def test_a_run_that_cannot_be_stopped_is_said_to_go_on(
     assert bool(told) == bool(err)
 
 
-@pytest.mark.parametrize("end", ["finished", "failed"])
-def test_what_workers_print_is_named_and_stays_if_the_training_fails(
-    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`psctl train` names the command that shows the workers' logs, which are gone only if the run has finished."""
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """What runs `psctl train` on a cluster that is not there: its client has these functions in place of its own."""
 
     @contextmanager
     def cluster(state: StateDir, _: object) -> Iterator[None]:
@@ -199,24 +205,32 @@ def test_what_workers_print_is_named_and_stays_if_the_training_fails(
         state.log("worker-0").write_text("what it printed\n")
         yield
 
-    client = SimpleNamespace(
-        url="http://127.0.0.1:1",
-        urls=["http://127.0.0.1:1"],
-        create_run=lambda *_, **__: {"id": "run-7"},
-        get_run=lambda run, **_: {"id": run, "state": end, "reason": "it is over"},
-        status=lambda timeout: {"models": [MODEL]},
-        deadline=lambda timeout: None,
-        run=lambda call: [],
-    )
-    monkeypatch.setattr(train, "connect", lambda url: client)
+    def begin(**functions: Any) -> Result:
+        client = SimpleNamespace(
+            url="http://127.0.0.1:1",
+            urls=["http://127.0.0.1:1"],
+            create_run=lambda *_, **__: {"id": "run-7"},
+            status=lambda timeout: {"models": [MODEL]},
+            deadline=lambda timeout: None,
+            run=lambda call: [],
+            **functions,
+        )
+        monkeypatch.setattr(train, "connect", lambda url: client)
+        return CliRunner().invoke(app, ["train", str(tmp_path / "job.py"), "--model", "m"])
+
     monkeypatch.setattr(train, "worker_token", lambda url: None)
     monkeypatch.setattr(train, "_prepare", lambda *_: None)
     monkeypatch.setattr("paramserver_cli.train.unwind.on_signals", lambda: None)
     monkeypatch.setattr("paramserver_cli.train.launch.cluster", cluster)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "job.py").touch()
+    return begin
 
-    done = CliRunner().invoke(app, ["train", str(tmp_path / "job.py"), "--model", "m"])
+
+@pytest.mark.parametrize("end", ["finished", "failed"])
+def test_what_workers_print_is_named_and_stays_if_the_training_fails(end: str, begin: Callable[..., Result]) -> None:
+    """`psctl train` names the command that shows the workers' logs, which are gone only if the run has finished."""
+    done = begin(get_run=lambda run, **_: {"id": run, "state": end, "reason": "it is over"})
 
     named = re.search(r"psctl logs -f --state-dir (\S+)", done.stdout)
     assert named, done.output
@@ -226,3 +240,17 @@ def test_what_workers_print_is_named_and_stays_if_the_training_fails(
     if folder.exists():
         assert [p.relative_to(folder) for p in folder.rglob("*.log")] == [Path("logs/worker-0.log")]
         assert [p.name for p in folder.iterdir()] == ["logs"]
+
+
+def test_a_run_is_stopped_if_the_terminal_closes_as_its_first_line_is_printed(
+    begin: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `psctl train` that ends in its first line leaves no run, which would keep its model from other runs."""
+
+    def echo(*_: object, **__: object) -> None:
+        raise Terminated(129)
+
+    stopped = []
+    monkeypatch.setattr(typer, "echo", echo)
+    done = begin(set_run=lambda run, state, timeout: stopped.append((run, state)))
+    assert (done.exit_code, stopped) == (129, [("run-7", "stopped")])

@@ -41,7 +41,7 @@ async def forwarded(
     async def send(message: Message) -> None:
         sent.append(message)
 
-    answer = await forwarder.forward(Request(scope, receive), [url], by_shard=False)
+    answer = await forwarder.forward(Request(scope, receive), [url])
     if close:
         await forwarder.aclose()
     await answer(scope, receive, send)
@@ -117,7 +117,7 @@ async def test_a_lost_answer_says_whether_to_repeat_the_request(path: str, repea
     with serving(serve) as url:
         forwarder = Forwarder(Credentials(), asyncio.Event())
         with pytest.raises(InDoubt) as raised:
-            await forwarder.forward(Request(scope, receive), [url], by_shard=False)
+            await forwarder.forward(Request(scope, receive), [url])
         await forwarder.aclose()
     assert raised.value.retryable is repeatable
 

@@ -320,14 +320,22 @@ def test_why_the_last_checkpoint_is_missing_is_told_until_one_is_written() -> No
     assert "make room" in told[0]
 
 
-def test_a_checkpoint_that_failed_is_tried_again_though_training_is_over() -> None:
-    """A model that does not change any more is saved by the rule once it can be, not more often than the rule says."""
+@pytest.mark.parametrize("asked", [None, "final"])
+def test_a_checkpoint_that_failed_is_tried_again_though_training_is_over(asked: str | None) -> None:
+    """A model that does not change any more is saved by the rule once it can be, not more often than the rule says.
+
+    Also if the one that failed was asked for by a name that is in use on the disk.
+    """
     d = Driver.with_model(checkpoint={"every_minutes": 1.0})
     d.clock(d.join("a"), 3)
-    d.wait(61.0)
+    if asked is None:
+        d.wait(61.0)
+    else:
+        d.send(lambda n: io.RequestCheckpoint(n, "m", asked))
     (first,) = [w for w in d.work if isinstance(w, io.WriteCheckpoint)]
     d.work.clear()
-    d.do(io.CheckpointFailed(first.model, first.name, problem("disk_refuses", "No space left on device")))
+    error = problem("conflict", "exists") if asked else problem("disk_refuses", "No space left on device")
+    d.do(io.CheckpointFailed(first.model, first.name, error, taken=asked is not None))
 
     d.wait(58.0)
     assert not d.work

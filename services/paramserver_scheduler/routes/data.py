@@ -98,4 +98,4 @@ async def hand_over(request: Request) -> Response:
         raise problem("no_shards", "no shard is alive", hint="start one: paramserver-shard --scheduler URL")
     turn = next(_turns) % len(live)
     urls = [a for addresses in live[turn:] + live[:turn] for a in addresses if a.startswith("http")]
-    return await s.forwarder.forward(request, urls, by_shard=False, headers={FORWARDED_TO_SHARD: "1"})
+    return await s.forwarder.forward(request, urls, headers={FORWARDED_TO_SHARD: "1"})

@@ -1,7 +1,6 @@
 """/map and /events: notification of changes, by long poll or server-sent events."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
@@ -69,16 +68,8 @@ async def events(request: Request) -> StreamingResponse:
     runtime = service(request).runtime
     runtime.hub.check_capacity()  # before the whole state is collected for it
     feed = await open_feed(runtime, public=True)
-
-    async def stream() -> AsyncIterator[bytes]:
-        try:
-            async for event in feed.events():
-                yield event
-        finally:
-            runtime.hub.unsubscribe(feed)
-
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(feed.events(), media_type="text/event-stream", headers=headers)
 
 
 async def open_feed(

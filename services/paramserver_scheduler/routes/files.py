@@ -115,7 +115,7 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
         raise _unknown(m, name, file)
     at, query = file_path(m, name, file), urlencode(of_creation(creation))
     scope = {**request.scope, "path": at, "raw_path": at.encode(), "query_string": query.encode()}
-    return await s.forwarder.forward(Request(scope, request.receive), [url], by_shard=False)
+    return await s.forwarder.forward(Request(scope, request.receive), [url])
 
 
 @router.get("/internal/checkpoints/{m}/{name}/{file}", responses=response_doc(200, "The file"))

@@ -1,6 +1,6 @@
 """/internal: what shards report to the scheduler, and the feed from which they learn of every change."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, TypeAlias
 
@@ -237,12 +237,4 @@ async def feed(request: Request) -> StreamingResponse:
     runtime = service(request).runtime
     with _in_term(runtime.core.read.term):
         opened = await open_feed(runtime, request.query_params.get("shard"), number_of(request, "epoch", None))
-
-    async def lines() -> AsyncIterator[bytes]:
-        try:
-            async for line in opened.lines():
-                yield line
-        finally:
-            runtime.hub.unsubscribe(opened)
-
-    return StreamingResponse(lines(), media_type="application/x-ndjson")
+    return StreamingResponse(opened.lines(), media_type="application/x-ndjson")

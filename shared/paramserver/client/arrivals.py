@@ -59,7 +59,7 @@ class Arrivals:
 
     def sinks(self, groups: Sequence[tuple[str | None, list[Part]]]) -> list[Incoming]:
         """Return a sink for the answer of each group of parts.  Raises RequestError if `out` cannot take the values."""
-        self._unread = {Incoming(self._selection, parts, self._flat, self._dtype): to for to, parts in groups}
+        self._unread = {Incoming(parts, self._flat, self._dtype): to for to, parts in groups}
         return list(self._unread)
 
     def read(self, sink: Incoming) -> PullReply:

@@ -1,6 +1,5 @@
 """Checkpoints on the caller's own disk: the partitions of all owners saved to one folder, and restored from it."""
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -59,7 +58,7 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
     numbers = [frame.version for frame, _ in states]
     params, slots, steps = gather(model_map.layout, taken_out(states, model_map.spec.optimizer))
     return checkpoint.write(
-        os.fspath(path),
+        path,
         model_map.spec,
         params,
         slots,
@@ -91,7 +90,7 @@ def restore(
     from paramserver.core.fields import check_model_name
     from paramserver.core.scheduler.documents import check_states
 
-    found = checkpoint.read(os.fspath(path))
+    found = checkpoint.read(path)
     document = found.spec.document()
     document["name"] = check_model_name(as_ or found.spec.name)
     check_states(found.states_in(document["name"]))

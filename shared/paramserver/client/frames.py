@@ -16,7 +16,7 @@ from paramserver.client.encoding import Encoded
 from paramserver.client.gradients import Content, Gradient, Scan
 from paramserver.client.same_host import SLOT_BYTES_MIN, Leased, SameHost, Slot, is_same_host
 from paramserver.core.layout import Layout
-from paramserver.core.selection import Part, Selection
+from paramserver.core.selection import Part
 from paramserver.errors import PsError, problem
 from paramserver.net.calls import Request, Response, foreign
 from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
@@ -273,7 +273,7 @@ def leased_by(reply: PushReply | PullReply | None, to: str | None, layout: Layou
 class Incoming(IncomingPull):
     """The sink of one pull: the body goes into the caller's packed vector."""
 
-    def __init__(self, selection: Selection, parts: Sequence[Part], flat: AnyArray, dtype: DType) -> None:
+    def __init__(self, parts: Sequence[Part], flat: AnyArray, dtype: DType) -> None:
         self._parts = {p.partition: p for p in parts}
         self._flat, self._dtype = flat, dtype
         super().__init__()

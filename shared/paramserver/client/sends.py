@@ -59,7 +59,8 @@ class Transfer:
         for part in parts:
             to = self.cluster.route(self.model_map, part.partition)
             size = sizes.get(to, 0) + part.stop - part.start
-            if to in out and size > REQUEST_ELEMENTS_MAX and self._is_bounded(to):
+            bounded = to is None or not self._backoff.reads  # a pull from the owner, who has the values anyway, is not
+            if to in out and size > REQUEST_ELEMENTS_MAX and bounded:
                 waiting.append(part)
             else:
                 out.setdefault(to, []).append(part)
@@ -69,10 +70,6 @@ class Transfer:
     def fits(self) -> bool:
         """Whether one request on each route may have everything."""
         return self.selection.size <= REQUEST_ELEMENTS_MAX or not self.groups(list(self.selection.parts))[1]
-
-    def _is_bounded(self, to: str | None) -> bool:
-        """Whether a request on that route has a bound: a pull from the owner, who has the values anyway, has none."""
-        return to is None
 
     def again(self, failed: Sequence[Failed]) -> Call[list[Part]]:
         """Return the parts to send again; backs off first if needed.
@@ -160,9 +157,6 @@ class PushTransfer(Transfer):
         """All modes that the model is known to have been in during this call."""
         # In sync a push counts on all partitions or on none, so the draft cannot settle parts one by one.
         self._draft = draft if draft is not None and model_map.spec.consistency.mode != "sync" else None
-
-    def _is_bounded(self, to: str | None) -> bool:
-        return True
 
     def accepted(self, parts: Sequence[Part], state: str) -> None:
         """Note that a shard has accepted these parts, as applied, staged or buffered."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paramserver.client.cluster import model_path
-from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.client.tasks import Task
 from paramserver.client.turns import Held
@@ -62,12 +61,12 @@ class TaskRequests:
             s.catch_up(int(doc.get("clock") or 0), epoch, timeline)
         return doc
 
-    def done(self, task: Task, deadline: Deadline, metrics: Mapping[str, Any] | None = None) -> Call[None]:
+    def done(self, task: Task, deadline: Deadline, metrics: Mapping[str, float] | None = None) -> Call[None]:
         """Report a task as done."""
         s = self._session
         body: dict[str, Any] = {"worker": s.worker, "epoch": s.numbers.epoch}
         if metrics:
-            body["metrics"] = in_json(numbers_of(metrics))
+            body["metrics"] = in_json(metrics)
         path = model_path(s.model, "tasks", task.id, "done")
         try:
             yield from deliver_json(json_request("POST", path, body, timeout_s=ATTEMPT_S), deadline)

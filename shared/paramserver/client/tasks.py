@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from paramserver.client.turns import Held, Turn
@@ -27,7 +27,6 @@ class Task:
     """Number of passes over the dataset before this one."""
     uri: str | None
     """URI that the dataset was registered with, for the worker's own code to open."""
-    document: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any]) -> "Task":
@@ -40,7 +39,6 @@ class Task:
             int(doc.get("index", 0)),
             int(doc.get("pass", 0)),
             doc.get("uri"),
-            doc,
         )
 
 

@@ -115,6 +115,8 @@ class ShardBuffer:
         return self._host, squares
 
     def _int8(self) -> tuple[Tensor, Tensor]:
+        assert self._residual is not None
+        assert self._new_residual is not None
         scales, q, squares = device_codecs.int8_blocks(self.grads, self._residual, self._new_residual)
         pieces: list[Tensor] = []
         for location in self.locations.values():
@@ -251,7 +253,7 @@ class GradientBuffers:
     def _raise_non_finite(self, grads: Mapping[str, Tensor | None]) -> None:
         bad = [n for n, g in grads.items() if g is not None and not bool(g.isfinite().all())]
         if bad:
-            raise combined([problem("non_finite", f"'{n}' holds NaN or infinity", where=n) for n in bad])
+            raise combined([not_held(n, None) for n in bad])
         raise problem("non_finite", f"the gradient is out of range for {self.codec.text}")
 
     def keep(self, partitions: Collection[int]) -> None:

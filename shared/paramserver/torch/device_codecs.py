@@ -31,32 +31,29 @@ def elements(values: Tensor, coding: str) -> tuple[Tensor, Tensor]:
     return narrow.view(torch.uint8), squares
 
 
-def int8_blocks(values: Tensor, residual: Tensor | None, new_residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def int8_blocks(values: Tensor, residual: Tensor, new_residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (scales, numbers, sum of squares) of values + residual, float32 vectors of a multiple of 256 elements.
 
-    `new_residual`, if given, gets the encoding error.  Scales are float32, one per block; numbers are int8; the sum,
+    `new_residual` gets the encoding error.  Scales are float32, one per block; numbers are int8; the sum,
     float64 of shape [], is of the decoded values.
     """
-    v = (values if residual is None else values + residual).view(-1, INT8_BLOCK)
+    v = (values + residual).view(-1, INT8_BLOCK)
     scales = v.abs().amax(1) * _SCALE
     zero = scales < _SMALLEST
     scales = scales.masked_fill(zero, 0.0)
     inverse = scales.reciprocal().masked_fill(zero, 0.0)
     q = (v * inverse[:, None]).round()
-    if new_residual is not None:
-        torch.sub(v, q * scales[:, None], out=new_residual.view(-1, INT8_BLOCK))
+    torch.sub(v, q * scales[:, None], out=new_residual.view(-1, INT8_BLOCK))
     squares = (q.square().sum(1).double() * scales.double().square()).sum()  # below 2^24: exact in float32
     return scales, q.to(torch.int8).view(-1), squares
 
 
-def topk(
-    values: Tensor, residual: Tensor | None, new_residual: Tensor | None, fraction: float
-) -> tuple[Tensor, Tensor]:
+def topk(values: Tensor, residual: Tensor, new_residual: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
     """Return (bytes as uint8, sum of squares) of the largest elements of values + residual, float32 of one partition.
 
-    `new_residual`, if given, gets the elements that are not sent, and zero for the others.
+    `new_residual` gets the elements that are not sent, and zero for the others.
     """
-    v = values if residual is None else values + residual
+    v = values + residual
     size = v.view(torch.int32) & 0x7FFFFFFF  # has the same order as the magnitudes
     count = topk_count(v.numel(), fraction)
     least = size.topk(count, sorted=False).values.amin()
@@ -64,9 +61,8 @@ def topk(
     chosen = above | (equal & (equal.cumsum(0) <= count - above.sum()))  # of equal magnitudes, the first ones
     at = chosen.nonzero().view(-1)
     sent = v[at]
-    if new_residual is not None:
-        new_residual.copy_(v)
-        new_residual[at] = 0.0
+    new_residual.copy_(v)
+    new_residual[at] = 0.0
     data = torch.cat((at.to(torch.int32).view(torch.uint8), sent.view(torch.uint8)))
     return data, sent.double().square().sum()
 

@@ -166,9 +166,10 @@ class CheckpointDesk:
             pending.written, pending.void = None, False
             model.checkpoints.pending.insert(0, pending)  # start over with the next number
             return
-        if model is not None and not e.taken:  # a name in use is a mistake of who asked, not a fault of the cluster
-            model.checkpoints.error = str(e.error)
+        if model is not None:
             model.checkpoints.last_version = -1  # due again after `every_minutes`, also if nothing changes any more
+            if not e.taken:  # a name in use is a mistake of who asked, not a fault of the cluster
+                model.checkpoints.error = str(e.error)
         for request in pending.requests if pending is not None else ():
             self.c.answer(request, e.error)
 
