@@ -34,6 +34,7 @@ _BROKEN: Final = (*ENDED, Refused)
 _CHANGES_NOTHING: Final = ("/pull", "/slots")
 """Paths of POST requests that may be executed twice or for nothing; an unused slot expires."""
 _CLOSED: Final = "this client is closed"
+_ANOTHER_LOOPS: Final = "this client belongs to another event loop"
 
 
 class NotHttp2(InDoubt):
@@ -237,7 +238,7 @@ class DirectTransport(_RequestEncoder):
 
 
 class AsyncDirectTransport(_RequestEncoder):
-    """The transport for an event loop: many concurrent requests per connection."""
+    """The transport for an event loop, one at a time: many concurrent requests per connection."""
 
     def __init__(self, credentials: Credentials) -> None:
         super().__init__(credentials)
@@ -248,10 +249,8 @@ class AsyncDirectTransport(_RequestEncoder):
 
     async def send(self, request: Request, address: str) -> Outcome:
         """Send one request to the shard at that address, and return the outcome."""
-        if self._loop is not asyncio.get_running_loop():
-            self._loop = asyncio.get_running_loop()
-            self._connections.clear()  # they belong to another loop, which has ended
-            self._connecting.clear()
+        if not self._belongs_to(asyncio.get_running_loop()):
+            return problem("conflict", _ANOTHER_LOOPS, hint="make a client for each")
         deadline = Deadline(time.monotonic() + request.timeout_s)
         body = self._body(request)
         headers = self._headers(request, address, body)
@@ -279,6 +278,28 @@ class AsyncDirectTransport(_RequestEncoder):
         except (PsError, OSError, ValueError) as e:
             return _failure(e, request, address)
 
+    def _belongs_to(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether this is the loop of the transport, which it becomes if the one before has ended or stopped."""
+        before = self._loop
+        if loop is before:
+            return True
+        if before is not None and before.is_running():  # in another thread, or around this one
+            return False
+        self._loop = loop
+        if before is not None and not before.is_closed():
+            for connection in [c for some in self._connections.values() for c in some]:
+                connection.hang_up()
+        self._connections.clear()
+        self._connecting.clear()
+        return True
+
+    def _check_in_use(self) -> None:
+        """Raise OSError if the transport was closed, or given to another loop, since a request began."""
+        if self._closed:
+            raise OSError(_CLOSED)
+        if self._loop is not asyncio.get_running_loop():
+            raise OSError(_ANOTHER_LOOPS)
+
     def _kept(self, address: str, tried: AsyncConnection | None = None) -> AsyncConnection | None:
         """Return a connection, other than `tried`, that takes another request; None if there is none."""
         return next((c for c in self._connections[address] if c.usable and not c.full and c is not tried), None)
@@ -286,14 +307,15 @@ class AsyncDirectTransport(_RequestEncoder):
     async def _another(self, address: str, tried: AsyncConnection | None, timeout_s: float) -> AsyncConnection:
         """Return a fresh connection, or one that another task has made meanwhile."""
         async with asyncio.timeout(timeout_s), self._connecting[address]:
+            self._check_in_use()
             if (kept := self._kept(address, tried)) is not None:
                 return kept
-            if self._closed:
-                raise OSError(_CLOSED)
             connection = await self._connected(address)
-            if self._closed:  # meanwhile, so that nobody else would close it
+            try:
+                self._check_in_use()
+            except OSError:  # nobody else would close it
                 connection.hang_up()
-                raise OSError(_CLOSED)
+                raise
             self._forget_closed()
             self._connections[address] = [connection, *(c for c in self._connections[address] if not c.is_closed)]
             return connection
