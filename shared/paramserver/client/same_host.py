@@ -19,8 +19,9 @@ from msgspec import Struct
 
 from paramserver.client.board import BoardView
 from paramserver.client.mapped_buffers import POSSIBLE, Mappings, writable
+from paramserver.errors import PsError
 from paramserver.limits import SHARED_LEASE_S
-from paramserver.net.direct import SCHEME, path_of
+from paramserver.net.direct import SCHEME, path_of, too_many_files
 from paramserver.net.forks import call_in_forked_child
 from paramserver.types import F32, AnyArray
 from paramserver.wire.frame import FILE_NAME
@@ -235,13 +236,17 @@ class LeasedValues:
         self._mappings = mappings
         self._pieces = pieces
         self._pid = os.getpid()
+        self.lacked: PsError | None = None
+        """The error of `values` if this process could open no more files, which may be over in a moment."""
 
     def values(self) -> F32 | None:
         """Return all elements as a new array, 1-D and read-only; None if they cannot be mapped."""
         try:
             values = self._mappings.of(self._pieces).values()
         except (OSError, ValueError) as error:
-            self._same_host.log_unused(error)
+            self.lacked = too_many_files(error)
+            if self.lacked is None:
+                self._same_host.log_unused(error)
             return None
         weakref.finalize(values, _keep_alive, self).atexit = False
         return values

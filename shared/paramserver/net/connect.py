@@ -24,9 +24,9 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     Raises TimeoutError, or the system's error for the address that refused last.
     """
     deadline = Deadline.after(timeout_s)
-    untried = _look_up(host, port, timeout_s)
     failure = OSError(f"{host} has no address")
-    with selectors.DefaultSelector() as trying:
+    with selectors.DefaultSelector() as trying:  # before the look-up, which does not say that it lacks a file
+        untried = _look_up(host, port, timeout_s)
         try:
             while untried or trying.get_map():
                 if untried:

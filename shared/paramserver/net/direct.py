@@ -5,6 +5,7 @@ it changes something: then it is in doubt, which the caller has to know, whateve
 """
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -135,8 +136,22 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
     return NotHttp2("in_doubt", f"{address} did not answer in HTTP ({error})")
 
 
+def too_many_files(error: Exception) -> PsError | None:
+    """Return the error if this process, or its machine, could open no more files: no shard is at fault; else None."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE:
+        who, hint = "process", "raise its limit, which ulimit -n shows"
+    elif number == errno.ENFILE:
+        who, hint = "machine", "raise its limit, which sysctl fs.file-max shows"
+    else:
+        return None
+    return problem("unavailable", f"this {who} has too many open files", hint=hint, retry_after_s=0.0)
+
+
 def unreachable_by(error: Exception, address: str, *, shard: bool = False) -> PsError:
     """Return the error for an address that could not be connected to; `shard` as in `unreachable`."""
+    if (too_many := too_many_files(error)) is not None:
+        return too_many
     if isinstance(error, TimeoutError):
         reason = "timed out"
     elif isinstance(error, ConnectionRefusedError):
