@@ -86,5 +86,8 @@ def _look_up(host: str, port: int, timeout_s: float) -> _Found:
         except Exception as e:
             found.set_exception(e)
 
-    threading.Thread(target=ask, name="paramserver look-up", daemon=True).start()
+    try:
+        threading.Thread(target=ask, name="paramserver look-up", daemon=True).start()
+    except RuntimeError:  # the system cannot start more threads, or the interpreter is shutting down
+        return looked_up()
     return found.result(timeout_s)
