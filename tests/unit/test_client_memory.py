@@ -165,8 +165,11 @@ def test_a_slot_that_the_shard_may_take_back_is_not_used(
     assert same_host.take_idle() == []
 
 
-def test_a_few_idle_slots_are_kept(same_host: SameHost, lend: Callable[[int], Slot]) -> None:
-    """Of the slots that become idle at a shard, finalizers' ones too, the last four are kept to be given back once."""
+def test_idle_slots_are_kept(same_host: SameHost, lend: Callable[[int], Slot]) -> None:
+    """The slots that become idle at a shard, finalizers' ones too, are all kept, and given back once.
+
+    One that was dropped instead would stay lent until it expires.
+    """
     slots = [lend(PAGE_BYTES) for _ in range(7)]
     for slot in slots[:5]:
         same_host.keep(slot)
@@ -174,11 +177,24 @@ def test_a_few_idle_slots_are_kept(same_host: SameHost, lend: Callable[[int], Sl
         slot.mapped = True
         same_host.idle_from_finalizer(slot)
 
-    assert same_host.take_idle() == slots[3:]
+    assert same_host.take_idle() == slots
     assert not any(slot.mapped for slot in slots)
     assert same_host.take_idle() == []
     same_host.idle_from_finalizer(slots[0])
     assert same_host.slot(slots[0].address, PAGE_BYTES) is slots[0]
+
+
+def test_slots_that_are_not_needed_any_more_expire(same_host: SameHost, lend: Callable[[int], Slot], now: Now) -> None:
+    """Pushes that do not overlap use one slot again and again, so that the others of an earlier burst expire."""
+    slots = [lend(PAGE_BYTES) for _ in range(7)]
+    for slot in slots:
+        same_host.keep(slot)
+    for _ in range(3):
+        now.s += SHARED_LEASE_S * 0.3
+        assert same_host.slot(slots[0].address, PAGE_BYTES) is slots[-1]
+        same_host.keep(slots[-1])
+
+    assert same_host.take_idle() == slots[-1:]
 
 
 def test_a_slot_that_is_gone_is_not_used(tmp_path: Path, same_host: SameHost, caplog: pytest.LogCaptureFixture) -> None:

@@ -153,6 +153,24 @@ def test_a_gradient_lies_in_a_slot_of_each_shard(lenders: Lenders, now: Now, clu
     assert idle(cluster, lenders) == [("a", "s0"), ("b", "s0")]
 
 
+def test_many_pushes_at_once_use_the_slots_of_those_before(lenders: Lenders, now: Now, cluster: Cluster) -> None:
+    """Bursts of pushes that overlap ask shards for no more slots than one burst needs."""
+    for burst in range(3):
+        pushes = [push(cluster, now, seq=10 * burst + i) for i in range(6)]
+        outgoing = []
+        for call in pushes:
+            requests: Any = next(call)
+            while requests[0].path != "/push":
+                requests = call.send([lenders(r) for r in requests])
+            outgoing.append(requests)
+        for call, requests in zip(pushes, outgoing, strict=True):
+            with pytest.raises(StopIteration):
+                call.send([lenders(r) for r in requests])
+
+    paths = [path for _, path in lenders.sent]
+    assert (paths.count("/push"), paths.count("/slots")) == (36, 12)
+
+
 @pytest.mark.parametrize(
     ("outcome", "kept", "pauses"),
     [

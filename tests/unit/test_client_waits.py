@@ -1,5 +1,6 @@
 """How long a worker's calls last, and what calls that overlap leave behind."""
 
+import os
 import socket
 import threading
 from concurrent.futures import Future
@@ -177,3 +178,23 @@ def test_a_worker_that_was_told_to_stop_is_not_told_to_pause() -> None:
     told = [(drive(session.beat(deadline()), node), session.status)[1] for _ in range(3)]
 
     assert told == ["stop", "stop", "active"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_children_do_not_pause_alike() -> None:
+    """The jitter of a forked child is its own: children that fail together must not all come back together."""
+    ours, theirs = os.pipe()
+    for _ in range(2):
+        pid = os.fork()
+        if not pid:
+            try:
+                pause = Backoff(deadline()).pause(problem("unreachable", "nobody"))
+                os.write(theirs, f"{pause.seconds!r}\n".encode())
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+    os.close(theirs)
+    with open(ours) as told:
+        first, second = told
+    assert first != second

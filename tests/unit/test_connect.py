@@ -1,6 +1,7 @@
 """How a blocking client connects to a host that has several addresses, and what it does at its deadline."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 
@@ -9,6 +10,7 @@ from tests.unit.scripted_server import serving
 
 from paramserver.errors import Unreachable
 from paramserver.net.calls import Request, Response
+from paramserver.net.connect import connect
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import DirectTransport
 from paramserver.net.plain import PlainTransport
@@ -71,6 +73,18 @@ def test_what_can_be_connected_to_nowhere_says_why(silent: int, monkeypatch: pyt
     assert "timed out" in late.detail
     assert isinstance(refused, Unreachable)
     assert "connection refused" in refused.detail
+
+
+def test_where_no_thread_can_be_had_names_are_looked_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no thread can be started, the caller's looks a name up: at its end an interpreter starts none for a leave."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, monkeypatch.context() as patched:
+        name(patched, listener.getsockname()[1])
+        patched.setattr(threading.Thread, "start", refuse)
+        connect("ps.test", 8700, 20.0).close()
 
 
 @pytest.mark.parametrize("kind", [DirectTransport, PlainTransport])

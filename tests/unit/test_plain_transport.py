@@ -17,7 +17,7 @@ from paramserver.net import plain
 from paramserver.net.calls import TIMEOUT_S_MAX, Deadline, Request, Response
 from paramserver.net.credentials import Credentials
 from paramserver.net.plain import PlainTransport
-from paramserver.net.proxies import proxy_of
+from paramserver.net.proxies import is_here, proxy_of
 from paramserver.net.transport import AsyncTransport, BlockingTransport, Protocols
 from paramserver.wire import http2 as wire
 
@@ -314,6 +314,44 @@ def test_not_everything_goes_through_a_proxy(url: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("no_proxy", "in.house, 10.0.0.0/8")
     assert proxy_of(url) is None
     assert proxy_of("http://elsewhere:1") is not None
+
+
+@pytest.mark.parametrize(
+    ("url", "excepted"),
+    [
+        ("http://ps.internal:8700", True),
+        ("http://ps.internal:8701", False),
+        ("https://a.in.house", True),
+        ("http://a.in.house", False),
+        ("http://10.0.0.5:8700", True),
+        ("http://10.0.0.5:1", False),
+        ("http://[fd00::1]:8700", True),
+        ("http://[fd00::2]:8700", True),
+        ("http://[fd00::2]:8701", False),
+        ("http://[fd00::3]:8700", False),
+    ],
+)
+def test_what_needs_no_proxy_may_be_given_with_a_port(
+    url: str, excepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries of NO_PROXY with a port are of that port alone, and IPv6 addresses may be in brackets."""
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "ps.internal:8700,in.house:443,10.0.0.5:8700,[fd00::1],[fd00::2]:8700,fd00::3:8700")
+    assert (proxy_of(url) is None) == excepted
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [
+        ("http://127.0.0.2:1", True),
+        ("http://[::1]:1", True),
+        ("http://localhost", True),
+        ("http://127.example:1", False),
+    ],
+)
+def test_a_url_of_this_machine_has_its_address(url: str, here: bool) -> None:
+    """Loopback addresses and `localhost` are this machine; a name that only begins like one is not."""
+    assert is_here(url) == here
 
 
 async def test_a_cancelled_request_over_http1_leaves_nothing_running() -> None:

@@ -39,6 +39,26 @@ def test_a_heartbeat_without_a_clock_learns_of_the_rollback_by_its_timeline() ->
     assert d.result(beat(1))["timeline"] == 1
 
 
+@pytest.mark.parametrize("waits_for", ["clock", "task"])
+def test_a_parked_worker_learns_that_another_has_its_name(waits_for: str) -> None:
+    """A join under the name of a worker that waits answers it `fenced`, with the new epoch, by which it gives way.
+
+    Without that it would take its lease for expired, join again, and replace the worker that has just replaced it.
+    """
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 2})
+    a = d.join("a")
+    if waits_for == "task":
+        d.ask(lambda n: io.RegisterDataset(n, "m", "train", 1, 1))
+        d.lease(d.join("b"), "train")
+    parked = d.clock(a, 1) if waits_for == "clock" else d.lease(a, "train", 10.0)
+    assert parked in d.open
+
+    epoch = d.join("a")["epoch"]
+
+    assert code(d, parked) == "fenced"
+    assert d.replies[parked].members["epoch"] == epoch > a["epoch"]
+
+
 @pytest.mark.parametrize("done", [0, 3])
 def test_a_new_mode_waits_for_its_workers_unless_there_has_been_progress(done: int) -> None:
     """In a new mode the first clock waits for `min_workers`, whoever had joined before; after progress, none waits."""

@@ -237,7 +237,7 @@ class AsyncWorker(WorkerBase):
 
     async def _keep_alive(self) -> None:
         silent = False
-        while True:
+        while not self._session.replaced:
             await asyncio.sleep(self._beat_pause_s())
             try:
                 await self._client.run(self._beat())

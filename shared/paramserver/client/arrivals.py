@@ -9,7 +9,7 @@ from paramserver.client.frames import Incoming, leased_by
 from paramserver.client.same_host import Leased, LeasedValues, SameHost
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Selection
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.types import AnyArray, DType
 from paramserver.wire.frame import PullReply
 from paramserver.wire.tensor import HANDED_OUT
@@ -54,6 +54,8 @@ class Arrivals:
         """The leased values, if every part of the pull was leased; set by `params`."""
         self._unread: dict[Incoming, str | None] = {}
         """The sinks of the requests sent last, but for those that were read -> the shard asked."""
+        self.lacked: PsError | None = None
+        """The error if this process could open no more files to map leased values; set by `params`."""
         self._leased: list[Leased] = []
         self._lent: dict[int, Leased | None] = {}
 
@@ -80,9 +82,9 @@ class Arrivals:
         self._same_host.end_leases([lease for lease in found if lease is not None])
 
     @property
-    def lenders(self) -> set[str]:
-        """The addresses of the shards that leased values."""
-        return {lease.address for lease in self._leased}
+    def unmappable(self) -> set[str]:
+        """The addresses of the shards whose leased values cannot be mapped; none if only files were `lacked`."""
+        return set() if self.lacked else {lease.address for lease in self._leased}
 
     @property
     def torn(self) -> bool:
@@ -120,6 +122,7 @@ class Arrivals:
         leased_values = self._same_host.hold(_used(self._leased, self._lent))
         values = leased_values.values()
         if values is None:
+            self.lacked = leased_values.lacked
             return None
         lent = [part for part in self._selection.parts if self._lent.get(part.partition) is not None]
         if len(lent) == len(self._selection.parts):

@@ -78,6 +78,8 @@ class Membership:
         self.mode = "async"
         self.status = "active"
         """What the scheduler asks for: `active`, `paused`, `draining` or `stop`."""
+        self.replaced = False
+        """Whether another worker has joined under this id, which this one then never takes back."""
         self._evaluation_waits = False
         self.reports: Final = Reports()
         self.holding: Final = Holding()
@@ -267,17 +269,23 @@ class Membership:
             if self.numbers.epoch != epoch:
                 return
             if int(error.members.get("epoch") or 0) > epoch and not self._join_in_doubt and not self._joining.taken:
-                self.status = "stop"
-                raise problem(
-                    "fenced",
-                    f"another worker has joined as '{self.worker}' and replaces this one",
-                    hint="give each worker a unique name, or no name",
-                ) from error
-        log.warning("worker.lost worker=%s epoch=%d reason=%s: joining again", self.worker, epoch, error.code)
+                self.replaced, self.status = True, "stop"
+        if not self.replaced:
+            log.warning("worker.lost worker=%s epoch=%d reason=%s: joining again", self.worker, epoch, error.code)
         yield from self._join_again(epoch, deadline)
 
     def _join_again(self, epoch: int, deadline: Deadline) -> Call[None]:
-        """Join under a new epoch if `epoch` is still current; if another call is doing so, wait for it."""
+        """Join under a new epoch if `epoch` is still current; if another call is doing so, wait for it.
+
+        Raises FencedError (`fenced`) if this worker was replaced, even if its model was created anew since then and
+        knows neither of the two.
+        """
+        if self.replaced:
+            raise problem(
+                "fenced",
+                f"another worker has joined as '{self.worker}' and replaces this one",
+                hint="give each worker a unique name, or no name",
+            )
         held = Held()
         try:
             with self._lock:

@@ -19,8 +19,9 @@ from msgspec import Struct
 
 from paramserver.client.board import BoardView
 from paramserver.client.mapped_buffers import POSSIBLE, Mappings, writable
+from paramserver.errors import PsError
 from paramserver.limits import SHARED_LEASE_S
-from paramserver.net.direct import SCHEME, path_of
+from paramserver.net.direct import SCHEME, path_of, too_many_files
 from paramserver.net.forks import call_in_forked_child
 from paramserver.types import F32, AnyArray
 from paramserver.wire.frame import FILE_NAME
@@ -29,8 +30,6 @@ log = logging.getLogger("paramserver")
 
 SLOT_BYTES_MIN: Final = 64 << 10
 """Smallest gradient that is worth a slot; less is cheaper to send."""
-_SLOTS_KEPT: Final = 4
-"""Idle slots kept for each shard."""
 _FRESH_S: Final = SHARED_LEASE_S * 0.6
 """A slot that has been idle for longer is not used: the shard may take it back at any moment."""
 
@@ -69,6 +68,7 @@ class Slot:
 @dataclass(slots=True)
 class _Shard:
     slots: list[Slot] = field(default_factory=list)
+    """The idle ones: at most as many as pushes overlapped of late."""
     ended: deque[int] = field(default_factory=deque)
     board: BoardView | None = None
 
@@ -113,12 +113,12 @@ class SameHost:
         return [address for address, shard in list(self._shards.items()) if shard.ended]
 
     def slot(self, address: str, size_bytes: int) -> Slot | None:
-        """Take an idle slot of at least that size; None if there is none."""
+        """Take an idle slot of at least that size, of several the one used last, so that others expire; None: none."""
         with self._lock:
             self._collect_dropped()
             idle = self._shard(address).slots
             idle[:] = [s for s in idle if self.fresh(s)]
-            found = next((s for s in idle if s.memory.size >= size_bytes), None)
+            found = next((s for s in reversed(idle) if s.memory.size >= size_bytes), None)
             if found is not None:
                 idle.remove(found)
             return found
@@ -163,9 +163,7 @@ class SameHost:
 
     def _put(self, slot: Slot) -> None:
         slot.mapped = False
-        idle = self._shard(slot.address).slots
-        idle.append(slot)
-        del idle[:-_SLOTS_KEPT]
+        self._shard(slot.address).slots.append(slot)
 
     def take_idle(self) -> list[Slot]:
         """Take all idle slots, to return them to their shards."""
@@ -235,13 +233,17 @@ class LeasedValues:
         self._mappings = mappings
         self._pieces = pieces
         self._pid = os.getpid()
+        self.lacked: PsError | None = None
+        """The error of `values` if this process could open no more files, which may be over in a moment."""
 
     def values(self) -> F32 | None:
         """Return all elements as a new array, 1-D and read-only; None if they cannot be mapped."""
         try:
             values = self._mappings.of(self._pieces).values()
         except (OSError, ValueError) as error:
-            self._same_host.log_unused(error)
+            self.lacked = too_many_files(error)
+            if self.lacked is None:
+                self._same_host.log_unused(error)
             return None
         weakref.finalize(values, _keep_alive, self).atexit = False
         return values

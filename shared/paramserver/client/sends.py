@@ -18,7 +18,7 @@ from paramserver.client.same_host import Leased, Slot, is_same_host
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.limits import BODY_BYTES_MAX
-from paramserver.net.calls import Call, Deadline, Outcome, Response, error_of, json_of, json_request
+from paramserver.net.calls import Call, Deadline, Outcome, Pause, Response, error_of, json_of, json_request
 from paramserver.net.retry import NOT_AGAIN, Backoff, is_temporary, may_be_done, to_result, together
 from paramserver.types import ITEMSIZE, DType
 from paramserver.wire.frame import PullReply, PushReply
@@ -126,8 +126,12 @@ class Transfer:
         have = {p for r in kept for p, _, _ in r.parts}
         older = [p for p in self.selection.parts if p.partition not in have]
         if older:
-            yield self._backoff.pause(problem("unavailable", "the model is going back to an earlier clock"))
+            yield self.pause(problem("unavailable", "the model is going back to an earlier clock"))
         return kept, older
+
+    def pause(self, error: PsError) -> Pause:
+        """Return the pause before everything is tried again, or raise the call's final error: see `Backoff.pause`."""
+        return self._backoff.pause(error)
 
     def _refresh(self) -> Call[None]:
         """Adopt a newer map if a scheduler answers soon; without one, the shards still serve."""

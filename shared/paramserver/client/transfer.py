@@ -105,8 +105,10 @@ def pull(
             if not pending:
                 arrivals.replies, pending = yield from transfer.of_one_timeline(arrivals.replies)
             if not pending and (params := arrivals.params(model)) is None:
-                pending = transfer.without_memory(arrivals.lenders)
+                pending, lacked = transfer.without_memory(arrivals.unmappable), arrivals.lacked
                 arrivals.start_over()
+                if lacked is not None:
+                    yield transfer.pause(lacked)
     except BaseException:  # also if the caller is interrupted: it was cancelled, or by Ctrl-C
         arrivals.release_all()
         raise
@@ -279,7 +281,7 @@ def exchange(
             return pushed, None
         params = arrivals.params(model)
         if params is None:
-            transfer.without_memory(arrivals.lenders)
+            transfer.without_memory(arrivals.unmappable)
         elif arrivals.leased_values is not None:
             cluster.lease_cache.pulled(params.origin, arrivals.leased_values, _reached(pushed, terms))
         return pushed, params

@@ -277,7 +277,7 @@ class Worker(WorkerBase):
         return self._client.transport.run(call, within)
 
     def _take_part(self, joined: Future[None]) -> None:
-        """Join, tell the outcome, and send heartbeats until the worker leaves; the work of its own thread."""
+        """Join, tell the outcome, and send heartbeats until the worker leaves or is replaced; its thread does this."""
         if self._stop.is_set():
             return  # the caller was interrupted while it started this thread
         try:
@@ -287,7 +287,7 @@ class Worker(WorkerBase):
             return
         joined.set_result(None)
         silent = False
-        while not self._stop.wait(self._beat_pause_s()):
+        while not self._session.replaced and not self._stop.wait(self._beat_pause_s()):
             try:
                 self._client.run(self._beat())
             except Exception as e:  # whatever it is, the heartbeats must continue

@@ -24,9 +24,9 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     Raises TimeoutError, or the system's error for the address that refused last.
     """
     deadline = Deadline.after(timeout_s)
-    untried = _look_up(host, port, timeout_s)
     failure = OSError(f"{host} has no address")
-    with selectors.DefaultSelector() as trying:
+    with selectors.DefaultSelector() as trying:  # before the look-up, which does not say that it lacks a file
+        untried = _look_up(host, port, timeout_s)
         try:
             while untried or trying.get_map():
                 if untried:
@@ -86,5 +86,8 @@ def _look_up(host: str, port: int, timeout_s: float) -> _Found:
         except Exception as e:
             found.set_exception(e)
 
-    threading.Thread(target=ask, name="paramserver look-up", daemon=True).start()
+    try:
+        threading.Thread(target=ask, name="paramserver look-up", daemon=True).start()
+    except RuntimeError:  # the system cannot start more threads, or the interpreter is shutting down
+        return looked_up()
     return found.result(timeout_s)

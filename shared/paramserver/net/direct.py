@@ -5,6 +5,7 @@ it changes something: then it is in doubt, which the caller has to know, whateve
 """
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -34,6 +35,7 @@ _BROKEN: Final = (*ENDED, Refused)
 _CHANGES_NOTHING: Final = ("/pull", "/slots")
 """Paths of POST requests that may be executed twice or for nothing; an unused slot expires."""
 _CLOSED: Final = "this client is closed"
+_ANOTHER_LOOPS: Final = "this client belongs to another event loop"
 
 
 class NotHttp2(InDoubt):
@@ -134,8 +136,22 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
     return NotHttp2("in_doubt", f"{address} did not answer in HTTP ({error})")
 
 
+def too_many_files(error: Exception) -> PsError | None:
+    """Return the error if this process, or its machine, could open no more files: no shard is at fault; else None."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE:
+        who, hint = "process", "raise its limit, which ulimit -n shows"
+    elif number == errno.ENFILE:
+        who, hint = "machine", "raise its limit, which sysctl fs.file-max shows"
+    else:
+        return None
+    return problem("unavailable", f"this {who} has too many open files", hint=hint, retry_after_s=0.0)
+
+
 def unreachable_by(error: Exception, address: str, *, shard: bool = False) -> PsError:
     """Return the error for an address that could not be connected to; `shard` as in `unreachable`."""
+    if (too_many := too_many_files(error)) is not None:
+        return too_many
     if isinstance(error, TimeoutError):
         reason = "timed out"
     elif isinstance(error, ConnectionRefusedError):
@@ -237,7 +253,7 @@ class DirectTransport(_RequestEncoder):
 
 
 class AsyncDirectTransport(_RequestEncoder):
-    """The transport for an event loop: many concurrent requests per connection."""
+    """The transport for an event loop, one at a time: many concurrent requests per connection."""
 
     def __init__(self, credentials: Credentials) -> None:
         super().__init__(credentials)
@@ -248,10 +264,8 @@ class AsyncDirectTransport(_RequestEncoder):
 
     async def send(self, request: Request, address: str) -> Outcome:
         """Send one request to the shard at that address, and return the outcome."""
-        if self._loop is not asyncio.get_running_loop():
-            self._loop = asyncio.get_running_loop()
-            self._connections.clear()  # they belong to another loop, which has ended
-            self._connecting.clear()
+        if not self._belongs_to(asyncio.get_running_loop()):
+            return problem("conflict", _ANOTHER_LOOPS, hint="make a client for each")
         deadline = Deadline(time.monotonic() + request.timeout_s)
         body = self._body(request)
         headers = self._headers(request, address, body)
@@ -279,6 +293,28 @@ class AsyncDirectTransport(_RequestEncoder):
         except (PsError, OSError, ValueError) as e:
             return _failure(e, request, address)
 
+    def _belongs_to(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether this is the loop of the transport, which it becomes if the one before has ended or stopped."""
+        before = self._loop
+        if loop is before:
+            return True
+        if before is not None and before.is_running():  # in another thread, or around this one
+            return False
+        self._loop = loop
+        if before is not None and not before.is_closed():
+            for connection in [c for some in self._connections.values() for c in some]:
+                connection.hang_up()
+        self._connections.clear()
+        self._connecting.clear()
+        return True
+
+    def _check_in_use(self) -> None:
+        """Raise OSError if the transport was closed, or given to another loop, since a request began."""
+        if self._closed:
+            raise OSError(_CLOSED)
+        if self._loop is not asyncio.get_running_loop():
+            raise OSError(_ANOTHER_LOOPS)
+
     def _kept(self, address: str, tried: AsyncConnection | None = None) -> AsyncConnection | None:
         """Return a connection, other than `tried`, that takes another request; None if there is none."""
         return next((c for c in self._connections[address] if c.usable and not c.full and c is not tried), None)
@@ -286,14 +322,15 @@ class AsyncDirectTransport(_RequestEncoder):
     async def _another(self, address: str, tried: AsyncConnection | None, timeout_s: float) -> AsyncConnection:
         """Return a fresh connection, or one that another task has made meanwhile."""
         async with asyncio.timeout(timeout_s), self._connecting[address]:
+            self._check_in_use()
             if (kept := self._kept(address, tried)) is not None:
                 return kept
-            if self._closed:
-                raise OSError(_CLOSED)
             connection = await self._connected(address)
-            if self._closed:  # meanwhile, so that nobody else would close it
+            try:
+                self._check_in_use()
+            except OSError:  # nobody else would close it
                 connection.hang_up()
-                raise OSError(_CLOSED)
+                raise
             self._forget_closed()
             self._connections[address] = [connection, *(c for c in self._connections[address] if not c.is_closed)]
             return connection

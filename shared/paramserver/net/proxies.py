@@ -9,28 +9,34 @@ from urllib.request import getproxies_environment
 def is_here(url: str) -> bool:
     """Whether the URL is one of this machine."""
     host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def proxy_of(url: str) -> SplitResult | None:
     """Return the proxy that the environment sets for this URL; None if there is none, or the URL is of this machine."""
     parts = urlsplit(url)
-    host, proxies = parts.hostname or "", getproxies_environment()
+    proxies = getproxies_environment()
     found = proxies.get(parts.scheme) or proxies.get("all")
-    if not found or is_here(url) or _is_excepted(host, proxies.get("no", "")):
+    if not found or is_here(url) or _is_excepted(parts, proxies.get("no", "")):
         return None
     return urlsplit(found if "://" in found else f"http://{found}")
 
 
-def _is_excepted(host: str, no_proxy: str) -> bool:
-    """Whether NO_PROXY lists this host, a domain that it is in, a network that has its address, or `*`."""
+def _is_excepted(parts: SplitResult, no_proxy: str) -> bool:
+    """Whether NO_PROXY lists a URL's host, alone or with its port, a domain or network that it is in, or `*`."""
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    in_url = f"[{host}]" if ":" in host else host
+    spellings = (f".{host}", f".{in_url}", f".{in_url}:{port}")
     try:
         address = ip_address(host)
     except ValueError:
         address = None
     for entry in no_proxy.lower().split(","):
         name = entry.strip().lstrip(".")
-        if name == "*" or (name and f".{host}".endswith(f".{name}")):
+        if name == "*" or (name and any(s.endswith(f".{name}") for s in spellings)):
             return True
         with suppress(ValueError):
             if "/" in name and address is not None and address in ip_network(name, strict=False):

@@ -25,7 +25,7 @@ LOOK_FIRST: Final = "an earlier attempt may have been done: look before you repe
 """Hint of a call in doubt whose last attempt had no effect: that attempt's own hint may say to repeat it."""
 NOT_AGAIN: Final = "do not push this gradient again; pull and continue from the current values"
 """Hint of a push of which a part was accepted."""
-_random = random.Random()
+_random = random.SystemRandom()  # forked children would share the state of another, and so all pauses
 
 
 class Backoff:

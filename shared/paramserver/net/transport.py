@@ -57,7 +57,7 @@ class Protocols:
         return None
 
     def learn(self, url: str, outcome: Outcome, *, in_time: bool) -> bool | PsError:
-        """Return what the outcome of a probe tells; the error, if nobody can be reached.
+        """Return what the outcome of a probe tells; the error, if it reached nobody.
 
         Silence, that is an error not `in_time`, tells nothing: HTTP/1.1 is tried, and the next request probes again.
         """
@@ -65,7 +65,7 @@ class Protocols:
             self._http2.add(url)
             return True
         if in_time:
-            if isinstance(outcome, Unreachable):
+            if not isinstance(outcome, InDoubt):  # nobody has seen the probe
                 return outcome
             log.info("transport.http1 url=%s reason=%s", url, outcome)
             self._http1[url] = self._clock() + _HTTP1_S

@@ -74,7 +74,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             has its own, and its rank and id.
 
     Raises RequestError listing all differences if the model does not fit the module.  On `close()`, at the end of a
-    `with` block and at exit, its worker leaves the cluster, unless it was passed in.
+    `with` block and at exit, its worker leaves the cluster, unless it was passed in.  In a notebook use `with`, or name
+    the `worker`: the exception that ends a cell keeps the optimizer, and so the worker, alive.
     """
 
     def __init__(

@@ -190,7 +190,7 @@ class TaskDesk:
         for w in list(model.task_waiters):
             worker = model.worker_of(w)
             if worker is None or not worker.alive:
-                self.c.answer_waiter(model, w, not_a_member(w), now)
+                self.c.answer_waiter(model, w, not_a_member(w, model.roster), now)
                 continue
             asked = self.workers.state(model, worker)
             dataset, task = model.datasets.get(w.dataset), None

@@ -370,7 +370,7 @@ class WorkerDesk:
         for w in list(model.clock_waiters):
             worker = model.worker_of(w)
             if worker is None or not worker.alive:
-                self.c.answer_waiter(model, w, not_a_member(w), now)
+                self.c.answer_waiter(model, w, not_a_member(w, model.roster), now)
             elif worker.timeline != model.timeline:
                 worker.timeline = model.timeline
                 self.c.answer_waiter(model, w, self._rolled_back(model, worker), now)

@@ -1,0 +1,105 @@
+"""A worker whose name another process has taken: it gives way, once and for all."""
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import paramserver as ps
+from paramserver.errors import FencedError, InDoubt, problem
+from paramserver.net.calls import Call, Deadline
+
+from .session_node import BEAT, GRAD, Node, deadline, joined, no
+from .sharding import Now, drive
+
+JOIN = "/models/m/workers"
+
+
+class Quick(Node):
+    """A node whose leases are so short that heartbeats follow one another at once."""
+
+    def joined(self) -> dict[str, Any]:
+        """The answer to a join."""
+        return {**super().joined(), "lease_s": 0.005}
+
+
+def beats_on_a_thread(node: Node) -> None:
+    """Join with the blocking client, and wait until its heartbeats end."""
+
+    def run(call: Call[Any], within: object = None) -> Any:
+        return drive(call, node)
+
+    client: Any = ps.Client("http://given:1")
+    client.transport = SimpleNamespace(run=run)
+    with client.model("m").worker() as worker:
+        worker._thread.join(20.0)
+        assert not worker._thread.is_alive()
+
+
+def beats_on_a_loop(node: Node) -> None:
+    """Join with the asyncio client, and wait until its heartbeats end."""
+
+    async def run(call: Call[Any]) -> Any:
+        return drive(call, node)
+
+    async def train() -> None:
+        client: Any = ps.AsyncClient("http://given:1")
+        client.run = run
+        async with asyncio.timeout(20.0), client.model("m").worker() as worker:
+            await worker._heartbeat
+
+    asyncio.run(train())
+
+
+@pytest.mark.parametrize("beats", [beats_on_a_thread, beats_on_a_loop])
+def test_the_heartbeats_of_a_worker_that_was_replaced_end(beats: Callable[[Node], None]) -> None:
+    """Heartbeats go on after a lost lease and an error, and end once another worker has the name.
+
+    A worker that stays idle in another notebook would otherwise ask for the name for as long as its kernel lives.
+    """
+    node = Quick("async")
+    node.script[BEAT] = [no("fenced"), no("internal"), no("rolled_back", timeline=0), no("fenced", epoch=3)]
+
+    beats(node)
+
+    assert len(node.bodies(JOIN)) == 2
+    assert node.script[BEAT] == []
+
+
+@pytest.mark.parametrize("what", ["heartbeat", "end", "push"])
+def test_a_worker_that_was_replaced_does_not_take_its_name_back(what: str) -> None:
+    """A worker that was replaced joins no more, even if its model is then deleted and created again.
+
+    The new model knows neither of the two: whoever spoke first would have the name.
+    """
+    node, session = joined("async")
+    node.script[BEAT] = [no("fenced", epoch=2)]
+    with pytest.raises(FencedError, match="another worker"):
+        drive(session.beat(deadline()), node)
+
+    node.script[BEAT] = node.script["/push"] = [no("unknown_worker")]
+    if what == "end":
+        drive(session.leave(deadline()), node)
+    else:
+        with pytest.raises(FencedError, match="another worker"):
+            drive(session.beat(deadline()) if what == "heartbeat" else session.push(GRAD, deadline()), node)
+
+    assert (len(node.bodies(JOIN)), session.status) == (1, "stop")
+
+
+def test_a_worker_that_was_replaced_does_not_take_its_name_back_for_a_push_in_doubt() -> None:
+    """A synchronous worker that was replaced does not join anew for a push that only some shards may have."""
+    (node, session), now = joined(), Now()
+    node.script["/push"] = [problem("in_doubt", "the answer was lost")] * 100
+    with pytest.raises(InDoubt):
+        drive(session.push(GRAD, Deadline.after(1.0, now)), node, now)
+    node.script = {BEAT: [no("fenced", epoch=2)]}
+    with pytest.raises(FencedError):
+        drive(session.beat(deadline()), node)
+
+    with pytest.raises(FencedError, match="another worker"):
+        drive(session.push(GRAD, deadline()), node)
+
+    assert len(node.bodies(JOIN)) == 1
