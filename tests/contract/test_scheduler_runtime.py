@@ -24,11 +24,14 @@ from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey
 from paramserver_node import roles
 from paramserver_node.redis import connect
+from paramserver_node.settings import SchedulerSettings
 from paramserver_scheduler import runtime as runtime_module
 from paramserver_scheduler.app import make_app
+from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.hub import Hub, Published
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.lease import Lease
+from paramserver_scheduler.main import StopRequested, lead
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.store import StateStore
 
@@ -180,20 +183,33 @@ async def test_closing_answers_everyone(redis_url: str) -> None:
 
 
 async def test_what_is_decided_is_answered_before_a_leader_that_is_told_to_stop_ends(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request whose decision is on its way to Redis gets its answer; what comes later is refused."""
     monkeypatch.setattr(runtime_module, "FINISH_S", 30.0)
-    async with running(redis_url, []) as runtime:
+    http, stop = make_app(), asyncio.Event()
+    http.state.checkpoints = CheckpointStore(tmp_path)
+    async with connect(redis_url) as redis:
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        assert await lease.try_acquire()
+        leading = asyncio.ensure_future(lead(SchedulerSettings(), redis, redis, http, lease, stop))
+        async with asyncio.timeout(20):
+            while http.state.service is None:
+                assert not leading.done(), leading
+                await asyncio.sleep(0)
+        runtime = http.state.service.runtime
         asking = asyncio.ensure_future(runtime.ask(lambda n: io.JoinPool(n, None, []), changes=True))
         await asyncio.sleep(0)  # it has started, and waits
         assert runtime.core.read.pool(time.monotonic())
-        over = problem("no_leader", "told to stop")
-        await runtime.finish(over)
-        with pytest.raises(PsError, match="told to stop"):
+
+        stop.set()
+        await asyncio.sleep(0)  # the leader knows
+        with pytest.raises(PsError, match="no longer the leader"):
             await join(runtime, "late")
-        runtime.close(over)
         assert (await asking).status == 201
+        with pytest.raises(ExceptionGroup) as ended:
+            await leading
+    assert ended.group_contains(StopRequested)
 
 
 @pytest.mark.parametrize(("changes", "told"), [(True, "in_doubt"), (False, "no_leader")])

@@ -51,6 +51,24 @@ def test_other_partition_counts_hold_the_same(shapes: list[list[int]], data: st.
             np.testing.assert_array_equal(got[1][name], slots[name])
 
 
+@pytest.mark.parametrize("counts", [(1, 7, 4), (7, 1, 4), (1, 4, 7)])
+def test_of_different_step_counts_of_a_parameter_the_highest_counts(counts: tuple[int, ...]) -> None:
+    """Pushes of ranges give the partitions of one parameter different step counts: a restore gives the highest to all.
+
+    Another parameter in the last of these partitions keeps its own.
+    """
+    layout, other = _layout([[5], [1]], 3), _layout([[5], [1]], 2)
+    two = np.ones(2, np.float32)
+    held = [PartitionState(two, (two, two), (n,)) for n in counts]
+    held[2] = PartitionState(two, (two, two), (counts[2], 9))
+
+    params, slots, steps = gather(layout, held)
+    restored = scatter(other, params, slots, steps, layout.spec.optimizer)
+
+    assert steps == {"p0": 7, "p1": 9}
+    assert [s.steps for s in restored] == [(7,), (7, 9)]
+
+
 def test_a_schedule_goes_on_where_it_was() -> None:
     """Restored partitions keep their versions if bounds and parameters are the same, else all get the highest.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from paramserver_scheduler.app import make_app
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
-from paramserver_scheduler.main import StopRequested, _lease_of, lead
+from paramserver_scheduler.main import StopRequested, _lease_of, lead, wait_for_lease
 
 
 class AskedLease:
@@ -233,6 +234,39 @@ async def test_a_scheduler_that_reads_its_state_from_a_redis_that_hangs_can_be_s
         server.close()
         await redis.aclose()
         await bulk_redis.aclose()
+
+
+@pytest.mark.parametrize(
+    ("emptied", "taken_s"),
+    [
+        ([True] * 9, 16.0),
+        (
+            [False, True, True, True, False, *[True] * 9],
+            36.0,
+        ),  # the leader wrote its state, and Redis was emptied again
+    ],
+)
+async def test_a_standby_leads_once_the_leader_has_not_written_its_state_for_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, emptied: list[bool], taken_s: float
+) -> None:
+    """While Redis is emptied a standby leaves the lease to the leader, which has the state, for 10 s and no longer.
+
+    Each question takes 4 s; the lists have whether Redis had lost the leader's term, as the answers say.
+    """
+    now, answers = 0.0, iter(emptied)
+    monkeypatch.setattr("paramserver_scheduler.main.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("paramserver_scheduler.main.ACQUIRE_INTERVAL_S", 0.0)
+
+    async def try_acquire(*, even_if_emptied: bool) -> bool:
+        nonlocal now
+        lease.emptied = next(answers)
+        now += 0.0 if even_if_emptied else 4.0
+        return even_if_emptied
+
+    lease: Any = SimpleNamespace(try_acquire=try_acquire, emptied=False, leader=None)
+    await wait_for_lease(lease, asyncio.Event())
+
+    assert now == taken_s
 
 
 def test_schedulers_on_machines_of_one_host_name_are_told_apart_by_their_names() -> None:

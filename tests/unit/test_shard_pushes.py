@@ -1,4 +1,4 @@
-"""The shard's core, event by event: pushes in every mode but sync."""
+"""The shard's core, event by event: pushes in every mode but sync, and what pulls see of pushes and commits."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from paramserver.errors import FencedError, PsError, StaleMapError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import PushId
 
-from .partitions import ROSTER, refused, serving, successor
+from .partitions import ROSTER, listed, refused, serving, successor
 from .test_shard_core import ones, spec
 
 
@@ -109,6 +109,34 @@ def test_no_pull_of_a_shard_sees_a_push_on_one_of_its_partitions_only() -> None:
 
     assert {a for a, _ in seen} == {0.0, 1.0, 2.0, 3.0}
     assert all(a == b for a, b in seen)
+
+
+def test_no_pull_of_a_shard_sees_a_commit_on_one_of_its_partitions_only() -> None:
+    """Whichever partitions the commits touch, and whatever is being computed, a pull has the same ones on all."""
+    touched: list[tuple[int, ...]] = [(0,), (0, 1), (), (1,), (0, 1), (1,), (0,), (), ()]
+    driver = serving(spec(8, 2, consistency={"mode": "sync"}), workers=ROSTER)
+    for t, parts in enumerate(touched):
+        if parts:
+            driver.push(dict.fromkeys(parts, ones(value=2.0**t)), PushId("r/w0", 1, t), clock=t)
+    driver.eager = False
+    seen = []
+
+    def pull() -> None:
+        parts = driver.pull(0, 1).parts
+        seen.append(parts[0].version)
+        made = [2.0**t for t in range(seen[-1])]
+        sums = [sum(n for n, of in zip(made, touched, strict=False) if i in of) for i in range(2)]
+        assert [(p.version, float(p.state.values[0])) for p in parts] == [(seen[-1], n) for n in sums]
+
+    for t, parts in enumerate(touched):
+        driver.commit(t, *([listed(0, t)] if parts else []))
+        pull()
+    while driver.pending:
+        driver.complete()
+        pull()
+
+    assert seen[0] == 0, "the first is being computed"
+    assert seen[-1] == len(touched)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -412,28 +412,52 @@ def test_what_redis_lost_of_a_partition_is_told_by_its_clock_and_not_by_its_vers
     assert taken_over(d, 11, 1)["timeline"] == 1
 
 
-def test_a_journaled_model_whose_values_are_asked_for_again_goes_on_beyond_the_clocks_that_are_stored() -> None:
-    """If a journaled model needs its uploads again, the new timeline begins beyond the stored clocks.
-
-    The other partitions are loaded from their journals at those clocks, and would ignore earlier commits.
-    """
-    d = Driver()
-    for name in ("s0", "s1"):
-        d.shard(name)
+def lost_with_its_owner(ack: str) -> Driver:
+    """Return a driver whose uploaded model, at clock 3, has lost what s1 had: Redis was emptied, and s1 died."""
+    d = Driver("s0", "s1")
     params = {"w": {"shape": [64], "init": {"kind": "upload"}}}
-    model = {"name": "m", "params": params, "partitions": 4, "consistency": SYNC, "ack": "journaled"}
+    model = {"name": "m", "params": params, "partitions": 4, "consistency": SYNC, "ack": ack}
     d.send(lambda n: io.CreateModel(n, model, "secret"))
     d.beats()
     d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", d.given()))
+    d.beats()
     a = d.join("a")
     for t in (1, 2, 3):
         d.clock(a, t)
     d.empty_redis()
-    lost = d.core.read.model("m")["partitions"][0]
-    d.beat(lost["shard"], lost=[["m", 1, 0, lost["incarnation"]]])
-    document = d.document()
-    assert (document["state"], document["timeline"]) == ("initializing", 1)
+    mine = [i for i, shard in enumerate(d.owners()) if shard == "s1"]
+    assert mine == [1, 3]
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    d.beat("s0", stored=False, lost=[["m", 1, i, d.given()[i][1]] for i in mine])
+    return d
+
+
+def test_what_a_journaled_model_has_lost_is_uploaded_again_and_the_rest_stays_as_it_is() -> None:
+    """The others keep what was acknowledged; the new timeline begins beyond their clocks, once all have values."""
+    before = 2 << 32  # the tokens of the term that the emptied Redis has begun
+    d = lost_with_its_owner("journaled")
+    document, owners = d.document(), d.core._c.models["m"].owners
+
+    assert (document["state"], document["upload"]["lost"], document["timeline"]) == ("initializing", [1, 3], 1)
     assert document["began"] == document["clock"] == 4
+    assert [o.source for o in owners] == ["snapshot", "init", "snapshot", "init"]
+    assert [o.token - before for o in owners[::2]] == [1, 3], "their owner goes on with what it has in memory"
+
+    number = d.send(lambda n: io.CreateModel(n, document["spec"], "again"))
+    d.beats()
+    assert d.result(number)["upload_token"] == "again"
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "again", [d.given()[i] for i in (1, 3)]))
+    d.beats()
+    assert (d.document()["state"], d.document()["upload"]) == ("ready", None)
+    assert (d.commits()[-1]["t"], d.commits()[-1]["contributions"]) == (4, [])
+
+
+def test_a_model_at_applied_that_has_lost_values_begins_anew_as_a_whole() -> None:
+    """Without a cut or a journal, the first values are the only ones of one clock."""
+    document = lost_with_its_owner("applied").document()
+
+    assert (document["state"], document["upload"]["lost"]) == ("initializing", [0, 1, 2, 3])
+    assert (document["source"], document["clock"]) == ("init", 0)
 
 
 @pytest.mark.parametrize("restarts", [False, True])

@@ -184,7 +184,7 @@ class ShardDesk:
         for i in lost:
             model.owners[i].shard = model.owners[i].from_version = None
             model.owners[i].withdraw_move()
-        stored = model.ready or RESTORED in model.missing or (bool(model.lost) and not model.gate.sync)
+        stored = model.ready or RESTORED in model.missing or bool(model.lost)
         if stored and (model.durable or not model.gate.sync):
             model.source = "snapshot"
             model.cuts.give_up()  # with its journal, a partition may start beyond that clock
@@ -310,15 +310,22 @@ class ShardDesk:
             begin_sync(self.c, model)
 
     def _lost(self, shard: str, rows: Sequence[LostRow]) -> None:
-        """Request again the values of partitions that were never stored and cannot be drawn."""
+        """Request again the values of partitions that were never stored and cannot be drawn.
+
+        In sync at `applied` the whole model begins anew: no other clock is left that it could be of.  With a journal
+        the others have what was acknowledged, and a timeline begins with the values there are.
+        """
+        behind: dict[str, Model] = {}
         for row in rows:
             model, index = self.c.owned(shard, row), row.partition
             if model is None or model.owners[index].source == "init":
                 continue
             if model.gate.sync:
-                self._begin_anew(model)
-                self.c.place_changed(model)
-                continue
+                if not model.durable or not (model.ready or model.lost):
+                    self._begin_anew(model)
+                    self.c.place_changed(model)
+                    continue
+                behind[model.name] = model
             names = {p.name for p in model.params_in(index) if model.restored or p.init.kind in ("upload", "file")}
             if names and (model.ready or model.lost):
                 model.lost.add(index)
@@ -328,6 +335,8 @@ class ShardDesk:
             self.c.give_token(model, index, "init")
             self.c.save_model(model)
             self.c.place_changed(model)
+        for model in behind.values():
+            begin_sync(self.c, model)
 
 
 def _addresses(given: Sequence[Any]) -> tuple[str, ...]:

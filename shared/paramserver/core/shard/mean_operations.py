@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paramserver.core.commit import Commit
-from paramserver.core.partition_state import PartitionState
 from paramserver.core.shard.effects import Task, ValuesKept
 from paramserver.core.shard.events import TaskResult
 from paramserver.core.shard.journal import Step, commit_head, flush_head
@@ -40,20 +39,16 @@ class CommitOperation(Operation):
         if parts and divisor > 0.0:
             self._step = (p.rate(), [weight for _, weight in parts])
             return [mean_task(p.update_input(), parts, divisor, self._step[0])]
-        assert p.state is not None
-        self._finish(shard, p.state, now)
+        self.running = True  # until the other partitions are computed: else the next commit could be seen here first
         return ()
 
     def finish(self, shard: "ShardCore", results: Sequence[TaskResult], now: float) -> None:
         (p,) = self.partitions
         assert p.state is not None
-        if results[0].state is None:
+        state = results[0].state if results else p.state
+        if state is None:
             shard.perform(ValuesKept(p.key))
-            self._step = None
-        self._finish(shard, results[0].state or p.state, now)
-
-    def _finish(self, shard: "ShardCore", state: PartitionState, now: float) -> None:
-        (p,) = self.partitions
+            state, self._step = p.state, None
         p.committing = False
         shard.held_bytes -= p.end_clock(self.commit.contributions, self.commit.t)
         shard.publish_version(p, state, now)

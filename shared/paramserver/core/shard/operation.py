@@ -31,11 +31,14 @@ class Operation:
     ended: bool = False
 
     def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
-        """Begin, and return the tasks to compute; none if the operation is already complete."""
+        """Begin, and return the tasks to compute; none if the operation is already complete.
+
+        One that has none may set `running` to end with those that start at the same moment.
+        """
         raise NotImplementedError
 
     def finish(self, shard: "ShardCore", results: Sequence[TaskResult], now: float) -> None:
-        """Make the results visible; they are in the order of the tasks."""
+        """Make the results visible; they are in the order of the tasks, and none if it had none."""
         raise NotImplementedError
 
     def refuse(self, shard: "ShardCore", error: PsError) -> None:

@@ -37,16 +37,23 @@ class OperationQueues:
         """Start every operation that can start; return a job with their tasks, or None if they have none."""
         started: list[tuple[Operation, int]] = []
         due: list[Task] = []
-        while (operation := self._next()) is not None:
-            tasks = operation.start(shard, now)
-            if tasks:
-                operation.running = True
-                started.append((operation, len(tasks)))
-                due += tasks
-            else:
+        while True:
+            while (operation := self._next()) is not None:
+                tasks = operation.start(shard, now)
+                if tasks or operation.running:
+                    operation.running = True
+                    started.append((operation, len(tasks)))
+                    due += tasks
+                else:
+                    self.release(operation)
+            if not started:
+                return None
+            if due:
+                break
+            for operation, _ in started:  # nothing is to be computed; what is behind them can start
+                operation.finish(shard, (), now)
                 self.release(operation)
-        if not started:
-            return None
+            started.clear()
         self._last_job += 1
         self._jobs[self._last_job] = started
         return Apply(self._last_job, tuple(due))
