@@ -24,11 +24,14 @@ from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey
 from paramserver_node import roles
 from paramserver_node.redis import connect
+from paramserver_node.settings import SchedulerSettings
 from paramserver_scheduler import runtime as runtime_module
 from paramserver_scheduler.app import make_app
+from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.hub import Hub, Published
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.lease import Lease
+from paramserver_scheduler.main import StopRequested, lead
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.store import StateStore
 
@@ -315,3 +318,26 @@ def test_every_route_has_a_role() -> None:
     assert found["/"] == "open"
     open_to_readers = {p for p, role in found.items() if p.startswith("/internal") and role not in ("node", "admin")}
     assert open_to_readers == {"/internal/checkpoints/{m}/{name}/{file}"}
+
+
+async def test_a_scheduler_leads_although_its_folder_of_checkpoints_cannot_be_read(
+    redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that answers no question, as on a mount whose server is gone, is warned of, and the scheduler leads."""
+    http, stop = make_app(), asyncio.Event()
+    http.state.forwarder = None  # nothing is forwarded
+    http.state.checkpoints = CheckpointStore(tmp_path / ("n" * 300))  # a name too long for any file system: an OSError
+    async with connect(redis_url) as redis, connect(redis_url, timeout_s=None) as bulk_redis:
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        assert await lease.try_acquire()
+        leading = asyncio.ensure_future(lead(SchedulerSettings(), redis, bulk_redis, http, lease, stop))
+        try:
+            async with asyncio.timeout(20):
+                while http.state.service is None and not leading.done():
+                    await asyncio.sleep(0.01)
+        finally:
+            stop.set()
+            with pytest.RaisesGroup(StopRequested):
+                await leading
+
+    assert any("checkpoints.stay" in message and "too long" in message for message in caplog.messages)
