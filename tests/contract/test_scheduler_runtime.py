@@ -32,6 +32,7 @@ from paramserver_scheduler.hub import Hub, Published
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.main import StopRequested, lead
+from paramserver_scheduler.redis_memory import RedisMemory
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.store import StateStore
 
@@ -341,3 +342,26 @@ async def test_a_scheduler_leads_although_its_folder_of_checkpoints_cannot_be_re
                 await leading
 
     assert any("checkpoints.stay" in message and "too long" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [("noeviction", False), ("volatile-lru", False), ("allkeys-lru", True), ("allkeys-random", True)],
+)
+async def test_a_redis_that_would_evict_what_is_stored_is_a_problem(redis_url: str, policy: str, said: bool) -> None:
+    """The status names a policy by which Redis deletes stored state once it is full, before it has done so.
+
+    No key here has a time to live, so the policies that delete only such keys delete nothing.
+    """
+    memory = RedisMemory()
+    with Redis.from_url(redis_url) as plain:
+        plain.config_set("maxmemory-policy", policy)
+        async with connect(redis_url) as redis, asyncio.timeout(20):
+            watching = asyncio.ensure_future(memory.watch(redis))
+            try:
+                while memory.used_bytes is None:
+                    await asyncio.sleep(0.01)
+            finally:
+                watching.cancel()
+                plain.config_set("maxmemory-policy", "noeviction")
+    assert (policy in memory.problem) is said
