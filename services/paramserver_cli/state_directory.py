@@ -18,9 +18,9 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal
+from typing import IO, BinaryIO, Final, Literal, TypeVar
 
 import psutil
 
@@ -99,6 +99,11 @@ class SupervisorState:
     """Why the phase is `failed`, why a changed plan was not adopted, or which shards could not store everything."""
 
 
+_Document = TypeVar("_Document", Plan, Cluster, SupervisorState)
+_NAMES: Final = {Plan: "plan", Cluster: "cluster", SupervisorState: "supervisor"}
+"""The names of the JSON files. A field that is added to one needs a default: an earlier version wrote none."""
+
+
 class StateDir:
     """The files of one cluster."""
 
@@ -140,7 +145,7 @@ class StateDir:
 
     def write(self, document: Plan | Cluster | SupervisorState) -> None:
         """Write one of the JSON files atomically."""
-        name = {Plan: "plan", Cluster: "cluster", SupervisorState: "supervisor"}[type(document)]
+        name = _NAMES[type(document)]
         text = json.dumps(asdict(document), indent=2)
         temporary = self.path / f".{name}.{os.getpid()}"
         # Readable by this user only: a plan may hold a Redis password.
@@ -148,27 +153,25 @@ class StateDir:
             out.write(text + "\n")
         temporary.replace(self.path / f"{name}.json")
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def _read(self, kind: type[_Document]) -> _Document | None:
         try:
-            value: dict[str, Any] = json.loads((self.path / f"{name}.json").read_text())
+            value = json.loads((self.path / f"{_NAMES[kind]}.json").read_text())
         except FileNotFoundError:
             return None
-        return value
+        # A running cluster may be of another version than psctl: what that wrote besides is nothing to this one.
+        return kind(**{f.name: value[f.name] for f in fields(kind) if f.name in value})
 
     def plan(self) -> Plan | None:
         """Return the plan; None if none was ever written."""
-        value = self._read("plan")
-        return None if value is None else Plan(**value)
+        return self._read(Plan)
 
     def cluster(self) -> Cluster | None:
         """Return the cluster as last written; None before it is ready."""
-        value = self._read("cluster")
-        return None if value is None else Cluster(**value)
+        return self._read(Cluster)
 
     def supervisor(self) -> SupervisorState | None:
         """Return the supervisor's state as last written; None if there is none."""
-        value = self._read("supervisor")
-        return None if value is None else SupervisorState(**value)
+        return self._read(SupervisorState)
 
     def lock(self) -> IO[str] | None:
         """Take the lock that a supervisor holds while it runs; None if another process holds it, and on Windows."""

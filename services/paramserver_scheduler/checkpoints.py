@@ -106,11 +106,12 @@ class CheckpointStore:
         """Remove the partly written or deleted folders of a process that was killed.
 
         A checkpoint that it had moved aside (`checkpoint.write`) gets its name back if the new one is not in its place.
+        Raises OSError if the folder cannot be read.
         """
         for path in self._root.glob("*/.*"):
             name = path.with_name(path.name[1:].rsplit(".", 2)[0])
             if path.suffix == ".old" and not name.exists():
-                with suppress(OSError):  # a disk that refuses this must not keep the scheduler from leading
+                with suppress(OSError):  # a folder that refuses this must not keep the others from being swept
                     path.rename(name)
             elif path.suffix in (".part", ".old", ".gone"):
                 discard(path)

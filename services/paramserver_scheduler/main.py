@@ -26,7 +26,7 @@ from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.history import History
 from paramserver_scheduler.hub import Hub
-from paramserver_scheduler.jobs import Jobs
+from paramserver_scheduler.jobs import Jobs, problem_of
 from paramserver_scheduler.leadership import Leadership, kept
 from paramserver_scheduler.lease import Deposed, Lease
 from paramserver_scheduler.login import LINK_S
@@ -92,7 +92,10 @@ async def lead(
             raise StopRequested("told to stop")
         (documents,) = opened
         crash_point("scheduler.state_read")
-        await asyncio.to_thread(checkpoints.sweep)
+        try:
+            await asyncio.to_thread(checkpoints.sweep)
+        except OSError as e:  # a disk that answers nothing must not keep the scheduler from leading
+            log.warning("checkpoints.stay %s", problem_of(e))
         origin = (time.monotonic(), store.term, time.time(), secrets.token_hex(8))
         core = await asyncio.to_thread(SchedulerCore.restore, documents, *origin)
     history = History(time.time() - time.monotonic())

@@ -21,6 +21,9 @@ from paramserver_scheduler.lease import OTHER_HOLDER, WRITTEN_KEY, Deposed, Leas
 
 STATE_KEY: Final = "ps:state"
 FORMAT: Final = 1
+"""Format of a document.  A new field raises it: a version that does not know the field would drop it unnoticed."""
+_READ: Final = (FORMAT,)
+"""Beside its own a version reads the format of the previous minor version."""
 STEP_CHARS: Final = limits.MIB
 """Characters of JSON made at a time: encoding a large state must not keep the lease from being renewed."""
 
@@ -195,8 +198,9 @@ def _decoded(raw: Mapping[bytes, bytes]) -> dict[str, Any]:
     for field, text in ((k.decode(), v) for k, v in raw.items()):
         try:
             document = json.loads(text)
-            if document["format"] != FORMAT:
-                raise ValueError(f"it has format {document['format']}, this version reads format {FORMAT}")
+            if document["format"] not in _READ:
+                read = " and ".join(map(str, _READ))
+                raise ValueError(f"it has format {document['format']}, this version reads {read}")
         except (ValueError, KeyError, TypeError) as e:
             raise problem(
                 "corrupt_state",

@@ -36,6 +36,9 @@ _PAGE_ENTRIES_MAX: Final = 1024
 _PAGE_GROWTH: Final = 4
 """The next page may have at most this many times as many entries: large ones may follow small ones."""
 
+_READ: Final = (FORMAT,)
+"""A new field of an entry raises FORMAT; beside its own a version reads that of the previous minor version."""
+
 _Page = Sequence[tuple[bytes, dict[bytes, bytes]]]
 
 # KEYS: for each partition token, lsn, journal.  ARGV: for each partition its owner token, the number of entries, and
@@ -206,8 +209,8 @@ def decode(key: PartitionKey, lsn: int, fields: dict[bytes, bytes]) -> JournalEn
         data = fields[b"d"]
     except (KeyError, TypeError, ValueError, msgpack.UnpackException) as e:
         raise _damaged(key, f"entry {lsn} is damaged ({str(e) or type(e).__name__})") from None
-    if stored != FORMAT:
-        raise _damaged(key, f"entry {lsn} has format {stored!r:.20}, this version reads {FORMAT}")
+    if stored not in _READ:
+        raise _damaged(key, f"entry {lsn} has format {stored!r:.20}, this version reads {' and '.join(_READ)}")
     if not isinstance(head, bytes) or zlib_ng.crc32(data, zlib_ng.crc32(head)) != checksum:
         raise _damaged(key, f"entry {lsn} does not match its checksum")
     document = msgpack.unpackb(head, strict_map_key=False)

@@ -23,7 +23,7 @@ from zlib_ng import zlib_ng
 
 from paramserver.core.partition_state import LoadedState
 from paramserver.errors import problem
-from paramserver.limits import SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S
+from paramserver.limits import MIB, SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S
 from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_node.redis import token_text, transfer_timeout
@@ -288,10 +288,19 @@ class SnapshotStore:
         return _entries(key, text, saved)
 
     async def read(self, key: PartitionKey, entry: Mapping[str, Any]) -> LoadedState | None:
-        """Read a snapshot of the manifest; None if it is damaged. Raises CorruptState if its format is newer."""
+        """Read a snapshot of the manifest; None if it is damaged.
+
+        Raises CorruptState if its format is newer, Unavailable (`unavailable`) if it does not fit into memory now.
+        """
         try:
             loaded = await self._read(key, entry)
-        except (ValueError, TypeError, KeyError, OverflowError, MemoryError):  # a 1.0 manifest has no checksum
+        except MemoryError as e:  # says nothing about what is stored; as damage it would be deleted by the next save
+            raise problem(
+                "unavailable",
+                f"the shard lacks memory for the snapshot of partition {key}, {entry['bytes'] / MIB:.0f} MiB",
+                hint="it tries again by itself; give its machine more memory, or the cluster more shards",
+            ) from e
+        except (ValueError, TypeError, KeyError, OverflowError):  # a 1.0 manifest has no checksum
             loaded = None
         if loaded is None:
             self._damaged.add((key, entry["name"]))

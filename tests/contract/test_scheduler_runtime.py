@@ -32,6 +32,7 @@ from paramserver_scheduler.hub import Hub, Published
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.main import StopRequested, lead
+from paramserver_scheduler.redis_memory import RedisMemory
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.store import StateStore
 
@@ -331,3 +332,49 @@ def test_every_route_has_a_role() -> None:
     assert found["/"] == "open"
     open_to_readers = {p for p, role in found.items() if p.startswith("/internal") and role not in ("node", "admin")}
     assert open_to_readers == {"/internal/checkpoints/{m}/{name}/{file}"}
+
+
+async def test_a_scheduler_leads_although_its_folder_of_checkpoints_cannot_be_read(
+    redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that answers no question, as on a mount whose server is gone, is warned of, and the scheduler leads."""
+    http, stop = make_app(), asyncio.Event()
+    http.state.forwarder = None  # nothing is forwarded
+    http.state.checkpoints = CheckpointStore(tmp_path / ("n" * 300))  # a name too long for any file system: an OSError
+    async with connect(redis_url) as redis, connect(redis_url, timeout_s=None) as bulk_redis:
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        assert await lease.try_acquire()
+        leading = asyncio.ensure_future(lead(SchedulerSettings(), redis, bulk_redis, http, lease, stop))
+        try:
+            async with asyncio.timeout(20):
+                while http.state.service is None and not leading.done():
+                    await asyncio.sleep(0.01)
+        finally:
+            stop.set()
+            with pytest.RaisesGroup(StopRequested):
+                await leading
+
+    assert any("checkpoints.stay" in message and "too long" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [("noeviction", False), ("volatile-lru", False), ("allkeys-lru", True), ("allkeys-random", True)],
+)
+async def test_a_redis_that_would_evict_what_is_stored_is_a_problem(redis_url: str, policy: str, said: bool) -> None:
+    """The status names a policy by which Redis deletes stored state once it is full, before it has done so.
+
+    No key here has a time to live, so the policies that delete only such keys delete nothing.
+    """
+    memory = RedisMemory()
+    with Redis.from_url(redis_url) as plain:
+        plain.config_set("maxmemory-policy", policy)
+        async with connect(redis_url) as redis, asyncio.timeout(20):
+            watching = asyncio.ensure_future(memory.watch(redis))
+            try:
+                while memory.used_bytes is None:
+                    await asyncio.sleep(0.01)
+            finally:
+                watching.cancel()
+                plain.config_set("maxmemory-policy", "noeviction")
+    assert (policy in memory.problem) is said

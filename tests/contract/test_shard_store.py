@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 from tests.chaos.proxy import Link
 
 from paramserver.core.partition_state import Capture, LoadedState, PartitionState
-from paramserver.errors import CorruptState
+from paramserver.errors import CorruptState, Unavailable
 from paramserver.limits import MIB
-from paramserver.types import F32, AnyArray, ModelKey, PartitionKey
+from paramserver.types import F32, U8, AnyArray, ModelKey, PartitionKey
 from paramserver_node import redis as node_redis
 from paramserver_shard import snapshot_store
 from paramserver_shard.buffers import BufferPool
@@ -174,6 +174,22 @@ async def test_a_damaged_snapshot_is_noticed(redis: Redis) -> None:
     assert len(await blocks(redis)) == 2
     await redis.delete(f"{{{KEY}}}:snap:{old}:0", f"{{{KEY}}}:snap:{(await names(redis))[0]}:0")
     assert await newest(store) is None
+
+
+async def test_a_snapshot_for_which_memory_is_lacking_is_not_damaged(redis: Redis) -> None:
+    """A shard without memory for a snapshot reads it again later, and the next save keeps it."""
+
+    class Full(BufferPool):
+        def take_bytes(self, size_bytes: int, *, shared: bool = False, after: AnyArray | None = None) -> U8:
+            raise MemoryError
+
+    store = store_of(redis, Full())
+    for version in (1, 2):
+        await save(store, version)
+    with pytest.raises(Unavailable, match="memory"):
+        await newest(store)
+    await save(store, 3)
+    assert [e["version"] for e in await store.manifest(KEY)] == [3, 2]
 
 
 async def test_a_manifest_that_is_gone_was_there(redis: Redis) -> None:

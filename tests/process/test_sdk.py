@@ -314,7 +314,7 @@ def test_shared_arrays_are_read_only_and_reused(client: ps.Client, name: str) ->
     model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     model.push(ones())
 
-    first = model.pull(copy=False)
+    first = model.pull(copy=False, min_version=1)
     again = model.pull(copy=False, min_version=1)
     model.push(ones())
     newer = model.pull(copy=False, min_version=2)
@@ -330,7 +330,6 @@ def test_shared_arrays_end_with_their_model(client: ps.Client, name: str) -> Non
     """After a model is deleted, and after it is created again, `pull(copy=False)` does not return the old arrays."""
     model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     model.push(ones())
-    model.pull(copy=False)
     assert model.pull(copy=False, min_version=1)["w"].tolist() == [1.0] * 100
 
     model.delete()

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import io
+import json
 import math
 import os
 import re
@@ -179,6 +180,18 @@ def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
     assert state.supervisor() == SupervisorState(7, "ready", {"redis": 2})
     state.remove_run_files()
     assert (state.plan(), state.cluster(), state.supervisor()) == (Plan(shards=3), None, None)
+
+
+def test_the_files_of_a_cluster_of_another_version_are_read(tmp_path: Path) -> None:
+    """What another version wrote besides keeps psctl from nothing, such as ending that cluster."""
+    state = StateDir(tmp_path)
+    cluster = Cluster("http://h:1", ["http://h:2"], "redis://h:3", None, {}, str(tmp_path), ["http://h:1"])
+    for document in (Plan(shards=3), cluster, SupervisorState(7, "ready")):
+        state.write(document)
+    for file in tmp_path.glob("*.json"):
+        file.write_text(json.dumps({"of_another_version": 1, **json.loads(file.read_text())}))
+
+    assert (state.plan(), state.cluster(), state.supervisor()) == (Plan(3), cluster, SupervisorState(7, "ready"))
 
 
 def test_a_start_that_fails_says_why_however_deep_the_error_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,21 @@ def test_shared_arrays_in_use_are_kept_longest(shards: Shards, now: Now, cluster
         assert pull(0) is first
 
 
+def test_only_what_was_asked_for_by_version_is_kept(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """Values pulled without `min_version` are their caller's alone, unless they are newer than those that are kept."""
+    shared = SharedArrays(cluster)
+    shards.versions = [1] * 4
+
+    def pull(min_version: int) -> Params:
+        return drive(shared.pull("m", Deadline.after(30, now), min_version=min_version), shards, now)
+
+    alone, kept = pull(0), pull(1)
+    assert kept is not alone
+    newer = pull(0)
+    assert newer is not kept
+    assert pull(1) is newer
+
+
 def test_numbers_of_numpy_are_numbers(shards: Shards, now: Now, cluster: Cluster) -> None:
     """Weights, versions, waits and timeouts may be NumPy numbers."""
     second: Any = np.float32(1)

@@ -49,8 +49,8 @@ class Model(ModelBase):
             out: an earlier pull of the same selection, whose memory is reused.
             dtype: "float16", "bfloat16", "float32" or "float64", or NumPy's own; None: the parameters' own.
             min_version: the version every partition must have reached, within `wait_s` seconds and before the timeout.
-            copy: False for read-only arrays shared by all threads of this client; if `min_version` is given and those
-                of an earlier pull are new enough, they are returned without a request.
+            copy: False for read-only arrays; with `min_version` all threads of this client share them: if those of an
+                earlier such pull are new enough, they are returned without a request.
 
         Raises NotFoundError, ConflictError (`version_not_reached`), Unavailable.
         """

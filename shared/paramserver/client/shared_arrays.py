@@ -20,7 +20,11 @@ KEPT_MAX: Final = 8
 
 
 class SharedArrays:
-    """The newest read-only pull of each selection.  Safe between threads; empty in a forked child."""
+    """The newest read-only pull of each selection that was pulled by version.
+
+    Safe between threads; empty in a forked child.  What is never asked for by version is not kept: it may be a whole
+    model, or memory that a shard has lent.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -57,9 +61,10 @@ class SharedArrays:
         fresh = yield from transfer.pull(self._cluster, model, deadline, wait_s=wait_s, view=True, **options)
         fresh = fresh.frozen()
         with self._lock:
-            self._kept[key] = fresh
-            self._kept.move_to_end(key)
-            while len(self._kept) > KEPT_MAX:
+            if min_version or key in self._kept:
+                self._kept[key] = fresh
+                self._kept.move_to_end(key)
+            if len(self._kept) > KEPT_MAX:
                 self._kept.popitem(last=False)
         return fresh
 
