@@ -62,7 +62,8 @@ class Processes:
         folder = self.state.path / "redis"
         folder.mkdir(mode=0o700, exist_ok=True)  # its server's files, which hold all values, are readable by everybody
         config = self.state.write_redis_password(self.redis_password) if self.redis_password else None
-        argv = redis_server.command(redis_server.find_binary(), self.block.redis, folder, config=config)
+        binary, appendfsync = redis_server.find_binary(), self.plan.appendfsync
+        argv = redis_server.command(binary, self.block.redis, folder, config=config, appendfsync=appendfsync)
         return [ChildSpec("redis", "redis", argv)]
 
     def scheduler_specs(self) -> list[ChildSpec]:

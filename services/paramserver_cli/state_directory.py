@@ -59,6 +59,8 @@ class Plan:
     schedulers: int = 1
     stop_s: float = limits.STOP_S
     """Time that the shards have to stop, in seconds: that of the environment in which the supervisor is started."""
+    appendfsync: str = "everysec"
+    """When the Redis that is started has a write on its disk: within two seconds, or (`always`) before it answers."""
 
 
 @dataclass(frozen=True)

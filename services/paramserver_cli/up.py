@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -33,6 +33,10 @@ def up(
         str | None,
         typer.Option(help="URL of a running Redis; default: PARAMSERVER_REDIS, else one is started."),
     ] = None,
+    appendfsync: Annotated[
+        Literal["everysec", "always"],
+        typer.Option(help="When the Redis that is started has a write on its disk; models at 'fsynced' need always."),
+    ] = "everysec",
     state: StateDirOption = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it is ready; psctl down stops it.")
@@ -66,6 +70,8 @@ def up(
 
         psctl up --redis redis://10.0.0.3:6379/0      on a Redis of your own (with a password: PARAMSERVER_REDIS)
 
+        psctl up --appendfsync always                 for models whose pushes survive a power cut: ack="fsynced"
+
         psctl up --host 0.0.0.0                       for other machines too, who need a token: psctl token
     """
     folder = state_dir(state)
@@ -78,8 +84,13 @@ def up(
         allow=allow or ["paramserver.examples"],
         insecure=insecure,
         schedulers=schedulers,
+        appendfsync=appendfsync,
     )
     if plan.redis is not None:
+        if appendfsync != "everysec":
+            raise typer.BadParameter(
+                "it is for a Redis that psctl up starts, and this one is yours", param_hint="--appendfsync"
+            )
         _check_redis(plan.redis)
     if not detach:
         unwind.on_signals()  # SIGTERM becomes an exception, so that this process ends after its cluster

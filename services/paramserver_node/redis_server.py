@@ -43,9 +43,12 @@ def find_binary() -> Path:
     )
 
 
-def command(binary: Path, port: int, directory: Path, *, config: Path | None = None) -> list[str]:
+def command(
+    binary: Path, port: int, directory: Path, *, config: Path | None = None, appendfsync: str = "everysec"
+) -> list[str]:
     """Return the command line of a durable server on 127.0.0.1:`port` that keeps its files in `directory`.
 
+    `appendfsync`: a write is on the disk within a second or two (`everysec`), or before it is answered (`always`).
     `config` is a file with settings that must not be on a command line, which every user of the machine can read.
     """
     options = {
@@ -53,7 +56,7 @@ def command(binary: Path, port: int, directory: Path, *, config: Path | None = N
         "port": str(port),
         "dir": str(directory),
         "appendonly": "yes",
-        "appendfsync": "everysec",
+        "appendfsync": appendfsync,
         "save": "",  # the append-only file is complete; dumps would only double the writes
         "maxmemory-policy": "noeviction",
         "daemonize": "no",

@@ -6,7 +6,8 @@ lost.  Snapshots truncate its beginning (`store`).
 
 A group commit is one script call for many partitions, or several calls in turn.  For each partition the script compares
 the owner token, skips entries that are there already, so that a write that timed out is simply repeated, and appends
-the rest.
+the rest.  It also sets `…:lsn` if nothing is left to append: WAITAOF, which may follow, waits only for what its own
+connection has written, and the repetition may be on another one.
 """
 
 import asyncio
@@ -63,7 +64,7 @@ for k = 1, #KEYS, 3 do
         newest = newest + 1
       end
     end
-    if newest > last then redis.call('SET', KEYS[k + 1], string.format('%d', newest)) end
+    redis.call('SET', KEYS[k + 1], string.format('%d', newest))
     out[#out + 1] = tonumber(ARGV[first + 3 * (count - 1)]) > newest and 3 or 0
   end
   at = first + 3 * count

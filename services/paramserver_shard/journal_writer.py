@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from paramserver.core.shard.events import Event, Journaled, JournalLost, JournalRefused, StorageChanged
 from paramserver.core.shard.journal import JournalEntry
-from paramserver.errors import PsError
+from paramserver.errors import PsError, RequestError
 from paramserver.limits import JOURNAL_GROUP_BYTES
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
@@ -28,6 +28,8 @@ log = logging.getLogger("paramserver.shard")
 RETRY_S: Final = 0.2
 PROBE_S: Final = 0.5
 """Interval of write probes while Redis cannot be written and no entry waits."""
+REFUSED_S: Final = 10.0
+"""The same while Redis cannot confirm that a write is on its disk; asking takes a second, and writes."""
 
 Ownership = tuple[PartitionKey, Token]
 
@@ -113,6 +115,8 @@ class _Lane:
         self._wake = asyncio.Event()
         self.reason = ""
         """Why nothing can be written now; "" if it can."""
+        self._refused = False
+        """Whether that is because this Redis cannot do it."""
 
     def add(self, entries: Iterable[JournalEntry]) -> None:
         for entry in entries:
@@ -136,7 +140,7 @@ class _Lane:
                 verdicts = await self._journal.append(batches, fsync=self._fsync)
                 crash_point("shard.after_journal")
             except (RedisError, OSError, PsError) as error:
-                self._set_reason(_reason_of(error))
+                self._note(error)
                 await asyncio.sleep(RETRY_S)
                 continue
             self._set_reason("")
@@ -211,7 +215,8 @@ class _Lane:
 
     async def _rest(self, now: float) -> None:
         """Wait for new entries, for the next attempt of those held up, or, with probes, for Redis to come back."""
-        until_s = now + PROBE_S if self.reason else min(self._retry_at.values(), default=None)
+        probe_s = REFUSED_S if self._refused else PROBE_S
+        until_s = now + probe_s if self.reason else min(self._retry_at.values(), default=None)
         try:
             async with asyncio.timeout_at(until_s):
                 await self._wake.wait()
@@ -223,17 +228,19 @@ class _Lane:
         try:
             await self._journal.probe(fsync=self._fsync)
         except (RedisError, OSError, PsError) as error:
-            self._set_reason(_reason_of(error))
+            self._note(error)
         else:
             self._set_reason("")
+
+    def _note(self, error: Exception) -> None:
+        self._refused = isinstance(error, RequestError)
+        self._set_reason(str(error) if isinstance(error, PsError) else trouble(error))
 
     def _set_reason(self, reason: str, *, logged: bool = False) -> None:
         if reason != self.reason:
             if reason and not (self.reason or logged):
-                log.warning("pushes cannot be %s: %s", self._level, reason)
+                # That a level is not possible is told to whoever asks for it.
+                level = logging.INFO if self._fsync and not self.queues else logging.WARNING
+                log.log(level, "pushes cannot be %s: %s", self._level, reason)
             self.reason = reason
             self._writer.lane_changed()
-
-
-def _reason_of(error: Exception) -> str:
-    return str(error) if isinstance(error, PsError) else trouble(error)

@@ -39,6 +39,9 @@ class ScriptRunner:
         cannot confirm that writes are on disk. After an error the scripts may or may not have taken effect.
         """
         try:
+            if fsync and self._fsync_way is None:
+                async with node_redis.transfer_timeout(0):
+                    self._fsync_way = await node_redis.fsync_way(self.redis)
             async with node_redis.transfer_timeout(size_bytes):
                 return await self._run(scripts, fsync)
         except (RedisError, OSError, PsError):
@@ -46,19 +49,23 @@ class ScriptRunner:
             raise
 
     async def _run(self, scripts: Sequence[Script], fsync: bool) -> list[Any]:
-        if fsync and self._fsync_way is None:
-            self._fsync_way = await node_redis.fsync_way(self.redis)
-        wait = fsync and self._fsync_way == "waitaof"
+        way = self._fsync_way if fsync else None
         async with self.redis.pipeline(transaction=False) as pipe:
             for script in scripts:
                 pipe.eval(script.text, len(script.keys), *script.keys, *script.args)
-            if wait:  # on the same connection, since it waits for that connection's writes
+            if way == "waitaof":  # on the same connection, since it waits for that connection's writes
                 pipe.execute_command("WAITAOF", 1, 0, FSYNC_WAIT_MS)
-            results: list[Any] = await pipe.execute(raise_on_error=False)
-        for result in results:
-            if isinstance(result, Exception):
-                await node_redis.leave_after(result, self.redis)
-                raise result
-        if wait and results.pop()[0] < 1:
+            elif way == "always":  # still
+                for name in node_redis.FSYNC_SETTINGS:
+                    pipe.config_get(name)
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                await node_redis.leave_after(answer, self.redis)
+                raise answer
+        results, confirmation = answers[: len(scripts)], answers[len(scripts) :]
+        if way == "waitaof" and confirmation[0][0] < 1:
             raise TimeoutError(f"the disk of Redis took longer than {FSYNC_WAIT_MS} ms")
+        if way == "always" and not node_redis.fsyncs_always(confirmation):
+            raise TimeoutError("Redis no longer waits for its disk")
         return results

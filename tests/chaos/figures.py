@@ -24,6 +24,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import redis
 from benchmarks.tables import write
 from tests.waiting import eventually
 
@@ -107,6 +108,8 @@ def levels(folder: Path, seconds: float = 10.0) -> str:
             rates: dict[str, float] = {}
             for ack in ("applied", "journaled", "fsynced"):
                 name = f"{ack}-{size}"
+                with redis.Redis(port=c.redis_port) as connection:  # which cannot offer `fsynced` otherwise
+                    connection.config_set("appendfsync", "always" if ack == "fsynced" else "everysec")
                 model = c.client.create_model(name, {"w": (size // 4,)}, optimizer=ps.SGD(), partitions=8, ack=ack)
                 rates[ack] = rate(c, name, size, seconds)
                 model.delete()

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,15 @@ from .processes import START_S, Nodes, nodes, unique
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 CELLS = 10
+
+
+@pytest.fixture
+def always(cluster: Nodes) -> Iterator[None]:
+    """A Redis that has a write on its disk before it answers; that of the tests cannot offer `fsynced` without."""
+    with redis_client.Redis.from_url(cluster.redis_url) as r:
+        r.config_set("appendfsync", "always")
+        yield
+        r.config_set("appendfsync", "everysec")
 
 
 def made(cluster: Nodes, ack: str = "journaled", **fields: Any) -> str:
@@ -104,12 +114,13 @@ def ready(cluster: Nodes, name: str) -> bool:
     return httpx.get(f"http://127.0.0.1:{cluster.shard_ports[name]}/readyz").status_code == 200
 
 
+@pytest.mark.usefixtures("always")
 def test_killed_shards_lose_no_acknowledged_push(cluster: Nodes) -> None:
     """While a worker pushes, each shard is killed and restarted, and every push is applied exactly once."""
     name = made(cluster, "fsynced")
     with Pusher(cluster, name) as pusher:
         for victim in ("shard-1", "shard-0"):
-            pusher.reach(pusher.acknowledged + 2)  # each takes the disk of Redis up to a second
+            pusher.reach(pusher.acknowledged + 2)
             cluster.kill(victim)
             cluster.start_shard(victim)
             eventually(partial(ready, cluster, victim), within_s=START_S, what="the shard's return")
@@ -178,6 +189,7 @@ def test_a_stopped_shard_never_answers_for_what_others_own(cluster: Nodes) -> No
     exact(cluster, name, pusher.acknowledged)
 
 
+@pytest.mark.usefixtures("always")
 def test_fsynced_is_refused_where_redis_keeps_no_file(cluster: Nodes) -> None:
     """Without an append-only file pushes of level `fsynced` are 503, their model's own or asked for; not with one.
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import psutil
 import pytest
 from redis import Redis
+from tests.refusals import refused_with
 from tests.servers import running_redis
 from tests.waiting import eventually
 
@@ -309,3 +311,17 @@ def test_a_redis_server_keeps_its_data_over_a_kill(tmp_path: Path) -> None:
             pid = redis_server.serving_pid(port_of(url))
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_cluster_can_offer_what_survives_a_power_cut(tmp_path: Path) -> None:
+    """With `--appendfsync always` models at `fsynced` can be created and pushed to; without it, that says so."""
+    for always in (False, True):
+        args = ("--appendfsync", "always") if always else ()
+        with cluster(tmp_path / str(always), shards=1, args=args) as running, ps.connect(running.url) as client:
+            if always:
+                model = client.create_model("m", {"w": (2,)}, optimizer=ps.Sum(), ack="fsynced")
+                pushed = model.push({"w": np.ones(2, np.float32)})
+                assert pushed.durable_version == pushed.version == 1
+                continue
+            with refused_with("not_built", match="psctl up --appendfsync always"):
+                client.create_model("m", {"w": (2,)}, ack="fsynced")

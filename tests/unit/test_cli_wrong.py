@@ -33,6 +33,7 @@ UNANSWERED = ("drain shard-0", "status", "models", "run list --json")
         (f"set m lr --url {NOBODY}", 2, "name=value"),
         ("token --days 99999999", 2, "--days"),  # it would expire so late that no node reads the number
         ("token --days inf", 2, "--days"),
+        ("up --redis redis://127.0.0.1:1 --appendfsync always", 2, "this one is yours"),
         (f"train nothing.py --model m --url {NOBODY}", 2, "nothing.py"),
     ],
 )

@@ -135,12 +135,13 @@ def test_a_level_that_redis_cannot_offer_is_known_before_it_is_needed(caplog: py
 
     The log says that it is this level which is not to be had: pushes at `journaled` are fine.
     """
+    caplog.set_level(logging.INFO)
     shard = Shard(probes=[problem("not_built", "no file")] * 2)
-    shard.run()
+    shard.run((21.0, lambda: None))
 
-    assert shard.probes == [(0.0, True), (0.5, True), (1.0, True)]
-    assert shard.events == [(0.0, StorageChanged("", "no file")), (1.0, StorageChanged(""))]
-    assert told(caplog) == ["pushes cannot be fsynced: no file"]
+    assert shard.probes == [(0.0, True), (10.0, True), (20.0, True)]
+    assert shard.events == [(0.0, StorageChanged("", "no file")), (20.0, StorageChanged(""))]
+    assert [(r.levelname, r.message) for r in caplog.records] == [("INFO", "pushes cannot be fsynced: no file")]
 
 
 def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFixture) -> None:
