@@ -163,6 +163,8 @@ def _redis(url: str | None, started: bool) -> Finding:
         return Finding("Redis", "failed", f"{at}: {e}", remedy)
     policy = str(info.get("maxmemory_policy", "?"))  # CONFIG GET has it, too, but not for everybody at managed ones
     detail = f"{at} version {info['redis_version']}, {policy}"
+    if refuses := _why_redis_refuses(info):
+        return Finding("Redis", "failed", f"{detail}, {refuses[0]}: it refuses writes", refuses[1])
     if policy not in ("noeviction", "?"):
         remedy = "CONFIG SET maxmemory-policy noeviction, and in its redis.conf: evicted state is lost state"
         return Finding("Redis", "failed", detail, remedy)
@@ -187,6 +189,17 @@ def _redis(url: str | None, started: bool) -> Finding:
         )
         return Finding("Redis", "warning", f"{detail}, no maxmemory", remedy)
     return Finding("Redis", "ok", detail)
+
+
+def _why_redis_refuses(info: dict[str, Any]) -> tuple[str, str] | None:
+    """Return why a Redis with this INFO refuses every write though not full, and what to do; None if it does not."""
+    if info.get("role") == "slave":
+        return "a replica", "give the URL of the primary, or make it one: REPLICAOF NO ONE"
+    if info.get("loading"):
+        return "still loading its data", "wait until it has, and run psctl doctor again"
+    if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
+        return "cannot write its append-only file", "make room on its disk; its log says more"
+    return None
 
 
 def _shared_memory() -> Finding:

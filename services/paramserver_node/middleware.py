@@ -45,8 +45,8 @@ _PROCESS: Final = secrets.token_hex(8)
 _NUMBERS: Final = itertools.count(1)
 """Request numbers; prefixed with the random `_PROCESS` they are unique ids."""
 
-# Labels are route templates, methods and statuses, never paths or names that clients choose: their number is bounded.
-REQUESTS: Final = Counter("paramserver_http_requests_total", "Requests answered", ["route", "method", "status"])
+# No label is a path or name that clients choose: templates, methods, statuses and codes are bounded in number.
+REQUESTS: Final = Counter("paramserver_http_requests_total", "Requests answered", ["route", "method", "status", "code"])
 IN_FLIGHT: Final = Count()
 """Requests being answered."""
 Gauge("paramserver_http_requests_in_flight", "Requests that are being answered").set_function(lambda: IN_FLIGHT.total)
@@ -116,7 +116,7 @@ class NodeMiddleware:
             route: Any = scope.get("route")
             path = getattr(route, "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "OTHER"
-            REQUESTS.labels(path, method, str(exchange.status)).inc()
+            REQUESTS.labels(path, method, str(exchange.status), scope["state"].get(problems.CODE, "")).inc()
             REQUEST_S.labels(path).observe(time.monotonic() - started_at)
 
 

@@ -20,6 +20,8 @@ _BY_STATUS: Final = {
     415: "unsupported_media_type", 422: "invalid_field", 429: "too_many_requests", 503: "unavailable",
 }  # fmt: skip
 
+CODE: Final = "problem_code"
+"""Key in the state of a request's scope: the code of the error that it was answered with, for the metrics."""
 _METHODS: Final = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
@@ -29,6 +31,7 @@ class CutOff(Exception):
 
 def response(request: Request, error: PsError) -> Response:
     """Return the response for an error: problem details in JSON, whatever Accept says, and `Retry-After` if useful."""
+    request.scope.setdefault("state", {})[CODE] = error.code
     doc = error.document(_id(request))
     headers: dict[str, str] = {}
     if error.status == 401:

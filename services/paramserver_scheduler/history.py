@@ -83,6 +83,7 @@ class History:
         self._redis = "ok"
         self._degraded: set[str] = set()
         self._not_finite: set[tuple[str, str]] = set()
+        self._values_kept: set[str] = set()
 
     def begin(self, read: Reading) -> None:
         """Record the models and workers that exist at the start, so that they cause no events."""
@@ -271,7 +272,11 @@ class History:
                 if (model.name, metric) not in self._not_finite:
                     by = f", as worker {worker} reports" if worker else ""
                     self.add(now, "not_finite", f"{metric} of model {model.name} is NaN or infinite{by}", "bad")
+            if model.values_kept and model.name not in self._values_kept:
+                text = f"results of model {model.name} that are NaN or infinite were discarded by their partitions"
+                self.add(now, "values_kept", text, "bad")
         self._not_finite = {(m.name, metric) for m in models for metric in m.not_finite}
+        self._values_kept = {m.name for m in models if m.values_kept}
 
 
 def _is_quiet(model: ModelStatus) -> bool:

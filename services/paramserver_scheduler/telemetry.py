@@ -35,7 +35,8 @@ class ClusterMetrics(Collector):
             return
         cluster = status.cluster
         yield _one("paramserver_scheduler_term", "How often a scheduler has begun to lead on this Redis", cluster.term)
-        yield _one("paramserver_scheduler_redis_up", "1 while Redis answers the scheduler", cluster.redis == "ok")
+        up = cluster.redis == "ok"
+        yield _one("paramserver_scheduler_redis_up", "1 while Redis answers the scheduler and takes its writes", up)
         yield _known("paramserver_redis_memory_bytes", "Memory that Redis uses", cluster.redis_bytes)
         limit = cluster.redis_limit_bytes
         yield _known("paramserver_redis_memory_limit_bytes", "Its maxmemory, at which it refuses writes", limit)

@@ -153,7 +153,7 @@ def assemble(
     memory, clocks = Memory(limit_of(settings.memory_limit), (pool, slots)), ClockReports()
     core = ShardCore(check_part, min(STAGED_BYTES_MAX, memory.limit_bytes // 2))
     runtime = Runtime(core, directory, pool, store, Journal(bulk_redis, scripts), group)
-    show(runtime, (pool, slots))
+    show(runtime, (pool, slots), memory.limit_bytes)
     membership = Membership(name, addresses, link, redis, directory, runtime, telemetry, memory, clocks)
     runtime.scheduler, runtime.on_values_kept = membership, telemetry.values_kept
     if folder is not None and lending is not None:

@@ -28,7 +28,7 @@ from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, leave_after,
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
 from paramserver_shard.leader_terms import LeaderTerms
-from paramserver_shard.link import RETRY_S, SchedulerLink
+from paramserver_shard.link import RETRY_S, SOURCE_URL, SchedulerLink
 from paramserver_shard.memory import Memory
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.serving import Serving
@@ -36,7 +36,7 @@ from paramserver_shard.telemetry import Telemetry
 
 log = logging.getLogger("paramserver.shard")
 
-JOIN_LOG_INTERVAL_S: Final = 60.0
+LOG_INTERVAL_S: Final = 60.0
 FENCE_S: Final = 1.5
 """Timeout of the fence key, unless it was just exceeded: if the network has lost the connection, the next one answers
 before the shard may no longer serve (`SERVE_WITHOUT_CONTACT_S`)."""
@@ -82,6 +82,8 @@ class Membership:
         """Whether this process was fenced before, so that its current membership is a rejoin."""
         self._join_error, self._join_error_logged_at = "", 0.0
         """Error code of the last failed join, and when it was logged."""
+        self._unheard, self._unheard_logged_at = False, float("-inf")
+        """Whether it was logged that nothing is heard from a scheduler, and still is not; when it was logged last."""
 
     def unready(self) -> str:
         """Return why this shard is not ready, or an empty string if it is. Does not query Redis."""
@@ -165,7 +167,7 @@ class Membership:
 
     def _log_join_failure(self, error: PsError) -> None:
         """Log a failed join, unless the same reason was logged within the last minute."""
-        if self._join_error != error.code or monotonic() - self._join_error_logged_at > JOIN_LOG_INTERVAL_S:
+        if self._join_error != error.code or monotonic() - self._join_error_logged_at > LOG_INTERVAL_S:
             log.warning("cannot join: %s", error)
             self._join_error, self._join_error_logged_at = error.code, monotonic()
 
@@ -276,8 +278,14 @@ class Membership:
                 if await self._terms.is_current(error):
                     raise _as_fenced(error) from error
             except (PsError, TimeoutError, ValueError) as error:
-                log.info("the feed of %s ended: %s", self.link.url, str(error) or type(error).__name__)
+                self._log_unheard(str(error) or type(error).__name__)
             await asyncio.sleep(RETRY_S)
+
+    def _log_unheard(self, why: str) -> None:
+        """Log that the feed has ended, at most once a minute."""
+        if monotonic() - self._unheard_logged_at > LOG_INTERVAL_S:
+            log.warning("nothing is heard from a scheduler: the feed of %s ended: %s", self.link.url, why)
+            self._unheard, self._unheard_logged_at = True, monotonic()
 
     async def _read_feed(self) -> None:
         untold = dict(self._views)
@@ -285,6 +293,9 @@ class Membership:
             async for document in documents:
                 self._take(document)
                 self.followed.set()
+                if self._unheard:
+                    self._unheard = False
+                    log.warning("%s is followed again", document[SOURCE_URL])
                 if document["type"] == "model":
                     untold.pop(document["name"], None)
                 elif document["type"] == "ping":  # the first follows the complete state: the others were deleted

@@ -42,6 +42,9 @@ VALUES_KEPT: Final = Counter(
 PARTITIONS: Final = Gauge("paramserver_partitions", "Partitions that this shard serves")
 LENT: Final = Gauge("paramserver_buffer_lent_bytes", "Pooled memory in use")
 KEPT: Final = Gauge("paramserver_buffer_kept_bytes", "Pooled memory kept for reuse")
+HELD: Final = Gauge("paramserver_held_gradient_bytes", "Gradients that wait for their commit or flush")
+HELD_MAX: Final = Gauge("paramserver_held_gradient_limit_bytes", "How much of them this shard holds at most")
+MEMORY_MAX: Final = Gauge("paramserver_shard_memory_limit_bytes", "Memory that this shard counts on")
 DEGRADED: Final = Gauge("paramserver_shard_degraded", "1 while this shard cannot store its snapshots")
 JOURNAL_S: Final = Histogram(
     "paramserver_journal_seconds",
@@ -229,11 +232,14 @@ class Telemetry:
         return dict(self._rates)
 
 
-def show(runtime: "Runtime", pools: Sequence[BufferPool]) -> None:
+def show(runtime: "Runtime", pools: Sequence[BufferPool], memory_limit_bytes: int) -> None:
     """Have the gauges tell what the shard holds at the moment at which they are read."""
     PARTITIONS.set_function(lambda: sum(1 for _ in runtime.core.partitions()))
     LENT.set_function(lambda: sum(pool.lent_bytes for pool in pools))
     KEPT.set_function(lambda: sum(pool.kept_bytes for pool in pools))
+    HELD.set_function(lambda: runtime.core.held_bytes)
+    HELD_MAX.set_function(lambda: runtime.core.held_bytes_max)
+    MEMORY_MAX.set(memory_limit_bytes)
     JOURNAL_WAITING.set_function(lambda: runtime.core.durability.queued_bytes)
     DEGRADED.set_function(lambda: bool(runtime.storage.degraded))
 

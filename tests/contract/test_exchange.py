@@ -35,7 +35,7 @@ def gradient(rank: int, clock: int) -> F32:
 def clock_requests(cluster: Nodes) -> int:
     """How many clock reports both schedulers have received from workers."""
     texts = [cluster.http.get(f"{url}/metrics").text for url in cluster.urls]
-    pattern = rf'paramserver_http_requests_total{{method="POST",route="{re.escape(CLOCK)}"[^}}]*}} ([0-9.e+]+)'
+    pattern = rf'paramserver_http_requests_total{{[^}}]*method="POST",route="{re.escape(CLOCK)}"[^}}]*}} ([0-9.e+]+)'
     return sum(int(float(n)) for text in texts for n in re.findall(pattern, text))
 
 

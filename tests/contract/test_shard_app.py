@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client import REGISTRY
 from starlette.types import Receive, Scope, Send
 
 from paramserver_node import roles
@@ -35,7 +36,12 @@ def app(shard: Shard) -> FastAPI:
 
 async def test_gradients_that_wait_take_half_of_its_memory_at_most(shard: Shard) -> None:
     """What is staged or buffered is bounded by the memory limit, as the system would kill a shard that holds more."""
-    assert shard.services.runtime.core.held_bytes_max == 32 << 20
+    core = shard.services.runtime.core
+    assert core.held_bytes_max == 32 << 20
+
+    core.held_bytes = 5 << 20
+    names = ("held_gradient_bytes", "held_gradient_limit_bytes", "shard_memory_limit_bytes")
+    assert [REGISTRY.get_sample_value(f"paramserver_{name}") for name in names] == [5 << 20, 32 << 20, 64 << 20]
 
 
 async def test_every_route_carries_a_role(app: FastAPI) -> None:

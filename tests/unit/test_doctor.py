@@ -1,12 +1,14 @@
-"""What `psctl doctor` finds at a shard."""
+"""What `psctl doctor` finds at a shard and at Redis."""
 
 import socket
+
+import pytest
 
 import paramserver as ps
 from paramserver.errors import problem
 from paramserver.net.calls import json_bytes
 from paramserver.wire import http2 as wire
-from paramserver_cli.doctor import _measure
+from paramserver_cli.doctor import _measure, machine
 
 from .scripted_server import Peer, serving
 
@@ -35,3 +37,31 @@ def test_a_shard_that_refuses_is_not_called_out_of_reach() -> None:
     assert "psctl status" in finding.remedy
     assert away.detail.startswith("cannot reach the shard at http://127.0.0.1:9 (")
     assert "--advertise" in away.remedy
+
+
+@pytest.mark.parametrize(
+    ("told", "detail", "remedy"),
+    [
+        ("role:master", "noeviction", ""),
+        ("role:slave", "replica", "primary"),
+        ("loading:1", "loading", "wait"),
+        ("aof_last_write_status:err", "append-only file", "disk"),
+    ],
+)
+def test_a_redis_that_refuses_writes_is_not_in_order(told: str, detail: str, remedy: str) -> None:
+    """A replica, one that still loads, and one that cannot write its file are called failed, though they answer."""
+    lines = ["redis_version:8.0.0", "aof_enabled:1", "maxmemory:100", "used_memory:1", "maxmemory_policy:noeviction"]
+    text = "\r\n".join([*lines, told]).encode()
+
+    def redis(connected: socket.socket) -> None:
+        while asked := connected.recv(1 << 16):
+            connected.sendall(b"+OK\r\n" * asked.count(b"\r\nCLIENT\r\n"))
+            if b"\r\nINFO\r\n" in asked:
+                connected.sendall(b"$%d\r\n%s\r\n" % (len(text), text))
+
+    with serving(redis) as url:
+        (found,) = [f for f in machine(url.replace("http", "redis") + "/0?protocol=2") if f.check == "Redis"]
+
+    assert found.result == ("failed" if remedy else "ok"), found
+    assert detail in found.detail
+    assert remedy in found.remedy

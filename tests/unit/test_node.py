@@ -13,6 +13,7 @@ import pytest
 from fastapi import APIRouter, FastAPI, Request, Response
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -325,6 +326,16 @@ async def test_metrics_are_labeled_by_route_not_by_path() -> None:
     counted = [line for line in text.splitlines() if line.startswith("paramserver_http_requests_total")]
     assert any('route="/items/{name:path}"' in line for line in counted)
     assert not any("first-name" in line or "made" in line for line in counted)
+
+
+async def test_metrics_tell_why_a_request_was_refused() -> None:
+    """Requests are counted under the code of their error, which is empty where there was none."""
+    for path in ("/items/a", "/items/a?limit=x"):
+        await ask("GET", path)
+    labels = {"route": "/items/{name:path}", "method": "GET"}
+    good, bad = ({**labels, "status": "200", "code": ""}, {**labels, "status": "400", "code": "malformed"})
+
+    assert all(REGISTRY.get_sample_value("paramserver_http_requests_total", found) for found in (good, bad))
 
 
 async def exchange(app: ASGIApp, scope: Scope, pieces: list[Message]) -> tuple[list[Message], int]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -12,7 +13,9 @@ from paramserver.net.aio_connection import RESTED_S
 from paramserver.net.credentials import Credentials
 from paramserver_node.server import serve_tcp
 from paramserver_shard import link as link_module
+from paramserver_shard import membership as membership_module
 from paramserver_shard.link import SchedulerLink
+from paramserver_shard.membership import Membership
 
 
 async def test_connections_that_are_all_lost_at_once_cost_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +46,42 @@ async def test_connections_that_are_all_lost_at_once_cost_one_wait(monkeypatch: 
         assert (await link.request("GET", "/"))["at"] == ports[1]
         await link.aclose()
         stop.set()
+
+
+async def test_a_shard_that_hears_of_no_scheduler_warns_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It also says when it follows one again.  It logged each of three attempts a second, below WARNING."""
+    asked, leads, stop, port, passed_s = asyncio.Queue[None](), False, asyncio.Event(), free_port(), 1000.0
+
+    async def scheduler(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.put_nowait(None)
+        await send({"type": "http.response.start", "status": 200 if leads else 503, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"type": "ping"}\n' if leads else b"{}"})
+
+    async def told(times: int = 3) -> list[str]:
+        for _ in range(times):
+            await asked.get()
+        return [r.getMessage() for r in caplog.records if r.name == "paramserver.shard" and r.levelname == "WARNING"]
+
+    monkeypatch.setattr(membership_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(membership_module, "monotonic", lambda: passed_s)
+    link = SchedulerLink([f"http://127.0.0.1:{port}"], Credentials("t"))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(serve_tcp(scheduler, "127.0.0.1", port, stop))
+        others: list[Any] = [Mock() for _ in range(6)]
+        membership = Membership("s", [], link, *others)
+        membership._terms = Mock()
+        following = asyncio.ensure_future(membership._follow())
+        (first,) = await told()
+        passed_s += 61.0
+        assert len(await told()) == 2
+        leads = True
+        *_, last = await told()
+        following.cancel()
+        await asyncio.wait({following})
+        await link.aclose()
+        stop.set()
+
+    assert f"127.0.0.1:{port}" in first
+    assert (len(caplog.records), last) == (3, f"http://127.0.0.1:{port} is followed again")

@@ -383,6 +383,19 @@ async def test_results_that_were_not_finite_are_a_problem() -> None:
     assert "lower the learning rate" in problem
 
 
+def test_results_that_were_not_finite_are_an_event() -> None:
+    """The first of a model's results that are discarded is told, and again the first after a minute without any."""
+    history, told = History(0.0), []
+    for second, kept in enumerate((0, 2, 2, 3, 0, 4)):
+        diverging = model("m", 5.0).model_copy(update={"values_kept": kept})
+        now = status(NOW + second, shards={}, runs={})
+        history.record(now.model_copy(update={"models": [diverging]}), float(second))
+        told += [(e.kind, e.level) for e in history.events if e.at == second]
+
+    assert told == [("values_kept", "bad")] * 2
+    assert "model m " in history.events[0].text
+
+
 async def test_the_last_value_of_a_long_series_is_its_newest() -> None:
     """A series is averaged down for drawing, but not its last value, which is what the page and psctl show."""
     d, service = of_models(1)
