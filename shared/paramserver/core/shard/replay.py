@@ -133,12 +133,11 @@ class Replay:
 
     def _commit(self, entry: JournalEntry) -> None:
         head, p = entry.head, self._p
-        contributions = [Contribution(*c) for c in head["contributions"]]
+        contributions = [Contribution(*row[:4]) for row in head["contributions"]]
         assert p.state is not None
         state: PartitionState | None = p.state
         if head["applied"]:
-            divisor = sum(c.weight for c in contributions)
-            state = self._mean(p.listed(contributions), head, divisor)
+            state = self._mean(p.listed(contributions), head, len(contributions))
         p.end_clock(contributions, head["t"])
         self._publish(state)
 
