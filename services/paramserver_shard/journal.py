@@ -2,7 +2,7 @@
 
 Keys of partition `{NAME.GENERATION/INDEX}`: `…:journal`, a stream whose entry `LSN-0` holds `h` (format, CRC-32 and a
 msgpack head) and `d` (the arrays, end to end), and `…:lsn`, the last lsn, which shows when the end of the stream is
-lost.  Snapshots truncate its beginning (`store`).
+lost.  Snapshots truncate its beginning (`snapshot_store`).
 
 A group commit is one script call for many partitions, or several calls in turn.  For each partition the script compares
 the owner token, skips entries that are there already, so that a write that timed out is simply repeated, and appends
