@@ -158,6 +158,27 @@ def test_a_restore_waits_for_the_optimizer_that_its_state_is_of(
     assert content(driver) == (2, 1, [7.0] * 4, [[2.0] * 4] * len(names), (5,))
 
 
+@pytest.mark.parametrize(
+    ("code", "parts"),
+    [
+        ("empty_push", []),
+        ("invalid_range", [{"partition": 1}]),
+        ("invalid_range", [{}, {}]),
+        ("invalid_range", [{"ranges": ((2, 6),)}]),
+        ("invalid_shape", [{"ranges": ((1, 3),)}]),
+        ("invalid_shape", [{"slots": (ones(), np.zeros(3, np.float32))}]),
+        ("invalid_shape", [{"steps": (1, 2)}]),
+    ],
+)
+def test_an_assignment_that_does_not_fit_its_model_is_refused(code: str, parts: list[dict[str, Any]]) -> None:
+    """No parts, parts twice or beyond the model, and wrong numbers of elements or step counts are refused."""
+    driver = serving(spec(optimizer=ADAM))
+    request, whole = driver.request(), AssignPart(0, ones(), "float32", True)
+    driver.send(SetReceived("m", tuple(replace(whole, **part) for part in parts), request=request))
+
+    assert refused(driver, request).code == code
+
+
 def test_a_restore_that_is_refused_brings_no_settings() -> None:
     """Where a restore's state is of an earlier optimizer, the newer one still waits for its commit."""
     driver = serving(spec(optimizer=MOMENTUM, consistency=SYNC), workers=ROSTER)
