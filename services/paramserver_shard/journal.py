@@ -28,7 +28,7 @@ from paramserver_node import redis as node_redis
 from paramserver_shard.scripts import Script, ScriptRunner
 
 FORMAT: Final = "1.1"
-"""Format of an entry; `1.0` had no journal."""
+"""Format of an entry."""
 _INLINE_BYTES: Final = 1 * MIB
 """Groups of at most this size are encoded on the event loop, larger ones in a thread."""
 _PAGE_BYTES: Final = 16 * MIB

@@ -289,7 +289,7 @@ class SnapshotStore:
         """Read a snapshot of the manifest; None if it is damaged. Raises CorruptState if its format is newer."""
         try:
             loaded = await self._read(key, entry)
-        except (ValueError, TypeError, KeyError, OverflowError, MemoryError):  # a 1.0 manifest has no checksum
+        except (ValueError, TypeError, KeyError, OverflowError, MemoryError):
             loaded = None
         if loaded is None:
             self._damaged.add((key, entry["name"]))
