@@ -21,6 +21,7 @@ from paramserver.core.fields import check_model_name
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
 from paramserver.core.scheduler.checkpoints import ALIASES
+from paramserver.core.selection import select
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, NotFoundError, PsError, problem
 from paramserver.tensor_file import TensorFile
@@ -267,20 +268,11 @@ def assignments(
 ) -> dict[int, tuple[SetFrame, Sequence[AnyArray]]]:
     """Return, for each partition touched, the frame that sets these flat parameters, and its body."""
     frames: dict[int, tuple[SetFrame, Sequence[AnyArray]]] = {}
-    bounds = list(layout.partitions())
-    names = sorted(values, key=lambda n: layout.offsets[n])
-    for index, ranges in layout.split(layout.offsets[n] for n in names).items():
-        base = bounds[index][0]
-        pieces: list[AnyArray] = []
-        for name in names:
-            start, stop = layout.offsets[name]
-            for lo, hi in ranges:
-                a, b = max(start, base + lo), min(stop, base + hi)
-                if a < b:
-                    pieces.append(values[name][a - start : b - start])
-        count = sum(p.size for p in pieces)
-        part = SetPart(index, count, tuple(ranges), "float32")
-        frames[index] = (SetFrame(layout.spec.name, generation, (part,)), pieces)
+    chosen = select(layout, values)
+    for p in chosen.parts:
+        pieces = [values[chosen.params[i.param].name][i.source : i.source + i.length] for i in p.pieces]
+        part = SetPart(p.partition, p.stop - p.start, p.ranges, "float32")
+        frames[p.partition] = (SetFrame(layout.spec.name, generation, (part,)), pieces)
     return frames
 
 

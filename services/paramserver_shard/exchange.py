@@ -165,7 +165,7 @@ class Exchange:
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[AssignPart]) -> PushDone:
             set_parts = tuple(SetPart(p.partition, p.data.size, p.ranges, p.dtype, expected=p.expected) for p in parts)
-            frame = SetFrame(command.model, now.key.generation, set_parts, command.restore, first=command.first)
+            frame = SetFrame(command.model, now.key.generation, set_parts, first=command.first)
             address, path = self._directory.address(shard), f"/internal/set/{command.model}"
             return push_done(now, await self._peers.push(address, path, frame, [p.data for p in parts]))
 

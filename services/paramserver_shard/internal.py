@@ -56,7 +56,6 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
 
         async def prepare(frame: SetFrame) -> tuple[tuple[KnownModel, SetFrame, Body], Body]:
             known = await models.find(model, frame.generation)
-            check_frame(known, frame)
             body = Body((frame.body_bytes(),))
             return (known, frame, body), body
 
@@ -77,28 +76,6 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
         return Response(encode_header(push_reply(done)), media_type=MEDIA_TYPE)
 
     return routes
-
-
-def check_frame(known: KnownModel, frame: SetFrame) -> None:
-    """Check that a frame's parts fit the model.
-
-    Raises RequestError (`invalid_range`, `malformed`).
-    """
-    for part in frame.parts:
-        if not part.partition < known.spec.partitions:
-            raise problem("invalid_range", f"model '{known.key.name}' has no partition {part.partition}")
-        size, at, count = known.layout.partition_size(part.partition), 0, 0
-        for start, stop in part.ranges if part.ranges is not None else ((0, size),):
-            if not at <= start < stop <= size:
-                raise problem("invalid_range", f"partition {part.partition}: [{start}, {stop}) is not within it")
-            count, at = count + stop - start, stop
-        segments = len(known.layout.segments[part.partition])
-        if count != part.count or (part.slots and part.size != size) or part.slots > 8:
-            raise problem("malformed", f"partition {part.partition}: the numbers of elements do not agree")
-        if part.steps is not None and len(part.steps) != segments:
-            raise problem("malformed", f"partition {part.partition} has {segments} segments, not {len(part.steps)}")
-    if not frame.parts or len({p.partition for p in frame.parts}) != len(frame.parts):
-        raise problem("malformed", "a set frame names at least one partition and each at most once")
 
 
 def assignments(frame: SetFrame, body: AnyArray) -> tuple[AssignPart, ...]:

@@ -2,7 +2,7 @@
 
 Keys of partition `{NAME.GENERATION/INDEX}`: `…:journal`, a stream whose entry `LSN-0` holds `h` (format, CRC-32 and a
 msgpack head) and `d` (the arrays, end to end), and `…:lsn`, the last lsn, which shows when the end of the stream is
-lost.  Snapshots truncate its beginning (`store`).
+lost.  Snapshots truncate its beginning (`snapshot_store`).
 
 A group commit is one script call for many partitions, or several calls in turn.  For each partition the script compares
 the owner token, skips entries that are there already, so that a write that timed out is simply repeated, and appends
@@ -29,7 +29,7 @@ from paramserver_node import redis as node_redis
 from paramserver_shard.scripts import Script, ScriptRunner
 
 FORMAT: Final = "1.1"
-"""Format of an entry; `1.0` had no journal."""
+"""Format of an entry."""
 _INLINE_BYTES: Final = 1 * MIB
 """Groups of at most this size are encoded on the event loop, larger ones in a thread."""
 _PAGE_BYTES: Final = 16 * MIB

@@ -45,7 +45,7 @@ class Loads:
         return found
 
     def rates(self) -> list[list[str | int | float]]:
-        """Return [model, generation, index, bytes per second] of each partition with traffic, sorted."""
+        """Return [model, generation, index, bytes per second] of each partition with traffic."""
         now = self._clock()
         passed_s = now - self._since
         if passed_s >= INTERVAL_S:
@@ -57,12 +57,4 @@ class Loads:
                 if rate >= LOW_BYTES_PER_S:
                     rates[key] = rate
             self._since, self._bytes, self._rates = now, {}, rates
-        return [
-            [m.name, m.generation, index, round(rate, 1)]
-            for (m, index), rate in sorted(self._rates.items(), key=_order)
-        ]
-
-
-def _order(item: tuple[tuple[ModelKey, int], float]) -> tuple[str, int, int]:
-    (model, index), _ = item
-    return model.name, model.generation, index
+        return [[m.name, m.generation, index, round(rate, 1)] for (m, index), rate in self._rates.items()]

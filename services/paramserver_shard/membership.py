@@ -60,9 +60,8 @@ class Membership:
         self.name = name
         self.epoch = 0
         """Node epoch, 0 before the first join."""
-        self.state = "joining"
-        self.followed = asyncio.Event()
-        """Set once the first document of the feed has been processed."""
+        self.followed = False
+        """Whether the first document of the feed has been processed."""
         self.stopping = False
         """Whether the process is shutting down: no longer ready, but still serving what it owns."""
         self.serving: Final = Serving()
@@ -91,7 +90,7 @@ class Membership:
             return "this shard is stopping"
         if not self.epoch:
             return "not a member of the cluster yet" + (f" ({self._join_error})" if self._join_error else "")
-        return "" if self.followed.is_set() else "the cluster map has not arrived yet"
+        return "" if self.followed else "the cluster map has not arrived yet"
 
     @property
     def cluster(self) -> str:
@@ -152,7 +151,6 @@ class Membership:
         answer = await self.link.request("POST", "/internal/shards", body, await self._redis_leader())
         await self._terms.accept(answer)
         self.epoch = int(answer["epoch"])
-        self.state = "active"
         self.serving.confirm(scheduler_at=monotonic())
         log.info("joined as %s, epoch %d", self.name, self.epoch)
 
@@ -174,7 +172,6 @@ class Membership:
     def _drop_partitions(self) -> None:
         """Drop all partitions: the scheduler, or a newer process of this name, has taken them away."""
         self.epoch = 0
-        self.state = "joining"
         self.serving.end()
         for name, view in self._views.items():
             self._views[name] = replace(view, owned={})
@@ -205,7 +202,6 @@ class Membership:
                 await asyncio.sleep(RETRY_S)
                 continue
             self.serving.confirm(scheduler_at=sent_at)  # confirmed as of the time the request was sent
-            self.state = str(answer.get("state", "active"))
             try:
                 async with asyncio.timeout(max(0.0, sent_at + HEARTBEAT_S - monotonic())):
                     await self._kick.wait()
@@ -292,7 +288,7 @@ class Membership:
         async with aclosing(self.link.feed(self.name, self.epoch)) as documents:
             async for document in documents:
                 self._take(document)
-                self.followed.set()
+                self.followed = True
                 if self._unheard:
                     self._unheard = False
                     log.warning("%s is followed again", document[SOURCE_URL])

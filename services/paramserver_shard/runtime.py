@@ -52,7 +52,6 @@ from paramserver.core.shard.events import (
     WorkerAnswered,
 )
 from paramserver.errors import PsError, problem
-from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_node.redis import trouble
@@ -163,8 +162,6 @@ class Runtime:
     async def _ask(self, event: Asked) -> Outcome:
         """Hand the event to the core under a number of its own; return the outcome."""
         self._check_open()
-        if len(self._open) >= QUEUED_REQUESTS_MAX:
-            raise problem("queue_full", f"{len(self._open)} requests are waiting in this shard")
         number = next(self._numbers)
         future: asyncio.Future[Outcome] = self._loop.create_future()
         self._open[number] = future, event

@@ -1,7 +1,6 @@
 """The stored form of snapshots: head and arrays of a capture, as a stream that is cut into blocks, and a manifest.
 
-This is format 1.2. Format 1.1, where push windows were lists of pushes, is still read, and so is 1.0: its manifest was
-a bare list without a checksum, and it had no journal.
+This is format 1.2. Format 1.1, where push windows were lists of pushes, is still read.
 """
 
 import json
@@ -18,7 +17,7 @@ from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import U8, AnyArray
 
 FORMAT: Final = "1.2"
-_READ: Final = (1, "1.1", FORMAT)  # 1.0 wrote its format as a number
+_READ: Final = ("1.1", FORMAT)
 _ALIGN: Final = 64
 _HELD_FIELDS: Final = ("worker", "epoch", "clock", "seq", "base", "scale", "ranges", "dtype")
 
@@ -37,14 +36,14 @@ def to_stored(capture: Capture) -> tuple[dict[str, Any], tuple[AnyArray, ...]]:
         "held": [_fields(part) for part in capture.buffered],
         "lsn": capture.lsn,
         "staged": [_fields(part) for part in capture.staged],
-        "settings": None if capture.settings is None else dict(capture.settings),
+        "settings": dict(capture.settings),
     }
     waiting = (part.data for part in (*capture.buffered, *capture.staged))
     return head, (capture.state.values, *capture.state.slots, *waiting)
 
 
 def from_stored(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> LoadedState:
-    """Rebuild the state that `to_stored` wrote, or format 1.0, which had no journal and no staged parts."""
+    """Rebuild the state that `to_stored` wrote."""
     slots, rest = int(head["slots"]), arrays[1 + int(head["slots"]) :]
     buffered = head["held"]
     return LoadedState(
@@ -54,9 +53,9 @@ def from_stored(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> LoadedSt
         head["memory"],
         tuple(_held(h, data) for h, data in zip(buffered, rest[: len(buffered)], strict=True)),
         stored=True,
-        lsn=int(head.get("lsn", 0)),
-        staged=tuple(_held(h, data) for h, data in zip(head.get("staged", ()), rest[len(buffered) :], strict=True)),
-        settings=head.get("settings"),
+        lsn=int(head["lsn"]),
+        staged=tuple(_held(h, data) for h, data in zip(head["staged"], rest[len(buffered) :], strict=True)),
+        settings=head["settings"],
     )
 
 
@@ -81,10 +80,9 @@ def _held(head: Mapping[str, Any], data: AnyArray) -> HeldPart:
 
 def newer(what: str, found: object) -> PsError:
     """Make the error for something stored in a format that this version does not know."""
-    text = "1.0" if found == 1 else str(found)
     return problem(
         "corrupt_state",
-        f"{what} has format {text[:20]}; this version reads 1.0 to {FORMAT}",
+        f"{what} has format {str(found)[:20]}; this version reads {_READ[0]} to {FORMAT}",
         hint="it was written by a newer version, or is damaged",
     )
 
@@ -99,22 +97,18 @@ def read_manifest(text: bytes | str, what: str) -> list[dict[str, Any]]:
     """Decode the entries of a manifest; raises CorruptState if it is damaged or of a newer format."""
     try:
         document = json.loads(text)
-        if isinstance(document, list):  # 1.0
-            entries, good = document, True
-        else:
-            if document["format"] not in _READ:
-                raise newer(what, document["format"])
-            entries = document["snapshots"]
-            good = document["crc32"] == _entries_crc(entries)
+        if document["format"] not in _READ:
+            raise newer(what, document["format"])
+        entries: list[dict[str, Any]] = document["snapshots"]
+        good = document["crc32"] == _entries_crc(entries)
         for entry in entries:
             if entry["format"] not in _READ:
                 raise newer(f"a snapshot in {what}", entry["format"])
-        good = good and all(isinstance(e["crc32"], list) and e["name"] for e in entries)
     except (ValueError, TypeError, KeyError, AttributeError):
         good = False
     if not good:
         raise problem("corrupt_state", f"{what} is damaged")
-    return [{"lsn": 0, **e} for e in entries]
+    return entries
 
 
 def _entries_crc(entries: Any) -> int:

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from typing import Any, Final
-from weakref import WeakValueDictionary
 
 import numpy as np
 from redis.asyncio import Redis
@@ -156,7 +155,6 @@ class SnapshotStore:
         self._pool = pool
         self._budget = Budget(bytes_per_s, clock)
         self._storing, self._loading = Line(), Line()
-        self._writing: WeakValueDictionary[PartitionKey, asyncio.Lock] = WeakValueDictionary()
         self._damaged: set[tuple[PartitionKey, str]] = set()
         self._saves = 0
 
@@ -185,45 +183,45 @@ class SnapshotStore:
     ) -> SaveResult:
         """Store one snapshot; unless this returns `STORED`, the manifest is unchanged.
 
+        The caller stores one snapshot of a partition at a time (see `SnapshotPlan`).
+
         `cut` is the clock under which a cut is found again; the cut at clock `pinned` is kept in any case. An urgent
         snapshot does not wait for the budget. With `fsync`, `STORED` means on disk, and this raises what
         `ScriptRunner.run` raises.
         """
-        # One save at a time per partition; the caller bounds how many run in all.
-        async with self._writing.setdefault(key, asyncio.Lock()):
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.mget(_key(key, "manifest"), _key(key, "saved"))
-                pipe.smembers(_key(key, "pending"))
-                (text, saved), pending = await pipe.execute()
-            found = _entries(key, text, saved)
-            manifest = [e for e in found if (key, e["name"]) not in self._damaged]
-            self._saves += 1  # a version may be stored twice, with other windows; keep the first one's blocks
-            name = f"{version}-{token}-{self._saves}"
-            await self._delete_abandoned(key, token, found, pending)
-            packed = encode_head(head, arrays)
-            size = len(packed) + sum(a.nbytes for a in arrays)
-            checksums = await self._write_blocks(key, name, size, blocks_of(packed, arrays), urgent=urgent)
-            entry = {
-                "format": FORMAT,
-                "version": version,
-                "token": token,
-                "lsn": lsn,
-                "cut": cut,
-                "name": name,
-                "bytes": size,
-                "crc32": checksums,
-            }
-            older = [e for e in manifest if pinned is not None and e["cut"] == pinned] or manifest
-            kept = [entry, *older][:KEPT]
-            displaced = [old for old in found if all(old["name"] != e["name"] for e in kept)]
-            result = await self._switch(key, token, kept, displaced, fsync=fsync)
-            if result is not SaveResult.STORED:
-                await self._delete_blocks(key, name, len(checksums))
-                await self._redis.srem(_key(key, "pending"), _member(entry))
-                return result
-            self._damaged.difference_update((key, old["name"]) for old in displaced)
-            await self._delete_abandoned(key, token, kept, map(_member, displaced))
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.mget(_key(key, "manifest"), _key(key, "saved"))
+            pipe.smembers(_key(key, "pending"))
+            (text, saved), pending = await pipe.execute()
+        found = _entries(key, text, saved)
+        manifest = [e for e in found if (key, e["name"]) not in self._damaged]
+        self._saves += 1  # a version may be stored twice, with other windows; keep the first one's blocks
+        name = f"{version}-{token}-{self._saves}"
+        await self._delete_abandoned(key, token, found, pending)
+        packed = encode_head(head, arrays)
+        size = len(packed) + sum(a.nbytes for a in arrays)
+        checksums = await self._write_blocks(key, name, size, blocks_of(packed, arrays), urgent=urgent)
+        entry = {
+            "format": FORMAT,
+            "version": version,
+            "token": token,
+            "lsn": lsn,
+            "cut": cut,
+            "name": name,
+            "bytes": size,
+            "crc32": checksums,
+        }
+        older = [e for e in manifest if pinned is not None and e["cut"] == pinned] or manifest
+        kept = [entry, *older][:KEPT]
+        displaced = [old for old in found if all(old["name"] != e["name"] for e in kept)]
+        result = await self._switch(key, token, kept, displaced, fsync=fsync)
+        if result is not SaveResult.STORED:
+            await self._delete_blocks(key, name, len(checksums))
+            await self._redis.srem(_key(key, "pending"), _member(entry))
             return result
+        self._damaged.difference_update((key, old["name"]) for old in displaced)
+        await self._delete_abandoned(key, token, kept, map(_member, displaced))
+        return result
 
     async def _switch(
         self,
@@ -300,7 +298,7 @@ class SnapshotStore:
                 f"the shard lacks memory for the snapshot of partition {key}, {entry['bytes'] / MIB:.0f} MiB",
                 hint="it tries again by itself; give its machine more memory, or the cluster more shards",
             ) from e
-        except (ValueError, TypeError, KeyError, OverflowError):  # a 1.0 manifest has no checksum
+        except (ValueError, TypeError, KeyError, OverflowError):
             loaded = None
         if loaded is None:
             self._damaged.add((key, entry["name"]))

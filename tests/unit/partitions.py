@@ -96,9 +96,9 @@ def apply(driver: ShardDriver) -> None:
         driver.complete(next(i for i, e in enumerate(driver.pending) if not isinstance(e, Journal | StoreSnapshot)))
 
 
-def listed(rank: int, clock: int, weight: float = 1.0) -> Contribution:
+def listed(rank: int, clock: int) -> Contribution:
     """Return worker `rank`'s contribution to a clock, as a commit lists it."""
-    return Contribution(f"r/w{rank}", 1, rank, clock, weight)
+    return Contribution(f"r/w{rank}", 1, rank, clock)
 
 
 def stage(driver: ShardDriver, rank: int, clock: int, value: float, seq: int | None = None, **fields: Any) -> PushDone:

@@ -1,6 +1,7 @@
 """What the pages name exists: other pages and their headings, commands, files, modules."""
 
 import importlib.util
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,13 @@ def test_files_modules_and_targets_exist(page: Path) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     for target in re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.M):
         assert target in targets, target
+
+
+def test_what_sources_name_of_the_library_exists() -> None:
+    """Modules of the core and its neighbors, and what is in them, exist under the names that docstrings give them."""
+    for source in sorted((ROOT / "shared").rglob("*.py")) + sorted((ROOT / "services").rglob("*.py")):
+        for name in re.findall(r"`(?:paramserver\.)?((?:codecs|core|kernels|net|wire)\.[\w.]+)", source.read_text()):
+            assert pkgutil.resolve_name(f"paramserver.{name}"), (named(source), name)
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=named)

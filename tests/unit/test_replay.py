@@ -175,7 +175,7 @@ class Session:
     def commit(self, both: bool) -> None:
         t = self.partition.clock
         workers = WORKERS if both else WORKERS[:1]
-        self.driver.commit(t, *(Contribution(w, 1, i, t, 1.0 + i) for i, w in enumerate(workers)))
+        self.driver.commit(t, *(Contribution(w, 1, i, t) for i, w in enumerate(workers)))
 
     def wait(self, seconds: float) -> None:
         self.driver.advance(seconds)
@@ -352,6 +352,13 @@ def changed(kind: str, name: str, change: Callable[[Any], Any]) -> Callable[[Rec
     return plant
 
 
+def test_a_commit_of_an_earlier_version_is_read() -> None:
+    """A list whose contributions have a weight of 1 each, as earlier versions wrote it, means the same."""
+    recording = recorded()
+    changed("commit", "contributions", lambda x: [[*row, 1.0] for row in x])(recording)
+    recording.check()
+
+
 def without(kind: str) -> Callable[[Recording], None]:
     """Return a fault after which replay ignores the entries of a kind."""
 
@@ -374,7 +381,7 @@ PLANTED: dict[str, Callable[[Recording], None]] = {
     "another clock": changed("hold", "clock", lambda x: x + 1),
     "another base": changed("hold", "base", lambda x: [x[0] + 1, x[1]]),
     "another lag factor": changed("flush", "weights", lambda x: [w * 0.5 for w in x]),
-    "another divisor": changed("commit", "contributions", lambda x: [[*c[:4], 7.0] for c in x]),
+    "another divisor": changed("commit", "contributions", lambda x: [*x, ["idle", 1, 2, 0]]),
     "another commit": changed("commit", "t", lambda x: x + 1),
     "another version": changed("push", "version", lambda x: x + 1),
     "settings that do not count": changed("config", "settings", lambda x: x | {"revision": 99}),

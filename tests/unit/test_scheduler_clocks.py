@@ -119,7 +119,7 @@ def test_quorum_late_workers_are_dropped_or_folded() -> None:
         assert reply["released"]
         assert reply["clock"] == 1
         d.clock(a, 2)
-        assert [[w, c] for w, _, _, c, _ in d.commits()[1]["contributions"]] == listed
+        assert [[w, c] for w, _, _, c in d.commits()[1]["contributions"]] == listed
 
 
 def test_a_quorum_by_number_counts_reports_and_no_more_than_are_live() -> None:
@@ -158,7 +158,7 @@ def test_a_worker_that_joins_during_a_clock_is_told_if_its_push_for_it_does_not_
     told.append(d.result(d.clock(b, 3)))
 
     assert [(t["released"], t["late"]) for t in told] == [(True, late == "drop")] * 2 + [(True, False)]
-    listed = [(w, clock) for c in d.commits() for w, _, _, clock, _ in c["contributions"]]
+    listed = [(w, clock) for c in d.commits() for w, _, _, clock in c["contributions"]]
     assert (("m/b", 1) in listed) == (late == "fold")
     assert ("m/b", 2) in listed
 

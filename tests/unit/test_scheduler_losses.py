@@ -274,7 +274,7 @@ def test_a_sync_model_whose_redis_was_emptied_goes_on_and_makes_a_cut() -> None:
     number = d.clock(a, 2)
     assert d.result(number)["released"]
     assert d.commits()[-1]["cut"]
-    assert d.commits()[-1]["contributions"] == [["m/a", 1, 0, 1, 1.0]]
+    assert d.commits()[-1]["contributions"] == [["m/a", 1, 0, 1]]
     d.beats()
     model = d.core.read.model("m")
     assert (model["cut"], model["timeline"]) == (2, 0)

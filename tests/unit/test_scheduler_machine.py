@@ -121,9 +121,9 @@ class Training(RuleBasedStateMachine):
                 assert timeline > self.last[0]
                 assert t <= self.last[1] + 1
             self.last = (timeline, t)
-            ranks = [(rank, clock) for _, _, rank, clock, _ in commit["contributions"]]
+            ranks = [(rank, clock) for _, _, rank, clock in commit["contributions"]]
             assert ranks == sorted(ranks)
-            for worker, epoch, _, clock, _ in commit["contributions"]:
+            for worker, epoch, _, clock in commit["contributions"]:
                 entry = (timeline, worker, epoch, clock)
                 assert entry not in self.listed
                 self.listed.add(entry)
@@ -160,7 +160,7 @@ class SyncTraining(Training):
     mode = {"mode": "sync"}  # noqa: RUF012
 
     def committed(self, commit: dict[str, Any]) -> None:
-        contributed = {(w, epoch) for w, epoch, _, clock, _ in commit["contributions"] if clock == commit["t"]}
+        contributed = {(w, epoch) for w, epoch, _, clock in commit["contributions"] if clock == commit["t"]}
         assert self.roster & self.alive() <= contributed
 
 

@@ -42,7 +42,7 @@ def test_a_clock_counts_when_every_shard_of_its_push_has_told_it() -> None:
     assert d.commits() == []
     told(d, a, "s1")
 
-    assert [(c["t"], c["contributions"]) for c in d.commits()] == [(0, [["m/a", 1, 0, 0, 1.0]])]
+    assert [(c["t"], c["contributions"]) for c in d.commits()] == [(0, [["m/a", 1, 0, 0]])]
     told(d, a, "s0", clock=2, seq=2, shards=1)
     assert [c["t"] for c in d.commits()] == [0, 1]
 

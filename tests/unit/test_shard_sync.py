@@ -66,15 +66,15 @@ def test_a_commit_applies_the_mean_of_its_list() -> None:
     assert driver.core.held_bytes == 0
 
 
-def test_a_weighted_list_divides_by_the_sum_of_weights() -> None:
-    """A commit divides the weighted sum of the pushes by the sum of the weights in its list."""
+def test_a_commit_divides_by_the_length_of_its_list() -> None:
+    """A commit divides the weighted sum of the pushes by their number, whatever their weights."""
     driver = serving(spec(), workers=ROSTER)
     stage(driver, 0, 0, 4.0, weight=3.0)
     stage(driver, 1, 0, 8.0)
 
-    driver.commit(0, listed(0, 0, 3.0), listed(1, 0))
+    driver.commit(0, listed(0, 0), listed(1, 0))
 
-    assert driver.values() == [5.0] * 4
+    assert driver.values() == [10.0] * 4
 
 
 def test_every_commit_is_a_version_even_where_nothing_came() -> None:

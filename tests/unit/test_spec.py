@@ -230,21 +230,6 @@ def test_partitions_cover_the_flat_vector_once(dims: list[list[int]], wanted: in
         assert [i for q, i in covered if q == p] == list(range(lo, hi))
 
 
-@given(shapes, st.integers(1, 16), st.data())
-def test_splitting_ranges_keeps_every_element(dims: list[list[int]], wanted: int, data: st.DataObject) -> None:
-    """Flat ranges split over partitions name the same elements in the same order."""
-    params = {f"p{i}": {"shape": d} for i, d in enumerate(dims)}
-    size = ModelSpec.parse({"name": "m", "params": params}).size
-    layout = Layout(ModelSpec.parse({"name": "m", "params": params, "partitions": min(wanted, size)}))
-    cuts = sorted(data.draw(st.sets(st.integers(0, size), min_size=2, max_size=8)) | {0, size})
-    ranges = list(zip(cuts[::2], cuts[1::2], strict=False))
-
-    split = layout.split(ranges)
-
-    elements = [layout.bounds[p] + i for p in sorted(split) for lo, hi in split[p] for i in range(lo, hi)]
-    assert elements == [i for lo, hi in ranges for i in range(lo, hi)]
-
-
 def test_large_models_get_partitions_of_bounded_size() -> None:
     """No default partition is larger than the bound on partitions."""
     s = ModelSpec.parse({"name": "big", "params": {"w": {"shape": [100_000, 1000]}}})

@@ -94,9 +94,9 @@ def test_an_assignment_changes_no_more_than_it_says() -> None:
     assert frame.parts == (SetPart(0, 5, None, "float32", 0, 0, None, None, 0),)
 
 
-@pytest.mark.parametrize("version", [-1, limits.VERSION_MAX + 1])
-def test_a_version_that_cannot_be_is_refused(version: int) -> None:
-    """An assignment cannot ask for a version below 0 or above the highest."""
-    part = {"partition": 0, "count": 5, "version": version}
+@pytest.mark.parametrize("number", [{"version": -1}, {"version": limits.VERSION_MAX + 1}, {"slots": 9}])
+def test_a_number_that_cannot_be_is_refused(number: dict[str, int]) -> None:
+    """An assignment cannot ask for a version below 0 or above the highest, or bring more slots than any optimizer."""
+    part = {"partition": 0, "count": 5, **number}
     with pytest.raises(RequestError, match="frame header"):
         decode_header(encode_header({"kind": "set", "model": "m", "generation": 4, "parts": [part]}), SetFrame)

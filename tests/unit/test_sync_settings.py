@@ -19,6 +19,7 @@ from .partitions import LEVELS, ROSTER, WORKERS, listed, ones, refused, serving,
 ADAM = {"name": "adam", "lr": 0.5}
 ADAGRAD = {"name": "adagrad", "lr": 0.5}
 MOMENTUM = {"name": "momentum", "lr": 0.25}
+SGD = {"name": "sgd", "lr": 0.5}
 SYNC = {"mode": "sync"}
 
 
@@ -133,21 +134,49 @@ def test_first_values_begin_under_the_settings_of_their_first_commit(ack: str) -
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_restore_waits_for_the_optimizer_that_its_state_is_of(mode: str) -> None:
-    """State of as many arrays, but of another optimizer than the shard has heard of, is refused until it has."""
-    driver = serving(spec(optimizer=MOMENTUM, consistency={"mode": mode}), workers=ROSTER)
-    part = AssignPart(0, ones(7.0), "float32", True, slots=(np.full(4, 2.0, np.float32),), steps=(5,))
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [(MOMENTUM, ADAGRAD, ("sum",)), (SGD, ADAM, ("exp_avg", "exp_avg_sq")), (ADAM, SGD, ())],
+)
+def test_a_restore_waits_for_the_optimizer_that_its_state_is_of(
+    mode: str, before: dict[str, Any], after: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    """State of another optimizer than the shard has heard of, of as many arrays or not, is refused until it has."""
+    driver = serving(spec(optimizer=before, consistency={"mode": mode}), workers=ROSTER)
+    slots = tuple(np.full(4, 2.0, np.float32) for _ in names)
+    part = AssignPart(0, ones(7.0), "float32", True, slots=slots, steps=(5,))
 
     def restore() -> int:
         request = driver.request()
-        driver.send(SetReceived("m", (part,), restore=True, slot_names=("sum",), request=request))
+        driver.send(SetReceived("m", (part,), restore=True, slot_names=names, request=request))
         return request
 
     assert refused(driver, restore()).code == "loading"
-    driver.patch({"optimizer": ADAGRAD})
+    driver.patch({"optimizer": after})
     driver.outcome(restore())
 
-    assert content(driver) == (2, 1, [7.0] * 4, [[2.0] * 4], (5,))
+    assert content(driver) == (2, 1, [7.0] * 4, [[2.0] * 4] * len(names), (5,))
+
+
+@pytest.mark.parametrize(
+    ("code", "parts"),
+    [
+        ("empty_push", []),
+        ("invalid_range", [{"partition": 1}]),
+        ("invalid_range", [{}, {}]),
+        ("invalid_range", [{"ranges": ((2, 6),)}]),
+        ("invalid_shape", [{"ranges": ((1, 3),)}]),
+        ("invalid_shape", [{"slots": (ones(), np.zeros(3, np.float32))}]),
+        ("invalid_shape", [{"steps": (1, 2)}]),
+    ],
+)
+def test_an_assignment_that_does_not_fit_its_model_is_refused(code: str, parts: list[dict[str, Any]]) -> None:
+    """No parts, parts twice or beyond the model, and wrong numbers of elements or step counts are refused."""
+    driver = serving(spec(optimizer=ADAM))
+    request, whole = driver.request(), AssignPart(0, ones(), "float32", True)
+    driver.send(SetReceived("m", tuple(replace(whole, **part) for part in parts), request=request))
+
+    assert refused(driver, request).code == code
 
 
 def test_a_restore_that_is_refused_brings_no_settings() -> None:

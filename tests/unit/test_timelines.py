@@ -39,7 +39,7 @@ def spec(**fields: Any) -> ModelSpec:
 
 def listed(clock: int) -> Contribution:
     """Return the worker's contribution to that clock."""
-    return Contribution(WORKER, 1, 0, clock, 1.0)
+    return Contribution(WORKER, 1, 0, clock)
 
 
 def stage(driver: ShardDriver, seq: int, clock: int) -> None:

@@ -16,8 +16,6 @@ class Contribution(Struct, frozen=True):
     epoch: int
     rank: int
     clock: int
-    weight: float = 1.0
-    """The amount it adds to the divisor."""
 
 
 class Commit(Struct, frozen=True):
@@ -36,7 +34,7 @@ class Commit(Struct, frozen=True):
 
     @property
     def rows(self) -> list[list[Any]]:
-        """The contributions as records and journals have them: [worker, epoch, rank, clock, weight]."""
+        """The contributions as records and journals have them: [worker, epoch, rank, clock] (once with a 1 behind)."""
         return [list(astuple(c)) for c in self.contributions]
 
     def document(self, model: ModelKey) -> dict[str, Any]:
@@ -57,6 +55,6 @@ class Commit(Struct, frozen=True):
     @classmethod
     def of(cls, doc: Mapping[str, Any]) -> Self:
         """The commit that a record describes."""
-        listed = tuple(Contribution(*row) for row in doc["contributions"])
+        listed = tuple(Contribution(*row[:4]) for row in doc["contributions"])
         numbers = doc["revision"], doc["live_workers"], doc["cut"]
         return cls(doc["t"], doc["timeline"], listed, *numbers, doc.get("settings"))

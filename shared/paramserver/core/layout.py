@@ -1,7 +1,6 @@
 """Where each parameter lies in a model's flat vector, and how that vector is divided into partitions."""
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -91,22 +90,3 @@ class Layout:
     def partition_size(self, index: int) -> int:
         """Elements of one partition."""
         return self.bounds[index + 1] - self.bounds[index]
-
-    def split(self, ranges: Iterable[Range]) -> dict[int, list[Range]]:
-        """Split flat ranges (sorted, disjoint) into ranges relative to each partition they touch.
-
-        A partition that is covered completely gets the single range (0, its size).
-        """
-        out: dict[int, list[Range]] = {}
-        bounds = self.bounds
-        for start, stop in ranges:
-            j = bisect_right(bounds, start) - 1
-            while j < len(bounds) - 1 and bounds[j] < stop:
-                lo, hi = max(start, bounds[j]) - bounds[j], min(stop, bounds[j + 1]) - bounds[j]
-                held = out.setdefault(j, [])
-                if held and held[-1][1] == lo:
-                    held[-1] = (held[-1][0], hi)
-                else:
-                    held.append((lo, hi))
-                j += 1
-        return out

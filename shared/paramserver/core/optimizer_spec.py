@@ -12,7 +12,7 @@ _SCHEDULE: Final = '{"kind": "cosine", "t_max": 1000}, in Python ps.Cosine(t_max
 
 
 class ScheduleSpec(Struct, frozen=True):
-    """The learning rate as a function of the number of updates (see `core.schedule`)."""
+    """The learning rate as a function of the number of updates (see `core.shard.schedule`)."""
 
     kind: str = "constant"
     step_size: int = 1

@@ -63,8 +63,8 @@ class Capture(Struct, frozen=True):
     """Number of the last command in this state; the journal continues after it."""
     staged: tuple[HeldPart, ...] = ()
     """Contributions to future commits (sync); empty in a cut of a model at level `applied`."""
-    settings: Mapping[str, Any] | None = None
-    """The settings in force (see `core.settings`), plain msgpack values; None only in snapshots of format 1.0."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The settings in force (see `core.settings`), plain msgpack values."""
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +85,6 @@ class LoadedState(Struct, frozen=True):
     lsn: int = 0
     staged: tuple[HeldPart, ...] = ()
     settings: Mapping[str, Any] | None = None
-    """None: initial values, or a snapshot of format 1.0; the model's current settings apply."""
+    """None: initial values; the model's current settings apply."""
     replayed_bytes: int = 0
     """Bytes of journal replayed on top of the snapshot."""

@@ -209,7 +209,7 @@ class SimRedis:
         assert (again.version, again.memory) == (capture.version, capture.memory), f"the journal of {key} lacks pushes"
         staged, kept = (sorted((h.worker, h.epoch, h.clock, h.seq) for h in s.staged) for s in (again, capture))
         assert staged == kept, f"the journal of {key} stages {staged}, not {kept}"
-        sync = (capture.settings or {})["consistency"]["mode"] == "sync"
+        sync = capture.settings["consistency"]["mode"] == "sync"
         assert again.clock == capture.clock or not sync, f"the journal of {key} gives clock {again.clock}"
 
     def load(self, effect: LoadPartition) -> LoadedState:

@@ -90,14 +90,7 @@ def unpack(buf: Buffer) -> Any:
     view = memoryview(buf).cast("B")
     _measure(view)
     try:
-        return msgpack.unpackb(
-            view,
-            raw=False,
-            strict_map_key=True,
-            max_array_len=limits.MSGPACK_CONTAINER_MAX,
-            max_map_len=limits.MSGPACK_CONTAINER_MAX,
-            object_pairs_hook=_object,
-        )
+        return msgpack.unpackb(view, raw=False, strict_map_key=True, object_pairs_hook=_object)
     except (ValueError, TypeError, OverflowError, struct.error, msgpack.exceptions.UnpackException) as e:
         raise problem("malformed", f"the msgpack body cannot be read: {e}") from None
 

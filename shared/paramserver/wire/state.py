@@ -81,7 +81,7 @@ class SetPart(msgspec.Struct, frozen=True):
     dtype: DType = "float32"
     size: Count = 0
     """Elements of each slot, if there are slots."""
-    slots: Count = 0
+    slots: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
     """Number of slots that follow; 0 keeps the existing ones, unless `steps` is given."""
     steps: tuple[Count, ...] | None = None
     """Step count of each segment; None keeps optimizer state and counts as they are."""

@@ -2,7 +2,7 @@
 
     python -m tests.golden.stored.generate 1.2
 
-Files of earlier formats are never regenerated: `1.0.json` and `1.1.json` were written by the versions before.
+Files of earlier formats are never regenerated: `1.1.json` was written by the version before.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ heartbeats, a refusal) comes before them and waits for no store: it reveals noth
 An event with a `request` is answered by exactly one `Reply` with the same number, at once or later (long polls), unless
 `RequestGone` came first.  Fields have the types and bounds that the service's request bodies state; what these leave
 open (documents, names, what the current state allows) the core checks, and refuses with a `PsError`.  Times are in
-seconds; `now` is monotonic.  GET routes read from `SchedulerCore.read` (`core.reading`) instead.
+seconds; `now` is monotonic.  GET routes read from `SchedulerCore.read` (`core.scheduler.reading`) instead.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -26,6 +26,7 @@ from paramserver.core.scheduler.run_desk import RunDesk
 from paramserver.core.scheduler.shard_desk import ShardDesk
 from paramserver.core.scheduler.timeline import begin_sync, go_back
 from paramserver.core.scheduler.waiter import Waiter
+from paramserver.core.selection import select
 from paramserver.core.spec import ModelSpec, differences
 from paramserver.errors import PsError, problem, validating
 from paramserver.types import ModelKey
@@ -241,7 +242,7 @@ class ModelDesk:
                 raise problem("upload_in_progress", f"another client is uploading the values of model '{model.name}'")
             given = model.given.setdefault(e.name, {}) if e.partial else {}
             given.update({row[0]: row[1] for row in e.given if len(row) == 2})
-            touched = model.layout.split([model.layout.offsets[e.name]]).keys()
+            touched = {part.partition for part in select(model.layout, e.name).parts}
             wanted = touched & model.lost if model.lost else touched
             lacking = [i for i in wanted if given.get(i) != model.owners[i].token]
             if lacking and not e.partial:

@@ -8,7 +8,6 @@ import numpy as np
 from paramserver import limits
 from paramserver.core.fields import INTEGER_MAX, NUMBER_MAX
 from paramserver.core.layout import Layout, Range
-from paramserver.core.optimizer import slot_count
 from paramserver.core.shard.events import AssignPart, PushPart, PushReceived, SetReceived, WorkerAnswered
 from paramserver.core.shard.served_model import ServedModel
 from paramserver.core.shard.window import fenced
@@ -64,14 +63,14 @@ def _check_id(push_id: PushId) -> None:
             raise problem("invalid_field", f"{name}: must be from 0 to {INTEGER_MAX}, not {value}")
 
 
-def check_set(event: SetReceived, spec: ModelSpec, layout: Layout) -> None:
-    """Raise RequestError if the assignment does not fit the model."""
+def check_set(event: SetReceived, layout: Layout) -> None:
+    """Raise RequestError if the assignment does not fit the model, whatever its optimizer."""
     if not event.parts:
         raise problem("empty_push", "the assignment holds no values")
     _check_parts(event.parts, layout)
     for part in event.parts:
         size, segments = layout.partition_size(part.partition), layout.segments[part.partition]
-        if part.slots is not None and [s.size for s in part.slots] != [size] * slot_count(spec.optimizer):
+        if part.slots is not None and any(s.size != size for s in part.slots):
             raise problem("invalid_shape", f"partition {part.partition}: the optimizer's state does not fit")
         if part.steps is not None and len(part.steps) != len(segments):
             raise problem("invalid_shape", f"partition {part.partition}: needs {len(segments)} step counts")

@@ -117,8 +117,7 @@ class ShardCore:
         except Exception as error:
             self._requests.failed(event, error)
         self._run(now)
-        if self.durability.has_effects:
-            self._effects += self.durability.effects()
+        self._effects += self.durability.effects()
         while (snapshot := self.plan.next(now)) is not None:
             self._effects.append(snapshot)
         effects, self._effects = self._effects, []

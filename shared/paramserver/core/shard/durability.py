@@ -40,8 +40,6 @@ class Durability:
         """Bytes of entries that are not durable yet."""
         self._shard = shard
         self._timers = timers
-        self.has_effects = False
-        """Whether `effects` has anything to return."""
         self._entries: tuple[list[JournalEntry], list[JournalEntry]] = ([], [])  # at level journaled; at level fsynced
 
     # --- executed commands
@@ -58,7 +56,6 @@ class Durability:
         """Queue the journal entry of the command just executed as `p.lsn`."""
         entry = JournalEntry(p.key, p.token, p.lsn, kind, head, arrays)
         self._entries[p.level == _FSYNCED].append(entry)
-        self.has_effects = True
         size = entry.nbytes
         p.mark.queued.append((p.lsn, p.version, p.clock, size))
         self.queued_bytes += size
@@ -68,7 +65,9 @@ class Durability:
 
     def effects(self) -> list[Journal]:
         """Return and clear the journal entries queued since the last call."""
-        (stored, synced), self._entries, self.has_effects = self._entries, ([], []), False
+        if not any(self._entries):
+            return []
+        (stored, synced), self._entries = self._entries, ([], [])
         return [Journal(tuple(e), fsync) for e, fsync in ((stored, False), (synced, True)) if e]
 
     # --- waiting replies

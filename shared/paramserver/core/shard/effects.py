@@ -20,7 +20,7 @@ class LoadPartition(Struct, frozen=True):
 
     "init", and "snapshot" if none was ever stored, give the initial values of the spec at version 0; only "init" does
     if the spec does not tell them.  If the model's level is above `applied`, the journal is replayed on top of either
-    (`core.replay`).
+    (`core.shard.replay`).
     """
 
     key: PartitionKey

@@ -11,7 +11,7 @@ Heads hold plain msgpack values.  Every head has `version`, the partition's vers
 - `hold` (staged or buffered): `id`, `key`, `crc`, `dtype`, `ranges`, `scale`, and `clock`, `seq`, `base`
   [version, incarnation] or None, `late` (true: the push id is remembered, the gradient discarded).  Arrays: the
   gradient; none if late.
-- `commit`: `t`, `contributions` [[worker, epoch, rank, clock, weight], ...], `applied`, and if that is true `rate` and
+- `commit`: `t`, `contributions` [[worker, epoch, rank, clock], ...], `applied`, and if that is true `rate` and
   `weights`, one for each staged part in summation order.
 - `flush`: `applied`, and if that is true `rate` and `weights`, one for each buffered (leaving sync: staged) part.
 - `config`: `settings` (see `core.settings`), `clock` from here on, `fresh` (the optimizer's state is reset), `unstage`

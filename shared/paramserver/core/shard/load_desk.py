@@ -53,9 +53,8 @@ class LoadDesk:
         if loaded.settings is None and p.clock in model.commits:
             p.revision = NO_REVISION  # that commit brings the settings, which may be older than those known here
         if p.level and loaded.settings is None:
-            if not loaded.stored:
-                p.fresh_slots()  # by the settings journaled next; they may have changed since loading began
-            record_settings_change(self._shard, p, now, fresh=not loaded.stored)
+            p.fresh_slots()  # by the settings journaled next; they may have changed since loading began
+            record_settings_change(self._shard, p, now, fresh=True)
         if model.ready and not loaded.stored:
             self._shard.plan.initialized(p)
         elif loaded.replayed_bytes:

@@ -35,10 +35,9 @@ class CommitOperation(Operation):
             if changed:
                 record_settings_change(shard, p, now, fresh=fresh)
         parts = p.weighted(p.listed(self.commit.contributions))
-        divisor = sum(c.weight for c in self.commit.contributions)
-        if parts and divisor > 0.0:
+        if parts:
             self._step = (p.rate(), [weight for _, weight in parts])
-            return [mean_task(p.update_input(), parts, divisor, self._step[0])]
+            return [mean_task(p.update_input(), parts, len(self.commit.contributions), self._step[0])]
         self.running = True  # until the other partitions are computed: else the next commit could be seen here first
         return ()
 

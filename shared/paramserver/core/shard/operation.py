@@ -28,7 +28,6 @@ class Operation:
     partitions: list[Partition] = field(default_factory=list)
     """Partitions it touches on this shard; looked up again each time it is queued."""
     running: bool = False
-    ended: bool = False
 
     def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
         """Begin, and return the tasks to compute; none if the operation is already complete.

@@ -68,7 +68,7 @@ class OperationQueues:
         """The next operation that is first in all its queues and not running."""
         while self._candidates:
             operation = self._candidates.popleft()
-            if operation.running or operation.ended:
+            if operation.running:
                 continue
             if all([p.operations and p.operations[0] is operation for p in operation.partitions]):
                 return operation
@@ -76,7 +76,6 @@ class OperationQueues:
 
     def release(self, operation: Operation) -> None:
         """End an operation: those behind it move up."""
-        operation.ended = True
         for partition in operation.partitions:
             if partition.operations and partition.operations[0] is operation:
                 partition.operations.popleft()

@@ -34,7 +34,6 @@ class Replay:
         self._p = Partition.of(key, 0, layout, spec, 0)
         self._p.load(loaded)
         self._known = loaded.settings is not None
-        self._stored = loaded.stored
         self._bytes = 0
         self._compute = compute
         self._steps: dict[str, Callable[[JournalEntry], None]] = {
@@ -87,7 +86,7 @@ class Replay:
             p.clock,
             p.remembered(),
             tuple(p.buffered),
-            self._stored or self._bytes > 0,
+            self._known,
             p.lsn,
             tuple(h for parts in p.staged.values() for h in parts),
             p.settings() if self._known else None,
@@ -133,12 +132,11 @@ class Replay:
 
     def _commit(self, entry: JournalEntry) -> None:
         head, p = entry.head, self._p
-        contributions = [Contribution(*c) for c in head["contributions"]]
+        contributions = [Contribution(*row[:4]) for row in head["contributions"]]
         assert p.state is not None
         state: PartitionState | None = p.state
         if head["applied"]:
-            divisor = sum(c.weight for c in contributions)
-            state = self._mean(p.listed(contributions), head, divisor)
+            state = self._mean(p.listed(contributions), head, len(contributions))
         p.end_clock(contributions, head["t"])
         self._publish(state)
 

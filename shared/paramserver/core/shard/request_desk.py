@@ -75,7 +75,7 @@ class RequestDesk:
     def set(self, event: SetReceived, now: float) -> None:
         model = self._opened(event)
         model.check(event.generation, event.timeline)
-        admission.check_set(event, model.spec, model.layout)
+        admission.check_set(event, model.layout)
         self.submit(SetOperation(model, event=event, expires=now + limits.LEASE_S))
 
     def pull(self, event: PullReceived, now: float) -> None:

@@ -1,7 +1,7 @@
 """A change of settings, once its turn has come: one consistency mode is ended properly before the next begins."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from paramserver.core.shard.core import ShardCore
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class SettingsOperation(Operation):
     """A change of one partition's settings: leaving `buffered` or `sync` applies what waits."""
 
-    spec: ModelSpec = field(kw_only=True)
-    revision: int = 0
-    live_workers: int = 0
-    clock: int = 0
+    spec: ModelSpec
+    revision: int
+    live_workers: int
+    clock: int
     """Entering sync: the clock at which the phase begins.  Leaving it: commits before this clock are applied first."""
 
     def start(self, shard: "ShardCore", now: float) -> Sequence[Task]:
