@@ -253,6 +253,31 @@ def test_the_first_worker_is_whom_the_scheduler_says() -> None:
     assert (session.rank, session.first) == (0, True)
 
 
+def test_heartbeats_tell_the_mode() -> None:
+    """A worker fetches the model's document, a long one, only if a heartbeat's answer names another mode than it knows.
+
+    And once a minute: nobody else tells a client whose requests are passed on that shards can be reached directly.
+    """
+    now = Now()
+    node, session = joined("sync")
+    drive(session.join(Deadline.after(30.0, now)), node)
+    fetched = len(node.bodies("/models/m"))
+
+    def beat() -> int:
+        drive(session.beat(Deadline.after(30.0, now)), node)
+        return len(node.bodies("/models/m")) - fetched
+
+    for _ in range(59):
+        now.s += 1.0
+        assert beat() == 0
+    node.mode = "async"
+    assert (beat(), session.mode) == (1, "async")
+    now.s += 59.0
+    assert beat() == 1
+    now.s += 1.0
+    assert beat() == 2
+
+
 def test_a_join_is_sent_again_as_it_was() -> None:
     """A retried join repeats its attempt id, and another worker's join has another.
 

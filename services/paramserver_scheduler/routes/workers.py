@@ -49,7 +49,15 @@ WORKER = {
     "metrics": {"loss": 0.3},
     "kept": None,
 }
-BEAT = {"state": "active", "min_clock": 5, "timeline": 0, "evaluate": False, "first": True, "state_kept": True}
+BEAT = {
+    "state": "active",
+    "min_clock": 5,
+    "timeline": 0,
+    "evaluate": False,
+    "first": True,
+    "state_kept": True,
+    "mode": "async",
+}
 CLOCK = {
     "released": True,
     "late": False,

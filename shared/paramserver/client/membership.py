@@ -31,8 +31,9 @@ from paramserver.net.retry import Backoff, deliver_json
 
 log = logging.getLogger("paramserver")
 
-MAP_AGE_S: Final = 5.0
-"""How often a heartbeat fetches the model's document, in case its mode has changed."""
+MAP_AGE_S: Final = 60.0
+"""How often a heartbeat fetches the model's document though its answer names the same mode: nobody tells a client whose
+requests are passed on that by now a shard could be reached directly."""
 
 
 class Membership:
@@ -57,7 +58,7 @@ class Membership:
         self._joining: Final = Turn()
         self._join_in_doubt = False
         """Whether an attempt to join may have been done without our knowing: a higher epoch may be our own."""
-        self._mode_fetched_at = 0.0
+        self._map_due_s = 0.0
         self._base: Mapping[int, tuple[int, int]] | None = None
         """partition -> (version, incarnation) of the values that gradients are currently computed from."""
         self._min_clock = 0
@@ -109,6 +110,7 @@ class Membership:
         with self._lock:
             self._join_in_doubt = backoff.in_doubt
             self._enter(doc)
+        self._map_due_s = deadline.clock() + MAP_AGE_S
         log.info("worker.joined worker=%s rank=%d clock=%d", self.worker, self.rank, self.clock)
 
     def _introduction(self) -> dict[str, Any]:
@@ -167,8 +169,8 @@ class Membership:
             self.reports.mark_sent(state)
         self._adopt(doc)
         now = deadline.clock()
-        if now - self._mode_fetched_at > MAP_AGE_S:
-            self._mode_fetched_at = now
+        if doc.get("mode", self.mode) != self.mode or now >= self._map_due_s:
+            self._map_due_s = now + MAP_AGE_S
             yield from self.refresh_mode(deadline)
 
     def _beat(self, body: Mapping[str, Any], fields: dict[str, Any], deadline: Deadline) -> Call[Any]:
