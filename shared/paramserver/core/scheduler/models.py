@@ -469,7 +469,7 @@ class Model:
         }
 
     def outline(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        """Body of `GET /models/{m}`, without the spec."""
+        """Body of `GET /models/{m}`, without the spec and the partitions."""
         return {
             "name": self.name,
             "generation": self.generation,
@@ -487,7 +487,6 @@ class Model:
             "created_s": self.unix_s,
             "bounds": list(self.layout.bounds),
             "map_epoch": map_epoch,
-            "partitions": self.partition_lines(),
             "shards": {
                 s: {"addresses": list(addresses[s])}
                 for s in sorted({o.shard for o in self.owners if o.shard})

@@ -76,9 +76,13 @@ class Reading:
         return self._c.public(self._c.model(name))
 
     def outline(self, name: str) -> tuple[dict[str, Any], ModelSpec]:
-        """The full document without `spec`, and what that is made of."""
+        """The full document without `partitions` and `spec`, and what `spec` is made of."""
         model = self._c.model(name)
         return self._c.outline(model), model.spec
+
+    def partitions(self, name: str) -> list[dict[str, Any]]:
+        """The `partitions` of the full document."""
+        return self._c.model(name).partition_lines()
 
     def key(self, name: str) -> ModelKey:
         """The present creation of a model."""
