@@ -53,6 +53,10 @@ class Reading:
             raise problem("unknown_node", f"no shard {name!r:.80}")
         return self._c.shard_line(found, now)
 
+    def check_shard(self, name: str, epoch: int) -> None:
+        """Raise FencedError if that incarnation of a shard is dead; NotFoundError if it never joined."""
+        self._c.joined_shard(name, epoch)
+
     def missing_after_loss(self) -> tuple[int, int] | None:
         """(needed, free) bytes of the shard that the others have the least memory to take the place of.
 
