@@ -118,6 +118,9 @@ class Metrics(Body):
     metrics: dict[str, Any] = Field(examples=[{"loss": 0.31, "accuracy": 0.9}])
     worker: Id | None = None
     clock: Count | None = None
+    timeline: Count | None = Field(
+        None, description="the model's when they were measured: in another they do not count"
+    )
 
 
 class Checkpoint(Body):

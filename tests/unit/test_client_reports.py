@@ -41,7 +41,7 @@ def test_a_refused_state_does_not_cost_the_lease(caplog: pytest.LogCaptureFixtur
     """
     node, session = joined()
     session.reports.state["seen"] = [0] * 3
-    session.reports.note(0, {"loss": 0.5})
+    session.reports.note(0, 0, {"loss": 0.5})
     node.script[BEAT] = [no("invalid_field", where="state")]
 
     for _ in range(2):
@@ -72,7 +72,7 @@ def test_a_refusal_that_names_no_part_leaves_one_out_after_the_other() -> None:
     """A heartbeat refused as malformed is sent again without the state, then also without the metrics."""
     node, session = joined()
     session.reports.state["seen"] = 7
-    session.reports.note(0, {"loss": 0.5})
+    session.reports.note(0, 0, {"loss": 0.5})
     node.script[BEAT] = [no("malformed"), no("malformed")]
 
     drive(session.beat(deadline()), node)
@@ -98,7 +98,7 @@ def test_metrics_that_nobody_has_heard_go_with_the_next_heartbeat() -> None:
     """Metrics that a heartbeat could not deliver are sent with the next one."""
     node, session = joined("async")
     for clock in range(3):
-        session.reports.note(clock, {"loss": float(clock)})
+        session.reports.note(0, clock, {"loss": float(clock)})
     node.script["/models/m/metrics"] = [ok({"accepted": 1}), no("conflict")]
 
     with pytest.raises(ConflictError):
@@ -108,6 +108,33 @@ def test_metrics_that_nobody_has_heard_go_with_the_next_heartbeat() -> None:
     heard = [b["metrics"]["loss"] for b in node.bodies("/models/m/metrics")]
     assert heard == [0.0, 1.0, 1.0]
     assert node.bodies(BEAT)[-1]["metrics"] == {"loss": 2.0}
+
+
+@pytest.mark.parametrize("heard", ["by the heartbeat", "by a push meanwhile", "by joining again"])
+def test_metrics_of_before_a_rollback_are_not_reported_after_it(heard: str) -> None:
+    """What was measured of values that are gone would else be the newest, by which checkpoints and runs are judged."""
+    node, session = joined()
+    for clock in range(3):
+        session.reports.note(0, clock, {"accuracy": 0.9})
+    node.script[BEAT] = [no("rolled_back", timeline=1, clock=0)]
+    if heard == "by a push meanwhile":
+        beating = session.beat(deadline())
+        next(beating)  # it has taken the metrics
+        drive(session.beat(deadline()), node)
+        beating.close()
+    elif heard == "by joining again":
+        node.script[BEAT] = [no("fenced")]
+        node.timeline = 1
+        drive(session.beat(deadline()), node)
+    else:
+        drive(session.beat(deadline()), node)
+    session.reports.note(0, 3, {"accuracy": 0.8})  # of a step that had begun before
+    session.reports.note(1, 0, {"accuracy": 0.1})
+    node.sent.clear()
+    drive(session.beat(deadline()), node)
+
+    assert node.bodies("/models/m/metrics") == []
+    assert [body["metrics"] for body in node.bodies(BEAT)] == [{"accuracy": 0.1}]
 
 
 class Tensor:
@@ -137,7 +164,7 @@ def test_a_state_with_a_tensor_is_left_out_with_a_word(caplog: pytest.LogCapture
 def test_a_loss_that_is_no_number_is_sent_as_null() -> None:
     """NaN and infinity are sent as null, in a report and with the heartbeat."""
     node, session = joined()
-    session.reports.note(0, {"loss": float("nan"), "accuracy": 0.5})
+    session.reports.note(0, 0, {"loss": float("nan"), "accuracy": 0.5})
 
     drive(session.beat(deadline()), node)
     drive(session.report({"loss": float("inf"), "accuracy": None}, deadline()), node)

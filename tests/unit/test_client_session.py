@@ -25,7 +25,7 @@ def test_what_a_cancelled_heartbeat_had_to_say_is_said_by_the_next_one() -> None
     An asyncio worker that leaves cancels the heartbeat in flight.
     """
     node, session = joined()
-    session.reports.note(7, {"loss": 0.25})
+    session.reports.note(0, 7, {"loss": 0.25})
     beating = session.beat(deadline())
     next(beating)
     beating.close()

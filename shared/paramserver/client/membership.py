@@ -136,6 +136,7 @@ class Membership:
         self.first = bool(doc.get("first", self.rank == 0))
         self.lease_s = float(doc.get("lease_s") or limits.LEASE_S)
         self.timeline = int(doc.get("timeline") or 0)
+        self.reports.begin(self.timeline)
         self.clock = self.since = self._min_clock = int(doc.get("clock") or 0)
 
     def leave(self, deadline: Deadline) -> Call[None]:
@@ -201,13 +202,13 @@ class Membership:
 
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
         """Send metrics now, after those that are queued for the next heartbeat."""
-        values, kept = numbers_of(metrics), self.reports.take()
+        values, timeline, kept = numbers_of(metrics), self.timeline, self.reports.take()
         try:
             yield from self.reports.pass_on(self.model, self.worker, kept, deadline)
         finally:
             self.reports.put_back(kept)
         if values:
-            yield from send(self.model, self.worker, (self.clock, values), deadline)
+            yield from send(self.model, self.worker, (timeline, self.clock, values), deadline)
 
     def ask(
         self,
@@ -253,6 +254,7 @@ class Membership:
                 new = int(error.members.get("timeline") or 0)
                 if new > self.timeline:
                     before, self.timeline = self.clock, new
+                    self.reports.begin(new)
                     self.clock = self.since = self._min_clock = int(error.members.get("clock") or 0)
                     self._base = None
                     # A change to sync takes nothing back, and a restore goes on beyond all earlier clocks.

@@ -254,6 +254,8 @@ class WorkerDesk:
             metrics = check_metrics(e.metrics)
         if e.clock is not None:
             _count(e.clock, "clock")
+        if e.timeline not in (None, model.timeline):
+            metrics = {}  # of values that may be gone
         name = e.worker if e.worker in model.roster.workers else ""
         worker = model.roster.workers.get(name)
         if worker is not None and worker.alive:

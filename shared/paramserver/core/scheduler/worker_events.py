@@ -120,6 +120,8 @@ class ReportMetrics(Struct, frozen=True):
     metrics: Json
     worker: str | None = None
     clock: int | None = None
+    timeline: int | None = None
+    """The one that they were measured in; they do not count in another.  None: the model's."""
 
 
 class RegisterDataset(Struct, frozen=True):
