@@ -60,7 +60,12 @@ class WorkerHeartbeat(Body):
     clock: Count | None = Field(None, description="iterations finished")
     since: Count | None = Field(None, description="as in POST /models/{m}/clock")
     timeline: Count | None = None
-    metrics: dict[str, Any] = Field({}, examples=[{"loss": 0.3, "samples_per_s": 900.0}])
+    metrics: Any = Field(
+        {},
+        description="current values, or a list of [clock, values], oldest first, of up to "
+        f"{limits.METRIC_POINTS_AT_ONCE_MAX} clocks",
+        examples=[{"loss": 0.3, "samples_per_s": 900.0}, [[5, {"loss": 0.4}], [6, {"loss": 0.3}]]],
+    )
     state: Any = Field(None, description="JSON that checkpoints keep and the worker's next incarnation gets")
 
 

@@ -168,6 +168,8 @@ METRIC_POINTS_STORED: Final = 500
 """Newest points of each series that survive a restart of the scheduler."""
 METRICS_STORE_INTERVAL_S: Final = 10.0
 METRIC_NAMES_MAX: Final = 64
+METRIC_POINTS_AT_ONCE_MAX: Final = 64
+"""Clocks whose metrics one heartbeat reports."""
 TASKS_PER_DATASET_MAX: Final = 100_000
 TASKS_MAX: Final = 1_000_000
 """Ranges of all datasets of all models: 130 MB in the scheduler, created by requests of only 60 bytes each."""

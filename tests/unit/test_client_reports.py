@@ -48,7 +48,11 @@ def test_a_refused_state_does_not_cost_the_lease(caplog: pytest.LogCaptureFixtur
         drive(session.beat(deadline()), node)
 
     said = [{k: v for k, v in b.items() if k in ("state", "metrics")} for b in node.bodies(BEAT)]
-    assert said == [{"state": {"seen": [0, 0, 0]}, "metrics": {"loss": 0.5}}, {"metrics": {"loss": 0.5}}, {}]
+    assert said == [
+        {"state": {"seen": [0, 0, 0]}, "metrics": [[0, {"loss": 0.5}]]},
+        {"metrics": [[0, {"loss": 0.5}]]},
+        {},
+    ]
     assert ["state_not_kept" in r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [True]
     assert "refused" in caplog.text
 
@@ -99,15 +103,30 @@ def test_metrics_that_nobody_has_heard_go_with_the_next_heartbeat() -> None:
     node, session = joined("async")
     for clock in range(3):
         session.reports.note(0, clock, {"loss": float(clock)})
-    node.script["/models/m/metrics"] = [ok({"accepted": 1}), no("conflict")]
+    node.script[BEAT] = [no("conflict")]
 
     with pytest.raises(ConflictError):
         drive(session.beat(deadline()), node)
     drive(session.beat(deadline()), node)
 
-    heard = [b["metrics"]["loss"] for b in node.bodies("/models/m/metrics")]
-    assert heard == [0.0, 1.0, 1.0]
-    assert node.bodies(BEAT)[-1]["metrics"] == {"loss": 2.0}
+    assert [b["metrics"] for b in node.bodies(BEAT)] == [[[clock, {"loss": float(clock)}] for clock in range(3)]] * 2
+    assert node.bodies("/models/m/metrics") == []
+
+
+def test_a_report_sends_what_is_queued_first() -> None:
+    """Metrics that are reported at once come after those that wait for a heartbeat, which goes without them."""
+    node, session = joined("async")
+    for clock in range(3):
+        session.reports.note(0, clock, {"loss": float(clock)})
+    node.script["/models/m/metrics"] = [ok({"accepted": 1}), no("conflict")]
+
+    with pytest.raises(ConflictError):
+        drive(session.report({"loss": 3.0}, deadline()), node)
+    drive(session.report({"loss": 3.0}, deadline()), node)
+    drive(session.beat(deadline()), node)
+
+    assert [b["metrics"]["loss"] for b in node.bodies("/models/m/metrics")] == [0.0, 1.0, 1.0, 2.0, 3.0]
+    assert "metrics" not in node.bodies(BEAT)[-1]
 
 
 @pytest.mark.parametrize("heard", ["by the heartbeat", "by a push meanwhile", "by joining again"])
@@ -134,7 +153,7 @@ def test_metrics_of_before_a_rollback_are_not_reported_after_it(heard: str) -> N
     drive(session.beat(deadline()), node)
 
     assert node.bodies("/models/m/metrics") == []
-    assert [body["metrics"] for body in node.bodies(BEAT)] == [{"accuracy": 0.1}]
+    assert [body["metrics"] for body in node.bodies(BEAT)] == [[[0, {"accuracy": 0.1}]]]
 
 
 class Tensor:
@@ -169,5 +188,5 @@ def test_a_loss_that_is_no_number_is_sent_as_null() -> None:
     drive(session.beat(deadline()), node)
     drive(session.report({"loss": float("inf"), "accuracy": None}, deadline()), node)
 
-    assert node.bodies(BEAT)[0]["metrics"] == {"loss": None, "accuracy": 0.5}
+    assert node.bodies(BEAT)[0]["metrics"] == [[0, {"loss": None, "accuracy": 0.5}]]
     assert [b["metrics"] for b in node.bodies("/models/m/metrics")] == [{"loss": None}]

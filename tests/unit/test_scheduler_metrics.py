@@ -1,5 +1,7 @@
 """What the scheduler's core keeps of the metrics that workers report."""
 
+from typing import Any
+
 import pytest
 from tests.refusals import refused_with
 
@@ -74,6 +76,24 @@ def test_metrics_of_before_a_rollback_do_not_count() -> None:
     assert [report(0.9, 0), report(0.1, 1), report(0.2, None)] == [0, 1, 1]
     assert [p[3] for p in d.core.read.metric("m", "accuracy")["points"]] == [0.1, 0.2]
     assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"accuracy": 0.2}
+
+
+def test_a_heartbeat_reports_the_metrics_of_several_clocks() -> None:
+    """They are points of their clocks, in order; an object of metrics is of the clock that the worker is at."""
+    d = Driver.with_model()
+    a = d.join("a")
+
+    def beat(metrics: Any) -> None:
+        d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], 1, 3, metrics=metrics))
+
+    beat([[1, {"loss": 0.3}], [2, {"loss": None, "accuracy": 0.8}]])
+    assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"loss": None, "accuracy": 0.8}
+    beat({"loss": 0.1})
+    assert [p[1:] for p in d.core.read.metric("m", "loss")["points"]] == [[1, "m/a", 0.3], [3, "m/a", 0.1]]
+    assert [p[1:] for p in d.core.read.metric("m", "accuracy")["points"]] == [[2, "m/a", 0.8]]
+    for wrong in ([[1]], [[-1, {}]], [["1", {}]], [1], [[1, {"loss": "low"}]], [[1, {}]] * 65, "loss"):
+        with refused_with("invalid_field", match="metrics"):
+            beat(wrong)
 
 
 def test_metrics_are_not_stored_while_redis_is_away() -> None:

@@ -156,7 +156,6 @@ class Membership:
             body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "since": self.since, "timeline": timeline}
         state, points = self.reports.fresh_state(self.worker), self.reports.take()
         try:
-            yield from self.reports.pass_on(self.model, self.worker, points, deadline, but=1)
             doc = yield from self._beat(body, document(state, points), deadline)
         except BaseException as e:  # also if this task is cancelled: the last heartbeat, on leaving, sends the points
             self.reports.put_back(points)

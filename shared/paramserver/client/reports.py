@@ -62,14 +62,12 @@ class Reports:
         with self._lock:
             self._points[:0] = self._current(points)
 
-    def pass_on(
-        self, model: str, worker: str, points: list[MetricPoint], deadline: Deadline, but: int = 0
-    ) -> Call[None]:
-        """Send `points`, oldest first, except the last `but`; sent and refused points are removed from the list.
+    def pass_on(self, model: str, worker: str, points: list[MetricPoint], deadline: Deadline) -> Call[None]:
+        """Send `points`, oldest first, outside a heartbeat; sent and refused points are removed from the list.
 
         A refusal is only logged, because the code that reported the metrics no longer waits for an answer.
         """
-        while len(points) > but:
+        while points:
             try:
                 yield from send(model, worker, points[0], deadline)
             except PsError as e:
@@ -156,12 +154,12 @@ def measured(found: Any) -> dict[str, float]:
 
 
 def document(state: bytes | None, points: list[MetricPoint]) -> dict[str, Any]:
-    """Return the part of a heartbeat's body with the state and the newest metrics."""
+    """Return the part of a heartbeat's body with the state and the metrics."""
     fields: dict[str, Any] = {}
     if state is not None:
         fields["state"] = json.loads(state)
     if points:
-        fields["metrics"] = in_json(points[-1][2])
+        fields["metrics"] = [[clock, in_json(values)] for _, clock, values in points]
     return fields
 
 

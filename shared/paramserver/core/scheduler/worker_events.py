@@ -45,7 +45,8 @@ class WorkerHeartbeat(Struct, frozen=True):
     clock: int | None = None
     timeline: int | None = None
     """None: a plain client; one 409 tells it of a rollback, and from then on it is assumed to know."""
-    metrics: Json = field(default_factory=dict)
+    metrics: Any = field(default_factory=dict)
+    """Of the present clock, or a list of [clock, metrics], oldest first."""
     state: Any = None
     """Anything the worker wants kept with checkpoints (its iterator, its random state); None: unchanged."""
     since: int | None = None
