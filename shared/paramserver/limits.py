@@ -19,6 +19,8 @@ JSON_BODY_BYTES_MAX: Final = 8 * MIB
 """Largest JSON body of the name-level routes; parsing it blocks the event loop."""
 CONTROL_BODY_BYTES_MAX: Final = 4 * MIB
 """Largest body of a control route (models, workers, runs, ...)."""
+SHARD_HEARTBEAT_BYTES_MAX: Final = 16 * MIB
+"""Largest heartbeat of a shard: of 150,000 partitions or more, beyond what a leader can check every second."""
 CONTROL_BODIES_BYTES_MAX: Final = 256 * MIB
 """Bytes of large bodies of control routes that one scheduler reads at once; half of that per client address."""
 PAGE_BYTES_MAX: Final = 4 * MIB

@@ -1,17 +1,20 @@
-"""A shard's requests to the schedulers: a fault of the network costs it one wait, not one for each scheduler."""
+"""A shard's requests to the schedulers: what a fault of the network costs it, and what it logs of a refusal."""
 
 import asyncio
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from starlette.types import Receive, Scope, Send
 from tests.servers import free_port
 
+from paramserver.errors import problem
 from paramserver.net.aio_connection import RESTED_S
 from paramserver.net.credentials import Credentials
 from paramserver_node.server import serve_tcp
 from paramserver_shard import link as link_module
+from paramserver_shard import membership
 from paramserver_shard.link import SchedulerLink
 
 
@@ -43,3 +46,37 @@ async def test_connections_that_are_all_lost_at_once_cost_one_wait(monkeypatch: 
         assert (await link.request("GET", "/"))["at"] == ports[1]
         await link.aclose()
         stop.set()
+
+
+@pytest.mark.parametrize(("answer", "level"), [("too_large", "ERROR"), ("forbidden", "ERROR"), ("no_leader", "DEBUG")])
+async def test_a_heartbeat_that_will_always_be_refused_is_an_error_in_the_log(
+    answer: str, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and not at each repetition: within its lease the shard is taken for dead, and nobody knows why."""
+    caplog.set_level("DEBUG", "paramserver.shard")
+    monkeypatch.setattr(membership, "RETRY_S", 0.0)
+    again = asyncio.Event()
+
+    async def request(*_: Any) -> Any:
+        if link.asked == 3:
+            again.set()
+        link.asked += 1
+        raise problem(answer, "as the test says")
+
+    link = Mock(request=request, asked=0)
+    core: Any = Mock(partitions=lambda: [1, 2], cuts=list, released=list)
+    storage = Mock(degraded="", redis_away=False)
+    runtime: Any = Mock(core=core, lost={}, storage=storage, loads=Mock(rates=list))
+    others: list[Any] = [Mock() for _ in range(3)]
+    shard = membership.Membership("s", [], link, Mock(), Mock(), runtime, *others)
+    async with asyncio.timeout(20):
+        beating = asyncio.ensure_future(shard._heartbeats())
+        await again.wait()
+        beating.cancel()
+        await asyncio.wait({beating})
+
+    assert {r.levelname for r in caplog.records} == {level}
+    if level == "ERROR":
+        (told,) = [r.getMessage() for r in caplog.records]
+        assert "with 2 partitions: " in told
+        assert "as the test says" in told
