@@ -66,7 +66,12 @@ class WorkerHeartbeat(Body):
     clock: Count | None = Field(None, description="iterations finished")
     since: Count | None = Field(None, description="as in POST /models/{m}/clock")
     timeline: Count | None = Field(None, description="the last one heard of; an old one gets 409 `rolled_back`")
-    metrics: dict[str, Any] = Field({}, examples=[{"loss": 0.3, "samples_per_s": 900.0}])
+    metrics: Any = Field(
+        {},
+        description="current values, or a list of [clock, values], oldest first, of up to "
+        f"{limits.METRIC_POINTS_AT_ONCE_MAX} clocks",
+        examples=[{"loss": 0.3, "samples_per_s": 900.0}, [[5, {"loss": 0.4}], [6, {"loss": 0.3}]]],
+    )
     state: Any = Field(None, description="JSON that checkpoints keep and the worker's next incarnation gets")
 
 
@@ -124,6 +129,9 @@ class Metrics(Body):
     metrics: dict[str, Any] = Field(examples=[{"loss": 0.31, "accuracy": 0.9}])
     worker: Id | None = None
     clock: Count | None = None
+    timeline: Count | None = Field(
+        None, description="the model's when they were measured: in another they do not count"
+    )
 
 
 class Checkpoint(Body):

@@ -99,7 +99,7 @@ class Hub:
         self._note = note
         self._feeds: set[Feed] = set()
         self.state: Sequence[Published] | None = None
-        """What the newest feed of a client began with, while it holds: another one begins with the same."""
+        """What the newest feed began with, while it holds and feeds are open: another one begins with the same."""
         self._changed = asyncio.Event()
         self._end = asyncio.Event()
         self._polls = 0
@@ -122,7 +122,7 @@ class Hub:
         """
         if public:
             self.check_capacity()
-            self.state = first
+        self.state = first
         feed = Feed(first, self.unsubscribe, public=public)
         self._feeds.add(feed)
         return feed
@@ -130,7 +130,7 @@ class Hub:
     def unsubscribe(self, feed: Feed) -> None:
         """Remove a feed whose reader is gone."""
         self._feeds.discard(feed)
-        if not any(feed.public for feed in self._feeds):
+        if not self._feeds:
             self.state = None
 
     def check_capacity(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from fastapi import Request
 
 from paramserver.errors import problem
-from paramserver.limits import CONTROL_BODIES_BYTES_MAX, CONTROL_BODY_BYTES_MAX
+from paramserver.limits import CONTROL_BODIES_BYTES_MAX
 from paramserver_node.negotiate import announced
 
 SMALL_BYTES: Final = 64 << 10
@@ -28,15 +28,15 @@ class LargeBodies:
         self._parsing = asyncio.Lock()
 
     @contextmanager
-    def reading(self, request: Request) -> Iterator[None]:
+    def reading(self, request: Request, size_max: int) -> Iterator[None]:
         """Count the request's body while it is read; at the maximum, if its length is not announced.
 
         Raises Unavailable: `too_many_requests` if this client reads too much at once, `queue_full` if all together do.
         """
         size = announced(request)
         if size is None:
-            size = CONTROL_BODY_BYTES_MAX
-        if not SMALL_BYTES < size <= CONTROL_BODY_BYTES_MAX:  # a larger one is refused before it is read
+            size = size_max
+        if not SMALL_BYTES < size <= size_max:  # a larger one is refused before it is read
             yield
             return
         address = request.client.host if request.client else ""

@@ -31,15 +31,15 @@ def service(request: Request) -> Service:
     return cast(Service, found)
 
 
-async def read_json(request: Request, *, optional: bool = False) -> Any:
+async def read_json(request: Request, *, optional: bool = False, size_max: int = limits.CONTROL_BODY_BYTES_MAX) -> Any:
     """Return the body, sent as JSON or msgpack, as plain JSON values; if `optional`, no body is an empty object.
 
     Raises RequestError (`malformed`, `too_large`, `unsupported_media_type`), Unavailable (`too_many_requests`,
     `queue_full`).
     """
     large_bodies = service(request).large_bodies
-    with large_bodies.reading(request):
-        raw, parse = await negotiate.read_encoded(request, limits.CONTROL_BODY_BYTES_MAX, optional=optional)
+    with large_bodies.reading(request, size_max):
+        raw, parse = await negotiate.read_encoded(request, size_max, optional=optional)
         return await large_bodies.parsed(raw, lambda body: _plain(parse(body)))
 
 
@@ -67,9 +67,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-async def read(request: Request, kind: type[B]) -> B:
+async def read(request: Request, kind: type[B], size_max: int = limits.CONTROL_BODY_BYTES_MAX) -> B:
     """Return the body, validated as `kind`."""
-    return bodies.check(kind, await read_json(request))
+    return bodies.check(kind, await read_json(request, size_max=size_max))
 
 
 async def read_optional(request: Request, kind: type[B]) -> B:

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from math import inf
 from time import monotonic
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from paramserver import __version__
 from paramserver.core.heartbeat_rows import LostRow
 from paramserver.core.shard.effects import AskWorker
 from paramserver.core.shard.events import CommitDecided, MapChanged, ModelGone, ModelView, RosterChanged, WorkerAnswered
-from paramserver.errors import FencedError, NotFoundError, PsError, problem
+from paramserver.errors import AuthError, FencedError, NotFoundError, PsError, RequestError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S
 from paramserver.types import ModelKey
 from paramserver_node.race import race
@@ -37,6 +38,7 @@ from paramserver_shard.telemetry import Telemetry
 log = logging.getLogger("paramserver.shard")
 
 LOG_INTERVAL_S: Final = 60.0
+REFUSAL_LOG_INTERVAL_S: Final = 5.0
 FENCE_S: Final = 1.5
 """Timeout of the fence key, unless it was just exceeded: if the network has lost the connection, the next one answers
 before the shard may no longer serve (`SERVE_WITHOUT_CONTACT_S`)."""
@@ -81,8 +83,9 @@ class Membership:
         """Whether this process was fenced before, so that its current membership is a rejoin."""
         self._join_error, self._join_error_logged_at = "", 0.0
         """Error code of the last failed join, and when it was logged."""
-        self._unheard, self._unheard_logged_at = False, float("-inf")
+        self._unheard, self._unheard_logged_at = False, -inf
         """Whether it was logged that nothing is heard from a scheduler, and still is not; when it was logged last."""
+        self._refusal_logged_at = -inf
 
     def unready(self) -> str:
         """Return why this shard is not ready, or an empty string if it is. Does not query Redis."""
@@ -198,7 +201,7 @@ class Membership:
                 await asyncio.sleep(RETRY_S)
                 continue
             except PsError as error:
-                log.debug("heartbeat failed: %s", error)
+                self._log_failed_heartbeat(error)
                 await asyncio.sleep(RETRY_S)
                 continue
             self.serving.confirm(scheduler_at=sent_at)  # confirmed as of the time the request was sent
@@ -207,6 +210,15 @@ class Membership:
                     await self._kick.wait()
             except TimeoutError:
                 pass
+
+    def _log_failed_heartbeat(self, error: PsError) -> None:
+        """Log an error if all repetitions will fail like this one: within its lease, the shard is taken for dead."""
+        if not isinstance(error, RequestError | AuthError):
+            log.debug("heartbeat failed: %s", error)
+        elif monotonic() - self._refusal_logged_at > REFUSAL_LOG_INTERVAL_S:
+            self._refusal_logged_at = monotonic()
+            held = sum(1 for _ in self._runtime.core.partitions())
+            log.error("the scheduler refuses the heartbeats of this shard, with %d partitions: %s", held, error)
 
     def _heartbeat(self) -> dict[str, Any]:
         core = self._runtime.core

@@ -19,6 +19,8 @@ JSON_BODY_BYTES_MAX: Final = 8 * MIB
 """Largest JSON body of the name-level routes; parsing it blocks the event loop."""
 CONTROL_BODY_BYTES_MAX: Final = 4 * MIB
 """Largest body of a control route (models, workers, runs, ...)."""
+SHARD_HEARTBEAT_BYTES_MAX: Final = 16 * MIB
+"""Largest heartbeat of a shard: of 150,000 partitions or more, beyond what a leader can check every second."""
 CONTROL_BODIES_BYTES_MAX: Final = 256 * MIB
 """Bytes of large bodies of control routes that one scheduler reads at once; half of that per client address."""
 PAGE_BYTES_MAX: Final = 4 * MIB
@@ -170,6 +172,8 @@ METRIC_POINTS_STORED: Final = 500
 """Newest points of each series that survive a restart of the scheduler."""
 METRICS_STORE_INTERVAL_S: Final = 10.0
 METRIC_NAMES_MAX: Final = 64
+METRIC_POINTS_AT_ONCE_MAX: Final = 64
+"""Clocks whose metrics one heartbeat reports."""
 TASKS_PER_DATASET_MAX: Final = 100_000
 TASKS_MAX: Final = 1_000_000
 """Ranges of all datasets of all models: 130 MB in the scheduler, created by requests of only 60 bytes each."""

@@ -57,9 +57,8 @@ class Node:
             self.epoch += 1
             return ok(self.joined(), 201)
         if path.startswith("/models/m/workers/"):
-            return ok(
-                {"state": "active", "clock": self.clock, "min_clock": 0, "timeline": self.timeline, "evaluate": False}
-            )
+            told = {"state": "active", "clock": self.clock, "min_clock": 0, "timeline": self.timeline}
+            return ok({**told, "evaluate": False, "mode": self.mode})
         if path == "/models/m/clock":
             return ok(
                 {

@@ -25,12 +25,12 @@ def test_what_a_cancelled_heartbeat_had_to_say_is_said_by_the_next_one() -> None
     An asyncio worker that leaves cancels the heartbeat in flight.
     """
     node, session = joined()
-    session.reports.note(7, {"loss": 0.25})
+    session.reports.note(0, 7, {"loss": 0.25})
     beating = session.beat(deadline())
     next(beating)
     beating.close()
     drive(session.leave(deadline()), node)
-    assert {"loss": 0.25} in [body.get("metrics") for body in node.bodies(BEAT) if body]
+    assert [[7, {"loss": 0.25}]] in [body.get("metrics") for body in node.bodies(BEAT) if body]
 
 
 def test_a_gradient_is_dropped_that_a_rollback_overtakes_while_a_number_is_waited_for() -> None:
@@ -137,8 +137,8 @@ def test_async_steps_never_ask_the_scheduler() -> None:
     drive(session.beat(deadline()), node)
 
     (beat,) = node.bodies(BEAT)
-    assert (beat["clock"], beat["metrics"]) == (9, {"loss": 1.0 / 9})
-    assert [b["clock"] for b in node.bodies("/models/m/metrics")] == [2, 5]
+    assert (beat["clock"], beat["metrics"]) == (9, [[clock, {"loss": 1.0 / (clock + 1)}] for clock in (2, 5, 8)])
+    assert node.bodies("/models/m/metrics") == []
 
 
 def test_a_rollback_drops_the_gradient_and_resets_the_clock() -> None:
@@ -251,6 +251,31 @@ def test_the_first_worker_is_whom_the_scheduler_says() -> None:
     node.script["/models/m/workers"] = [ok({**node.joined(), "rank": 0}, 201)]
     drive(session.beat(deadline()), node)
     assert (session.rank, session.first) == (0, True)
+
+
+def test_heartbeats_tell_the_mode() -> None:
+    """A worker fetches the model's document, a long one, only if a heartbeat's answer names another mode than it knows.
+
+    And once a minute: nobody else tells a client whose requests are passed on that shards can be reached directly.
+    """
+    now = Now()
+    node, session = joined("sync")
+    drive(session.join(Deadline.after(30.0, now)), node)
+    fetched = len(node.bodies("/models/m"))
+
+    def beat() -> int:
+        drive(session.beat(Deadline.after(30.0, now)), node)
+        return len(node.bodies("/models/m")) - fetched
+
+    for _ in range(59):
+        now.s += 1.0
+        assert beat() == 0
+    node.mode = "async"
+    assert (beat(), session.mode) == (1, "async")
+    now.s += 59.0
+    assert beat() == 1
+    now.s += 1.0
+    assert beat() == 2
 
 
 def test_a_join_is_sent_again_as_it_was() -> None:

@@ -1,6 +1,7 @@
 """The bound on open event streams, and what each costs the scheduler."""
 
 import asyncio
+import json
 from collections import Counter
 from typing import Any
 
@@ -16,8 +17,14 @@ from paramserver_scheduler.store import StateStore
 from .leading import leading
 
 
-async def events(app: ASGIApp, begun: "asyncio.Future[int]") -> None:
-    """Read an event stream for ever; `begun` gets the status of the answer."""
+async def events(
+    app: ASGIApp,
+    begun: "asyncio.Future[int]",
+    path: str = "/events",
+    query: bytes = b"",
+    lines: list[bytes] | None = None,
+) -> None:
+    """Read a feed for ever; `begun` gets the status of the answer, and `lines` what comes."""
 
     async def receive() -> Message:
         await asyncio.Event().wait()
@@ -26,8 +33,10 @@ async def events(app: ASGIApp, begun: "asyncio.Future[int]") -> None:
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
             begun.set_result(message["status"])
+        elif lines is not None:
+            lines.append(message["body"])
 
-    scope = {"type": "http", "http_version": "1.1", "method": "GET", "path": "/events", "query_string": b""}
+    scope = {"type": "http", "http_version": "1.1", "method": "GET", "path": path, "query_string": query}
     await app({**scope, "headers": []}, receive, send)
 
 
@@ -81,6 +90,41 @@ async def test_streams_that_begin_with_the_same_state_share_it(monkeypatch: pyte
         await asyncio.gather(*streams, return_exceptions=True)
         assert await opened() == 3
     streams[-1].cancel()
+
+
+async def test_feeds_of_shards_that_begin_with_the_same_state_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When leaders change all shards ask for the state: it is collected and encoded once, and not for a dead one.
+
+    Nor is it shared once its term is that of a leader of before.
+    """
+
+    async def written(*_: Any) -> None:
+        pass
+
+    runtime, _, app = leading()
+    monkeypatch.setattr(StateStore, "write", written)
+    streams = [asyncio.ensure_future(runtime.run())]
+
+    async def opened(query: str) -> tuple[int, list[bytes]]:
+        status, lines = asyncio.get_running_loop().create_future(), list[bytes]()
+        streams.append(asyncio.ensure_future(events(app, status, "/internal/feed", query.encode(), lines)))
+        code = await status
+        while code == 200 and b'{"type":"ping"}\n' not in lines:
+            await asyncio.sleep(0)
+        return code, lines
+
+    for name in "ab":
+        runtime.send(io.JoinShard(0, name, [f"http://{name}:1"]))
+    async with asyncio.timeout(20):
+        (_, first), (_, second) = [await opened(f"shard={name}&epoch=1") for name in "ab"]
+        assert [json.loads(found)["type"] for found in first] == ["map", "ping"]
+        assert [id(found) for found in second] == [id(found) for found in first]
+        assert [(await opened(query))[0] for query in ("shard=a&epoch=2", "shard=c&epoch=1")] == [409, 404]
+        runtime.core.handle(io.RedisEmptied(2), 0.0)
+        assert json.loads((await opened("shard=a&epoch=1"))[1][0])["term"] == 2
+    for task in streams:
+        task.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
 
 
 async def test_an_event_is_encoded_once_for_all_streams_without_the_upload_token() -> None:

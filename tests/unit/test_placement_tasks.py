@@ -113,6 +113,46 @@ def test_static_ranges_belong_to_positions() -> None:
     assert [data.lease("b", 1, 0, 1)["index"] for _ in range(3)] == [0, 2, 4]  # type: ignore[index]
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 12), st.sampled_from(["dynamic", "static"]), st.integers(0, 1 << 32))
+def test_the_range_that_is_leased_is_the_first_free_one(tasks: int, assignment: str, seed: int) -> None:
+    """However many workers there are when it asks, a worker gets the first range that is free for it, if any is."""
+    data = Dataset(DatasetSpec.check("d", tasks, 1, None, None, assignment, 1))
+    random = Random(seed)
+    for _ in range(60):
+        workers = random.randint(1, 3)
+        position, action = random.randrange(workers), random.random()
+        if action < 0.2:
+            data.release(str(position), 1)
+        elif action < 0.4 and data.leases:
+            data.finish(*random.choice(list(data.leases)))
+        elif not data.finished:
+            own = range(position, tasks, workers) if assignment == "static" else range(tasks)
+            free = [i for i in own if i not in data.done[0] and (0, i) not in data.leases]
+            task = data.lease(str(position), 1, position, workers)
+            assert (task and task["index"]) == (free[0] if free else None)
+
+
+@pytest.mark.parametrize("assignment", ["dynamic", "static"])
+def test_ranges_that_are_not_free_are_looked_at_once(assignment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that waits asks again at each event: what is leased or done is not gone through again."""
+    looked: list[int] = []
+
+    class Looked(dict[tuple[int, int], tuple[str, int]]):
+        def __contains__(self, key: object) -> bool:
+            looked.append(1)
+            return super().__contains__(key)
+
+    data = Dataset(DatasetSpec.check("d", 1000, 1, None, None, assignment, 1), leases=Looked())
+    own = range(1, 1000, 10) if assignment == "static" else range(1000)
+    assert [data.lease("b", 1, 1, 10)["index"] for _ in own] == [*own]  # type: ignore[index]
+    assert len(looked) < 3 * len(own)
+    assert data.lease("b", 1, 1, 10) is None
+    looked.clear()
+    assert data.lease("b", 1, 1, 10) is None
+    assert not looked
+
+
 def test_passes_without_end_overlap_by_one() -> None:
     """Without a limit of passes, the second begins during the first, and the third once the first is done."""
     data = Dataset(DatasetSpec.check("d", 2, 1, None, None, "dynamic", None))

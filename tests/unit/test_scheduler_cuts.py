@@ -1,4 +1,4 @@
-"""Cuts in the scheduler's core: which clocks become cuts, and what shards are told."""
+"""Cuts in the scheduler's core: which clocks become cuts, and what shards are told of them and of commits."""
 
 from typing import Any
 
@@ -352,3 +352,32 @@ def test_a_partition_that_lacks_commits_which_are_gone_takes_the_model_back(cut:
 
     assert d.document()["timeline"] == 1
     assert d.document()["clock"] == (newest if cut else 101)
+
+
+def test_an_update_of_a_model_repeats_the_commits_that_a_partition_may_lack() -> None:
+    """Commits that all partitions have taken are only in a new feed's document, and in one of a model that leaves sync.
+
+    A new leader does not know what they have taken until it has heard of them all.
+    """
+    d = Driver.with_model(**SYNC)
+    a = d.join("a")
+
+    def listed(patch: Any) -> list[int]:
+        d.ask(lambda n: io.PatchModel(n, "m", patch))
+        return [c["t"] for c in d.document()["commits"]]
+
+    for clock in (1, 2, 3):
+        d.clock(a, clock)
+    assert listed({"optimizer": {"lr": 0.5}}) == [0, 1, 2]
+    d.beat("s0")
+    assert listed({"optimizer": {"lr": 0.25}}) == [0, 1, 2]
+    d.beat("s1")
+    d.clock(a, 4)
+    assert listed({"optimizer": {"lr": 0.125}}) == [3]
+    assert [c["t"] for c in d.ask(lambda n: io.OpenFeed(n))["documents"][1]["commits"]] == [0, 1, 2, 3]
+
+    d.restart()
+    assert listed({"optimizer": {"lr": 0.5}}) == [0, 1, 2, 3]
+    d.beats()
+    assert listed({"optimizer": {"lr": 0.25}}) == []
+    assert listed({"consistency": {"mode": "async"}}) == [0, 1, 2, 3]

@@ -1,12 +1,14 @@
 """What the scheduler's core keeps of the metrics that workers report."""
 
+from typing import Any
+
 import pytest
 from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core.scheduler import io
 
-from .scheduling import EPOCH_S, Driver
+from .scheduling import EPOCH_S, Driver, beyond_its_cut
 
 
 def test_metrics_are_known_after_a_restart() -> None:
@@ -59,6 +61,39 @@ def test_a_worker_that_left_with_no_number_is_forgotten_when_others_have_numbers
     d.wait(20.0)
     d.ask(lambda n: io.ReportMetrics(n, "m", {"loss": 0.4}, "m/b", 2))
     assert d.core.read.not_finite("m") == {}
+
+
+def test_metrics_of_before_a_rollback_do_not_count() -> None:
+    """What says by its timeline that it was measured of values that are gone is not taken for the model's newest."""
+    d, a = beyond_its_cut()
+    d.shard("s1")  # a restart: what it had in memory is lost
+    assert d.core.read.model("m")["timeline"] == 1
+
+    def report(value: float, timeline: int | None) -> int:
+        doc = d.ask(lambda n: io.ReportMetrics(n, "m", {"accuracy": value}, a["worker"], 1, timeline))
+        return int(doc["accepted"])
+
+    assert [report(0.9, 0), report(0.1, 1), report(0.2, None)] == [0, 1, 1]
+    assert [p[3] for p in d.core.read.metric("m", "accuracy")["points"]] == [0.1, 0.2]
+    assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"accuracy": 0.2}
+
+
+def test_a_heartbeat_reports_the_metrics_of_several_clocks() -> None:
+    """They are points of their clocks, in order; an object of metrics is of the clock that the worker is at."""
+    d = Driver.with_model()
+    a = d.join("a")
+
+    def beat(metrics: Any) -> None:
+        d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], 1, 3, metrics=metrics))
+
+    beat([[1, {"loss": 0.3}], [2, {"loss": None, "accuracy": 0.8}]])
+    assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"loss": None, "accuracy": 0.8}
+    beat({"loss": 0.1})
+    assert [p[1:] for p in d.core.read.metric("m", "loss")["points"]] == [[1, "m/a", 0.3], [3, "m/a", 0.1]]
+    assert [p[1:] for p in d.core.read.metric("m", "accuracy")["points"]] == [[2, "m/a", 0.8]]
+    for wrong in ([[1]], [[-1, {}]], [["1", {}]], [1], [[1, {"loss": "low"}]], [[1, {}]] * 65, "loss"):
+        with refused_with("invalid_field", match="metrics"):
+            beat(wrong)
 
 
 def test_metrics_are_not_stored_while_redis_is_away() -> None:

@@ -35,6 +35,15 @@ def test_a_heartbeat_that_says_something_wrong_is_a_sign_of_life(wrong: dict[str
     assert d.core.read.worker("m", a["worker"], d.now)["alive"]
 
 
+def test_a_heartbeat_is_told_the_mode() -> None:
+    """The answer to a heartbeat names the mode, which may have been changed, so that workers need not ask for it."""
+    d = Driver.with_model()
+    a = d.join("a")
+    assert beat(d, a)["mode"] == "async"
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "ssp"}}))
+    assert beat(d, a)["mode"] == "ssp"
+
+
 def test_a_worker_is_told_whether_its_rank_is_the_lowest() -> None:
     """The live worker of the lowest rank is the first one; if it leaves or dies, the next one learns it."""
     d = Driver.with_model()

@@ -1,4 +1,4 @@
-"""A shard's requests to the schedulers: a fault of the network costs it one wait, not one for each scheduler."""
+"""A shard's requests to the schedulers: what a fault of the network costs it, and what it logs of a refusal."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from tests.servers import free_port
 
+from paramserver.errors import problem
 from paramserver.net.aio_connection import RESTED_S
 from paramserver.net.credentials import Credentials
 from paramserver_node.server import serve_tcp
@@ -85,3 +86,37 @@ async def test_a_shard_that_hears_of_no_scheduler_warns_once_a_minute(
 
     assert f"127.0.0.1:{port}" in first
     assert (len(caplog.records), last) == (3, f"http://127.0.0.1:{port} is followed again")
+
+
+@pytest.mark.parametrize(("answer", "level"), [("too_large", "ERROR"), ("forbidden", "ERROR"), ("no_leader", "DEBUG")])
+async def test_a_heartbeat_that_will_always_be_refused_is_an_error_in_the_log(
+    answer: str, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and not at each repetition: within its lease the shard is taken for dead, and nobody knows why."""
+    caplog.set_level("DEBUG", "paramserver.shard")
+    monkeypatch.setattr(membership_module, "RETRY_S", 0.0)
+    again = asyncio.Event()
+
+    async def request(*_: Any) -> Any:
+        if link.asked == 3:
+            again.set()
+        link.asked += 1
+        raise problem(answer, "as the test says")
+
+    link = Mock(request=request, asked=0)
+    core: Any = Mock(partitions=lambda: [1, 2], cuts=list, released=list)
+    storage = Mock(degraded="", redis_away=False)
+    runtime: Any = Mock(core=core, lost={}, storage=storage, loads=Mock(rates=list))
+    others: list[Any] = [Mock() for _ in range(3)]
+    shard = membership_module.Membership("s", [], link, Mock(), Mock(), runtime, *others)
+    async with asyncio.timeout(20):
+        beating = asyncio.ensure_future(shard._heartbeats())
+        await again.wait()
+        beating.cancel()
+        await asyncio.wait({beating})
+
+    assert {r.levelname for r in caplog.records} == {level}
+    if level == "ERROR":
+        (told,) = [r.getMessage() for r in caplog.records]
+        assert "with 2 partitions: " in told
+        assert "as the test says" in told

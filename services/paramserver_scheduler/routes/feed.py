@@ -79,8 +79,12 @@ async def open_feed(
 
     Raises FencedError if the shard is dead, Unavailable (`too_many_requests`) if too many `public` ones are open.
     """
-    if public and runtime.hub.state is not None:
-        return runtime.hub.subscribe(runtime.hub.state, public=True)
+    state, read = runtime.hub.state, runtime.core.read
+    # All shards ask at once when leaders change.  (A new term, which a shard demands, need not have been published.)
+    if state is not None and state[0].document["term"] == read.term:
+        if shard is not None:
+            read.check_shard(shard, epoch or 0)
+        return runtime.hub.subscribe(state, public=public)
     opened: list[Feed] = []
 
     def subscribe(answer: Answer) -> None:

@@ -2,14 +2,15 @@
 
 import re
 import secrets
+from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Final
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 
 from paramserver.core.scheduler import io
-from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
 from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
@@ -18,7 +19,9 @@ from paramserver_scheduler.requests import PAGED, page, read_json, reply, reques
 
 router = APIRouter(tags=["models"])
 
-SPECS_KEPT_MAX: Final = 16
+TEXTS_KEPT_MAX: Final = 16
+LINE_KEPT_S: Final = 50e-6
+"""How long the text of a model's partitions is kept, for each of them: 20 times as long as it takes to make it."""
 TOKEN_CHARS: Final = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
 SPEC = {
@@ -106,28 +109,30 @@ LISTED = {
 }
 
 
-class SpecTexts:
-    """Specs in JSON, of the models asked for last.
+class Texts:
+    """One part of the documents, in JSON, of the models asked for last.
 
-    Each worker asks for its model every few seconds, and that of a thousand parameters takes 4 ms to make and encode.
+    When a shard dies, each client asks for its models at once.  The spec of a thousand parameters takes 4 ms to make
+    and encode, and the list of 4,096 partitions 10 ms.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[ModelSpec, bytes]] = {}
-        """By model's name, the one asked for last at the end."""
+        self._kept: dict[str, tuple[object, bytes]] = {}
+        """What each was made of, and the text, by model's name; the one asked for last at the end."""
 
-    def text(self, spec: ModelSpec) -> bytes:
-        """Return the document of a spec in JSON."""
-        kept = self._kept.pop(spec.name, None)
-        if kept is None or kept[0] is not spec:  # every change makes a new object
-            kept = spec, negotiate.json_text(spec.document())
-        self._kept[spec.name] = kept
-        if len(self._kept) > SPECS_KEPT_MAX:
+    def text(self, name: str, state: object, make: Callable[[], object]) -> bytes:
+        """Return what `make` returns, in JSON: the text that there is, if it was made in this state."""
+        kept = self._kept.pop(name, None)
+        if kept is None or (kept[0] is not state and kept[0] != state):
+            kept = state, negotiate.json_text(make())
+        self._kept[name] = kept
+        if len(self._kept) > TEXTS_KEPT_MAX:
             del self._kept[next(iter(self._kept))]
         return kept[1]
 
 
-_SPECS: Final = SpecTexts()
+_SPECS: Final = Texts()
+_PARTITIONS: Final = Texts()
 
 
 @router.post(
@@ -186,10 +191,16 @@ async def list_models(request: Request) -> Response:
 @role("reader")
 async def get_model(request: Request, m: str) -> Response:
     """Return one model: its settings, its versions, and which shard owns each partition."""
-    outline, spec = service(request).read.outline(m)
+    read = service(request).read
+    outline, spec = read.outline(m)
     if negotiate.accepted(request) != negotiate.JSON:
-        return respond(request, {**outline, "spec": spec.document()})
-    whole = b'%b,"spec":%b}' % (negotiate.json_text(outline)[:-1], _SPECS.text(spec))
+        return respond(request, {**outline, "partitions": read.partitions(m), "spec": spec.document()})
+    # Owners are always the present ones, and only versions may be of a moment ago.
+    place = outline["cluster"], outline["generation"], outline["map_epoch"], outline["served"]
+    moment = int(monotonic() / (LINE_KEPT_S * spec.partitions))
+    partitions = _PARTITIONS.text(m, (*place, moment), partial(read.partitions, m))
+    text = _SPECS.text(m, spec, spec.document)
+    whole = b'%b,"partitions":%b,"spec":%b}' % (negotiate.json_text(outline)[:-1], partitions, text)
     return Response(whole, media_type=negotiate.JSON)
 
 

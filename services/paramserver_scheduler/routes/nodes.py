@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
 
-from paramserver import __version__
+from paramserver import __version__, limits
 from paramserver.core.scheduler import io
 from paramserver.errors import PsError, problem
 from paramserver_node.middleware import no_body_deadline
@@ -75,7 +75,7 @@ async def shard_heartbeat(request: Request, name: str) -> Response:
     After 409 `fenced` the shard owns nothing and must join again.  Success and error both contain the leader's `term`:
     a shard ignores the answers of a deposed leader, which may not have noticed that it was replaced.
     """
-    b = await read(request, bodies.ShardHeartbeat)
+    b = await read(request, bodies.ShardHeartbeat, limits.SHARD_HEARTBEAT_BYTES_MAX)
     term = service(request).read.term
     with _in_term(term):
         answer = await ask(request, lambda n: io.ShardHeartbeat(n, name, **vars(b)))

@@ -49,7 +49,15 @@ WORKER = {
     "metrics": {"loss": 0.3},
     "kept": None,
 }
-BEAT = {"state": "active", "min_clock": 5, "timeline": 0, "evaluate": False, "first": True, "state_kept": True}
+BEAT = {
+    "state": "active",
+    "min_clock": 5,
+    "timeline": 0,
+    "evaluate": False,
+    "first": True,
+    "state_kept": True,
+    "mode": "async",
+}
 CLOCK = {
     "released": True,
     "late": False,
@@ -133,7 +141,8 @@ async def heartbeat(request: Request, m: str, w: str) -> Response:
 
     `state` in the answer is what the worker is asked to be: `active`, `draining`, `paused` or `stop`. 409 `fenced`: the
     lease has expired or the name has been joined again, so join again. `state_kept` is false if the `state` in the body
-    may not be stored yet: send it with the next heartbeat, too. 409 `rolled_back`: the model went back to an earlier
+    may not be stored yet: send it with the next heartbeat, too. `metrics` is an object of current values, or a list of
+    `[clock, values]`, oldest first. 409 `rolled_back`: the model went back to an earlier
     state, so continue from the `clock` and `timeline` in the error.
     """
     b = await read(request, bodies.WorkerHeartbeat)

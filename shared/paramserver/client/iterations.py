@@ -113,11 +113,11 @@ class Iterations:
     ) -> Call[Pushed]:
         s, numbers = self._session, numbers_of(metrics)
         yield from s.rejoin_if_torn(deadline)
-        wait_s = self._commit_wait_s(deadline)
+        wait_s, timeline = self._commit_wait_s(deadline), s.timeline
         pushing = s.push(grads, deadline, last=True, commit_wait_s=wait_s, **options)
-        done = yield from self._reporting_divergence(numbers, pushing)
+        done = yield from self._reporting_divergence(timeline, numbers, pushing)
         if done.state != "dropped":
-            s.reports.note(s.clock, numbers)
+            s.reports.note(timeline, s.clock, numbers)
             return (yield from self._finish(deadline, until, done, self._released(done)))
         return done
 
@@ -131,13 +131,13 @@ class Iterations:
         epoch, timeline, clock = self._session.reported
         return clock + 1, epoch, timeline
 
-    def _reporting_divergence(self, numbers: dict[str, float], pushing: Call[T]) -> Call[T]:
+    def _reporting_divergence(self, timeline: int, numbers: dict[str, float], pushing: Call[T]) -> Call[T]:
         """Perform a push; if its gradient is refused as not finite, report the metrics, too: they tell why it ends."""
         try:
             return (yield from pushing)
         except PsError as e:
             if e.code in ("non_finite", "non_finite_result"):
-                self._session.reports.note(self._session.clock, numbers)
+                self._session.reports.note(timeline, self._session.clock, numbers)
             raise
 
     def exchange(
@@ -175,11 +175,11 @@ class Iterations:
         epoch, timeline = s.numbers.epoch, s.timeline
         commit_wait_s = self._commit_wait_s(deadline)
         exchanging = s.exchange(grads, deadline, out=out, view=view, last=True, commit_wait_s=commit_wait_s, **options)
-        found = yield from self._reporting_divergence(numbers, exchanging)
+        found = yield from self._reporting_divergence(timeline, numbers, exchanging)
         done = DROPPED
         if found is not None:
             pushed, values = found
-            s.reports.note(s.clock, numbers)
+            s.reports.note(timeline, s.clock, numbers)
             over = self._released(pushed)
             if not pushed.released and s.mode not in ("ssp", "sync"):  # nobody is waited for
                 over = None, epoch, timeline  # other threads may have raised the clock meanwhile

@@ -31,8 +31,9 @@ from paramserver.net.retry import Backoff, deliver_json
 
 log = logging.getLogger("paramserver")
 
-MAP_AGE_S: Final = 5.0
-"""How often a heartbeat fetches the model's document, in case its mode has changed."""
+MAP_AGE_S: Final = 60.0
+"""How often a heartbeat fetches the model's document though its answer names the same mode: nobody tells a client whose
+requests are passed on that by now a shard could be reached directly."""
 
 
 class Membership:
@@ -57,7 +58,7 @@ class Membership:
         self._joining: Final = Turn()
         self._join_in_doubt = False
         """Whether an attempt to join may have been done without our knowing: a higher epoch may be our own."""
-        self._mode_fetched_at = 0.0
+        self._map_due_s = 0.0
         self._base: Mapping[int, tuple[int, int]] | None = None
         """partition -> (version, incarnation) of the values that gradients are currently computed from."""
         self._min_clock = 0
@@ -111,6 +112,7 @@ class Membership:
         with self._lock:
             self._join_in_doubt = backoff.in_doubt
             self._enter(doc)
+        self._map_due_s = deadline.clock() + MAP_AGE_S
         log.info("worker.joined worker=%s rank=%d clock=%d", self.worker, self.rank, self.clock)
 
     def _introduction(self) -> dict[str, Any]:
@@ -136,6 +138,7 @@ class Membership:
         self.first = bool(doc.get("first", self.rank == 0))
         self.lease_s = float(doc.get("lease_s") or limits.LEASE_S)
         self.timeline = int(doc.get("timeline") or 0)
+        self.reports.begin(self.timeline)
         self.clock = self.since = self._min_clock = int(doc.get("clock") or 0)
 
     def leave(self, deadline: Deadline) -> Call[None]:
@@ -155,7 +158,6 @@ class Membership:
             body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "since": self.since, "timeline": timeline}
         state, points = self.reports.fresh_state(self.worker), self.reports.take()
         try:
-            yield from self.reports.pass_on(self.model, self.worker, points, deadline, but=1)
             doc = yield from self._beat(body, document(state, points), deadline)
         except BaseException as e:  # also if this task is cancelled: the last heartbeat, on leaving, sends the points
             self.reports.put_back(points)
@@ -169,8 +171,8 @@ class Membership:
             self.reports.mark_sent(state)
         self._adopt(doc)
         now = deadline.clock()
-        if now - self._mode_fetched_at > MAP_AGE_S:
-            self._mode_fetched_at = now
+        if doc.get("mode", self.mode) != self.mode or now >= self._map_due_s:
+            self._map_due_s = now + MAP_AGE_S
             yield from self.refresh_mode(deadline)
 
     def _beat(self, body: Mapping[str, Any], fields: dict[str, Any], deadline: Deadline) -> Call[Any]:
@@ -201,13 +203,13 @@ class Membership:
 
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
         """Send metrics now, after those that are queued for the next heartbeat."""
-        values, kept = numbers_of(metrics), self.reports.take()
+        values, timeline, kept = numbers_of(metrics), self.timeline, self.reports.take()
         try:
             yield from self.reports.pass_on(self.model, self.worker, kept, deadline)
         finally:
             self.reports.put_back(kept)
         if values:
-            yield from send(self.model, self.worker, (self.clock, values), deadline)
+            yield from send(self.model, self.worker, (timeline, self.clock, values), deadline)
 
     def ask(
         self,
@@ -253,6 +255,7 @@ class Membership:
                 new = int(error.members.get("timeline") or 0)
                 if new > self.timeline:
                     before, self.timeline = self.clock, new
+                    self.reports.begin(new)
                     self.clock = self.since = self._min_clock = int(error.members.get("clock") or 0)
                     self._base = None
                     # A change to sync takes nothing back, and a restore goes on beyond all earlier clocks.

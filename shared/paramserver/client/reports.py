@@ -24,8 +24,8 @@ POINTS_PER_BEAT: Final = 4
 POINTS_MAX: Final = 16 * POINTS_PER_BEAT
 """Points kept for the next heartbeat; beyond that, every other one is dropped."""
 
-MetricPoint: TypeAlias = tuple[int, dict[str, float]]
-"""(clock at which metrics were reported, metrics)."""
+MetricPoint: TypeAlias = tuple[int, int, dict[str, float]]
+"""(timeline and clock at which metrics were reported, metrics)."""
 
 
 class Reports:
@@ -36,30 +36,38 @@ class Reports:
         """The worker's own JSON values, saved in checkpoints and given to the next worker of this name."""
         self._lock = threading.Lock()
         self._points: list[MetricPoint] = []
+        self._timeline = 0
         self._sent = b""
         self._warned: set[str] = set()
 
-    def note(self, clock: int, values: dict[str, float]) -> None:
-        """Keep metrics for the next heartbeat."""
+    def begin(self, timeline: int) -> None:
+        """Go on in this timeline, and drop the points of others: the values that they were measured of may be gone."""
+        with self._lock:
+            self._timeline = timeline
+            self._points = self._current(self._points)
+
+    def _current(self, points: list[MetricPoint]) -> list[MetricPoint]:
+        return [point for point in points if point[0] == self._timeline]
+
+    def note(self, timeline: int, clock: int, values: dict[str, float]) -> None:
+        """Keep metrics for the next heartbeat, if the timeline that they are of still goes on."""
         if values:
             with self._lock:
-                self._points.append((clock, values))
+                self._points += self._current([(timeline, clock, values)])
                 if len(self._points) > POINTS_MAX:
                     del self._points[::2]
 
     def put_back(self, points: list[MetricPoint]) -> None:
         """Put unsent points back, before those that were added since."""
         with self._lock:
-            self._points[:0] = points
+            self._points[:0] = self._current(points)
 
-    def pass_on(
-        self, model: str, worker: str, points: list[MetricPoint], deadline: Deadline, but: int = 0
-    ) -> Call[None]:
-        """Send `points`, oldest first, except the last `but`; sent and refused points are removed from the list.
+    def pass_on(self, model: str, worker: str, points: list[MetricPoint], deadline: Deadline) -> Call[None]:
+        """Send `points`, oldest first, outside a heartbeat; sent and refused points are removed from the list.
 
         A refusal is only logged, because the code that reported the metrics no longer waits for an answer.
         """
-        while len(points) > but:
+        while points:
             try:
                 yield from send(model, worker, points[0], deadline)
             except PsError as e:
@@ -145,17 +153,17 @@ def measured(found: Any) -> dict[str, float]:
 
 
 def document(state: bytes | None, points: list[MetricPoint]) -> dict[str, Any]:
-    """Return the part of a heartbeat's body with the state and the newest metrics."""
+    """Return the part of a heartbeat's body with the state and the metrics."""
     fields: dict[str, Any] = {}
     if state is not None:
         fields["state"] = json.loads(state)
     if points:
-        fields["metrics"] = in_json(points[-1][1])
+        fields["metrics"] = [[clock, in_json(values)] for _, clock, values in points]
     return fields
 
 
 def send(model: str, worker: str, point: MetricPoint, deadline: Deadline) -> Call[None]:
     """Send the metrics of one clock."""
-    clock, values = point
-    body = {"metrics": in_json(values), "worker": worker, "clock": clock}
+    timeline, clock, values = point
+    body = {"metrics": in_json(values), "worker": worker, "clock": clock, "timeline": timeline}
     yield from deliver_json(json_request("POST", model_path(model, "metrics"), body, timeout_s=ATTEMPT_S), deadline)

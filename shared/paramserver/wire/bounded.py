@@ -140,8 +140,8 @@ def _normalized(value: Any) -> Any:
 def parse_json(buf: Buffer) -> Any:
     """Return the value of a JSON body (RFC 8259 in UTF-8: no NaN or Infinity, no duplicate key, no lone surrogate).
 
-    Integers beyond 64 bits become floats.  Bodies above `limits.CONTROL_BODY_BYTES_MAX` hold tensors, whose reader
-    checks every number itself; there such integers and infinities (1e999) are passed through.
+    Integers beyond 64 bits become floats.  Bodies above `limits.CONTROL_BODY_BYTES_MAX` hold tensors or a heartbeat of
+    a shard, whose readers check every number; there such integers and infinities (1e999) are passed through.
     Raises RequestError: `malformed`, `too_large` when nested deeper than `limits.JSON_DEPTH_MAX`, or `non_finite`.
     """
     text = bytes(buf)

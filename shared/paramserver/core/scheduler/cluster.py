@@ -410,10 +410,10 @@ class Cluster:
 
     def public(self, model: Model) -> dict[str, Any]:
         """The model's public document."""
-        return {**self.outline(model), "spec": model.spec.document()}
+        return {**self.outline(model), "partitions": model.partition_lines(), "spec": model.spec.document()}
 
     def outline(self, model: Model) -> dict[str, Any]:
-        """The model's public document without its spec."""
+        """The model's public document without its partitions and its spec."""
         return {**model.outline(self.map_epoch, self.addresses()), "cluster": self.id}
 
     def model_document(self, model: Model, all_commits: bool = False) -> dict[str, Any]:

@@ -32,7 +32,7 @@ COMMITS_KEPT: Final = 4096
 COMMIT_KEPT_S: Final = 30.0
 """At `applied`, younger commits are kept though no partition needs them: they tell which clocks none has listed."""
 COMMITS_PUBLISHED: Final = 64
-"""Newest commits repeated in each update of a model's feed document.
+"""Newest commits repeated in each update of a model's feed document, except those that all partitions have taken.
 
 All that are kept are in that of a new feed, which a shard asks for if it lacks any, and in those of a model that leaves
 sync, as a partition that lacks one then asks for none.
@@ -396,7 +396,8 @@ class Model:
         """Feed document of type `model`."""
         kept = [c for _, c in self.commits]
         if not all_commits and not self.ending_sync:
-            kept = kept[-COMMITS_PUBLISHED:]
+            needed = min(o.commits_from for o in self.owners)
+            kept = [c for c in kept[-COMMITS_PUBLISHED:] if c.t >= needed]
         upload = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
         return {
             "type": "model",
@@ -469,7 +470,7 @@ class Model:
         }
 
     def outline(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        """Body of `GET /models/{m}`, without the spec."""
+        """Body of `GET /models/{m}`, without the spec and the partitions."""
         return {
             "name": self.name,
             "generation": self.generation,
@@ -487,7 +488,6 @@ class Model:
             "created_s": self.unix_s,
             "bounds": list(self.layout.bounds),
             "map_epoch": map_epoch,
-            "partitions": self.partition_lines(),
             "shards": {
                 s: {"addresses": list(addresses[s])}
                 for s in sorted({o.shard for o in self.owners if o.shard})

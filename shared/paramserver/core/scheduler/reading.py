@@ -53,6 +53,10 @@ class Reading:
             raise problem("unknown_node", f"no shard {name!r:.80}")
         return self._c.shard_line(found, now)
 
+    def check_shard(self, name: str, epoch: int) -> None:
+        """Raise FencedError if that incarnation of a shard is dead; NotFoundError if it never joined."""
+        self._c.joined_shard(name, epoch)
+
     def missing_after_loss(self) -> tuple[int, int] | None:
         """(needed, free) bytes of the shard that the others have the least memory to take the place of.
 
@@ -76,9 +80,13 @@ class Reading:
         return self._c.public(self._c.model(name))
 
     def outline(self, name: str) -> tuple[dict[str, Any], ModelSpec]:
-        """The full document without `spec`, and what that is made of."""
+        """The full document without `partitions` and `spec`, and what `spec` is made of."""
         model = self._c.model(name)
         return self._c.outline(model), model.spec
+
+    def partitions(self, name: str) -> list[dict[str, Any]]:
+        """The `partitions` of the full document."""
+        return self._c.model(name).partition_lines()
 
     def key(self, name: str) -> ModelKey:
         """The present creation of a model."""

@@ -6,7 +6,7 @@ from math import isfinite, nan
 from typing import Any, Final, Self
 
 from paramserver import limits
-from paramserver.core.fields import finite
+from paramserver.core.fields import INTEGER_MAX, finite, is_integer
 from paramserver.errors import problem
 
 
@@ -33,6 +33,25 @@ def check_metrics(metrics: Any) -> dict[str, float]:
         if not diverged and not (finite(value) and abs(value) <= 1e300):
             raise problem("invalid_field", f"metrics.{name}: must be a number", where=f"metrics.{name}")
     return {str(k): nan if v is None else float(v) for k, v in metrics.items()}
+
+
+def check_points(reported: Any) -> list[tuple[int | None, dict[str, float]]]:
+    """Return what a heartbeat reports as (clock, metrics), oldest first; raises like `check_metrics`.
+
+    It is a list of [clock, metrics], or an object of metrics of the worker's present clock, which is None here.
+    """
+    if not isinstance(reported, list):
+        metrics = check_metrics(reported)
+        return [(None, metrics)] if metrics else []
+    points: list[tuple[int | None, dict[str, float]]] = []
+    for point in reported[: limits.METRIC_POINTS_AT_ONCE_MAX + 1]:
+        if not (isinstance(point, list) and len(point) == 2 and is_integer(point[0], 0, INTEGER_MAX - 1)):
+            raise problem("invalid_field", "metrics: must be an object, or a list of [clock, object]", where="metrics")
+        points.append((point[0], check_metrics(point[1])))
+    if len(points) > limits.METRIC_POINTS_AT_ONCE_MAX:
+        most = f"metrics: at most {limits.METRIC_POINTS_AT_ONCE_MAX} clocks at once"
+        raise problem("invalid_field", most, where="metrics")
+    return points
 
 
 def in_json(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -1,6 +1,8 @@
 """Data and evaluation tasks: registered, leased to workers, done, and leased again when a worker is gone."""
 
+from bisect import bisect_left
 from collections.abc import Collection
+from operator import attrgetter
 from typing import Any, Final
 
 from paramserver import limits
@@ -123,7 +125,7 @@ class TaskDesk:
             self.c.save_clock(model)
             return evaluation.task()
         live, found = model.roster.live(), model.datasets[dataset]
-        task = found.lease(*holder, live.index(worker) if found.static else 0, len(live))
+        task = found.lease(*holder, bisect_left(live, worker.rank, key=attrgetter("rank")), len(live))
         if task is not None:
             self.c.save_dataset(model, dataset)
         return task

@@ -165,8 +165,10 @@ class Dataset:
     """Indexes done in each open pass."""
     leases: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     """(pass, index) -> (worker, epoch)."""
-    cursor: dict[int, int] = field(default_factory=dict)
-    """dynamic: no range of that pass below this index is free."""
+    cursor: dict[int, dict[int, int]] = field(default_factory=dict)
+    """pass -> worker's position -> index below which no range of that pass is free for it."""
+    workers: int = 1
+    """Number of workers among whom `cursor` divides the ranges; dynamic: one, as each range is for everyone."""
 
     @property
     def finished(self) -> bool:
@@ -178,24 +180,28 @@ class Dataset:
         """Whether a range is for one worker alone."""
         return self.spec.assignment == "static"
 
-    def _free(self, number: int, position: int, workers: int) -> int | None:
-        static = self.static
-        first = 0 if static else self.cursor.get(number, 0)
-        for i in self.done[number].missing(first, len(self.spec.ranges)):
-            if (number, i) not in self.leases and (not static or i % workers == position):
-                if not static:
-                    self.cursor[number] = i
-                return i
-        return None
+    def _free(self, number: int, position: int) -> int | None:
+        done, cursor, end = self.done[number], self.cursor.setdefault(number, {}), len(self.spec.ranges)
+        first = cursor.get(position, position)
+        own = range(first, end, self.workers)
+        missing = done.missing(first, end) if self.workers == 1 else (i for i in own if i not in done)
+        found = next((i for i in missing if (number, i) not in self.leases), None)
+        cursor[position] = end if found is None else found
+        return found
 
     def lease(self, worker: str, epoch: int, position: int, workers: int) -> dict[str, Any] | None:
         """Lease the next range to the worker; None if it has none for now.
 
         `position`: if `static`, the worker's among the live ranks.
         """
+        if not self.static:
+            position, workers = 0, 1
+        if workers != self.workers:
+            self.workers = workers
+            self.cursor.clear()
         while True:
             for number in range(self.complete, self.opened):
-                index = self._free(number, position, workers)
+                index = self._free(number, position)
                 if index is not None:
                     self.leases[number, index] = (worker, epoch)
                     return self.task(number, index)
@@ -240,7 +246,8 @@ class Dataset:
         held = [k for k, v in self.leases.items() if v == (worker, epoch) and self._id(*k) not in holding]
         for number, index in held:
             del self.leases[number, index]
-            self.cursor[number] = min(self.cursor.get(number, 0), index)
+            cursor, position = self.cursor.get(number, {}), index % self.workers
+            cursor[position] = min(cursor.get(position, position), index)
         return bool(held)
 
     def progress(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from paramserver.core.scheduler.io import (
 from paramserver.core.scheduler.membership import JOIN_FIRST, Worker, expired
 from paramserver.core.scheduler.models import Model
 from paramserver.core.scheduler.run_desk import RunDesk
-from paramserver.core.scheduler.series import check_metrics
+from paramserver.core.scheduler.series import check_metrics, check_points
 from paramserver.core.scheduler.waiter import Waiter, not_a_member
 from paramserver.core.settings import model_settings_document
 from paramserver.errors import PsError, problem, validating
@@ -184,7 +184,7 @@ class WorkerDesk:
         model = self.c.model(e.model)
         worker = self.renew_lease(model, e.worker, e.epoch, now)  # it is alive, even if the rest is invalid
         with validating():
-            metrics = check_metrics(e.metrics)
+            points = check_points(e.metrics)
             check_document(e.state, "state")
             if e.state is not None and e.state != worker.state:
                 self.c.make_room(size_of(e.state) - worker.state_size)
@@ -197,8 +197,9 @@ class WorkerDesk:
         if e.state is not None and e.state != worker.state:
             worker.keep(e.state)
             self.c.save_worker(model, worker)
-        self.note(model, worker.name, worker.done, metrics, now)
-        worker.note(metrics)
+        for clock, metrics in points:
+            self.note(model, worker.name, worker.done if clock is None else clock, metrics, now)
+            worker.note(metrics)
         asked = self.state(model, worker)
         if asked == "stop" and self.c.storage_away:
             asked = "paused"  # the end of its run may not be stored, and a heartbeat must be answered all the same
@@ -209,6 +210,7 @@ class WorkerDesk:
             "evaluate": model.awaits_evaluation,
             "first": model.roster.live()[0] is worker,
             "state_kept": kept,
+            "mode": model.spec.consistency.mode,
         }
         # Redis may hang, and that be known only later: the state, or the end of the run, may still be on its way to it.
         waits = asked == "stop" or (e.state is not None and kept)
@@ -253,6 +255,8 @@ class WorkerDesk:
             metrics = check_metrics(e.metrics)
         if e.clock is not None:
             _count(e.clock, "clock")
+        if e.timeline not in (None, model.timeline):
+            metrics = {}  # of values that may be gone
         name = e.worker if e.worker in model.roster.workers else ""
         worker = model.roster.workers.get(name)
         if worker is not None and worker.alive:

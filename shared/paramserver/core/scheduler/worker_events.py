@@ -31,7 +31,7 @@ class JoinWorker(Struct, frozen=True):
 class WorkerHeartbeat(Struct, frozen=True):
     """PUT /models/{m}/workers/{w}.
 
-    Answer {"state":"active"|"draining"|"paused"|"stop","min_clock","timeline","evaluate","first","state_kept"}:
+    Answer {"state":"active"|"draining"|"paused"|"stop","min_clock","timeline","evaluate","first","state_kept","mode"}:
     `evaluate` says that an evaluation task is waiting, `first` is as in the answer to a join, and `state_kept` is false
     if the state may not be stored yet, because it is new or nothing can be stored: it is to be sent again.  `stop` is
     told once the end of the run is stored; while nothing can be stored, it is `paused`.  Errors: 409 `fenced`, or
@@ -45,7 +45,8 @@ class WorkerHeartbeat(Struct, frozen=True):
     clock: int | None = None
     timeline: int | None = None
     """None: a plain client; one 409 tells it of a rollback, and from then on it is assumed to know."""
-    metrics: Json = field(default_factory=dict)
+    metrics: Any = field(default_factory=dict)
+    """Of the present clock, or a list of [clock, metrics], oldest first."""
     state: Any = None
     """Anything the worker wants kept with checkpoints (its iterator, its random state); None: unchanged."""
     since: int | None = None
@@ -120,6 +121,8 @@ class ReportMetrics(Struct, frozen=True):
     metrics: Json
     worker: str | None = None
     clock: int | None = None
+    timeline: int | None = None
+    """The one that they were measured in; they do not count in another.  None: the model's."""
 
 
 class RegisterDataset(Struct, frozen=True):
