@@ -439,35 +439,6 @@ class Model:
             for i, o in enumerate(self.owners)
         ]
 
-    def durable_behind_s(self, now: float) -> float:
-        """For how long the partition that has waited longest has had something to store, and stored nothing more.
-
-        What a restore sets is stored, or in sync part of a cut, only once it has ended.
-        """
-        if not self.ready or self.restoring:
-            return 0.0
-        served = (o for o in self.owners if o.from_version is not None)
-        waiting = (o for o in served if o.version > o.durable_version)
-        return max((now - o.stored_s for o in waiting), default=0.0)
-
-    def summary(self) -> dict[str, Any]:
-        """One entry of `GET /models`: the public document without spec and partitions."""
-        return {
-            "name": self.name,
-            "generation": self.generation,
-            "revision": self.revision,
-            "timeline": self.timeline,
-            "clock": self.gate.first_clock,
-            "version": self.version,
-            "state": "ready" if self.ready else "initializing",
-            "mode": self.spec.consistency.mode,
-            "optimizer": self.spec.optimizer.name,
-            "size": self.spec.size,
-            "partitions": len(self.owners),
-            "served": self.served,
-            "live_workers": len(self.roster.live()),
-        }
-
     def outline(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         """Body of `GET /models/{m}`, without the spec."""
         return {
