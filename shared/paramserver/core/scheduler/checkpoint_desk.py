@@ -60,6 +60,7 @@ class CheckpointDesk:
     def advance(self, model: Model, now: float) -> None:
         """Queue a checkpoint if the rule requires one, and begin the first in the queue if that is possible now."""
         points, cuts = model.checkpoints, model.cuts
+        points.waiting = False
         if not model.ready or model.restoring:
             return
         run = self.runs.of_model(model)
@@ -76,16 +77,18 @@ class CheckpointDesk:
         if not model.gate.sync:
             self._begin(model, None, clock, now)
         elif model.moving:
-            return
+            points.waiting = True
         elif cuts.newest == clock:
             self._begin(model, cuts.newest, clock, now)
-        elif cuts.pending is None:
+        elif cuts.pending is not None:
+            points.waiting = True
+        else:
             since = max(model.last_commit_s, points.pending[0].since_s)
             if now - since >= IDLE_S:
                 points.reading_current = True
                 self._begin(model, None, clock, now)
             elif cuts.newest is None or cuts.moved or cuts.newest < min(points.pending[0].clock, clock):
-                cuts.wanted = True
+                points.waiting = cuts.wanted = True
             else:
                 # The cut made for it is complete; training has moved on a little since.
                 self._begin(model, cuts.newest, cuts.newest, now)

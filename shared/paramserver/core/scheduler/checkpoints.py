@@ -113,6 +113,9 @@ class Checkpoints:
     reading_current: bool = False
     """sync: the current state is being read, so commits wait."""
 
+    waiting: bool = False
+    """sync: the first pending one waits for moves to end, or for a cut."""
+
     @property
     def writing(self) -> bool:
         """Whether one is being written now."""

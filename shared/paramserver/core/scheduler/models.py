@@ -37,6 +37,8 @@ COMMITS_PUBLISHED: Final = 64
 All that are kept are in that of a new feed, which a shard asks for if it lacks any, and in those of a model that leaves
 sync, as a partition that lacks one then asks for none.
 """
+BETWEEN_CUTS_S: Final = 1.0
+"""From the end of a cut to the next one by the interval, so that moves can begin: several ticks."""
 RESTORED: Final = "*"
 """Placeholder in `missing` for values that a restore will set."""
 
@@ -183,6 +185,21 @@ class Model:
     def may_cut(self) -> bool:
         """Whether a cut can begin now: the present owner of every partition will be the one to reach its clock."""
         return self.cuts.pending is None and not self.checkpoints.writing and not self.moving and self.served
+
+    def cut_due(self, now: float) -> bool:
+        """Whether the next commit is to be a cut, if one can begin then."""
+        cuts = self.cuts
+        due = now - cuts.began_s >= limits.SNAPSHOT_INTERVAL_S and now - cuts.ended_s >= BETWEEN_CUTS_S
+        return cuts.wanted or (not self.durable and due)
+
+    def moves_wait(self, now: float) -> bool:
+        """Whether no more of its moves begin until those in progress, of which there are few, have made way for a cut.
+
+        A cut that takes longer than the interval leaves as much time for moves before the next one is due for them.
+        """
+        due = self.cuts.wanted or now - self.cuts.ended_s >= limits.SNAPSHOT_INTERVAL_S
+        beyond = not self.durable and self.gate.clock > self.cuts.reached
+        return self.gate.sync and (self.checkpoints.waiting or (beyond and due))
 
     def begin_cut(self, now: float, *, urgent: bool = False) -> None:
         """Have every partition store the current clock as a cut."""

@@ -44,6 +44,7 @@ class MoveDesk:
             raise problem("unknown_node", f"no shard {e.name!r:.80} is alive", hint="the list of shards names them")
         if e.state == "draining" and not shard.draining and e.epoch is None:
             self._check_memory(shard)
+        shard.stopping = e.epoch is not None and e.state == "draining"
         if shard.draining != (e.state == "draining"):
             shard.draining = e.state == "draining"
             self.c.save_shard(shard)
@@ -166,8 +167,9 @@ class MoveDesk:
     def _partition_loads(self, now: float) -> list[PartitionLoad]:
         """Every partition that has an owner, placed where it will be once its move is over."""
         out: list[PartitionLoad] = []
+        stopping = {s.name for s in self.c.shards.values() if s.stopping}
         for model in self.c.models.values():
-            movable = model.movable
+            movable = model.movable and (not model.moves_wait(now) or any(o.shard in stopping for o in model.owners))
             for i, o in enumerate(model.owners):
                 if o.shard is not None:
                     free = movable and not o.release and now >= o.no_move_before_s

@@ -257,7 +257,7 @@ class ShardDesk:
             model = self.c.owned(e.name, cut)
             if model is None or cut.clock != model.cuts.pending:
                 continue
-            if model.cuts.stored(cut.partition, len(model.owners)):
+            if model.cuts.stored(cut.partition, len(model.owners), now):
                 self.c.save_clock(model)
                 self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
         self.moves.released(e.name, released, now)
