@@ -77,6 +77,8 @@ class Shard(Holder):
     """When it last released a partition that moved."""
     storage_away: bool = False
     """Whether it says that Redis does not answer it, so that it can neither store nor load a partition."""
+    storage_away_s: float = 0.0
+    """Since when."""
 
     @property
     def free_bytes(self) -> int | None:

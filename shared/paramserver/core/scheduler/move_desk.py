@@ -98,11 +98,11 @@ class MoveDesk:
             self._withdraw(self._moves())
         self.c.unbalanced = True
 
-    def storage_of(self, shard: Shard, away: bool) -> None:
+    def storage_of(self, shard: Shard, away: bool, now: float) -> None:
         """Withdraw the moves from and to a shard that Redis does not answer; none begins until it does."""
         if away == shard.storage_away:
             return
-        shard.storage_away, self.c.unbalanced = away, True
+        shard.storage_away, shard.storage_away_s, self.c.unbalanced = away, now, True
         if away:
             self._withdraw(m for m in self._moves() if shard.name in (m[1].shard, m[1].target))
 
