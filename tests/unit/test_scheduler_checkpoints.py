@@ -60,6 +60,29 @@ def reading_current() -> tuple[Driver, Any, int, io.WriteCheckpoint]:
     return d, a, asked, effect
 
 
+def test_cuts_moves_and_commits_go_on_once_a_checkpoint_is_read() -> None:
+    """Once all partitions are read, nothing waits for the files: not a commit, a cut, a move or a restore.
+
+    Nor does a death void what was read.
+    """
+    d, a, asked, effect = reading_current()
+    parked = d.clock(a, 3)
+    d.shard("s2")
+    assert parked in d.open
+    d.do(io.CheckpointRead(effect.model, "another"))
+    assert parked in d.open
+
+    d.do(io.CheckpointRead(effect.model, effect.name))
+    assert d.result(parked)["released"]
+    d.wait(limits.SNAPSHOT_INTERVAL_S * 2)
+    assert d.core.read.model("m")["cut"] > 2
+    assert "s2" in d.owners()
+    assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2] * 4))
+    assert d.result(asked)["clock"] == 2
+
+
 def test_what_was_read_of_a_model_that_went_back_meanwhile_is_no_checkpoint() -> None:
     """If a model rolls back while a checkpoint reads its current state, the checkpoint fails with `conflict`.
 

@@ -7,6 +7,7 @@ from paramserver.core.scheduler.checkpoints import ALIASES, IDLE_S, PendingCheck
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.io import (
     CheckpointFailed,
+    CheckpointRead,
     CheckpointWritten,
     DeleteCheckpoint,
     RemoveCheckpoint,
@@ -132,6 +133,14 @@ class CheckpointDesk:
         }
         self.c.save_clock(model)
         self.c.perform(WriteCheckpoint(model.key, name, cut, document))
+
+    def read(self, e: CheckpointRead, now: float) -> None:
+        """Let commits, cuts and moves go on while the files are written."""
+        model = self.c.of_key(e.model.name, e.model.generation)
+        if model is not None and model.checkpoints.reading and model.checkpoints.pending[0].written == e.name:
+            model.checkpoints.pending[0].read, model.checkpoints.reading_current = True, False
+            self.c.unbalanced = True
+            self.c.mark_dirty(model)
 
     def written(self, e: CheckpointWritten, now: float) -> None:
         model = self.c.of_key(e.model.name, e.model.generation)

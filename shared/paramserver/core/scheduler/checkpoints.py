@@ -2,7 +2,7 @@
 
 One of a model is written at a time; by rule, one of all models.  A checkpoint of a sync model is of a single clock: a
 cut (requested with the next commit) while training continues, the current state if the model is idle.  No commit is
-made while the current state is read, and no cut of a model is begun while its checkpoint is written.
+made while the current state is read, and no cut or move of a model is begun while a checkpoint of it is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -93,6 +93,8 @@ class PendingCheckpoint:
     clock: int = 0
     """The model's clock at the request; once begun, the clock it captures."""
     metric: tuple[str, float] | None = None
+    read: bool = False
+    """The states of all partitions are read, and its files are being written."""
     void: bool = False
     """A new timeline began, or sync ended, while the current state was read, so the result is discarded."""
 
@@ -120,6 +122,11 @@ class Checkpoints:
     def writing(self) -> bool:
         """Whether one is being written now."""
         return bool(self.pending) and self.pending[0].written is not None
+
+    @property
+    def reading(self) -> bool:
+        """Whether the partitions' owners are needed for the one that is being written."""
+        return self.writing and not self.pending[0].read
 
     @property
     def asked(self) -> bool:

@@ -178,13 +178,13 @@ class Model:
     def movable(self) -> bool:
         """Whether its partitions may move now: nothing is in progress that only their present owners can finish."""
         cutting = self.cuts.pending is not None
-        busy = self.restoring or self.gate.opening or cutting or self.checkpoints.writing
+        busy = self.restoring or self.gate.opening or cutting or self.checkpoints.reading
         return self.ready and self.served and not busy
 
     @property
     def may_cut(self) -> bool:
         """Whether a cut can begin now: the present owner of every partition will be the one to reach its clock."""
-        return self.cuts.pending is None and not self.checkpoints.writing and not self.moving and self.served
+        return self.cuts.pending is None and not self.checkpoints.reading and not self.moving and self.served
 
     def cut_due(self, now: float) -> bool:
         """Whether the next commit is to be a cut, if one can begin then."""
