@@ -144,7 +144,7 @@ class CheckpointDesk:
 
     def written(self, e: CheckpointWritten, now: float) -> None:
         model = self.c.of_key(e.model.name, e.model.generation)
-        pending = self._finish(model, e.name) if model is not None else None
+        pending = self._finish(model, e.name, now) if model is not None else None
         if model is None or pending is None or pending.void:
             self.c.perform(RemoveCheckpoint(e.model.name, e.name, e.creation))
             for request in pending.requests if pending is not None else ():
@@ -173,7 +173,7 @@ class CheckpointDesk:
 
     def failed(self, e: CheckpointFailed, now: float) -> None:
         model = self.c.of_key(e.model.name, e.model.generation)
-        pending = self._finish(model, e.name) if model is not None else None
+        pending = self._finish(model, e.name, now) if model is not None else None
         if e.taken and model is not None and pending is not None and pending.name is None:
             pending.written, pending.void = None, False
             model.checkpoints.pending.insert(0, pending)  # start over with the next number
@@ -184,10 +184,11 @@ class CheckpointDesk:
         for request in pending.requests if pending is not None else ():
             self.c.answer(request, e.error)
 
-    def _finish(self, model: Model, name: str) -> PendingCheckpoint | None:
+    def _finish(self, model: Model, name: str, now: float) -> PendingCheckpoint | None:
         points, done = model.checkpoints, None
         if points.pending and points.pending[0].written == name:
             points.reading_current, done = False, points.pending.pop(0)
+            points.next_s = now + (now - points.last_s)
         waiting = [m for m in self.c.models.values() if m.checkpoints.pending]
         for next_one in [*sorted(waiting, key=lambda m: m.checkpoints.pending[0].since_s), model]:
             self.c.mark_dirty(next_one)  # in this order they are advanced

@@ -110,6 +110,8 @@ class Checkpoints:
     last_clock: int = 0
     last_version: int = 0
     last_s: float = 0.0
+    next_s: float = 0.0
+    """None by rule begins before: so that partitions can move, as long after the last one as that took."""
     error: str = ""
     """Why the last one was not written; empty if it was."""
     reading_current: bool = False
@@ -143,7 +145,7 @@ class Checkpoints:
 
         `version` takes the minimum over all partitions, so it is called only if the result depends on it.
         """
-        if self.pending:
+        if self.pending or now < self.next_s:
             return False
         if every_clocks and clock // every_clocks > self.last_clock // every_clocks:
             return True
