@@ -258,7 +258,7 @@ def test_a_drain_is_refused_with_figures_when_the_others_lack_memory() -> None:
     with pytest.raises(ConflictError) as e:
         drain(d, "s1")
     assert e.value.code == "not_enough_memory"
-    assert e.value.members["needed_bytes"] == 4 * 8 * 4 * 3
+    assert e.value.members["needed_bytes"] == 4 * 8 * 4 * 3 * 2
     assert e.value.members["free_bytes"] == 100
     assert d.beat("s1") == "active"
     assert drain(d, "s1", epoch=d.shards["s1"])["state"] == "draining"
@@ -268,6 +268,35 @@ def test_a_drain_is_refused_with_figures_when_the_others_lack_memory() -> None:
         drain(d, "s9")
     with pytest.raises(RequestError, match="state"):
         drain(d, "s1", "tired")
+
+
+def test_a_second_drain_is_refused_if_both_together_lack_memory() -> None:
+    """What an already draining shard still has counts for the next drain, so that neither gets stuck half-way."""
+    d = Driver("s0", "s1", "s2", "s3")
+    d.model(partitions=64, params={"w": {"shape": [64 * 1000]}})
+    for s in d.shards:
+        d.beat(s, memory={"limit_bytes": 228_000, "used_bytes": 128_000})  # each has 64,000 of partitions
+    drain(d, "s3")
+    with pytest.raises(ConflictError) as e:
+        drain(d, "s2")
+    assert e.value.code == "not_enough_memory"
+    assert e.value.members["needed_bytes"] > 200_000
+
+
+def test_what_a_target_still_loads_counts_as_a_move_and_in_its_memory() -> None:
+    """Between its release and its first report by the target, a partition holds a place and the memory it will need."""
+    d = Driver("s0", "s1")
+    for name in ("m", "n"):
+        d.send(lambda n, name=name: io.CreateModel(n, SPEC | {"name": name, "partitions": 16}, "x"))  # type: ignore[misc]
+    d.beats()
+    drain(d, "s1")
+    moves = [(m, i) for m in d.core._c.models.values() for i, o in enumerate(m.owners) if o.release]
+    assert len(moves) == limits.MOVES_AT_ONCE
+    rows = [[m.name, 1, i, m.owners[i].token, 7, m.owners[i].release] for m, i in moves]
+    d.beat("s1", released=rows)
+    assert not [o for m in d.core._c.models.values() for o in m.owners if o.release]
+    d.beat("s0")
+    assert len([o for m in d.core._c.models.values() for o in m.owners if o.release]) == limits.MOVES_AT_ONCE
 
 
 def test_the_last_shard_may_drain_and_keeps_what_it_has() -> None:

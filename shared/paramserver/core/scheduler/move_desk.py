@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.heartbeat_rows import ReleasedRow
-from paramserver.core.scheduler.balance import PartitionLoad, ShardLoad, missing_bytes, plan
+from paramserver.core.scheduler.balance import COPIES, PartitionLoad, ShardLoad, missing_bytes, plan
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.io import SetShardState, StorageChanged
 from paramserver.core.scheduler.membership import Shard
@@ -111,7 +111,8 @@ class MoveDesk:
         if short is not None:
             raise problem(
                 "not_enough_memory",
-                f"shard '{shard.name}' has {short[0]} bytes of partitions, the others have room for {short[1]}",
+                f"the partitions of shard '{shard.name}', and of others that drain, need {short[0]} bytes (their state"
+                f" and the version being computed); the remaining shards have {short[1]} free",
                 hint="add a shard first, or raise the memory limits",
                 needed_bytes=short[0],
                 free_bytes=short[1],
@@ -178,7 +179,7 @@ class MoveDesk:
         return out
 
     def _shard_loads(self) -> list[ShardLoad]:
-        """The live shards; memory that a move in progress will need counts as used.
+        """The live shards; memory that a move in progress will need counts as used, as does what is yet to be loaded.
 
         One that Redis does not answer counts as busy with as many moves as it may take part in.
         """
@@ -189,7 +190,10 @@ class MoveDesk:
                 if o.release and o.shard in moves and o.target in moves:
                     moves[o.shard] += 1
                     moves[o.target] += 1
-                    coming[o.target] += model.held_bytes_of(i)
+                    coming[o.target] += COPIES * model.held_bytes_of(i)
+                elif o.from_version is None and o.shard in moves:
+                    moves[o.shard] += o.previous is not None
+                    coming[o.shard] += COPIES * model.held_bytes_of(i)
         shards = [self.c.shards[n] for n in moves]
         return [
             ShardLoad(
