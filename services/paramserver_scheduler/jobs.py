@@ -246,6 +246,7 @@ class Jobs:
             partitions = self._read.spec(effect.model).partitions
             held = await self._shards.states(effect.model, partitions, self._owner(effect.model), effect.cut)
             _check_clocks(effect.document, [frame.clock for frame, _ in held])
+            self._runtime.send(io.CheckpointRead(effect.model, effect.name))
             versions = [frame.version for frame, _ in held]
             size, at = await asyncio.to_thread(self._store.write, effect.model.name, effect.name, effect.document, held)
         except Exception as e:

@@ -279,7 +279,7 @@ def _problems(
     needed, free = s.read.missing_after_loss() or (0, 0)
     if needed - free >= LACKING_MIN:
         out.append(
-            f"The shards lack the memory to take the place of one that is lost ({needed >> 20} MiB of partitions, with"
+            f"The shards lack the memory to take the place of one that is lost ({needed >> 20} MiB needed,"
             f" {free >> 20} MiB free), and may be killed for it: add a shard, or raise their memory_limit"
         )
     return out

@@ -19,7 +19,7 @@ from paramserver.core.shard.events import TaskResult
 from paramserver.core.shard.replay import replay
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError, problem
-from paramserver.types import F32
+from paramserver.types import F32, PartitionKey, Token
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import compute
 from paramserver_shard.journal import Journal
@@ -46,24 +46,31 @@ class Loader:
         journal: Journal,
         pool: BufferPool,
         submit: Callable[[Callable[[], LoadedState]], Awaitable[LoadedState]],
+        owns: Callable[[PartitionKey, Token], bool],
     ) -> None:
-        """`submit` starts work in a compute thread."""
+        """`submit` starts work in a compute thread; `owns` says whether a load is still wanted."""
         self._store = store
         self._journal = journal
         self._pool = pool
-        self._submit = submit
+        self._submit, self._owns = submit, owns
         self._loads, self._replays = asyncio.Semaphore(LOADS_AT_ONCE), asyncio.Semaphore(REPLAYS_AT_ONCE)
 
     async def load(self, effect: LoadPartition) -> LoadedState:
         """Return the state that the partition starts from.
 
         Raises CorruptState (`corrupt_state`) if stored state is damaged beyond repair, Unavailable
-        (`storage_unavailable`) while Redis lacks the owner token.
+        (`storage_unavailable`) while Redis lacks the owner token, FencedError (`fenced`) if the ownership has ended.
         """
         if effect.source == "init" and effect.spec.ack == "applied":
             return await self._first(effect)
         async with self._loads:
+            self._check_owned(effect)
             return await self._stored(effect)
+
+    def _check_owned(self, effect: LoadPartition) -> None:
+        """Raise FencedError if the load is of an ownership that has ended while it waited, as after a rollback."""
+        if not self._owns(effect.key, effect.token):
+            raise problem("fenced", f"partition {effect.key} is not this shard's under token {effect.token} any more")
 
     async def _stored(self, effect: LoadPartition) -> LoadedState:
         key, source = effect.key, effect.source
@@ -124,6 +131,7 @@ class Loader:
         if effect.spec.ack == "applied":
             return loaded
         async with self._replays:
+            self._check_owned(effect)
             return await self._replayed(effect, loaded)
 
     async def _replayed(self, effect: LoadPartition, loaded: LoadedState) -> LoadedState:

@@ -114,7 +114,7 @@ class Runtime:
         """Called with a model's name when the result of a commit or flush of a partition was not finite."""
         self.lost: dict[PartitionKey, Token] = {}
         """Owned partitions with uploaded or file values that were never stored, with their owner tokens."""
-        self._loader = Loader(store, journal, pool, self.submit)
+        self._loader = Loader(store, journal, pool, self.submit, core.owns)
         self._group = group
         self._loop = asyncio.get_running_loop()
         self.loads = Loads(self._loop.time)

@@ -179,7 +179,7 @@ def loader_of(redis: Redis) -> Loader:
 
     scripts, pool = ScriptRunner(redis), BufferPool()
     store = SnapshotStore(redis, scripts, pool, asyncio.get_running_loop().time, 1e12)
-    return Loader(store, Journal(redis, scripts), pool, submit)
+    return Loader(store, Journal(redis, scripts), pool, submit, lambda *_: True)
 
 
 def content(state: Capture | LoadedState) -> tuple[object, ...]:

@@ -258,7 +258,7 @@ def test_losing_leases_of_data_turns_the_checkers_red(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Dataset, "of", without_leases)
 
-    assert turns_red("ssp", kind="crashes", first=128, within=1, data=True, says="was worked on 2 times")
+    assert turns_red("ssp", kind="crashes", first=144, within=1, data=True, says="was worked on 2 times")
 
 
 def test_losing_ranges_of_the_dead_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ def test_believing_an_upload_whose_shard_has_died_turns_the_checkers_red(monkeyp
 
     monkeypatch.setattr(ModelDesk, "uploaded", believed)
 
-    assert turns_red(kind="births", first=59, within=1, given="upload", says="partition 0: -999.0")
+    assert turns_red(kind="births", first=73, within=1, given="upload", says="partition 0: -999.0")
 
 
 def test_losing_the_state_of_the_optimizer_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +440,7 @@ def test_a_worker_that_outlives_its_model_turns_the_checkers_red(monkeypatch: py
     rosters: dict[str, Roster] = {}
     monkeypatch.setattr(ModelDesk, "create", with_workers)
 
-    assert turns_red(change="recreations", first=59, within=1, says="lists workers of others")
+    assert turns_red(change="recreations", first=26, within=1, says="lists workers of others")
 
 
 def test_finding_what_is_stored_by_name_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

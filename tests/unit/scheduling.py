@@ -118,7 +118,7 @@ class Driver:
 
     def shard(self, name: str) -> None:
         """Let a shard join, or rejoin after a restart, and send its first heartbeat."""
-        body = self.ask(lambda n: io.JoinShard(n, name, [f"http://{name}:1"]))
+        body = self.ask(lambda n: io.JoinShard(n, name, [f"http://{name}:1"], redis_term=self.term))
         self.shards[name] = body["epoch"]
         self.beat(name)
 

@@ -66,10 +66,10 @@ def test_of_several_models_the_one_moves_of_which_the_shard_has_most() -> None:
 
 
 def test_what_does_not_fit_into_memory_does_not_move() -> None:
-    """A shard gets no partitions beyond its free memory; if that is unknown, memory is no obstacle."""
+    """A shard gets no partition without free memory for twice its state; if that is unknown, memory is no obstacle."""
     partitions = [PartitionLoad(("m", i), "s0", MIB) for i in range(4)]
-    assert plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1", free_bytes=MIB - 1)], 4) == []
-    assert len(plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1", free_bytes=2 * MIB)], 4)) == 2
+    assert plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1", free_bytes=2 * MIB - 1)], 4) == []
+    assert len(plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1", free_bytes=5 * MIB)], 4)) == 2
     assert len(plan(partitions, [ShardLoad("s0", draining=True), ShardLoad("s1")], 4)) == 4
 
 
@@ -79,10 +79,19 @@ def test_a_drain_that_memory_forbids_is_told_with_figures() -> None:
     It returns None if it fits, if the free memory of a shard is unknown, or if no shard remains.
     """
     partitions = [PartitionLoad(("m", i), "s0", MIB) for i in range(4)]
-    assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=3 * MIB)], "s0") == (4 * MIB, 3 * MIB)
-    assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=4 * MIB)], "s0") is None
+    assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=7 * MIB)], "s0") == (8 * MIB, 7 * MIB)
+    assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=8 * MIB)], "s0") is None
     assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=0), ShardLoad("s2")], "s0") is None
     assert missing_bytes(partitions, [ShardLoad("s0"), ShardLoad("s1", free_bytes=0, draining=True)], "s0") is None
+
+
+def test_a_drain_counts_what_other_draining_shards_still_have() -> None:
+    """What two shards that drain have goes to the same free memory, which is to be enough for both."""
+    partitions = [PartitionLoad(("m", i), f"s{i % 3}", MIB) for i in range(6)]
+    shards = [ShardLoad("s0", free_bytes=7 * MIB), ShardLoad("s1", draining=True, free_bytes=0), ShardLoad("s2")]
+    assert missing_bytes(partitions, shards, "s2") == (8 * MIB, 7 * MIB)
+    shards[0] = ShardLoad("s0", free_bytes=8 * MIB)
+    assert missing_bytes(partitions, shards, "s2") is None
 
 
 def test_the_loss_of_a_shard_that_memory_forbids_is_told_with_figures() -> None:
@@ -95,13 +104,14 @@ def test_the_loss_of_a_shard_that_memory_forbids_is_told_with_figures() -> None:
         shards = [ShardLoad(f"s{i}", i == draining, None if f is None else f * MIB) for i, f in enumerate(free)]
         return worst_loss({s.name: MIB * held for s, held in zip(shards, (4, 2, 0), strict=False)}, shards)
 
-    assert loss(4, 4) is None
-    assert loss(4, 3) == (4 * MIB, 3 * MIB), "without s0"
-    assert loss(1, 4) == (2 * MIB, 1 * MIB), "without s1"
-    assert loss(0, 3) == (2 * MIB, 0), "both lack memory for the other's, and without s1 more of it is missing"
-    assert loss(1, 3, 1) is None, "two take the place of one"
-    assert loss(1, 3, 0) == (4 * MIB, 3 * MIB)
-    assert loss(9, 3, 9, draining=2) == (4 * MIB, 3 * MIB), "what drains takes nothing"
+    assert loss(8, 8) is None
+    assert loss(8, 6) == (8 * MIB, 6 * MIB), "without s0"
+    assert loss(2, 8) == (4 * MIB, 2 * MIB), "without s1"
+    assert loss(0, 6) == (4 * MIB, 0), "both lack memory for the other's, and without s1 more of it is missing"
+    assert loss(2, 6, 2) is None, "two take the place of one"
+    assert loss(2, 6, 0) == (8 * MIB, 6 * MIB)
+    assert loss(18, 6, 18, draining=2) == (8 * MIB, 6 * MIB), "what drains takes nothing"
+    assert loss(9, 9, 11, draining=1) == (12 * MIB, 11 * MIB), "what drains goes to the same memory"
     assert loss(4, None) is None
     assert loss(0) is None
     assert loss() is None

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Callable, Iterator
 from tempfile import TemporaryDirectory
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.refusals import refused_with
 
 from paramserver.client import transfer
 from paramserver.client.cluster import Cluster
@@ -266,7 +267,7 @@ async def test_first_values_are_not_made_on_the_event_loop() -> None:
         threads.append(1)
         return await asyncio.to_thread(work)
 
-    loader = Loader(Mock(), Mock(), BufferPool(), submit)
+    loader = Loader(Mock(), Mock(), BufferPool(), submit, lambda *_: True)
     key = PartitionKey(ModelKey("m", 1), 0)
     loaded = await loader.load(LoadPartition(key, Token(1), "init", spec, layout))
     assert loaded.state.values.size == layout.partition_size(0)
@@ -288,10 +289,30 @@ async def test_partitions_that_are_recovered_together_take_turns_at_redis() -> N
 
     store: Any = Mock(has_token=lambda *_: asked("loads", True), manifest=lambda *_: asked("loads", []))
     journal: Any = Mock(read=lambda *_: asked("replays", []))
-    loader = Loader(store, journal, BufferPool(), Mock())
+    loader = Loader(store, journal, BufferPool(), Mock(), lambda *_: True)
     key = ModelKey("m", 1)
     effects = [LoadPartition(PartitionKey(key, i), Token(1), "snapshot", spec, layout) for i in range(PARTITIONS_MAX)]
     loaded = await asyncio.gather(*map(loader.load, effects))
 
     assert [found.version for found in loaded] == [0] * PARTITIONS_MAX
     assert most == {"loads": LOADS_AT_ONCE, "replays": REPLAYS_AT_ONCE}
+
+
+async def test_a_partition_that_was_taken_away_while_its_load_waited_is_not_read() -> None:
+    """A load waits for its turn; if its ownership has ended by then, it reads nothing ahead of those that count."""
+    spec = wide(ack="journaled")
+    store: Any = Mock(has_token=AsyncMock(return_value=True), manifest=AsyncMock(return_value=[]))
+    journal: Any = Mock(read=AsyncMock(return_value=[]))
+    owned = [False]
+    loader = Loader(store, journal, BufferPool(), Mock(), lambda *_: owned.pop())
+    effect = LoadPartition(PartitionKey(ModelKey("m", 1), 0), Token(1), "snapshot", spec, Layout(spec))
+
+    with refused_with("fenced"):
+        await loader.load(effect)
+    assert not store.manifest.called
+
+    owned[:] = [False, True]
+    with refused_with("fenced"):
+        await loader.load(effect)
+    assert store.manifest.called
+    assert not journal.read.called

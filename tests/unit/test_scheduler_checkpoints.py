@@ -60,6 +60,49 @@ def reading_current() -> tuple[Driver, Any, int, io.WriteCheckpoint]:
     return d, a, asked, effect
 
 
+def test_cuts_moves_and_commits_go_on_once_a_checkpoint_is_read() -> None:
+    """Once all partitions are read, nothing waits for the files: not a commit, a cut, a move or a restore.
+
+    Nor does a death void what was read.
+    """
+    d, a, asked, effect = reading_current()
+    parked = d.clock(a, 3)
+    d.shard("s2")
+    assert parked in d.open
+    d.do(io.CheckpointRead(effect.model, "another"))
+    assert parked in d.open
+
+    d.do(io.CheckpointRead(effect.model, effect.name))
+    assert d.result(parked)["released"]
+    d.wait(limits.SNAPSHOT_INTERVAL_S * 2)
+    assert d.core.read.model("m")["cut"] > 2
+    assert "s2" in d.owners()
+    assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2] * 4))
+    assert d.result(asked)["clock"] == 2
+
+
+def test_a_checkpoint_by_rule_leaves_as_much_time_as_the_last_one_took() -> None:
+    """If each takes as long as the rule gives it, there is time between them nevertheless, in which partitions move."""
+    d = Driver.with_model(checkpoint={"every_clocks": 1})
+    a = d.join("a")
+    d.clock(a, 1)
+    d.wait(3)
+    d.clock(a, 2)
+    finish(d)
+    d.ask(lambda n: io.SetShardState(n, "s1", "draining"))
+    d.wait(2.5)
+    assert not d.work
+    assert "s1" not in d.owners()
+    asked = d.send(lambda n: io.RequestCheckpoint(n, "m"))
+    finish(d)
+    assert d.result(asked)["clock"] == 2
+    d.clock(a, 3)
+    d.wait(0.5)
+    assert finish(d).document["clock"] == 3
+
+
 def test_what_was_read_of_a_model_that_went_back_meanwhile_is_no_checkpoint() -> None:
     """If a model rolls back while a checkpoint reads its current state, the checkpoint fails with `conflict`.
 
@@ -382,7 +425,9 @@ def test_checkpoints_by_rule_are_written_one_after_the_other() -> None:
         d.wait(0.5)
 
     written: list[tuple[str, int]] = []
-    while d.work:
+    while len(written) < 4:
+        if len(written) == 3:
+            d.wait(2)  # longer than c's last one took
         assert len(d.work) == 1
         effect = finish(d)
         written.append((effect.model.name, effect.document["clock"]))
@@ -390,6 +435,7 @@ def test_checkpoints_by_rule_are_written_one_after_the_other() -> None:
             clock("c", 20)
 
     assert written == [("c", 10), ("a", 10), ("b", 10), ("c", 20)]
+    d.wait(2)
     clock("c", 30)
     d.send(lambda n: io.RequestCheckpoint(n, "a"))
     assert len(d.work) == 2

@@ -30,6 +30,7 @@ def test_a_cut_counts_once_every_partition_has_stored_it() -> None:
     d.beat("s0")
     d.beat("s1")
     assert d.core.read.model("m")["cut"] == 1
+    d.now += 1  # in which moves may begin
     d.clock(a, 3)
     assert d.commits()[-1]["cut"]
 

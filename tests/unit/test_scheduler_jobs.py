@@ -94,6 +94,24 @@ async def test_a_checkpoint_in_sync_whose_partitions_are_not_of_its_clock_is_a_c
         assert not list((tmp_path / "checkpoints").glob("m/*"))
 
 
+async def test_the_core_is_told_once_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before files are written the core hears that all is read, so that training does not wait for the disk."""
+    d = Driver.with_model(partitions=1)
+    d.send(lambda n: io.RequestCheckpoint(n, "m"))
+    seen: list[bool] = []
+
+    def write(*args: Any, **more: Any) -> dict[str, Any]:
+        seen.append(d.core._c.models["m"].checkpoints.reading)
+        return {"files": {}}
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    assert d.core._c.models["m"].checkpoints.reading
+
+    await performed(d, tmp_path, Mock(states=AsyncMock(return_value=held(0))))
+
+    assert seen == [False]
+
+
 def test_a_checkpoint_is_in_memory_once_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Partitions that were read for a checkpoint are freed as they are put together, before anything is written."""
     d = Driver()

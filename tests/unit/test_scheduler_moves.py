@@ -258,7 +258,7 @@ def test_a_drain_is_refused_with_figures_when_the_others_lack_memory() -> None:
     with pytest.raises(ConflictError) as e:
         drain(d, "s1")
     assert e.value.code == "not_enough_memory"
-    assert e.value.members["needed_bytes"] == 4 * 8 * 4 * 3
+    assert e.value.members["needed_bytes"] == 4 * 8 * 4 * 3 * 2
     assert e.value.members["free_bytes"] == 100
     assert d.beat("s1") == "active"
     assert drain(d, "s1", epoch=d.shards["s1"])["state"] == "draining"
@@ -268,6 +268,35 @@ def test_a_drain_is_refused_with_figures_when_the_others_lack_memory() -> None:
         drain(d, "s9")
     with pytest.raises(RequestError, match="state"):
         drain(d, "s1", "tired")
+
+
+def test_a_second_drain_is_refused_if_both_together_lack_memory() -> None:
+    """What an already draining shard still has counts for the next drain, so that neither gets stuck half-way."""
+    d = Driver("s0", "s1", "s2", "s3")
+    d.model(partitions=64, params={"w": {"shape": [64 * 1000]}})
+    for s in d.shards:
+        d.beat(s, memory={"limit_bytes": 228_000, "used_bytes": 128_000})  # each has 64,000 of partitions
+    drain(d, "s3")
+    with pytest.raises(ConflictError) as e:
+        drain(d, "s2")
+    assert e.value.code == "not_enough_memory"
+    assert e.value.members["needed_bytes"] > 200_000
+
+
+def test_what_a_target_still_loads_counts_as_a_move_and_in_its_memory() -> None:
+    """Between its release and its first report by the target, a partition holds a place and the memory it will need."""
+    d = Driver("s0", "s1")
+    for name in ("m", "n"):
+        d.send(lambda n, name=name: io.CreateModel(n, SPEC | {"name": name, "partitions": 16}, "x"))  # type: ignore[misc]
+    d.beats()
+    drain(d, "s1")
+    moves = [(m, i) for m in d.core._c.models.values() for i, o in enumerate(m.owners) if o.release]
+    assert len(moves) == limits.MOVES_AT_ONCE
+    rows = [[m.name, 1, i, m.owners[i].token, 7, m.owners[i].release] for m, i in moves]
+    d.beat("s1", released=rows)
+    assert not [o for m in d.core._c.models.values() for o in m.owners if o.release]
+    d.beat("s0")
+    assert len([o for m in d.core._c.models.values() for o in m.owners if o.release]) == limits.MOVES_AT_ONCE
 
 
 def test_the_last_shard_may_drain_and_keeps_what_it_has() -> None:
@@ -407,3 +436,71 @@ def test_a_model_is_taken_where_a_limit_is_unknown() -> None:
     d.beat("s0", memory={"limit_bytes": 1000, "used_bytes": 900})
 
     assert d.send(lambda n: io.CreateModel(n, SPEC | {"optimizer": {"name": "adam"}}, "x")) in d.open
+
+
+def long_drain() -> tuple[Driver, Any]:
+    """Return a driver whose sync model is being drained from one of two shards, and the model's worker."""
+    d = Driver.with_model(partitions=64, consistency={"mode": "sync"})
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beats()
+    drain(d, "s1")
+    return d, a
+
+
+def train(d: Driver, a: Any, cut_s: float = 0.0) -> None:
+    """Let half a second pass: a commit, one partition released, and a cut stored that has begun `cut_s` ago."""
+    cuts = d.core._c.models["m"].cuts
+    d.now += 0.5
+    d.clock(a, d.core.read.model("m")["clock"] + 1)
+    moves = [row(d, i, n) for i, n in release_numbers(d).items()]
+    d.do(io.Tick())
+    stored = d.now - cuts.began_s >= cut_s
+    d.beat("s1", stored=stored, released=moves[:1])
+    d.beat("s0", stored=stored)
+
+
+def test_a_drain_and_the_cuts_take_turns() -> None:
+    """Cuts go on while a shard is drained, so that a death takes a sync model back by little, and so does the drain."""
+    d, a = long_drain()
+    whole_s, longest_s, before = d.now, 0.0, 1
+    while "s1" in d.owners():
+        train(d, a)
+        if (cut := d.core.read.model("m")["cut"]) != before:
+            whole_s, before = d.now, cut
+        longest_s = max(longest_s, d.now - whole_s)
+    assert before > 1
+    assert longest_s <= limits.SNAPSHOT_INTERVAL_S + 0.5 * (limits.MOVES_AT_ONCE + 1)
+
+
+def test_cuts_that_take_longer_than_their_interval_let_a_drain_go_on() -> None:
+    """Between two long cuts, moves have a turn: else a large model would stay on a draining shard for ever."""
+    d, a = long_drain()
+    for _ in range(600):
+        train(d, a, cut_s=8.0)
+    assert "s1" not in d.owners()
+
+
+def test_a_checkpoint_does_not_wait_for_the_end_of_a_drain() -> None:
+    """Moves make way for a checkpoint of a sync model that trains, and then go on."""
+    d, a = long_drain()
+    for name in ("first", "second"):
+        d.send(lambda n, name=name: io.RequestCheckpoint(n, "m", name))  # type: ignore[misc]
+        for _ in range(10):
+            train(d, a)
+        (effect,) = d.work
+        assert isinstance(effect, io.WriteCheckpoint)
+        assert "s1" in d.owners()
+        d.do(io.CheckpointWritten(effect.model, effect.name, 10, [0] * 64, "/x"))
+        d.work.clear()
+    while "s1" in d.owners():
+        train(d, a)
+
+
+def test_a_shard_that_stops_hands_over_without_waiting_for_cuts() -> None:
+    """A shard that is told to stop has little time, and what it has not handed over becomes a cut at its end."""
+    d, a = long_drain()
+    drain(d, "s1", epoch=d.shards["s1"])
+    for _ in range(int(limits.SNAPSHOT_INTERVAL_S) * 2 + 4):
+        train(d, a)
+        assert release_numbers(d)

@@ -265,10 +265,10 @@ async def test_shards_that_could_not_take_the_partitions_of_a_lost_one_are_a_pro
             d.beat(name, memory={"limit_bytes": limit_mib << 20, "used_bytes": (limit_mib - free_mib) << 20})
         return (await overview.describe(service)).cluster.problems
 
-    assert await problems(200) == []
-    assert await problems(190) == []
+    assert await problems(400) == []
+    assert await problems(390) == []
     (problem,) = await problems(100)
-    assert "200 MiB" in problem
+    assert "400 MiB" in problem
     assert "100 MiB" in problem
     assert "add a shard" in problem
     assert await problems(0, limit_mib=0) == []

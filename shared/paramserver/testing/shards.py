@@ -86,6 +86,7 @@ class SimShard(Node):
         self.hurried = False
         """Whether it stores snapshots as fast as Redis takes them."""
         self._redis_process: int | None = None
+        self._redis_silent = False
         """The process of Redis that answered last."""
         self._wakes_at = float("inf")
         self._confirmed_s = float("-inf")
@@ -139,9 +140,9 @@ class SimShard(Node):
             self._heartbeat(self.epoch)
             self.follow()
 
-        self.send(
-            self.scheduler.ask(self.name, lambda r: io.JoinShard(r, self.name, [f"http://{self.name}"])), answered
-        )
+        term = None if self._redis_silent else self.redis.term
+        make = lambda r: io.JoinShard(r, self.name, [f"http://{self.name}"], "", term)  # noqa: E731
+        self.send(self.scheduler.ask(self.name, make), answered)
 
     def end_membership(self) -> None:
         """End this membership: give up all partitions and join again."""
@@ -171,7 +172,8 @@ class SimShard(Node):
             for k, token in self.lost.items()
             if self.core.owns(k, token)
         ]
-        make = lambda r: io.ShardHeartbeat(r, self.name, epoch, {}, partitions, cuts, released, lost)  # noqa: E731
+        metrics = {"redis_away": True} if self._redis_silent else {}
+        make = lambda r: io.ShardHeartbeat(r, self.name, epoch, metrics, partitions, cuts, released, lost)  # noqa: E731
         self.send(self.scheduler.ask(self.name, make), answered)
         if again:
             self.later(1.0, "heartbeat", lambda: self._heartbeat(epoch))
@@ -182,6 +184,7 @@ class SimShard(Node):
         def answered(found: tuple[int, int, int] | None) -> None:
             if epoch != self.epoch or not epoch:
                 return
+            self._redis_silent = found is None
             if found is None:
                 self._storage("Redis does not answer")
                 return

@@ -15,6 +15,8 @@ LOAD_MIN: Final = float(1 << 20)
 """Bytes per second below which a shard counts as idle."""
 LOAD_GAIN: Final = 0.8
 """A load move must cut the higher load of its two shards to at most this fraction."""
+COPIES: Final = 2
+"""Memory that a partition needs on another shard, in states: an update writes the new version beside the old one."""
 _CANDIDATES_MAX: Final = 8
 """Bound on the partitions considered for an exchange.
 
@@ -77,11 +79,13 @@ def plan(
 def missing_bytes(
     partitions: Iterable[PartitionLoad], shards: Iterable[ShardLoad], leaving: str
 ) -> tuple[int, int] | None:
-    """Return (needed, free) bytes if the remaining shards cannot hold what `leaving` owns, else None.
+    """Return (needed, free) bytes if the remaining shards cannot hold what `leaving` owns, and those that drain.
 
-    Also None if no shard remains, or the free memory of one that does is unknown.
+    None if they can, if no shard remains, or the free memory of one that does is unknown.
     """
-    return _missing(sum(p.bytes for p in partitions if p.shard == leaving), shards, leaving)
+    shards = list(shards)
+    going = {leaving, *(s.name for s in shards if s.draining)}
+    return _missing(sum(p.bytes for p in partitions if p.shard in going), shards, leaving)
 
 
 def worst_loss(held: Mapping[str, int], shards: Sequence[ShardLoad]) -> tuple[int, int] | None:
@@ -92,11 +96,13 @@ def worst_loss(held: Mapping[str, int], shards: Sequence[ShardLoad]) -> tuple[in
     # Of all free memory, that of a shard that drains, or is lost itself, does not count.
     counted = {s.name: s.free_bytes or 0 for s in shards if not s.draining}
     lost = [s.name for s in shards if len(counted) > (s.name in counted)]
-    worst = max(lost, key=lambda n: held[n] + counted.get(n, 0), default=None)
-    return None if worst is None else _missing(held[worst], shards, worst)
+    worst = max(lost, key=lambda n: COPIES * held[n] + counted[n] if n in counted else 0, default=None)
+    going = {worst, *(s.name for s in shards if s.draining)}
+    return None if worst is None else _missing(sum(held[n] for n in going if n is not None), shards, worst)
 
 
-def _missing(needed: int, shards: Iterable[ShardLoad], leaving: str) -> tuple[int, int] | None:
+def _missing(held: int, shards: Iterable[ShardLoad], leaving: str) -> tuple[int, int] | None:
+    needed = COPIES * held
     free = [p.free_bytes for p in shards if p.name != leaving and not p.draining]
     known = [f for f in free if f is not None]
     if not free or len(known) < len(free) or needed <= sum(known):
@@ -129,7 +135,7 @@ class _Table:
     def can_move(self, partition: PartitionLoad, target: str) -> bool:
         """Whether that move can begin now: a movable partition, a free slot on both shards, memory on the target."""
         free = self.free[target]
-        fits = free is None or partition.bytes <= free
+        fits = free is None or COPIES * partition.bytes <= free
         return partition.movable and self.slots[partition.shard] > 0 and self.slots[target] > 0 and fits
 
     def move(self, partition: PartitionLoad, target: str) -> None:
@@ -149,7 +155,7 @@ class _Table:
             self.slots[name] -= slots
         free = self.free[target]
         if free is not None:
-            self.free[target] = free - partition.bytes
+            self.free[target] = free - COPIES * partition.bytes
 
     # --- draining
 
@@ -239,7 +245,7 @@ class _Table:
         trial._shift(partition, target, 0)
         if back is not None:
             free = self.free[partition.shard]
-            if free is not None and back.bytes > free:
+            if free is not None and COPIES * back.bytes > free:
                 return False
             trial._shift(back, partition.shard, 0)
         trial.partitions = {

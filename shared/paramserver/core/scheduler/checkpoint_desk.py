@@ -7,6 +7,7 @@ from paramserver.core.scheduler.checkpoints import ALIASES, IDLE_S, PendingCheck
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.io import (
     CheckpointFailed,
+    CheckpointRead,
     CheckpointWritten,
     DeleteCheckpoint,
     RemoveCheckpoint,
@@ -60,6 +61,7 @@ class CheckpointDesk:
     def advance(self, model: Model, now: float) -> None:
         """Queue a checkpoint if the rule requires one, and begin the first in the queue if that is possible now."""
         points, cuts = model.checkpoints, model.cuts
+        points.waiting = False
         if not model.ready or model.restoring:
             return
         run = self.runs.of_model(model)
@@ -76,16 +78,18 @@ class CheckpointDesk:
         if not model.gate.sync:
             self._begin(model, None, clock, now)
         elif model.moving:
-            return
+            points.waiting = True
         elif cuts.newest == clock:
             self._begin(model, cuts.newest, clock, now)
-        elif cuts.pending is None:
+        elif cuts.pending is not None:
+            points.waiting = True
+        else:
             since = max(model.last_commit_s, points.pending[0].since_s)
             if now - since >= IDLE_S:
                 points.reading_current = True
                 self._begin(model, None, clock, now)
             elif cuts.newest is None or cuts.moved or cuts.newest < min(points.pending[0].clock, clock):
-                cuts.wanted = True
+                points.waiting = cuts.wanted = True
             else:
                 # The cut made for it is complete; training has moved on a little since.
                 self._begin(model, cuts.newest, cuts.newest, now)
@@ -130,9 +134,17 @@ class CheckpointDesk:
         self.c.save_clock(model)
         self.c.perform(WriteCheckpoint(model.key, name, cut, document))
 
+    def read(self, e: CheckpointRead, now: float) -> None:
+        """Let commits, cuts and moves go on while the files are written."""
+        model = self.c.of_key(e.model.name, e.model.generation)
+        if model is not None and model.checkpoints.reading and model.checkpoints.pending[0].written == e.name:
+            model.checkpoints.pending[0].read, model.checkpoints.reading_current = True, False
+            self.c.unbalanced = True
+            self.c.mark_dirty(model)
+
     def written(self, e: CheckpointWritten, now: float) -> None:
         model = self.c.of_key(e.model.name, e.model.generation)
-        pending = self._finish(model, e.name) if model is not None else None
+        pending = self._finish(model, e.name, now) if model is not None else None
         if model is None or pending is None or pending.void:
             self.c.perform(RemoveCheckpoint(e.model.name, e.name, e.creation))
             for request in pending.requests if pending is not None else ():
@@ -161,7 +173,7 @@ class CheckpointDesk:
 
     def failed(self, e: CheckpointFailed, now: float) -> None:
         model = self.c.of_key(e.model.name, e.model.generation)
-        pending = self._finish(model, e.name) if model is not None else None
+        pending = self._finish(model, e.name, now) if model is not None else None
         if e.taken and model is not None and pending is not None and pending.name is None:
             pending.written, pending.void = None, False
             model.checkpoints.pending.insert(0, pending)  # start over with the next number
@@ -173,10 +185,11 @@ class CheckpointDesk:
         for request in pending.requests if pending is not None else ():
             self.c.answer(request, e.error)
 
-    def _finish(self, model: Model, name: str) -> PendingCheckpoint | None:
+    def _finish(self, model: Model, name: str, now: float) -> PendingCheckpoint | None:
         points, done = model.checkpoints, None
         if points.pending and points.pending[0].written == name:
             points.reading_current, done = False, points.pending.pop(0)
+            points.next_s = now + (now - points.last_s)
         waiting = [m for m in self.c.models.values() if m.checkpoints.pending]
         for next_one in [*sorted(waiting, key=lambda m: m.checkpoints.pending[0].since_s), model]:
             self.c.mark_dirty(next_one)  # in this order they are advanced

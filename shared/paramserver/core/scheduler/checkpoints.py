@@ -2,7 +2,7 @@
 
 One of a model is written at a time; by rule, one of all models.  A checkpoint of a sync model is of a single clock: a
 cut (requested with the next commit) while training continues, the current state if the model is idle.  No commit is
-made while the current state is read, and no cut of a model is begun while its checkpoint is written.
+made while the current state is read, and no cut or move of a model is begun while a checkpoint of it is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -93,6 +93,8 @@ class PendingCheckpoint:
     clock: int = 0
     """The model's clock at the request; once begun, the clock it captures."""
     metric: tuple[str, float] | None = None
+    read: bool = False
+    """The states of all partitions are read, and its files are being written."""
     void: bool = False
     """A new timeline began, or sync ended, while the current state was read, so the result is discarded."""
 
@@ -108,15 +110,25 @@ class Checkpoints:
     last_clock: int = 0
     last_version: int = 0
     last_s: float = 0.0
+    next_s: float = 0.0
+    """None by rule begins before: so that partitions can move, as long after the last one as that took."""
     error: str = ""
     """Why the last one was not written; empty if it was."""
     reading_current: bool = False
     """sync: the current state is being read, so commits wait."""
 
+    waiting: bool = False
+    """sync: the first pending one waits for moves to end, or for a cut."""
+
     @property
     def writing(self) -> bool:
         """Whether one is being written now."""
         return bool(self.pending) and self.pending[0].written is not None
+
+    @property
+    def reading(self) -> bool:
+        """Whether the partitions' owners are needed for the one that is being written."""
+        return self.writing and not self.pending[0].read
 
     @property
     def asked(self) -> bool:
@@ -133,7 +145,7 @@ class Checkpoints:
 
         `version` takes the minimum over all partitions, so it is called only if the result depends on it.
         """
-        if self.pending:
+        if self.pending or now < self.next_s:
             return False
         if every_clocks and clock // every_clocks > self.last_clock // every_clocks:
             return True

@@ -73,6 +73,7 @@ class SchedulerCore:
             io.RequestEvaluation: tasks.ask_evaluation,
             io.RequestCheckpoint: checkpoints.request,
             io.DeleteCheckpoint: checkpoints.delete,
+            io.CheckpointRead: checkpoints.read,
             io.CheckpointWritten: checkpoints.written,
             io.CheckpointFailed: checkpoints.failed,
             io.CreateRun: runs.create,

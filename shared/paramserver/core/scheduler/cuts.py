@@ -26,7 +26,9 @@ class Cuts:
     moved: bool = False
     """A partition has moved since the newest cut, so its owner no longer holds that cut for a checkpoint."""
     began_s: float = float("-inf")
-    """When the last one began."""
+    """When the last one began that was not of the first values."""
+    ended_s: float = float("-inf")
+    """When the last one was complete."""
 
     @property
     def reached(self) -> int:
@@ -37,12 +39,14 @@ class Cuts:
         """Have every partition store this clock."""
         self.pending, self.urgent = clock, urgent
 
-    def stored(self, index: int, partitions: int) -> bool:
+    def stored(self, index: int, partitions: int, now: float) -> bool:
         """Note that a partition has stored the pending cut; returns whether all `partitions` have it now."""
         self.stored_by.add(index)
         if len(self.stored_by) < partitions:
             return False
         self.newest = self.pending
+        if self.newest:  # as in `Model.begin_cut`
+            self.ended_s = now
         self.lacks_first = self.moved = False
         self.skipped = 0
         self._end()
@@ -72,7 +76,7 @@ class Cuts:
     def restart_at(self, clock: int) -> None:
         """Keep only cuts up to `clock`, at which a new timeline begins."""
         self._end()
-        self.moved, self.began_s = True, float("-inf")
+        self.moved, self.began_s, self.ended_s = True, float("-inf"), float("-inf")
         if self.newest is not None and self.newest > clock:
             self.newest = None
 

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from msgspec import Struct, field
 
 from paramserver.core.scheduler.model_events import CheckpointFailed as CheckpointFailed
+from paramserver.core.scheduler.model_events import CheckpointRead as CheckpointRead
 from paramserver.core.scheduler.model_events import CheckpointWritten as CheckpointWritten
 from paramserver.core.scheduler.model_events import CreateModel as CreateModel
 from paramserver.core.scheduler.model_events import DeleteCheckpoint as DeleteCheckpoint
@@ -233,7 +234,7 @@ class ClockStepped(Struct, frozen=True):
 Event: TypeAlias = (
     JoinShard | ShardHeartbeat | LeaveShard | SetShardState | OpenFeed | RedisEmptied | StorageChanged | CreateModel
     | PatchModel | DeleteModel | ParameterUploaded | FilesLoaded | StartRestore | RestoreFinished | DeleteCheckpoint
-    | ModelRestored | JoinWorker | DeleteDataset
+    | ModelRestored | JoinWorker | DeleteDataset | CheckpointRead
     | WorkerHeartbeat | LeaveWorker | DrainWorker | ClockStaged | ReportClock | ReportMetrics | RegisterDataset
     | LeaseTask | TaskDone | RequestEvaluation | RequestCheckpoint | CheckpointWritten | CheckpointFailed | CreateRun
     | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | ModelForgotten | RequestGone | Tick | ClockStepped
@@ -297,7 +298,7 @@ class LoadFiles(Struct, frozen=True):
 
 
 class WriteCheckpoint(Struct, frozen=True):
-    """Write a checkpoint; completed by `CheckpointWritten` or `CheckpointFailed`."""
+    """Write a checkpoint; `CheckpointRead` may come, and `CheckpointWritten` or `CheckpointFailed` completes it."""
 
     model: ModelKey
     name: str

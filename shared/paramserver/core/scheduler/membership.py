@@ -62,6 +62,8 @@ class Shard(Holder):
     metrics: Mapping[str, Any] = field(default_factory=dict)
     draining: bool = False
     """It gets no new partitions, and those it has move away."""
+    stopping: bool = False
+    """It drains because it was told to stop, so there is little time: its moves do not wait for cuts."""
     memory_limit_bytes: int = 0
     """0: unknown."""
     memory_used_bytes: int = 0
@@ -75,6 +77,8 @@ class Shard(Holder):
     """When it last released a partition that moved."""
     storage_away: bool = False
     """Whether it says that Redis does not answer it, so that it can neither store nor load a partition."""
+    storage_away_s: float = 0.0
+    """Since when."""
 
     @property
     def free_bytes(self) -> int | None:

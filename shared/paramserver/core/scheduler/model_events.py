@@ -144,6 +144,13 @@ class DeleteCheckpoint(Struct, frozen=True):
     name: str
 
 
+class CheckpointRead(Struct, frozen=True):
+    """The states for `WriteCheckpoint` are read, and its files are written from now on."""
+
+    model: ModelKey
+    name: str
+
+
 class CheckpointWritten(Struct, frozen=True):
     """Completion of `WriteCheckpoint`."""
 

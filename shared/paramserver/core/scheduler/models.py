@@ -37,6 +37,8 @@ COMMITS_PUBLISHED: Final = 64
 All that are kept are in that of a new feed, which a shard asks for if it lacks any, and in those of a model that leaves
 sync, as a partition that lacks one then asks for none.
 """
+BETWEEN_CUTS_S: Final = 1.0
+"""From the end of a cut to the next one by the interval, so that moves can begin: several ticks."""
 RESTORED: Final = "*"
 """Placeholder in `missing` for values that a restore will set."""
 
@@ -176,13 +178,28 @@ class Model:
     def movable(self) -> bool:
         """Whether its partitions may move now: nothing is in progress that only their present owners can finish."""
         cutting = self.cuts.pending is not None
-        busy = self.restoring or self.gate.opening or cutting or self.checkpoints.writing
+        busy = self.restoring or self.gate.opening or cutting or self.checkpoints.reading
         return self.ready and self.served and not busy
 
     @property
     def may_cut(self) -> bool:
         """Whether a cut can begin now: the present owner of every partition will be the one to reach its clock."""
-        return self.cuts.pending is None and not self.checkpoints.writing and not self.moving and self.served
+        return self.cuts.pending is None and not self.checkpoints.reading and not self.moving and self.served
+
+    def cut_due(self, now: float) -> bool:
+        """Whether the next commit is to be a cut, if one can begin then."""
+        cuts = self.cuts
+        due = now - cuts.began_s >= limits.SNAPSHOT_INTERVAL_S and now - cuts.ended_s >= BETWEEN_CUTS_S
+        return cuts.wanted or (not self.durable and due)
+
+    def moves_wait(self, now: float) -> bool:
+        """Whether no more of its moves begin until those in progress, of which there are few, have made way for a cut.
+
+        A cut that takes longer than the interval leaves as much time for moves before the next one is due for them.
+        """
+        due = self.cuts.wanted or now - self.cuts.ended_s >= limits.SNAPSHOT_INTERVAL_S
+        beyond = not self.durable and self.gate.clock > self.cuts.reached
+        return self.gate.sync and (self.checkpoints.waiting or (beyond and due))
 
     def begin_cut(self, now: float, *, urgent: bool = False) -> None:
         """Have every partition store the current clock as a cut."""
@@ -439,35 +456,6 @@ class Model:
             }
             for i, o in enumerate(self.owners)
         ]
-
-    def durable_behind_s(self, now: float) -> float:
-        """For how long the partition that has waited longest has had something to store, and stored nothing more.
-
-        What a restore sets is stored, or in sync part of a cut, only once it has ended.
-        """
-        if not self.ready or self.restoring:
-            return 0.0
-        served = (o for o in self.owners if o.from_version is not None)
-        waiting = (o for o in served if o.version > o.durable_version)
-        return max((now - o.stored_s for o in waiting), default=0.0)
-
-    def summary(self) -> dict[str, Any]:
-        """One entry of `GET /models`: the public document without spec and partitions."""
-        return {
-            "name": self.name,
-            "generation": self.generation,
-            "revision": self.revision,
-            "timeline": self.timeline,
-            "clock": self.gate.first_clock,
-            "version": self.version,
-            "state": "ready" if self.ready else "initializing",
-            "mode": self.spec.consistency.mode,
-            "optimizer": self.spec.optimizer.name,
-            "size": self.spec.size,
-            "partitions": len(self.owners),
-            "served": self.served,
-            "live_workers": len(self.roster.live()),
-        }
 
     def outline(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         """Body of `GET /models/{m}`, without the spec and the partitions."""

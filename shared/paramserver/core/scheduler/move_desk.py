@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.heartbeat_rows import ReleasedRow
-from paramserver.core.scheduler.balance import PartitionLoad, ShardLoad, missing_bytes, plan
+from paramserver.core.scheduler.balance import COPIES, PartitionLoad, ShardLoad, missing_bytes, plan
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.io import SetShardState, StorageChanged
 from paramserver.core.scheduler.membership import Shard
@@ -44,6 +44,7 @@ class MoveDesk:
             raise problem("unknown_node", f"no shard {e.name!r:.80} is alive", hint="the list of shards names them")
         if e.state == "draining" and not shard.draining and e.epoch is None:
             self._check_memory(shard)
+        shard.stopping = e.epoch is not None and e.state == "draining"
         if shard.draining != (e.state == "draining"):
             shard.draining = e.state == "draining"
             self.c.save_shard(shard)
@@ -97,11 +98,11 @@ class MoveDesk:
             self._withdraw(self._moves())
         self.c.unbalanced = True
 
-    def storage_of(self, shard: Shard, away: bool) -> None:
+    def storage_of(self, shard: Shard, away: bool, now: float) -> None:
         """Withdraw the moves from and to a shard that Redis does not answer; none begins until it does."""
         if away == shard.storage_away:
             return
-        shard.storage_away, self.c.unbalanced = away, True
+        shard.storage_away, shard.storage_away_s, self.c.unbalanced = away, now, True
         if away:
             self._withdraw(m for m in self._moves() if shard.name in (m[1].shard, m[1].target))
 
@@ -110,7 +111,8 @@ class MoveDesk:
         if short is not None:
             raise problem(
                 "not_enough_memory",
-                f"shard '{shard.name}' has {short[0]} bytes of partitions, the others have room for {short[1]}",
+                f"the partitions of shard '{shard.name}', and of others that drain, need {short[0]} bytes (their state"
+                f" and the version being computed); the remaining shards have {short[1]} free",
                 hint="add a shard first, or raise the memory limits",
                 needed_bytes=short[0],
                 free_bytes=short[1],
@@ -166,8 +168,9 @@ class MoveDesk:
     def _partition_loads(self, now: float) -> list[PartitionLoad]:
         """Every partition that has an owner, placed where it will be once its move is over."""
         out: list[PartitionLoad] = []
+        stopping = {s.name for s in self.c.shards.values() if s.stopping}
         for model in self.c.models.values():
-            movable = model.movable
+            movable = model.movable and (not model.moves_wait(now) or any(o.shard in stopping for o in model.owners))
             for i, o in enumerate(model.owners):
                 if o.shard is not None:
                     free = movable and not o.release and now >= o.no_move_before_s
@@ -176,7 +179,7 @@ class MoveDesk:
         return out
 
     def _shard_loads(self) -> list[ShardLoad]:
-        """The live shards; memory that a move in progress will need counts as used.
+        """The live shards; memory that a move in progress will need counts as used, as does what is yet to be loaded.
 
         One that Redis does not answer counts as busy with as many moves as it may take part in.
         """
@@ -187,7 +190,10 @@ class MoveDesk:
                 if o.release and o.shard in moves and o.target in moves:
                     moves[o.shard] += 1
                     moves[o.target] += 1
-                    coming[o.target] += model.held_bytes_of(i)
+                    coming[o.target] += COPIES * model.held_bytes_of(i)
+                elif o.from_version is None and o.shard in moves:
+                    moves[o.shard] += o.previous is not None
+                    coming[o.shard] += COPIES * model.held_bytes_of(i)
         shards = [self.c.shards[n] for n in moves]
         return [
             ShardLoad(

@@ -42,6 +42,11 @@ class Owner:
     load: float = 0.0
     """Bytes per second in and out, smoothed."""
 
+    @property
+    def must_load(self) -> bool:
+        """Whether its shard does not serve it, and has it not in memory either."""
+        return self.from_version is None and not self.kept_from
+
     def withdraw_move(self) -> bool:
         """Withdraw its move; returns whether there was one."""
         moving, self.target, self.release = self.release != 0, None, 0

@@ -73,7 +73,7 @@ class Reading:
 
     def models(self) -> list[dict[str, Any]]:
         """A summary of each model, by name."""
-        return [m.summary() for _, m in sorted(self._c.models.items())]
+        return [_summary(m) for _, m in sorted(self._c.models.items())]
 
     def model(self, name: str) -> dict[str, Any]:
         """The full document of `GET /models/{m}`."""
@@ -242,14 +242,14 @@ class Reading:
         if model is None:
             return None
         return {
-            **model.summary(),
+            **_summary(model),
             "lr": model.spec.optimizer.document().get("lr"),
             "created_s": model.unix_s,
             "parameters": len(model.spec.params),
             "files_error": model.files_error,
             "checkpoint_error": model.checkpoints.error,
             "partition_lines": model.partition_lines(),
-            "durable_behind_s": model.durable_behind_s(now),
+            "durable_behind_s": _durable_behind_s(model, now),
             "waiting_for": self.waiting_for(name),
             "workers": self.workers(name, now, dead_s=DEAD_SHOWN_S),
         }
@@ -281,3 +281,34 @@ def _worker(model: Model, w: Worker, now: float, kept: bool) -> dict[str, Any]:
         "metrics": in_json(w.metrics),
         **({"kept": w.state} if kept else {}),
     }
+
+
+def _summary(model: Model) -> dict[str, Any]:
+    """The public document without spec and partitions."""
+    return {
+        "name": model.name,
+        "generation": model.generation,
+        "revision": model.revision,
+        "timeline": model.timeline,
+        "clock": model.gate.first_clock,
+        "version": model.version,
+        "state": "ready" if model.ready else "initializing",
+        "mode": model.spec.consistency.mode,
+        "optimizer": model.spec.optimizer.name,
+        "size": model.spec.size,
+        "partitions": len(model.owners),
+        "served": model.served,
+        "live_workers": len(model.roster.live()),
+    }
+
+
+def _durable_behind_s(model: Model, now: float) -> float:
+    """For how long the partition that has waited longest has had something to store, and stored nothing more.
+
+    What a restore sets is stored, or in sync part of a cut, only once it has ended.
+    """
+    if not model.ready or model.restoring:
+        return 0.0
+    served = (o for o in model.owners if o.from_version is not None)
+    waiting = (o for o in served if o.version > o.durable_version)
+    return max((now - o.stored_s for o in waiting), default=0.0)

@@ -48,6 +48,7 @@ class ShardDesk:
         self._expect_others(e.name, now)
         epoch = 1 + (old.epoch if old else self.c.shard_floor)
         shard = Shard(e.name, epoch, now, addresses=addresses, version=str(e.version)[:64])
+        shard.storage_away, shard.storage_away_s = e.redis_term is None, now
         self.c.shards[e.name] = shard
         self._forget_names()
         if old is not None:
@@ -198,6 +199,19 @@ class ShardDesk:
             self._begin_anew(model)
         self.c.place_changed(model)
 
+    def _take_from(self, shard: Shard) -> None:
+        """Take from a shard what it can neither load nor hand over, as Redis does not answer it: as if it had died.
+
+        What it serves, or has in memory, stays.  Nothing is taken if no other shard can load it either.
+        """
+        others = [n for n in self.c.eligible_shards() if not self.c.shards[n].storage_away]
+        if self.c.storage_away or self._expected or not others:
+            return
+        for model in self.c.models.values():
+            while lost := [i for i, o in enumerate(model.owners) if o.shard == shard.name and o.must_load]:
+                self._lose(model, lost)  # if the model goes back, the shard would have to load the others, too
+                self.place(model)
+
     def _begin_anew(self, model: Model) -> None:
         """Restart a model of which nothing is stored: random values are drawn again, others requested or read again."""
         complete = model.ready or bool(model.lost)
@@ -257,12 +271,14 @@ class ShardDesk:
             model = self.c.owned(e.name, cut)
             if model is None or cut.clock != model.cuts.pending:
                 continue
-            if model.cuts.stored(cut.partition, len(model.owners)):
+            if model.cuts.stored(cut.partition, len(model.owners), now):
                 self.c.save_clock(model)
                 self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
         self.moves.released(e.name, released, now)
         self.moves.loads(e.name, loads)
-        self.moves.storage_of(shard, e.metrics.get("redis_away") is True)
+        self.moves.storage_of(shard, e.metrics.get("redis_away") is True, now)
+        if shard.storage_away and now - shard.storage_away_s >= limits.LEASE_S:
+            self._take_from(shard)
         self._lost(e.name, lost)
         self.c.answer_now(e.request, {"state": shard.state})
 

@@ -348,8 +348,7 @@ class WorkerDesk:
         if model.gate.opening:
             # Partitions apply nothing of this phase before this commit, so all of them must be served and in place.
             return model.gate.empty_commit(model.roster, model.timeline, model.revision) if model.may_cut else None
-        due = not model.durable and now - model.cuts.began_s >= limits.SNAPSHOT_INTERVAL_S
-        cut = (model.cuts.wanted or due) and model.may_cut
+        cut = model.cut_due(now) and model.may_cut
         return model.gate.decide(model.roster, model.timeline, model.revision, cut)
 
     def _prune(self, model: Model, now: float) -> None:

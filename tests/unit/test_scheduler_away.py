@@ -1,0 +1,61 @@
+"""Shards that Redis does not answer: what they keep, and what others load in their place."""
+
+import pytest
+
+from paramserver.core.scheduler import io
+
+from .scheduling import Driver
+
+
+def beat_without_redis(d: Driver, name: str, unserved: set[int]) -> None:
+    """Send the heartbeat of a shard that Redis does not answer: it serves its partitions but for these."""
+    parts = [["m", 1, i, o.token, 0, 0, 0, 0] for i, o in enumerate(d.core._c.models["m"].owners) if o.shard == name]
+    rows = [row for row in parts if row[2] not in unserved]
+    d.ask(lambda n: io.ShardHeartbeat(n, name, d.shards[name], {"redis_away": True}, rows))
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_what_a_shard_cannot_load_goes_to_one_that_can(mode: str) -> None:
+    """A shard that Redis does not answer keeps what it serves; what it was given and cannot load goes to others.
+
+    Until then it has the time in which a shard may be silent, as Redis may just be slow.
+    """
+    d = Driver("s0", "s1", "s2")
+    d.model(partitions=6, consistency={"mode": mode})
+    before = {i for i, o in enumerate(d.owners()) if o == "s1"}
+    d.ask(lambda n: io.LeaveShard(n, "s0", d.shards.pop("s0")))
+    given = {i for i, o in enumerate(d.owners()) if o == "s1"} - before
+    assert given
+    unserved = given if mode == "async" else given | before  # a synchronous model goes back as a whole
+    for _ in range(5):
+        beat_without_redis(d, "s1", unserved)
+        assert {i for i, o in enumerate(d.owners()) if o == "s1"} == given | before
+        d.now += 1
+        d.beat("s2")
+    beat_without_redis(d, "s1", unserved)
+    d.beat("s2")
+    assert {i for i, o in enumerate(d.owners()) if o == "s1"} == (before if mode == "async" else set())
+    assert mode == "async" or d.core.read.model("m")["served"]
+    if mode == "async":
+        assert all(d.document()["owners"][i] == ["s2", d.core._c.models["m"].owners[i].token] for i in given)
+        assert d.document()["source"] == "snapshot"
+
+
+def test_a_shard_that_joins_without_redis_gets_nothing_if_others_can_have_it() -> None:
+    """What a shard that is started anew had goes to others if Redis did not answer it: it could not load it."""
+    d = Driver.with_model()
+    d.ask(lambda n: io.JoinShard(n, "s0", ["http://s0:1"]))
+    assert set(d.owners()) == {"s1"}
+
+
+def test_where_no_shard_can_load_a_partition_it_stays() -> None:
+    """If Redis answers none of the shards, nothing is passed on from one to the other."""
+    d = Driver.with_model()
+    for name in d.shards:
+        d.shards[name] = d.ask(lambda n, name=name: io.JoinShard(n, name, [f"http://{name}:1"]))["epoch"]  # type: ignore[misc]
+    before = d.owners()
+    for _ in range(8):
+        for name in ("s0", "s1"):
+            beat_without_redis(d, name, set(range(4)))
+        d.now += 1
+    assert d.owners() == before
