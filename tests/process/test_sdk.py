@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -285,6 +286,36 @@ def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> Non
             await model.delete()
             with pytest.raises(ps.NotFoundError):
                 await model.pull()
+
+    asyncio.run(main())
+
+
+def test_a_worker_on_a_loop_is_opened_by_one_task(shared_cluster: Cluster, name: str) -> None:
+    """Of two tasks that open one worker at once, one is refused, and the other's end leaves no worker behind.
+
+    The errors outside the block say whether it has not begun or is over.
+    """
+
+    async def main() -> None:
+        async with ps.AsyncClient(shared_cluster.url) as client:
+            model = await client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+            worker = model.worker()
+            with pytest.raises(ps.ConflictError, match="the worker has not joined yet"):
+                await worker.pull()
+
+            async def train() -> int:
+                async with worker:
+                    await worker.step(ones())
+                    return len(await model.workers())
+
+            outcomes = await asyncio.gather(train(), train(), return_exceptions=True)
+
+            assert outcomes[0] == 1
+            with pytest.raises(ps.ConflictError, match="opened only once"):
+                raise cast(Any, outcomes[1])
+            assert not any(w["alive"] for w in await model.workers())
+            with pytest.raises(ps.ConflictError, match="the worker has left"):
+                await worker.pull()
 
     asyncio.run(main())
 

@@ -49,7 +49,7 @@ class AsyncWorker(WorkerBase):
         self._left = False
 
     async def __aenter__(self) -> "AsyncWorker":
-        if self._heartbeat is not None or self._left:
+        if self._pid != -1:
             raise problem("conflict", "a worker can be opened only once", hint="model.worker() makes another")
         self._pid = os.getpid()
         joining = asyncio.ensure_future(self._client.run(self._session.join(self._deadline(None))))
@@ -227,12 +227,15 @@ class AsyncWorker(WorkerBase):
         return metrics
 
     async def _run(self, call: Call[T]) -> T:
-        if self._heartbeat is None or self._left:
-            call.close()
-            raise problem("conflict", "the worker is not joined", hint="async with model.worker() as w: ...")
-        if self._pid != os.getpid():
+        if self._pid not in (-1, os.getpid()):
             call.close()
             raise of_another_process()
+        if self._left:
+            call.close()
+            raise problem("conflict", "the worker has left", hint="model.worker() makes another")
+        if self._heartbeat is None:
+            call.close()
+            raise problem("conflict", "the worker has not joined yet", hint="async with model.worker() as w: ...")
         return await self._client.run(call)
 
     async def _keep_alive(self) -> None:
