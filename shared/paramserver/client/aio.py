@@ -348,4 +348,5 @@ class AsyncModel(ModelBase):
     ) -> "AsyncModel":
         """See `Model.restore`."""
         restoring = self._restore(checkpoint, as_, partitions, timeout, exist_ok=exist_ok)
-        return self._client.model(await self._client.run(restoring))
+        restored = await self._client.run(restoring)
+        return self if restored == self.name else self._client.model(restored)
