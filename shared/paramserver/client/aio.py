@@ -43,6 +43,7 @@ class AsyncClient(ClientBase):
     def __init__(
         self,
         url: str | None = None,
+        *,
         timeout: float = limits.CLIENT_TIMEOUT_S,
         token: str | None = None,
         ca: str | os.PathLike[str] | None = None,

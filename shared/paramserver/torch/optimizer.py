@@ -405,4 +405,5 @@ def _resolve_model(model: Model | Worker | str, timeout: float | None, stack: Ex
     base, found, name = model.partition("/models/") if "://" in model else ("", "yes", model)
     if not found or not name or "/" in name:
         raise problem("malformed", f"'{model}' is not a model's URL", hint="http://localhost:8700/models/demo")
-    return stack.enter_context(connect(base or None, CLIENT_TIMEOUT_S if timeout is None else timeout)), name
+    timeout = CLIENT_TIMEOUT_S if timeout is None else timeout
+    return stack.enter_context(connect(base or None, timeout=timeout)), name
