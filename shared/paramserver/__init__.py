@@ -90,14 +90,16 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return import_module(f"paramserver.{name}")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'paramserver' has no attribute '{name}'")
-    value = getattr(import_module(f"paramserver.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # else a misspelled name would be of type Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return import_module(f"paramserver.{name}")
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'paramserver' has no attribute '{name}'")
+        value = getattr(import_module(f"paramserver.{_HOME_OF[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

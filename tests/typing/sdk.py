@@ -86,4 +86,6 @@ def wrong() -> None:
     """A type checker refuses these calls: an unused ignore is an error in strict mode."""
     ps.Sync(late="sometimes")  # type: ignore[arg-type]
     ps.connect(timeout="soon")  # type: ignore[arg-type]
+    ps.connect("http://a:8700", 5.0)  # type: ignore[call-arg]
     ps.Adam(learning_rate=0.1)  # type: ignore[call-arg]
+    ps.Adamm(lr=0.1)  # type: ignore[attr-defined]
