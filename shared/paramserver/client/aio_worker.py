@@ -141,13 +141,14 @@ class AsyncWorker(WorkerBase):
         base: Params | None = None,
         out: Params | None = None,
         weight: float = 1.0,
+        ranges: Ranges | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """See `Worker.pushpull`."""
-        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
         return await self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **terms))
 
     async def clock(self, *, timeout: float | None = None) -> int:

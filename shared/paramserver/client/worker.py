@@ -158,13 +158,14 @@ class Worker(WorkerBase):
         base: Params | None = None,
         out: Params | None = None,
         weight: float = 1.0,
+        ranges: Ranges | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient, then pull, in one round trip except in sync; the clock does not advance."""
-        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
         return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **terms))
 
     def clock(self, *, timeout: float | None = None) -> int:
