@@ -1,6 +1,7 @@
 """The types of the public API, checked with `assert_type`: read by mypy, never run."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import aclosing, closing
 from typing import Any, assert_type
 
 import numpy as np
@@ -46,7 +47,9 @@ def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
     model.set(lr=0.05, consistency=ps.Sync(quorum=0.75, late="fold"))
     with model.worker() as w:
         assert_type(w, ps.Worker)
-        assert_type(w.tasks("train"), Iterator[ps.Task])
+        assert_type(w.tasks("train"), Generator[ps.Task, None, None])
+        with closing(w.tasks("train")) as tasks:
+            assert_type(next(tasks), ps.Task)
         for task in w.tasks("train"):
             assert_type((task.start, task.stop, task.uri), tuple[int, int, str | None])
             assert_type(w.pull(), ps.Params)
@@ -75,8 +78,9 @@ async def on_a_loop(gradient: npt.NDArray[np.float32]) -> None:
         assert_type(await model.push({"w": gradient}), ps.Pushed)
         async with model.worker() as w:
             assert_type(w, ps.AsyncWorker)
-            async for task in w.tasks("train"):
-                assert_type(task, ps.Task)
+            async with aclosing(w.tasks("train")) as tasks:
+                async for task in tasks:
+                    assert_type(task, ps.Task)
             assert_type(await w.step({"w": gradient}, ack="journaled"), ps.Pushed)
         assert_type(await model.metrics("loss"), list[ps.Point])
         assert_type(await model.metrics(), dict[str, list[ps.Point]])

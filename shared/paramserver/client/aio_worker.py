@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
@@ -200,7 +200,7 @@ class AsyncWorker(WorkerBase):
         """See `Worker.report`."""
         await self._run(self._session.report(metrics, self._deadline(timeout)))
 
-    async def tasks(self, dataset: str = "train") -> AsyncIterator[Task]:
+    async def tasks(self, dataset: str = "train") -> AsyncGenerator[Task, None]:
         """See `Worker.tasks`."""
         while (task := await self._run(self._tasks.lease(dataset))) is not None:
             try:

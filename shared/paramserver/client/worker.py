@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
@@ -231,7 +231,7 @@ class Worker(WorkerBase):
         """Report metrics of the current clock now: `report(accuracy=0.97)`."""
         self._run(self._session.report(metrics, self._deadline(timeout)))
 
-    def tasks(self, dataset: str = "train") -> Iterator[Task]:
+    def tasks(self, dataset: str = "train") -> Generator[Task, None, None]:
         """Iterate over ranges of a dataset, leased one at a time; each counts as done when the next one is requested.
 
         Ends when the dataset is finished or the worker is asked to finish.  Ranges that a worker leaves undone go to
