@@ -60,6 +60,7 @@ def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
             w.evaluate(lambda q: {"accuracy": np.float32(0.9)})
         assert_type(w.clock(), int)
         assert_type((w.rank, w.draining), tuple[int, bool])
+        assert_type(w.client.model(w.model), ps.Model)
         assert_type(w.state, dict[str, Any])
         assert_type(w.evaluate(lambda q: {"loss": float(q["w"].sum())}), dict[str, float] | None)
     own: ps.Client = ps.local(shards=2)
@@ -78,6 +79,7 @@ async def on_a_loop(gradient: npt.NDArray[np.float32]) -> None:
         assert_type(await model.push({"w": gradient}), ps.Pushed)
         async with model.worker() as w:
             assert_type(w, ps.AsyncWorker)
+            assert_type(w.client, ps.AsyncClient)
             async with aclosing(w.tasks("train")) as tasks:
                 async for task in tasks:
                     assert_type(task, ps.Task)

@@ -385,6 +385,13 @@ def test_a_name_that_no_model_can_have_is_refused_at_once(name: Any) -> None:
         ps.Client("http://127.0.0.1:9").model(name)
 
 
+@pytest.mark.parametrize("kind", [ps.Client, ps.AsyncClient])
+def test_a_worker_tells_its_client(kind: Any) -> None:
+    """A worker leads to its client, and so to its model: all that the function of a run is given is the worker."""
+    client = kind("http://127.0.0.1:9")
+    assert client.model("m").worker().client is client
+
+
 @pytest.mark.parametrize("codec", [5, b"int8", "int9"])
 def test_a_codec_is_named(codec: Any) -> None:
     """A codec that is not a string, or not a known name, is refused with unknown_codec."""

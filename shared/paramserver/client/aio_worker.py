@@ -83,6 +83,11 @@ class AsyncWorker(WorkerBase):
         except (PsError, TimeoutError) as e:
             log.info("worker.withdraw_unheard worker=%s error=%r", self.name, e)
 
+    @property
+    def client(self) -> "AsyncClient":
+        """See `Worker.client`."""
+        return self._client
+
     async def pull(
         self,
         names: Names | None = None,

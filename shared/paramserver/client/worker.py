@@ -82,6 +82,11 @@ class Worker(WorkerBase):
             if self._session.joined:
                 self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
 
+    @property
+    def client(self) -> "Client":
+        """The client that made it: `w.client.model(w.model)` is its model.  Whoever connected closes it."""
+        return self._client
+
     def pull(
         self,
         names: Names | None = None,

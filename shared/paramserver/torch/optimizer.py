@@ -396,7 +396,7 @@ def _encoding_of(model: Model | Worker | str) -> Encoding:
 def _resolve_model(model: Model | Worker | str, timeout: float | None, stack: ExitStack) -> tuple[Client, str]:
     """Return the client and the name of the model that the constructor's `model` argument denotes."""
     if isinstance(model, Worker):
-        return model._client, model.model
+        return model.client, model.model
     if isinstance(model, Model):
         return model._client, model.name
     if not isinstance(model, str):
