@@ -36,11 +36,13 @@ if TYPE_CHECKING:
         Nesterov,
         Optimizer,
         RMSprop,
+        Schedule,
         StepDecay,
         Sum,
     )
     from paramserver.client.pushed import Pushed
     from paramserver.client.spec_builder import Param
+    from paramserver.client.streaming import AsyncPushStream, PushStream
     from paramserver.client.tasks import Task
     from paramserver.client.worker import Worker
     from paramserver.errors import (
@@ -69,10 +71,11 @@ _HOMES = {
     "client.local": "local",
     "client.model": "Model",
     "client.optimizers": "Adagrad Adam AdamW Constant Cosine Exponential FTRL Momentum Nesterov Optimizer RMSprop SGD "
-    "StepDecay Sum",
+    "Schedule StepDecay Sum",
     "client.pushed": "Pushed",
     "client.tasks": "Task",
     "client.spec_builder": "Param",
+    "client.streaming": "AsyncPushStream PushStream",
     "client.worker": "Worker",
     "errors": "AuthError ConflictError CorruptState FencedError InDoubt InternalError NotFoundError PsError "
     "RequestError StaleMapError Unavailable Unreachable",
@@ -82,11 +85,12 @@ _PACKAGES = ("codecs", "torch")
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
-    "FTRL", "SGD", "SSP", "Adagrad", "Adam", "AdamW", "Async", "AsyncClient", "AsyncModel", "AsyncWorker",
-    "AuthError", "Buffered", "Client", "ConflictError", "Consistency", "Constant", "CorruptState", "Cosine",
-    "Exponential", "FencedError", "GradientArrays", "InDoubt", "InternalError", "Model", "Momentum", "Nesterov",
-    "NotFoundError", "Optimizer", "Param", "Params", "Point", "PsError", "Pushed", "RMSprop", "RequestError",
-    "StaleMapError", "StepDecay", "Sum", "Sync", "Task", "Unavailable", "Unreachable", "Worker", "connect", "local",
+    "FTRL", "SGD", "SSP", "Adagrad", "Adam", "AdamW", "Async", "AsyncClient", "AsyncModel", "AsyncPushStream",
+    "AsyncWorker", "AuthError", "Buffered", "Client", "ConflictError", "Consistency", "Constant", "CorruptState",
+    "Cosine", "Exponential", "FencedError", "GradientArrays", "InDoubt", "InternalError", "Model", "Momentum",
+    "Nesterov", "NotFoundError", "Optimizer", "Param", "Params", "Point", "PsError", "PushStream", "Pushed",
+    "RMSprop", "RequestError", "Schedule", "StaleMapError", "StepDecay", "Sum", "Sync", "Task", "Unavailable",
+    "Unreachable", "Worker", "connect", "local",
 ]  # fmt: skip
 
 

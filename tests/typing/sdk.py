@@ -13,12 +13,13 @@ import paramserver as ps
 def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
     """The blocking client has the types that docs/sdk.md shows."""
     client = ps.connect("http://a:8700,http://b:8700", timeout=5.0, token="t")
+    schedules: list[ps.Schedule] = [ps.Constant(), ps.Cosine(t_max=100)]
     assert_type(client, ps.Client)
     assert_type(ps.Client("http://a:8700", token="t"), ps.Client)
     model = client.create_model(
         "demo",
         {"w": gradient, "b": (10,), "v": ps.Param((784, 64), init="xavier_uniform", lr_scale=0.5)},
-        optimizer=ps.Adam(lr=1e-3, clip_norm=1.0, schedule=ps.Cosine(t_max=100)),
+        optimizer=ps.Adam(lr=1e-3, clip_norm=1.0, schedule=schedules[1]),
         consistency=ps.SSP(3),
         exist_ok=True,
     )
@@ -61,6 +62,7 @@ def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
         assert_type(w.clock(), int)
         assert_type((w.rank, w.draining), tuple[int, bool])
         assert_type(w.client.model(w.model), ps.Model)
+        assert_type(w.stream(), ps.PushStream)
         assert_type(w.state, dict[str, Any])
         assert_type(w.evaluate(lambda q: {"loss": float(q["w"].sum())}), dict[str, float] | None)
     own: ps.Client = ps.local(shards=2)
@@ -80,6 +82,7 @@ async def on_a_loop(gradient: npt.NDArray[np.float32]) -> None:
         async with model.worker() as w:
             assert_type(w, ps.AsyncWorker)
             assert_type(w.client, ps.AsyncClient)
+            assert_type(w.stream(), ps.AsyncPushStream)
             async with aclosing(w.tasks("train")) as tasks:
                 async for task in tasks:
                     assert_type(task, ps.Task)
