@@ -7,6 +7,7 @@ Names are imported when first used, so `import paramserver` is cheap; docs/sdk.m
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -107,4 +108,5 @@ if not TYPE_CHECKING:  # else a misspelled name would be of type Any
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    packages = [p for p in _PACKAGES if p != "torch" or find_spec("torch")]  # completion accesses what is listed
+    return sorted([*__all__, *packages, "__version__"])

@@ -5,8 +5,10 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -50,6 +52,16 @@ def test_every_public_name_is_there() -> None:
     assert set(ps._HOME_OF) == set(ps.__all__)
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = ps.nothing_such  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_completion_shows_what_is_public_and_there(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """`dir` lists the public names, the subpackages and the version, and nothing that cannot be accessed."""
+    torch = ModuleType("torch")
+    torch.__spec__ = ModuleSpec("torch", None)
+    monkeypatch.setitem(sys.modules, "torch", torch if installed else cast(Any, None))
+
+    assert dir(ps) == sorted([*ps.__all__, "codecs", "__version__", *(["torch"] if installed else [])])
 
 
 @pytest.mark.parametrize(
