@@ -7,6 +7,7 @@ Names are imported when first used, so `import paramserver` is cheap; docs/sdk.m
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -36,11 +37,13 @@ if TYPE_CHECKING:
         Nesterov,
         Optimizer,
         RMSprop,
+        Schedule,
         StepDecay,
         Sum,
     )
     from paramserver.client.pushed import Pushed
     from paramserver.client.spec_builder import Param
+    from paramserver.client.streaming import AsyncPushStream, PushStream
     from paramserver.client.tasks import Task
     from paramserver.client.worker import Worker
     from paramserver.errors import (
@@ -69,10 +72,11 @@ _HOMES = {
     "client.local": "local",
     "client.model": "Model",
     "client.optimizers": "Adagrad Adam AdamW Constant Cosine Exponential FTRL Momentum Nesterov Optimizer RMSprop SGD "
-    "StepDecay Sum",
+    "Schedule StepDecay Sum",
     "client.pushed": "Pushed",
     "client.tasks": "Task",
     "client.spec_builder": "Param",
+    "client.streaming": "AsyncPushStream PushStream",
     "client.worker": "Worker",
     "errors": "AuthError ConflictError CorruptState FencedError InDoubt InternalError NotFoundError PsError "
     "RequestError StaleMapError Unavailable Unreachable",
@@ -82,23 +86,27 @@ _PACKAGES = ("codecs", "torch")
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
-    "FTRL", "SGD", "SSP", "Adagrad", "Adam", "AdamW", "Async", "AsyncClient", "AsyncModel", "AsyncWorker",
-    "AuthError", "Buffered", "Client", "ConflictError", "Consistency", "Constant", "CorruptState", "Cosine",
-    "Exponential", "FencedError", "GradientArrays", "InDoubt", "InternalError", "Model", "Momentum", "Nesterov",
-    "NotFoundError", "Optimizer", "Param", "Params", "Point", "PsError", "Pushed", "RMSprop", "RequestError",
-    "StaleMapError", "StepDecay", "Sum", "Sync", "Task", "Unavailable", "Unreachable", "Worker", "connect", "local",
+    "FTRL", "SGD", "SSP", "Adagrad", "Adam", "AdamW", "Async", "AsyncClient", "AsyncModel", "AsyncPushStream",
+    "AsyncWorker", "AuthError", "Buffered", "Client", "ConflictError", "Consistency", "Constant", "CorruptState",
+    "Cosine", "Exponential", "FencedError", "GradientArrays", "InDoubt", "InternalError", "Model", "Momentum",
+    "Nesterov", "NotFoundError", "Optimizer", "Param", "Params", "Point", "PsError", "PushStream", "Pushed",
+    "RMSprop", "RequestError", "Schedule", "StaleMapError", "StepDecay", "Sum", "Sync", "Task", "Unavailable",
+    "Unreachable", "Worker", "connect", "local",
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return import_module(f"paramserver.{name}")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'paramserver' has no attribute '{name}'")
-    value = getattr(import_module(f"paramserver.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # else a misspelled name would be of type Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return import_module(f"paramserver.{name}")
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'paramserver' has no attribute '{name}'")
+        value = getattr(import_module(f"paramserver.{_HOME_OF[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    packages = [p for p in _PACKAGES if p != "torch" or find_spec("torch")]  # completion accesses what is listed
+    return sorted([*__all__, *packages, "__version__"])

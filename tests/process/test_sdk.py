@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -285,6 +286,61 @@ def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> Non
             await model.delete()
             with pytest.raises(ps.NotFoundError):
                 await model.pull()
+
+    asyncio.run(main())
+
+
+def test_a_workers_pushpull_may_have_a_gradient_for_some_elements(client: ps.Client, name: str) -> None:
+    """A worker's `pushpull` with `ranges` adds to these elements only, and returns the values of all."""
+    rng = np.random.default_rng(9)
+    sums = {n: rng.normal(size=size).astype(np.float32) for n, size in (("w", 100), ("b", 10))}
+    model = client.create_model(name, dict(sums), optimizer=ps.Sum(), partitions=8)
+    ranges = {"w": [(3, 40), (90, 100)]}
+
+    def added() -> dict[str, Any]:
+        grads = {"w": rng.normal(size=47).astype(np.float32), "b": rng.normal(size=10).astype(np.float32)}
+        sums["w"][np.r_[3:40, 90:100]] += grads["w"]
+        sums["b"] += grads["b"]
+        return grads
+
+    async def on_a_loop() -> ps.Params:
+        async with ps.AsyncClient(client.url) as own, own.model(name).worker() as w:
+            return await w.pushpull(added(), ranges=ranges)
+
+    with model.worker() as w:
+        p = w.pushpull(added(), ranges=ranges)
+        p = w.pushpull(added(), ranges=ranges, out=p)
+    assert all(np.array_equal(p[n], values) for n, values in sums.items())
+    p = asyncio.run(on_a_loop())
+    assert all(np.array_equal(p[n], values) for n, values in sums.items())
+
+
+def test_a_worker_on_a_loop_is_opened_by_one_task(shared_cluster: Cluster, name: str) -> None:
+    """Of two tasks that open one worker at once, one is refused, and the other's end leaves no worker behind.
+
+    The errors outside the block say whether it has not begun or is over.
+    """
+
+    async def main() -> None:
+        async with ps.AsyncClient(shared_cluster.url) as client:
+            model = await client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+            worker = model.worker()
+            with pytest.raises(ps.ConflictError, match="the worker has not joined yet"):
+                await worker.pull()
+
+            async def train() -> int:
+                async with worker:
+                    await worker.step(ones())
+                    return len(await model.workers())
+
+            outcomes = await asyncio.gather(train(), train(), return_exceptions=True)
+
+            assert outcomes[0] == 1
+            with pytest.raises(ps.ConflictError, match="opened only once"):
+                raise cast(Any, outcomes[1])
+            assert not any(w["alive"] for w in await model.workers())
+            with pytest.raises(ps.ConflictError, match="the worker has left"):
+                await worker.pull()
 
     asyncio.run(main())
 

@@ -311,6 +311,21 @@ def test_a_checkpoint_that_the_cluster_keeps_becomes_another_model(client: ps.Cl
     assert asyncio.run(restore_both()) == [1.0, 1.0]
 
 
+def test_a_model_restored_in_place_keeps_its_codec(client: ps.Client, name: str) -> None:
+    """What `restore` returns for the same model sends gradients as the object that was asked."""
+    client.create_model(name, {"w": (4,)}, optimizer=ps.Sum()).save("one")
+    finer = {"w": np.full(4, 1 + 2**-10)}  # 1 in bfloat16
+
+    async def restore_and_push() -> None:
+        async with ps.AsyncClient(client.url) as own:
+            await (await own.model(name, codec="bf16").restore("one")).push(finer)
+
+    client.model(name, codec="bf16").restore("one").push(finer)
+    assert client.model(name).pull()["w"].tolist() == [1.0] * 4
+    asyncio.run(restore_and_push())
+    assert client.model(name).pull()["w"].tolist() == [1.0] * 4
+
+
 KILLED = """
 import os, signal, sys
 import paramserver as ps

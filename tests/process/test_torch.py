@@ -160,6 +160,26 @@ def test_codecs_stay_near_the_exact_training(client: ps.Client, name: str, codec
     assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
 
 
+@pytest.mark.parametrize(("codec", "elements"), [(None, range(1, 20)), ("fp32", range(200, 324))])
+def test_the_codec_is_that_of_the_model_or_worker_passed(
+    client: ps.Client, name: str, codec: str | None, elements: range
+) -> None:
+    """Gradients are sent in the codec of the `ps.Model` or `ps.Worker` passed, unless the optimizer gets its own."""
+    net = module()
+    model = client.create_model(name, _values(net), optimizer=ps.SGD(0.05))
+
+    def changed(given: Any) -> int:
+        with ParameterServerOptimizer(net, given, codec=codec) as opt:
+            before = _values(net)
+            loss_of(net, slice(None), 0).backward()
+            opt.step()
+        return sum(int((value != before[n]).sum()) for n, value in _values(net).items())
+
+    with model.worker(codec="topk:0.01") as worker:
+        assert changed(worker) in elements
+    assert changed(client.model(name, codec="topk:0.01")) in elements
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "ssp", "sync", "buffered"])
 def test_the_example_learns_in_every_mode(client: ps.Client, mode: str) -> None:

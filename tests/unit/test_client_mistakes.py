@@ -98,6 +98,14 @@ def test_a_likely_mistake_is_told_with_what_to_write(call: Callable[[], Any], sa
         call()
 
 
+@pytest.mark.parametrize("client", [ps.connect, ps.Client, ps.AsyncClient])
+def test_a_token_without_its_name_is_not_printed(client: Any) -> None:
+    """Only the URL goes without a name: a token in second place would be taken for the timeout, and be in the error."""
+    with pytest.raises(TypeError, match="positional") as e:
+        client("http://127.0.0.1:9", "sesame")
+    assert "sesame" not in str(e.value)
+
+
 def test_several_mistakes_are_told_with_the_hint_of_the_first() -> None:
     """An error that lists several says what to write instead of the first one that it spells out."""
     ones = ps.Param((4,), init="ones")

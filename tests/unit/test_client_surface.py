@@ -5,8 +5,10 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -49,7 +51,17 @@ def test_every_public_name_is_there() -> None:
     assert all(getattr(ps, name) is not None for name in ps.__all__)
     assert set(ps._HOME_OF) == set(ps.__all__)
     with pytest.raises(AttributeError, match="nothing_such"):
-        _ = ps.nothing_such
+        _ = ps.nothing_such  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_completion_shows_what_is_public_and_there(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """`dir` lists the public names, the subpackages and the version, and nothing that cannot be accessed."""
+    torch = ModuleType("torch")
+    torch.__spec__ = ModuleSpec("torch", None)
+    monkeypatch.setitem(sys.modules, "torch", torch if installed else cast(Any, None))
+
+    assert dir(ps) == sorted([*ps.__all__, "codecs", "__version__", *(["torch"] if installed else [])])
 
 
 @pytest.mark.parametrize(
@@ -383,6 +395,13 @@ def test_a_name_that_no_model_can_have_is_refused_at_once(name: Any) -> None:
         ps.AsyncClient("http://127.0.0.1:9").model(name)
     with pytest.raises(ps.RequestError, match=r"model name .* is not allowed"):
         ps.Client("http://127.0.0.1:9").model(name)
+
+
+@pytest.mark.parametrize("kind", [ps.Client, ps.AsyncClient])
+def test_a_worker_tells_its_client(kind: Any) -> None:
+    """A worker leads to its client, and so to its model: all that the function of a run is given is the worker."""
+    client = kind("http://127.0.0.1:9")
+    assert client.model("m").worker().client is client
 
 
 @pytest.mark.parametrize("codec", [5, b"int8", "int9"])

@@ -43,6 +43,7 @@ class AsyncClient(ClientBase):
     def __init__(
         self,
         url: str | None = None,
+        *,
         timeout: float = limits.CLIENT_TIMEOUT_S,
         token: str | None = None,
         ca: str | os.PathLike[str] | None = None,
@@ -348,4 +349,5 @@ class AsyncModel(ModelBase):
     ) -> "AsyncModel":
         """See `Model.restore`."""
         restoring = self._restore(checkpoint, as_, partitions, timeout, exist_ok=exist_ok)
-        return self._client.model(await self._client.run(restoring))
+        restored = await self._client.run(restoring)
+        return self if restored == self.name else self._client.model(restored)

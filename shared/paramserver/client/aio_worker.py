@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
@@ -49,7 +49,7 @@ class AsyncWorker(WorkerBase):
         self._left = False
 
     async def __aenter__(self) -> "AsyncWorker":
-        if self._heartbeat is not None or self._left:
+        if self._pid != -1:
             raise problem("conflict", "a worker can be opened only once", hint="model.worker() makes another")
         self._pid = os.getpid()
         joining = asyncio.ensure_future(self._client.run(self._session.join(self._deadline(None))))
@@ -82,6 +82,11 @@ class AsyncWorker(WorkerBase):
             await self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
         except (PsError, TimeoutError) as e:
             log.info("worker.withdraw_unheard worker=%s error=%r", self.name, e)
+
+    @property
+    def client(self) -> "AsyncClient":
+        """See `Worker.client`."""
+        return self._client
 
     async def pull(
         self,
@@ -141,13 +146,14 @@ class AsyncWorker(WorkerBase):
         base: Params | None = None,
         out: Params | None = None,
         weight: float = 1.0,
+        ranges: Ranges | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """See `Worker.pushpull`."""
-        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
         return await self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **terms))
 
     async def clock(self, *, timeout: float | None = None) -> int:
@@ -199,7 +205,7 @@ class AsyncWorker(WorkerBase):
         """See `Worker.report`."""
         await self._run(self._session.report(metrics, self._deadline(timeout)))
 
-    async def tasks(self, dataset: str = "train") -> AsyncIterator[Task]:
+    async def tasks(self, dataset: str = "train") -> AsyncGenerator[Task, None]:
         """See `Worker.tasks`."""
         while (task := await self._run(self._tasks.lease(dataset))) is not None:
             try:
@@ -227,12 +233,15 @@ class AsyncWorker(WorkerBase):
         return metrics
 
     async def _run(self, call: Call[T]) -> T:
-        if self._heartbeat is None or self._left:
-            call.close()
-            raise problem("conflict", "the worker is not joined", hint="async with model.worker() as w: ...")
-        if self._pid != os.getpid():
+        if self._pid not in (-1, os.getpid()):
             call.close()
             raise of_another_process()
+        if self._left:
+            call.close()
+            raise problem("conflict", "the worker has left", hint="model.worker() makes another")
+        if self._heartbeat is None:
+            call.close()
+            raise problem("conflict", "the worker has not joined yet", hint="async with model.worker() as w: ...")
         return await self._client.run(call)
 
     async def _keep_alive(self) -> None:

@@ -32,6 +32,7 @@ class Client(ClientBase):
     def __init__(
         self,
         url: str | None = None,
+        *,
         timeout: float = limits.CLIENT_TIMEOUT_S,
         token: str | None = None,
         ca: str | os.PathLike[str] | None = None,
@@ -199,6 +200,7 @@ class Client(ClientBase):
 
 def connect(
     url: str | None = None,
+    *,
     timeout: float = limits.CLIENT_TIMEOUT_S,
     token: str | None = None,
     ca: str | os.PathLike[str] | None = None,
@@ -213,7 +215,7 @@ def connect(
 
     Raises Unreachable if no URL answers, RequestError (`malformed`) if one is not a cluster's.
     """
-    client = Client(url, timeout, token, ca)
+    client = Client(url, timeout=timeout, token=token, ca=ca)
     try:
         check(client.transport, client.urls, min(QUICK_CHECK_S, client.timeout))
     except BaseException:

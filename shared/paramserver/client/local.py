@@ -24,7 +24,7 @@ class LocalClient(Client):
     def __init__(
         self, url: str, timeout: float, token: str | None, folder: str, lifeline: int, *, temporary: bool
     ) -> None:
-        super().__init__(url, timeout, token)
+        super().__init__(url, timeout=timeout, token=token)
         # Called once: by `close`, when the client is collected, or at the end of the process.
         self._stop = weakref.finalize(self, _stop, os.getpid(), folder, lifeline, temporary=temporary)
 

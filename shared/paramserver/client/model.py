@@ -287,4 +287,5 @@ class Model(ModelBase):
         Raises NotFoundError (`unknown_checkpoint`), ConflictError (`model_exists`).
         """
         restoring = self._restore(checkpoint, as_, partitions, timeout, exist_ok=exist_ok)
-        return self._client.model(self._client.run(restoring))
+        restored = self._client.run(restoring)
+        return self if restored == self.name else self._client.model(restored)

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
@@ -82,6 +82,11 @@ class Worker(WorkerBase):
             if self._session.joined:
                 self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
 
+    @property
+    def client(self) -> "Client":
+        """The client that made it: `w.client.model(w.model)` is its model.  Whoever connected closes it."""
+        return self._client
+
     def pull(
         self,
         names: Names | None = None,
@@ -158,13 +163,14 @@ class Worker(WorkerBase):
         base: Params | None = None,
         out: Params | None = None,
         weight: float = 1.0,
+        ranges: Ranges | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient, then pull, in one round trip except in sync; the clock does not advance."""
-        terms = self._terms(codec, dtype, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
         return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **terms))
 
     def clock(self, *, timeout: float | None = None) -> int:
@@ -230,7 +236,7 @@ class Worker(WorkerBase):
         """Report metrics of the current clock now: `report(accuracy=0.97)`."""
         self._run(self._session.report(metrics, self._deadline(timeout)))
 
-    def tasks(self, dataset: str = "train") -> Iterator[Task]:
+    def tasks(self, dataset: str = "train") -> Generator[Task, None, None]:
         """Iterate over ranges of a dataset, leased one at a time; each counts as done when the next one is requested.
 
         Ends when the dataset is finished or the worker is asked to finish.  Ranges that a worker leaves undone go to

@@ -21,6 +21,7 @@ from paramserver.client.arrays import Origin, Params
 from paramserver.client.client import Client, connect
 from paramserver.client.cluster import ModelMap
 from paramserver.client.consistency import Consistency
+from paramserver.client.encoding import NO_ENCODING, Encoding
 from paramserver.client.iterations import pulling_after
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
@@ -65,7 +66,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             uploads its values and the others start from them.
         consistency: consistency of a model created here (None: async); if an existing one's differs, the log says so.
         codec: encoding of gradients: "fp32", "fp16", "bf16", "int8", "topk:0.01", each optionally followed by "+zstd"
-            or "+lz4".
+            or "+lz4"; None: that of the `ps.Model` or `ps.Worker` passed, else "fp32".
         pull_codec: encoding of parameters: "fp32", "fp16" or "bf16"; None: the dtypes of the model.
         rank: the worker's rank; None: the lowest free one.
         worker: the id to join under; None: a new one.
@@ -86,7 +87,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         create: bool = True,
         *,
         consistency: Consistency | str | None = None,
-        codec: str = "fp32",
+        codec: str | None = None,
         pull_codec: str | None = None,
         rank: int | None = None,
         worker: str | None = None,
@@ -95,10 +96,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         timeout: float | None = None,
     ) -> None:
         self._params = named_parameters(net)
-        self._codec = Codec.parse(codec)
+        self._codec = _encoding_of(model).of_call(codec=codec).codec or Codec.parse("fp32")
         pull = None if pull_codec is None else Codec.parse(pull_codec)
         if self._codec.coding == "float64":
-            raise problem("unknown_codec", f"codec '{codec}' cannot be used here")
+            raise problem("unknown_codec", f"codec '{self._codec.text}' cannot be used here")
         if pull and (pull.stage or pull.coding not in PULL_CODINGS):
             raise problem("unknown_codec", f"pull_codec '{pull_codec}' cannot be used here")
         with ExitStack() as stack:
@@ -385,10 +386,17 @@ def _leave_in_thread(leave: Callable[[], None]) -> None:
         threading.Thread(target=leave_once, name="leaving").start()
 
 
+def _encoding_of(model: Model | Worker | str) -> Encoding:
+    """Return the default encoding of what is pushed through the constructor's `model` argument."""
+    if isinstance(model, Worker):
+        return model._session.encoding
+    return model._encoding if isinstance(model, Model) else NO_ENCODING
+
+
 def _resolve_model(model: Model | Worker | str, timeout: float | None, stack: ExitStack) -> tuple[Client, str]:
     """Return the client and the name of the model that the constructor's `model` argument denotes."""
     if isinstance(model, Worker):
-        return model._client, model.model
+        return model.client, model.model
     if isinstance(model, Model):
         return model._client, model.name
     if not isinstance(model, str):
@@ -397,4 +405,5 @@ def _resolve_model(model: Model | Worker | str, timeout: float | None, stack: Ex
     base, found, name = model.partition("/models/") if "://" in model else ("", "yes", model)
     if not found or not name or "/" in name:
         raise problem("malformed", f"'{model}' is not a model's URL", hint="http://localhost:8700/models/demo")
-    return stack.enter_context(connect(base or None, CLIENT_TIMEOUT_S if timeout is None else timeout)), name
+    timeout = CLIENT_TIMEOUT_S if timeout is None else timeout
+    return stack.enter_context(connect(base or None, timeout=timeout)), name
