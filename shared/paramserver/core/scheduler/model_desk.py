@@ -185,7 +185,7 @@ class ModelDesk:
                 model.gate.opening = False
                 model.left_sync = model.revision
                 model.checkpoints.void_current()
-            model.gate.change(spec.consistency)
+            model.gate.change(spec.consistency, model.roster)
             self.c.save_model(model)
             self.c.save_clock(model)
             self.c.model_changed(model)
