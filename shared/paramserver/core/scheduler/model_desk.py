@@ -47,7 +47,7 @@ class ModelDesk:
 
     def create(self, e: CreateModel, now: float) -> None:
         with validating():
-            spec = ModelSpec.parse(e.spec)
+            spec = (ModelSpec.parse if e.restore else ModelSpec.asked)(e.spec)
         model = self.c.models.get(spec.name)
         if model is not None:
             self._create_again(e, spec, model, now)
