@@ -38,7 +38,7 @@ class ConsistencySpec(Struct, frozen=True):
     quorum_count: int | None = None
     """sync: number of workers, instead of the fraction, which has no effect then."""
     min_workers: int = 1
-    """sync and ssp: clock 0 opens once this many workers have joined."""
+    """sync: clock 0 opens once this many workers have joined; ssp: until then, the missing ones are at clock 0."""
     late: str = "drop"
     count: int = 8
     """buffered: a partition applies the mean of every `count` pushes, ..."""
