@@ -51,6 +51,7 @@ def not_joined() -> Any:
         (lambda: created(consistency="BSP"), r'write "sync"\)$'),
         (lambda: created(consistency=3), r"\(ps.SSP\(3\), ps.Sync\(\) or"),
         (lambda: created(consistency=ps.Sync(2)), r"quorum: .*, not 2 \(quorum_count is a number of workers\)$"),
+        (lambda: created(consistency=ps.Sync(0.5, quorum_count=2)), r"quorum: .* beside quorum_count \(.* null\)$"),
         (lambda: created(optimizer=0.1), r"\(ps.Adam\(lr=1e-3\) or"),
         (lambda: created(optimizer=ps.SGD(schedule=cast(Any, "cosine"))), r"schedule: .* ps.Cosine\(t_max=1000\)"),
         (lambda: created(optimizer=ps.SGD(schedule=cast(Any, ps.Cosine))), r"schedule: .* ps.Cosine\(t_max=1000\)"),

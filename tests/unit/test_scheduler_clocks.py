@@ -175,6 +175,44 @@ def test_min_workers_and_waiting_for_are_said() -> None:
     assert d.result(d.clock(a, 1, 0.0))["waiting_for"] == ["m/b"]
 
 
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
+def test_clock_0_waits_anew_once_all_have_gone_without_a_step(mode: str) -> None:
+    """Workers that join and leave without a step do not open clock 0 for the next ones, nor does a new leader."""
+    d = Driver.with_model(consistency={"mode": mode, "min_workers": 2})
+    for worker in [d.join("a"), d.join("b")]:
+        d.ask(lambda n, w=worker: io.LeaveWorker(n, "m", w["worker"], w["epoch"]))  # type: ignore[misc]
+    d.restart()
+    d.beats()
+    a = d.join("a")
+
+    alone = d.result(d.clock(a, 1, 0.0))
+
+    assert (alone["released"], alone["waiting_for"]) == (False, ["1 more worker to join"])
+    assert not d.commits()
+    b = d.join("b")
+    d.clock(b, 1)
+    assert d.result(d.clock(a, 1, 0.0))["released"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
+def test_more_workers_to_begin_with_are_waited_for_until_one_has_reported(mode: str) -> None:
+    """A larger `min_workers` holds clock 0 back for the workers that are there already, but not once one has reported.
+
+    Fewer open it as before.
+    """
+    d = Driver.with_model(consistency={"mode": mode})
+    a = d.join("a")
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"min_workers": 2}}))
+    reply = d.result(d.clock(a, 1, 0.0))
+    assert (reply["released"], reply["waiting_for"]) == (False, ["1 more worker to join"])
+
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"min_workers": 1}}))
+
+    assert d.result(d.clock(a, 1, 0.0))["released"]
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"min_workers": 3}}))
+    assert d.result(d.clock(a, 2, 0.0))["released"]
+
+
 def test_who_has_joined_before_the_first_report_belongs_to_the_first_clock() -> None:
     """The roster of clock 0 stays open until a worker has reported; who joins after that belongs to clock 1."""
     d = Driver.with_model(consistency={"mode": "sync"})

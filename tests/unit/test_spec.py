@@ -150,6 +150,38 @@ def test_patch_changes_settings_and_keeps_the_rest() -> None:
     assert (sync.consistency.min_workers, sync.consistency.lag) == (1, "scale")
 
 
+def test_a_patch_of_one_kind_of_quorum_replaces_the_other() -> None:
+    """A quorum takes effect though one by number was set, and the other way round; null leaves the other as it is."""
+
+    def patched(made: ModelSpec, **rule: Any) -> tuple[float, int | None]:
+        rules = made.patched({"consistency": rule}).consistency
+        return rules.quorum, rules.quorum_count
+
+    number, fraction = (spec(consistency={"mode": "sync"} | q) for q in ({"quorum_count": 1}, {"quorum": 0.75}))
+
+    assert patched(number, quorum=1.0, late="fold") == (1.0, None)
+    assert patched(number, quorum=0.5) == (0.5, None)
+    assert patched(number, quorum=None) == patched(number, late="fold") == (1.0, 1)
+    assert patched(fraction, quorum_count=2) == (1.0, 2)
+    assert patched(fraction, quorum_count=None) == patched(fraction, late="fold") == (0.75, None)
+    assert patched(number, quorum=0.5, quorum_count=None) == (0.5, None)
+
+
+def test_a_quorum_of_both_kinds_is_refused_where_it_is_asked_for() -> None:
+    """A fraction beside a number of workers would have no effect: a new model and a patch with both are refused.
+
+    What is stored is read all the same, with both.
+    """
+    both = {"consistency": {"mode": "sync", "quorum": 0.75, "quorum_count": 2}}
+    with refused_with("invalid_field", RequestError, match="quorum: .* quorum_count.* null"):
+        spec().patched(both)
+    with refused_with("invalid_field", RequestError, match="quorum: .* quorum_count.* null"):
+        ModelSpec.asked(spec().document() | both)
+
+    assert spec(**both).consistency.quorum == 0.75
+    assert ModelSpec.asked(spec().document()) == spec()
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_another_kind_of_schedule_starts_from_its_own_defaults_except_the_warm_up(name: str) -> None:
     """A patch to another kind of schedule drops the fields of the present one, which the new one does not have."""

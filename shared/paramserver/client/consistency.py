@@ -31,7 +31,7 @@ class SSP(Consistency):
     mode: ClassVar[str] = "ssp"
     staleness: int = 0
     min_workers: int = field(default=1, kw_only=True)
-    """Clock 0 opens when this many workers have joined."""
+    """Until this many workers have joined, those that are missing count as workers at clock 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,6 @@ class FTRL(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Sum(Optimizer):
-    """w += g: the server only adds what is pushed."""
+    """w += g: the server only adds what is pushed; without a rate, only the clipping has an effect."""
 
     name: ClassVar[str] = "sum"

@@ -77,7 +77,7 @@ def model_document(
     if errors:
         raise combined(errors)
     body = plain(body)
-    ModelSpec.parse(body)
+    ModelSpec.asked(body)
     return body, uploads
 
 

@@ -36,9 +36,9 @@ class ConsistencySpec(Struct, frozen=True):
     quorum: float = 1.0
     """sync: fraction of the live roster that must have reported a clock before it commits."""
     quorum_count: int | None = None
-    """sync: number of workers, instead of the fraction."""
+    """sync: number of workers, instead of the fraction, which has no effect then."""
     min_workers: int = 1
-    """sync and ssp: clock 0 opens once this many workers have joined."""
+    """sync: clock 0 opens once this many workers have joined; ssp: until then, the missing ones are at clock 0."""
     late: str = "drop"
     count: int = 8
     """buffered: a partition applies the mean of every `count` pushes, ..."""
@@ -217,6 +217,16 @@ class ModelSpec(Struct, frozen=True):
         r.tell()
         return spec
 
+    @classmethod
+    def asked(cls, data: Any) -> Self:
+        """Return the spec that a request asks for: what `parse` reads of a stored one is not all accepted of a new one.
+
+        Raises RequestError (`invalid_field`) as `parse` does, and for a quorum of both kinds.
+        """
+        spec = cls.parse(data)
+        _refuse_two_quorums(data)
+        return spec
+
     def document(self) -> dict[str, Any]:
         """Return the JSON object of this spec, with every default written out."""
         return {
@@ -250,6 +260,7 @@ class ModelSpec(Struct, frozen=True):
 
         When the optimizer's name, its schedule's kind or the consistency mode changes, the other fields of that start
         from their defaults, except those of the optimizer that `kept_fields` names, `warmup`, `lag` and `lag_bound`.
+        A quorum of one kind, `quorum` or `quorum_count`, takes the place of the other.
         """
         if not isinstance(patch, Mapping):
             raise problem("malformed", "a merge patch is a JSON object")
@@ -264,13 +275,33 @@ class ModelSpec(Struct, frozen=True):
         _start_anew(base, patch, "optimizer", "name")
         _start_anew(base, patch, "consistency", "mode")
         _start_anew(base["optimizer"], patch.get("optimizer"), "schedule", "kind")
+        rule = _consistency(patch)
+        for kind, other in (("quorum", "quorum_count"), ("quorum_count", "quorum")):
+            if rule.get(kind) is not None and other not in rule:
+                base["consistency"].pop(other, None)
         merged = merge_patch(base, patch)
         new_spec = type(self).parse(merged, () if "params" in patch else self.params)
         if new_spec.params is not self.params and [(p.name, p.shape, p.dtype, p.init) for p in new_spec.params] != [
             (p.name, p.shape, p.dtype, p.init) for p in self.params
         ]:
             raise problem("invalid_field", "params: names, shapes, dtypes and init cannot be changed")
+        _refuse_two_quorums(patch)
         return new_spec
+
+
+def _consistency(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The consistency that a request names; empty if it names none."""
+    rule = body.get("consistency")
+    return rule if isinstance(rule, Mapping) else {}
+
+
+def _refuse_two_quorums(body: Mapping[str, Any]) -> None:
+    """Raise RequestError (`invalid_field`) if a request asks for a fraction of the workers and for a number of them."""
+    rule = _consistency(body)
+    if rule.get("quorum_count") is not None and rule.get("quorum") not in (None, 1.0):
+        where = "consistency.quorum"
+        hint = "name one of the two; for a fraction, set quorum_count to null"
+        raise problem("invalid_field", f"{where}: has no effect beside quorum_count", hint=hint, where=where)
 
 
 def _start_anew(base: dict[str, Any], patch: Any, part: str, tag: str) -> None:

@@ -23,7 +23,7 @@ class Gate:
     clock: int = 0
     """sync: the open clock, which is the next commit's `t`; else the highest clock the slowest worker ever had."""
     opened: bool = False
-    """Whether `min_workers` workers have been live at once."""
+    """Whether `min_workers` workers have been live at once, and at clock 0, some worker ever since."""
     opening: bool = False
     """sync: whether the open clock's commit is the one that begins the phase, which lists nothing."""
     folds_from: int = 0
@@ -46,9 +46,14 @@ class Gate:
         """Whether the mode is `sync`, so that clocks are committed."""
         return self.rule.mode == "sync"
 
-    def change(self, rule: ConsistencySpec) -> None:
-        """Switch to another setting; in a new mode, the gate waits for `min_workers` unless there has been progress."""
-        if rule.mode != self.rule.mode:
+    def change(self, rule: ConsistencySpec, roster: Roster) -> None:
+        """Switch to another setting.
+
+        In a new mode, the gate waits for `min_workers` unless there has been progress.  So it does for more workers
+        than before, unless one that is live has reported: the others may have been told to go on.
+        """
+        more = rule.min_workers > self.rule.min_workers and not any(w.done for w in roster.live())
+        if rule.mode != self.rule.mode or more:
             self.opened = self.clock > 0
         if self.rule.late == "drop" and rule.late == "fold":
             self.folds_from = self.clock
@@ -66,15 +71,18 @@ class Gate:
     def open(self, roster: Roster) -> bool:
         """Open the gate if enough workers have joined, and outside sync take over the slowest worker's clock.
 
-        Returns True if this call opened the gate.
+        At clock 0 it closes once all have gone: what they did not begin, the next ones begin together.
+        Returns True if this call opened or closed the gate.
         """
         counted = roster.barrier_members()
         was_open = self.opened
         if len(roster.live()) >= self.rule.min_workers:
             self.opened = True
+        elif not self.clock and not roster.live():
+            self.opened = False
         if not self.sync and counted and (self.opened or self.rule.mode != "ssp"):
             self.clock = max(self.clock, self._lowest(counted))
-        return self.opened and not was_open
+        return self.opened != was_open
 
     def join_clock(self, roster: Roster) -> int:
         """The clock at which a worker that joins now begins."""

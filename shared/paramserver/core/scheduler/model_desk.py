@@ -47,7 +47,7 @@ class ModelDesk:
 
     def create(self, e: CreateModel, now: float) -> None:
         with validating():
-            spec = ModelSpec.parse(e.spec)
+            spec = (ModelSpec.parse if e.restore else ModelSpec.asked)(e.spec)
         model = self.c.models.get(spec.name)
         if model is not None:
             self._create_again(e, spec, model, now)
@@ -185,7 +185,7 @@ class ModelDesk:
                 model.gate.opening = False
                 model.left_sync = model.revision
                 model.checkpoints.void_current()
-            model.gate.change(spec.consistency)
+            model.gate.change(spec.consistency, model.roster)
             self.c.save_model(model)
             self.c.save_clock(model)
             self.c.model_changed(model)

@@ -308,7 +308,7 @@ class WorkerDesk:
     # --- after each event ---
 
     def advance(self, model: Model, now: float) -> None:
-        """Open the gate once enough workers have joined, and decide the commits that are possible."""
+        """Open or close the gate as the workers present ask for, and decide the commits that are possible."""
         gate = model.gate
         if gate.open(model.roster):
             self.c.save_clock(model)
