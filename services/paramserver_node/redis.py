@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
 from typing import Any, Final, Literal, TypeAlias
 
 from redis.asyncio import Redis
@@ -52,10 +53,11 @@ FsyncWay: TypeAlias = Literal["waitaof", "always"]
 """What makes a write reach the disk before it counts: the command WAITAOF after it, or `appendfsync always`."""
 
 FSYNC_HINT: Final = (
-    "Redis needs --appendonly yes, and --appendfsync always unless its WAITAOF waits for the disk (7.2, from 7.4.3 on, "
-    "8); where psctl starts it: psctl up --appendfsync always"
+    "Redis needs --appendonly yes, and --appendfsync always unless it is Redis 7.2.x, 7.4.3 or later, or 8; where "
+    "psctl starts it: psctl up --appendfsync always"
 )
-FSYNC_SETTINGS: Final = ("appendonly", "appendfsync")
+FSYNC_SETTINGS: Final = {"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "no"}
+"""Settings with which a write is on the disk before it is answered."""
 _WAITS: Final = 5
 _WAIT_MS: Final = 500
 
@@ -167,41 +169,45 @@ async def fsync_way(redis: Redis) -> FsyncWay:
             return "always"
         if not (why := await _why_not_waitaof(redis)):
             return "waitaof"
-    seen = ", ".join(f"{_text(name)} '{_text(value)}'" for answer in found for name, value in answer.items())
-    settings = f"it has {seen}" if seen else "its settings cannot be read"
+    seen = ", ".join(f"{_text(name)} {_text(value)}" for answer in found for name, value in answer.items())
+    settings = (
+        f"it has {seen}" if seen else "CONFIG GET, which would tell whether it has appendfsync always, is refused"
+    )
     raise problem("not_built", f"'fsynced' is not possible: {why}, and {settings}", hint=FSYNC_HINT)
 
 
 def fsyncs_always(found: Sequence[Mapping[Any, Any]]) -> bool:
     """Whether Redis answers a write only once it is on the disk, by its answers to CONFIG GET of `FSYNC_SETTINGS`."""
-    return [_text(value) for answer in found for value in answer.values()] == ["yes", "always"]
+    return {_text(name): _text(value) for answer in found for name, value in answer.items()} == FSYNC_SETTINGS
 
 
 async def _why_not_waitaof(redis: Redis) -> str:
-    """Return why WAITAOF cannot confirm that a write is on the disk; "" if it can.
-
-    With `everysec` the file is synced once a second, so of some writes in turn only as many can be on the disk as
-    seconds pass, and one more, or two if the file is replaced meanwhile.  Redis 7.4.0 to 7.4.2, and Valkey up to 9.1 at
-    least, confirm each after two ticks of a tenth of a second (github.com/redis/redis/pull/13793).  The server's own
-    clock counts, so that its distance does not.
-    """
+    """Return why WAITAOF cannot confirm that a write is on the disk; "" if it can."""
     async with redis.pipeline(transaction=False) as pipe:
-        pipe.time()
         for _ in range(_WAITS):
             pipe.set("ps:probe", "", px=1)
             pipe.execute_command("WAITAOF", 1, 0, _WAIT_MS)
-        pipe.time()
-        began, *found, ended = await pipe.execute(raise_on_error=False)
-    writes, waits = found[::2], found[1::2]
-    for answer in (began, *writes, ended):
+            pipe.time()
+        answers = await pipe.execute(raise_on_error=False)
+    writes, waits, times = answers[::3], answers[1::3], answers[2::3]
+    for answer in (*writes, *times):
         if isinstance(answer, Exception):
             raise answer
     for answer in waits:
         if isinstance(answer, Exception):
             return "this Redis has no WAITAOF" if "unknown command" in str(answer) else trouble(answer)
-    passed_s = ended[0] - began[0] + (ended[1] - began[1]) / 1e6
-    early = sum(local for local, _ in waits) > passed_s + 2
-    return "this Redis answers WAITAOF before a write is on its disk" if early else ""
+    confirmed_s = [s + us / 1e6 for (local, _), (s, us) in zip(waits, times, strict=True) if local]
+    return "this Redis answers WAITAOF before a write is on its disk" if are_early(confirmed_s) else ""
+
+
+def are_early(confirmed_s: Sequence[float]) -> bool:
+    """Whether WAITAOF confirmed writes that followed one another earlier than `everysec` can have synced them.
+
+    The file is synced once a second, so two confirmations are at least half a second apart, but for one that comes as
+    the file is replaced, or late.  Redis 7.4.0 to 7.4.2, and Valkey up to 9.1 at least, confirm after a tenth of a
+    second or two (github.com/redis/redis/pull/13793).  Times are by the server's clock: its distance does not count.
+    """
+    return sum(later - at < _WAIT_MS / 1000 for at, later in pairwise(confirmed_s)) > 1
 
 
 def _text(value: object) -> str:

@@ -117,6 +117,8 @@ class _Lane:
         """Why nothing can be written now; "" if it can."""
         self._refused = False
         """Whether that is because this Redis cannot do it."""
+        self._told = False
+        """Whether the log has it."""
 
     def add(self, entries: Iterable[JournalEntry]) -> None:
         for entry in entries:
@@ -141,7 +143,7 @@ class _Lane:
                 crash_point("shard.after_journal")
             except (RedisError, OSError, PsError) as error:
                 self._note(error)
-                await asyncio.sleep(RETRY_S)
+                await (self._rest(clock()) if self._refused else asyncio.sleep(RETRY_S))
                 continue
             self._set_reason("")
             self._seconds.observe(clock() - began)
@@ -233,14 +235,15 @@ class _Lane:
             self._set_reason("")
 
     def _note(self, error: Exception) -> None:
-        self._refused = isinstance(error, RequestError)
+        self._refused = self._fsync and isinstance(error, RequestError)
         self._set_reason(str(error) if isinstance(error, PsError) else trouble(error))
 
     def _set_reason(self, reason: str, *, logged: bool = False) -> None:
+        if not reason or logged:
+            self._told = logged
+        elif not self._told and (self.queues or not self._refused):  # a level that nobody uses may be impossible
+            self._told = True
+            log.warning("pushes cannot be %s: %s", self._level, reason)
         if reason != self.reason:
-            if reason and not (self.reason or logged):
-                # That a level is not possible is told to whoever asks for it.
-                level = logging.INFO if self._fsync and not self.queues else logging.WARNING
-                log.log(level, "pushes cannot be %s: %s", self._level, reason)
             self.reason = reason
             self._writer.lane_changed()

@@ -59,13 +59,21 @@ class Loader:
         """Return the state that the partition starts from.
 
         Raises CorruptState (`corrupt_state`) if stored state is damaged beyond repair, Unavailable
-        (`storage_unavailable`) while Redis lacks the owner token, FencedError (`fenced`) if the ownership has ended.
+        (`storage_unavailable`, `unavailable`) while Redis lacks the owner token or the shard the memory, FencedError
+        (`fenced`) if the ownership has ended.
         """
-        if effect.source == "init" and effect.spec.ack == "applied":
-            return await self._first(effect)
-        async with self._loads:
-            self._check_owned(effect)
-            return await self._stored(effect)
+        try:
+            if effect.source == "init" and effect.spec.ack == "applied":
+                return await self._first(effect)
+            async with self._loads:
+                self._check_owned(effect)
+                return await self._stored(effect)
+        except MemoryError as e:  # says nothing about what is stored; as damage it would be deleted by the next save
+            raise problem(
+                "unavailable",
+                f"the shard lacks memory for partition {effect.key}",
+                hint="it tries again by itself; give its machine more memory, or the cluster more shards",
+            ) from e
 
     def _check_owned(self, effect: LoadPartition) -> None:
         """Raise FencedError if the load is of an ownership that has ended while it waited, as after a rollback."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from paramserver.errors import PsError
+from paramserver.errors import PsError, problem
 from paramserver_node import redis as node_redis
 
 FSYNC_WAIT_MS: Final = 3000
@@ -39,14 +39,22 @@ class ScriptRunner:
         cannot confirm that writes are on disk. After an error the scripts may or may not have taken effect.
         """
         try:
-            if fsync and self._fsync_way is None:
-                async with node_redis.transfer_timeout(0):
-                    self._fsync_way = await node_redis.fsync_way(self.redis)
+            if fsync:
+                await self.settle()
             async with node_redis.transfer_timeout(size_bytes):
                 return await self._run(scripts, fsync)
         except (RedisError, OSError, PsError):
             self._fsync_way = None  # the next call may reach another server
             raise
+
+    async def settle(self) -> None:
+        """Find out how this Redis can confirm that a write is on its disk, unless it is known.
+
+        Raises RequestError (`not_built`) if it cannot, RedisError, OSError or Unavailable if it does not answer.
+        """
+        if self._fsync_way is None:
+            async with node_redis.transfer_timeout(0):
+                self._fsync_way = await node_redis.fsync_way(self.redis)
 
     async def _run(self, scripts: Sequence[Script], fsync: bool) -> list[Any]:
         way = self._fsync_way if fsync else None
@@ -67,5 +75,5 @@ class ScriptRunner:
         if way == "waitaof" and confirmation[0][0] < 1:
             raise TimeoutError(f"the disk of Redis took longer than {FSYNC_WAIT_MS} ms")
         if way == "always" and not node_redis.fsyncs_always(confirmation):
-            raise TimeoutError("Redis no longer waits for its disk")
+            raise problem("not_built", "Redis no longer waits for its disk", hint=node_redis.FSYNC_HINT)
         return results

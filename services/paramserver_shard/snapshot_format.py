@@ -83,7 +83,7 @@ def newer(what: str, found: object) -> PsError:
     return problem(
         "corrupt_state",
         f"{what} has format {str(found)[:20]}; this version reads {_READ[0]} to {FORMAT}",
-        hint="it was written by a newer version, or is damaged",
+        hint="it was written by a newer or a much older version, or is damaged",
     )
 
 

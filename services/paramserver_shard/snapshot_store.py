@@ -22,7 +22,7 @@ from zlib_ng import zlib_ng
 
 from paramserver.core.partition_state import LoadedState
 from paramserver.errors import problem
-from paramserver.limits import MIB, SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S
+from paramserver.limits import SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S
 from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_node.redis import token_text, transfer_timeout
@@ -189,6 +189,8 @@ class SnapshotStore:
         snapshot does not wait for the budget. With `fsync`, `STORED` means on disk, and this raises what
         `ScriptRunner.run` raises.
         """
+        if fsync:
+            await self._scripts.settle()
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.mget(_key(key, "manifest"), _key(key, "saved"))
             pipe.smembers(_key(key, "pending"))
@@ -288,16 +290,10 @@ class SnapshotStore:
     async def read(self, key: PartitionKey, entry: Mapping[str, Any]) -> LoadedState | None:
         """Read a snapshot of the manifest; None if it is damaged.
 
-        Raises CorruptState if its format is newer, Unavailable (`unavailable`) if it does not fit into memory now.
+        Raises CorruptState if its format is newer, MemoryError if it does not fit into memory now.
         """
         try:
             loaded = await self._read(key, entry)
-        except MemoryError as e:  # says nothing about what is stored; as damage it would be deleted by the next save
-            raise problem(
-                "unavailable",
-                f"the shard lacks memory for the snapshot of partition {key}, {entry['bytes'] / MIB:.0f} MiB",
-                hint="it tries again by itself; give its machine more memory, or the cluster more shards",
-            ) from e
         except (ValueError, TypeError, KeyError, OverflowError):
             loaded = None
         if loaded is None:

@@ -94,7 +94,8 @@ class Storage:
                 fsync=effect.fsync,
             )
         except PsError as error:
-            log.error("partition %s cannot be snapshotted: %s", key, error)
+            if self._snapshot_errors.get((key, token)) != str(error):
+                log.error("partition %s cannot be snapshotted: %s", key, error)
             self._snapshot_errors[key, token] = str(error)
         except (RedisError, OSError) as error:
             if effect.urgent and not effect.cut and isinstance(error, AWAY):  # a move that waits may be called off

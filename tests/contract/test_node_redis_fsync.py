@@ -26,25 +26,45 @@ NO_WAITAOF = ("--rename-command", "WAITAOF", "without-it")
         (("--appendfsync", "no"), "waitaof"),  # which waits, be it for nothing
         (("--appendfsync", "always"), "always"),
         ((*NO_WAITAOF, "--appendfsync", "always"), "always"),
-        ((), None),  # the Valkey of the tests is one of those that do not wait
-        (NO_WAITAOF, None),
-        (("--appendonly", "no"), None),
-        ((*NO_WAITAOF, "--appendonly", "no", "--appendfsync", "always"), None),
-        (("--rename-command", "CONFIG", "without-it"), None),
+        ((), "answers WAITAOF before .* has appendonly yes, appendfsync everysec, no-appendfsync-on-rewrite no "),
+        (NO_WAITAOF, "has no WAITAOF, .* appendfsync everysec"),
+        (("--appendonly", "no"), "WAITAOF cannot be used .* has appendonly no, "),
+        ((*NO_WAITAOF, "--appendonly", "no", "--appendfsync", "always"), "has no WAITAOF, .* has appendonly no, "),
+        (
+            (*NO_WAITAOF, "--appendfsync", "always", "--no-appendfsync-on-rewrite", "yes"),
+            "no-appendfsync-on-rewrite yes",
+        ),
+        (("--rename-command", "CONFIG", "without-it"), "before .* CONFIG GET, .* is refused"),
     ],
 )
-async def test_the_way_to_the_disk(tmp_path: Path, more: tuple[str, ...], want: str | None) -> None:
-    """Fsync uses WAITAOF where that waits for the disk, else `appendfsync always`, else is refused with a hint."""
+async def test_the_way_to_the_disk(tmp_path: Path, more: tuple[str, ...], want: str) -> None:
+    """Fsync uses `appendfsync always`, else WAITAOF where that waits for the disk, else is refused with the reason."""
     with running_redis(tmp_path, more=more) as url:
         redis = node_redis.connect(url)
         try:
-            if want is not None:
+            if want in ("waitaof", "always"):
                 assert await node_redis.fsync_way(redis) == want
             else:
-                with refused_with("not_built", RequestError, match="appendonly yes"):
+                with refused_with("not_built", RequestError, match=want):
                     await node_redis.fsync_way(redis)
         finally:
             await redis.aclose()
+
+
+@pytest.mark.parametrize(
+    ("confirmed_s", "early"),
+    [
+        ([0.02, 1.13, 2.21], False),  # Redis 8.2
+        ([0.02, 0.05, 1.1, 2.1], False),  # one more, as the file was replaced
+        ([0.9, 1.2, 2.2], False),  # one that was late
+        ([], False),
+        ([0.2, 0.4, 0.6, 0.8, 1.0], True),  # Valkey 9.1
+        ([0.1, 0.2, 1.3, 1.4], True),  # the same on a machine that stood still
+    ],
+)
+def test_a_redis_that_waits_for_its_disk_is_told_by_its_pace(confirmed_s: list[float], early: bool) -> None:
+    """Confirmations that wait for the disk are a second apart, but for one; those that are not are early."""
+    assert node_redis.are_early(confirmed_s) is early
 
 
 async def test_a_redis_that_is_away_is_no_refusal() -> None:

@@ -187,6 +187,16 @@ async def test_fsync_waits_for_the_disk(tmp_path: Path) -> None:
         await client.aclose()
 
 
+async def test_what_waitaof_confirms_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where WAITAOF is taken to wait for the disk, an entry that it confirms is written."""
+    monkeypatch.setattr(node_redis, "are_early", lambda confirmed_s: False)
+    with running_redis(tmp_path) as url:
+        client = node_redis.connect(url)
+        await own(client, TOKEN)
+        assert await append(client, entries(1, 3), fsync=True) == Verdict.WRITTEN
+        await client.aclose()
+
+
 async def test_a_disk_that_is_too_slow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk does not confirm a write in time, the error says that it was the disk, not some transfer.
 

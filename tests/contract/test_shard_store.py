@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 from tests.chaos.proxy import Link
+from tests.refusals import refused_with
 
 from paramserver.core.partition_state import Capture, LoadedState, PartitionState
-from paramserver.errors import CorruptState, Unavailable
+from paramserver.errors import CorruptState
 from paramserver.limits import MIB
 from paramserver.types import F32, U8, AnyArray, ModelKey, PartitionKey
 from paramserver_node import redis as node_redis
@@ -177,7 +178,7 @@ async def test_a_damaged_snapshot_is_noticed(redis: Redis) -> None:
 
 
 async def test_a_snapshot_for_which_memory_is_lacking_is_not_damaged(redis: Redis) -> None:
-    """A shard without memory for a snapshot reads it again later, and the next save keeps it."""
+    """A snapshot for which a shard lacks the memory can be read later, and the next save keeps it."""
 
     class Full(BufferPool):
         def take_bytes(self, size_bytes: int, *, shared: bool = False, after: AnyArray | None = None) -> U8:
@@ -186,10 +187,17 @@ async def test_a_snapshot_for_which_memory_is_lacking_is_not_damaged(redis: Redi
     store = store_of(redis, Full())
     for version in (1, 2):
         await save(store, version)
-    with pytest.raises(Unavailable, match="memory"):
+    with pytest.raises(MemoryError):
         await newest(store)
     await save(store, 3)
     assert [e["version"] for e in await store.manifest(KEY)] == [3, 2]
+
+
+async def test_nothing_is_written_of_what_cannot_be_fsynced(redis: Redis) -> None:
+    """Where Redis cannot confirm that a snapshot is on its disk, one that must be is refused before it is written."""
+    with refused_with("not_built"):
+        await store_of(redis).save(KEY, TOKEN, 1, *stored(1, values(1)), fsync=True)
+    assert await blocks(redis) == []
 
 
 async def test_a_manifest_that_is_gone_was_there(redis: Redis) -> None:

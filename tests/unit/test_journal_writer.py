@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from paramserver.core.shard.events import Event, Journaled, JournalLost, StorageChanged
 from paramserver.core.shard.journal import JournalEntry
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey
 from paramserver_shard.journal import Batch, Verdict
 from paramserver_shard.journal_writer import JournalWriter
@@ -56,7 +56,7 @@ class Shard:
     async def append(self, batches: Sequence[Batch], *, fsync: bool) -> list[Verdict]:
         self.writes.append((now_s(), [(b.key.index, [e.lsn for e in b.entries]) for b in batches]))
         await asyncio.sleep(self.takes_s[fsync])
-        if self.errors and not fsync:
+        if self.errors and (not fsync or isinstance(self.errors[0], PsError)):
             raise self.errors.popleft()
         return [found.popleft() if (found := self.verdicts.get(b.key)) else Verdict.WRITTEN for b in batches]
 
@@ -133,15 +133,25 @@ def test_redis_is_probed_while_it_is_away_and_nothing_waits(caplog: pytest.LogCa
 def test_a_level_that_redis_cannot_offer_is_known_before_it_is_needed(caplog: pytest.LogCaptureFixture) -> None:
     """Whether Redis can confirm that an entry is on its disk is asked at the start, and again until it can.
 
-    The log says that it is this level which is not to be had: pushes at `journaled` are fine.
+    The log says nothing of it: who asks for the level is told, and pushes at `journaled` are fine.
     """
-    caplog.set_level(logging.INFO)
     shard = Shard(probes=[problem("not_built", "no file")] * 2)
     shard.run((21.0, lambda: None))
 
     assert shard.probes == [(0.0, True), (10.0, True), (20.0, True)]
     assert shard.events == [(0.0, StorageChanged("", "no file")), (20.0, StorageChanged(""))]
-    assert [(r.levelname, r.message) for r in caplog.records] == [("INFO", "pushes cannot be fsynced: no file")]
+    assert told(caplog) == []
+
+
+def test_a_level_that_is_needed_and_cannot_be_offered_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """An entry that waits for it makes it a warning; Redis is asked again when another one comes, or after 10 s."""
+    shard = Shard(probes=[problem("not_built", "no file")], writes=[problem("not_built", "no file")] * 2)
+    shard.run((1.0, shard.add(entry(1), fsync=True)), (2.0, shard.add(entry(2), fsync=True)), (12.1, lambda: None))
+
+    assert shard.writes == [(1.0, [(0, [1])]), (2.0, [(0, [1, 2])]), (12.0, [(0, [1, 2])])]
+    assert shard.probes == [(0.0, True), (12.0, True)]
+    assert shard.events[-1] == (12.0, Journaled(KEY, TOKEN, 2))
+    assert told(caplog) == ["pushes cannot be fsynced: no file"]
 
 
 def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFixture) -> None:
