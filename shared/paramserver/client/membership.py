@@ -153,6 +153,7 @@ class Membership:
 
     def beat(self, deadline: Deadline) -> Call[None]:
         """Send one heartbeat with clock, state and metrics, and adopt what the scheduler asks for."""
+        self.cluster.same_host.unmap_expired()  # here, as the worker itself may be quiet
         with self._lock:
             epoch, timeline = self.numbers.epoch, self.timeline
             body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "since": self.since, "timeline": timeline}
