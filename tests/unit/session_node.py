@@ -36,7 +36,7 @@ class Node:
         self.spec = ModelSpec.parse(
             {"name": "m", "params": {"w": {"shape": [4]}}, "consistency": {"mode": mode}, "partitions": 1}
         )
-        self.mode = mode
+        self.mode, self.settings_tag = mode, 1
         self.epoch, self.timeline, self.clock, self.version, self.generation = 0, 0, 0, 0, 1
         self.script: dict[str, list[Outcome]] = {}
         self.sent: list[tuple[str, str, Any]] = []
@@ -58,7 +58,7 @@ class Node:
             return ok(self.joined(), 201)
         if path.startswith("/models/m/workers/"):
             told = {"state": "active", "clock": self.clock, "min_clock": 0, "timeline": self.timeline}
-            return ok({**told, "evaluate": False, "mode": self.mode})
+            return ok({**told, "evaluate": False, "settings_tag": self.settings_tag})
         if path == "/models/m/clock":
             return ok(
                 {
@@ -89,7 +89,7 @@ class Node:
         spec = {**self.spec.document(), "consistency": {"mode": self.mode}}
         return {
             "name": "m", "generation": self.generation, "timeline": self.timeline, "clock": self.clock,
-            "map_epoch": self.generation, "spec": spec,
+            "map_epoch": self.generation, "settings_tag": self.settings_tag, "spec": spec,
             "partitions": [{"index": 0, "shard": "a"}], "shards": {"a": {"addresses": ["http://a:1"]}},
         }  # fmt: skip
 

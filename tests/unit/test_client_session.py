@@ -253,8 +253,8 @@ def test_the_first_worker_is_whom_the_scheduler_says() -> None:
     assert (session.rank, session.first) == (0, True)
 
 
-def test_heartbeats_tell_the_mode() -> None:
-    """A worker fetches the model's document, a long one, only if a heartbeat's answer names another mode than it knows.
+def test_heartbeats_tell_whether_settings_have_changed() -> None:
+    """A worker fetches the model's document, a long one, only if a heartbeat's answer has another tag than it knows.
 
     And once a minute: nobody else tells a client whose requests are passed on that shards can be reached directly.
     """
@@ -270,7 +270,7 @@ def test_heartbeats_tell_the_mode() -> None:
     for _ in range(59):
         now.s += 1.0
         assert beat() == 0
-    node.mode = "async"
+    node.mode, node.settings_tag = "async", 2
     assert (beat(), session.mode) == (1, "async")
     now.s += 59.0
     assert beat() == 1

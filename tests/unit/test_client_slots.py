@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,8 +18,11 @@ from paramserver.client.arrays import Origin
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding
 from paramserver.client.frames import PushTerms
+from paramserver.client.membership import Membership
+from paramserver.client.same_host import SameHost
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
+from paramserver.limits import SHARED_LEASE_S
 from paramserver.net.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.types import PushId
 from paramserver.wire.board import UNTIL, WORDS, slot_index
@@ -151,6 +155,35 @@ def test_a_gradient_lies_in_a_slot_of_each_shard(lenders: Lenders, now: Now, clu
 
     assert [path for _, path in lenders.sent] == ["/slots"] * 2 + ["/push"] * 4
     assert idle(cluster, lenders) == [("a", "s0"), ("b", "s0")]
+
+
+def pull(cluster: Cluster, lenders: Lenders, now: Now) -> None:
+    """A pull of the whole model, which makes requests."""
+    cluster.lease_cache.drop()
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), lenders, now)
+
+
+def beat(cluster: Cluster, lenders: Lenders, now: Now) -> None:
+    """A heartbeat of a worker."""
+    worker = Membership(cluster, "m", None, None, silence_s=30.0)
+    told = Response(200, {}, b"{}")
+    drive(worker.beat(Deadline.after(30, now)), lambda r: lenders(r) if r.path == "/models/m" else told, now)
+
+
+@pytest.mark.parametrize("quiet", [pull, beat])
+def test_a_client_that_no_longer_pushes_unmaps_its_slots(
+    lenders: Lenders, now: Now, cluster: Cluster, quiet: Callable[[Cluster, Lenders, Now], None]
+) -> None:
+    """Slots that shards may have taken back are unmapped by a pull, or by a worker's heartbeat."""
+    cluster.same_host = SameHost(now)
+    drive(push(cluster, now), lenders, now)
+    after = []
+    for _ in range(2):
+        quiet(cluster, lenders, now)
+        slots = re.findall(rf"{lenders.folder}/[ab]/s0$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+        after.append(len(slots))
+        now.s += SHARED_LEASE_S
+    assert after == [2, 0]
 
 
 def test_many_pushes_at_once_use_the_slots_of_those_before(lenders: Lenders, now: Now, cluster: Cluster) -> None:

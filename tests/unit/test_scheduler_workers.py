@@ -1,5 +1,6 @@
 """Workers in the scheduler: heartbeats, stored state, joins, draining and clock reports."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,13 +36,35 @@ def test_a_heartbeat_that_says_something_wrong_is_a_sign_of_life(wrong: dict[str
     assert d.core.read.worker("m", a["worker"], d.now)["alive"]
 
 
-def test_a_heartbeat_is_told_the_mode() -> None:
-    """The answer to a heartbeat names the mode, which may have been changed, so that workers need not ask for it."""
-    d = Driver.with_model()
+def test_a_heartbeat_tells_whether_settings_have_changed_that_workers_go_by() -> None:
+    """The answer to a heartbeat has the document's `settings_tag`: another one whenever clients behave differently.
+
+    Each worker then fetches the document, so what changes often, as the learning rate and the live workers, is not in
+    it.
+    """
+    d = Driver.with_model(optimizer={"name": "sgd", "linear_scaling": True})
     a = d.join("a")
-    assert beat(d, a)["mode"] == "async"
-    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "ssp"}}))
-    assert beat(d, a)["mode"] == "ssp"
+
+    def tag() -> int:
+        told = beat(d, a)["settings_tag"]
+        assert told == d.core.read.model("m")["settings_tag"]
+        return int(told)
+
+    first = tag()
+    d.join("b")
+    d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.25}}))
+    assert tag() == first
+    tags = {first}
+    patches: list[dict[str, Any]] = [
+        {"consistency": {"mode": "ssp"}},
+        {"optimizer": {"clip_norm": 1.0}},
+        {"params": {"w": {"trainable": False}}},
+        {"consistency": {"mode": "async"}},
+    ]
+    for patch in patches:
+        d.ask(partial(io.PatchModel, model="m", patch=patch))
+        tags.add(tag())
+    assert len(tags) == 1 + len(patches)
 
 
 def test_a_worker_is_told_whether_its_rank_is_the_lowest() -> None:

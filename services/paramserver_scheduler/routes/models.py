@@ -64,6 +64,7 @@ MODEL = {
     "name": "demo",
     "generation": 1,
     "revision": 1,
+    "settings_tag": 2159345977,
     "timeline": 0,
     "clock": 0,
     "min_clock": 0,

@@ -56,7 +56,7 @@ BEAT = {
     "evaluate": False,
     "first": True,
     "state_kept": True,
-    "mode": "async",
+    "settings_tag": 2159345977,
 }
 CLOCK = {
     "released": True,

@@ -19,7 +19,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from paramserver import limits
-from paramserver.client.cluster import Cluster, model_path
+from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.reports import Reports, document, numbers_of, refused, send
 from paramserver.client.tasks import Holding
@@ -32,7 +32,7 @@ from paramserver.net.retry import Backoff, deliver_json
 log = logging.getLogger("paramserver")
 
 MAP_AGE_S: Final = 60.0
-"""How often a heartbeat fetches the model's document though its answer names the same mode: nobody tells a client whose
+"""How often a heartbeat fetches the model's document though its answer has the same tag: nobody tells a client whose
 requests are passed on that by now a shard could be reached directly."""
 
 
@@ -59,6 +59,7 @@ class Membership:
         self._join_in_doubt = False
         """Whether an attempt to join may have been done without our knowing: a higher epoch may be our own."""
         self._map_due_s = 0.0
+        self._settings_tag: Any = None
         self._base: Mapping[int, tuple[int, int]] | None = None
         """partition -> (version, incarnation) of the values that gradients are currently computed from."""
         self._min_clock = 0
@@ -97,8 +98,7 @@ class Membership:
 
     def join(self, deadline: Deadline) -> Call[None]:
         """Become a worker of the model, or become one again under the same id."""
-        model_map = yield from self.cluster.map_of(self.model, deadline)
-        self.mode = model_map.spec.consistency.mode
+        self._adopt_settings((yield from self.cluster.map_of(self.model, deadline)))
         body = self._introduction()
         path, backoff = model_path(self.model, "workers"), Backoff(deadline)
         self._join_in_doubt = True  # until the answer is here; a join that is given up may be granted all the same
@@ -153,6 +153,7 @@ class Membership:
 
     def beat(self, deadline: Deadline) -> Call[None]:
         """Send one heartbeat with clock, state and metrics, and adopt what the scheduler asks for."""
+        self.cluster.same_host.unmap_expired()  # here, as the worker itself may be quiet
         with self._lock:
             epoch, timeline = self.numbers.epoch, self.timeline
             body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "since": self.since, "timeline": timeline}
@@ -171,7 +172,7 @@ class Membership:
             self.reports.mark_sent(state)
         self._adopt(doc)
         now = deadline.clock()
-        if doc.get("mode", self.mode) != self.mode or now >= self._map_due_s:
+        if doc.get("settings_tag", self._settings_tag) != self._settings_tag or now >= self._map_due_s:
             self._map_due_s = now + MAP_AGE_S
             yield from self.refresh_mode(deadline)
 
@@ -198,8 +199,10 @@ class Membership:
 
     def refresh_mode(self, deadline: Deadline) -> Call[None]:
         """Fetch the model's document and adopt its mode, which may have changed."""
-        fresh = yield from self.cluster.fetch_map(self.model, deadline)
-        self.mode = fresh.spec.consistency.mode
+        self._adopt_settings((yield from self.cluster.fetch_map(self.model, deadline)))
+
+    def _adopt_settings(self, model_map: ModelMap) -> None:
+        self.mode, self._settings_tag = model_map.spec.consistency.mode, model_map.document.get("settings_tag")
 
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
         """Send metrics now, after those that are queued for the next heartbeat."""

@@ -68,7 +68,7 @@ class Slot:
 @dataclass(slots=True)
 class _Shard:
     slots: list[Slot] = field(default_factory=list)
-    """The idle ones: at most as many as pushes overlapped of late."""
+    """The idle ones: as many as pushes overlapped, until `unmap_expired` finds them unused."""
     ended: deque[int] = field(default_factory=deque)
     board: BoardView | None = None
 
@@ -115,9 +115,8 @@ class SameHost:
     def slot(self, address: str, size_bytes: int) -> Slot | None:
         """Take an idle slot of at least that size, of several the one used last, so that others expire; None: none."""
         with self._lock:
-            self._collect_dropped()
+            self._unmap_expired()
             idle = self._shard(address).slots
-            idle[:] = [s for s in idle if self.fresh(s)]
             found = next((s for s in reversed(idle) if s.memory.size >= size_bytes), None)
             if found is not None:
                 idle.remove(found)
@@ -165,6 +164,16 @@ class SameHost:
         slot.mapped = False
         self._shard(slot.address).slots.append(slot)
 
+    def unmap_expired(self) -> None:
+        """Drop the idle slots that may have been taken back: while they are mapped here, their memory is not free."""
+        with self._lock:
+            self._unmap_expired()
+
+    def _unmap_expired(self) -> None:
+        self._collect_dropped()
+        for shard in list(self._shards.values()):
+            shard.slots = [s for s in shard.slots if self.fresh(s)]
+
     def take_idle(self) -> list[Slot]:
         """Take all idle slots, to return them to their shards."""
         with self._lock:
@@ -176,6 +185,7 @@ class SameHost:
 
     def hold(self, leased: Sequence[Leased]) -> "LeasedValues":
         """Combine leases into one object whose values are in the order of the partitions."""
+        self.unmap_expired()  # a client that only pulls does not ask for slots
         for lease in leased:
             self._shard(lease.address)
         pieces = sorted(

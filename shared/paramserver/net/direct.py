@@ -354,6 +354,7 @@ class AsyncDirectTransport(_RequestEncoder):
                 raise
             return connection
         host, port, secure = _host(address)
+        socket.socket().close()  # before the look-up, which does not say that it lacks a file
         context = self._context if secure else None
         # Of several addresses, a silent one must not take the time of all.  (uvloop cannot try them side by side.)
         side_by_side: dict[str, Any] = {"happy_eyeballs_delay": 0.25} if isinstance(loop, asyncio.BaseEventLoop) else {}

@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import takewhile
 from math import inf
 from typing import Any, Final
+from zlib import crc32
 
 from paramserver import limits
 from paramserver.core.commit import Commit
@@ -110,6 +111,7 @@ class Model:
     """No parked clock report is released before this clock; -1: each is to be looked at."""
     clock_waits_end_s: float = inf
     """No wait of one of them ends before."""
+    _tagged: tuple[ModelSpec | None, int] = (None, 0)
     task_waiters: list[Waiter] = field(default_factory=list)
 
     @cached_property
@@ -125,6 +127,19 @@ class Model:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def settings_tag(self) -> int:
+        """Changes with the settings that clients go by, all of which then fetch the document.
+
+        The revision also changes with each learning rate of a schedule and, with linear scaling, each join.
+        """
+        spec, tag = self._tagged
+        if spec is not self.spec:  # every heartbeat is told, and there may be thousands of parameters
+            frozen = [p.name for p in self.spec.params if not p.trainable]
+            known = self.spec.consistency.mode, self.spec.optimizer.clip_norm is not None, frozen
+            self._tagged = self.spec, (tag := crc32(repr(known).encode()))
+        return tag
 
     @property
     def key(self) -> ModelKey:
@@ -463,6 +478,7 @@ class Model:
             "name": self.name,
             "generation": self.generation,
             "revision": self.revision,
+            "settings_tag": self.settings_tag,
             "timeline": self.timeline,
             "clock": self.gate.first_clock,
             "min_clock": self.gate.min_clock(self.roster),

@@ -210,7 +210,7 @@ class WorkerDesk:
             "evaluate": model.awaits_evaluation,
             "first": model.roster.live()[0] is worker,
             "state_kept": kept,
-            "mode": model.spec.consistency.mode,
+            "settings_tag": model.settings_tag,
         }
         # Redis may hang, and that be known only later: the state, or the end of the run, may still be on its way to it.
         waits = asked == "stop" or (e.state is not None and kept)
