@@ -189,6 +189,7 @@ async def test_what_is_decided_is_answered_before_a_leader_that_is_told_to_stop_
     """A request whose decision is on its way to Redis gets its answer; what comes later is refused."""
     monkeypatch.setattr(runtime_module, "FINISH_S", 30.0)
     http, stop = make_app(), asyncio.Event()
+    http.state.forwarder = None  # nothing is forwarded
     http.state.checkpoints = CheckpointStore(tmp_path)
     async with connect(redis_url) as redis:
         lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")

@@ -395,7 +395,8 @@ async def test_a_thousand_kinds_of_damage(redis: Redis, ack: str) -> None:
             right.append(content(shard.state()))
         await shard.push(4)
         right = right[1:] if ack == "applied" else [content(shard.state())]
-    keys = sorted(bytes(k).decode() for k in await redis.keys("{m.3/0}:*") if isinstance(k, bytes))
+    found = [bytes(k).decode() for k in await redis.keys("{m.3/0}:*") if isinstance(k, bytes)]
+    keys = sorted(k for k in found if not k.endswith(":pending"))  # there if the end met a snapshot
     pristine = {k: bytes(await redis.dump(k) or b"") for k in keys}
     loaded = refused = 0
     for _ in range(500):

@@ -49,8 +49,8 @@ def main() -> None:
         workers = [spawn.Process(target=work, args=(client.url, i, args.iterations)) for i in range(args.num_workers)]
         for w in workers:
             w.start()
-        while any(w.is_alive() for w in workers) and not any(w.exitcode for w in workers):
-            multiprocessing.connection.wait([w.sentinel for w in workers if w.is_alive()])
+        while (alive := [w for w in workers if w.is_alive()]) and not any(w.exitcode for w in workers):
+            multiprocessing.connection.wait([w.sentinel for w in alive])
         if any(w.exitcode for w in workers):
             for w in workers:
                 w.terminate()  # the others would wait for the one that is missing
