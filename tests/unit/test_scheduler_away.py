@@ -41,6 +41,34 @@ def test_what_a_shard_cannot_load_goes_to_one_that_can(mode: str) -> None:
         assert d.document()["source"] == "snapshot"
 
 
+def test_a_draining_shard_loads_what_no_other_can() -> None:
+    """If Redis answers a draining shard alone, it gets what has no owner, or the model would not be served."""
+    d = Driver("s0", "s1", "s2")
+    d.model(partitions=6)
+    d.ask(lambda n: io.SetShardState(n, "s2", "draining"))
+    beat_without_redis(d, "s1", set())
+    before = d.owners()
+    d.ask(lambda n: io.LeaveShard(n, "s0", d.shards.pop("s0")))
+    assert d.owners() == ["s2" if shard == "s0" else shard for shard in before]
+
+
+def test_a_draining_shard_takes_what_another_cannot_load_after_all() -> None:
+    """What a shard was given before Redis fell silent for it goes to a draining shard if no other is there."""
+    d = Driver("s0", "s1", "s2")
+    d.model(partitions=6)
+    d.ask(lambda n: io.SetShardState(n, "s2", "draining"))
+    before = d.owners()
+    d.ask(lambda n: io.LeaveShard(n, "s0", d.shards.pop("s0")))
+    given = {i for i, shard in enumerate(before) if shard == "s0"}
+    assert {d.owners()[i] for i in given} == {"s1"}
+    for _ in range(6):
+        beat_without_redis(d, "s1", given)
+        d.now += 1
+        d.beat("s2")
+    beat_without_redis(d, "s1", given)
+    assert d.owners() == ["s2" if shard == "s0" else shard for shard in before]
+
+
 def test_a_shard_that_joins_without_redis_gets_nothing_if_others_can_have_it() -> None:
     """What a shard that is started anew had goes to others if Redis did not answer it: it could not load it."""
     d = Driver.with_model()

@@ -204,8 +204,8 @@ class ShardDesk:
 
         What it serves, or has in memory, stays.  Nothing is taken if no other shard can load it either.
         """
-        others = [n for n in self.c.eligible_shards() if not self.c.shards[n].storage_away]
-        if self.c.storage_away or self._expected or not others:
+        able = any(not self.c.shards[n].storage_away for n in self.c.live_shards())
+        if self.c.storage_away or self._expected or not able:
             return
         for model in self.c.models.values():
             while lost := [i for i, o in enumerate(model.owners) if o.shard == shard.name and o.must_load]:
@@ -231,8 +231,7 @@ class ShardDesk:
         """Assign the partitions of these models that have no owner to live shards, unless others are expected."""
         if self._expected:
             return
-        eligible = self.c.eligible_shards()
-        live = [n for n in eligible if not self.c.shards[n].storage_away] or eligible
+        live = self.c.eligible_shards()
         waiting = [m for m in models if any(o.shard is None for o in m.owners)]
         if not waiting or not live:
             return
