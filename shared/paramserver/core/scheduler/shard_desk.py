@@ -337,6 +337,7 @@ class ShardDesk:
         if go_back(self.c, model):
             self.c.place_changed(model)
         else:
+            model.series.outdate()
             begin_sync(self.c, model)
 
     def _lost(self, shard: str, rows: Sequence[LostRow]) -> None:
@@ -360,6 +361,7 @@ class ShardDesk:
             if names and (model.ready or model.lost):
                 model.lost.add(index)
             model.missing |= names
+            model.series.outdate()
             model.upload_until_s = 0.0
             self.c.load_files(model)
             self.c.give_token(model, index, "init")
