@@ -524,10 +524,16 @@ def test_a_checkpoint_does_not_wait_for_the_end_of_a_drain() -> None:
         train(d, a)
 
 
-def test_a_shard_that_stops_hands_over_without_waiting_for_cuts() -> None:
-    """A shard that is told to stop has little time, and what it has not handed over becomes a cut at its end."""
+@pytest.mark.parametrize("by_operator", [False, True])
+def test_a_shard_that_stops_hands_over_without_waiting_for_cuts(by_operator: bool) -> None:
+    """A shard that is told to stop has little time, and what it has not handed over becomes a cut at its end.
+
+    That an operator drains it as well changes nothing.
+    """
     d, a = long_drain()
     drain(d, "s1", epoch=d.shards["s1"])
+    if by_operator:
+        drain(d, "s1")
     for _ in range(int(limits.SNAPSHOT_INTERVAL_S) * 2 + 4):
         train(d, a)
         assert release_numbers(d)
