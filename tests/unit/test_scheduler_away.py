@@ -4,7 +4,7 @@ import pytest
 
 from paramserver.core.scheduler import io
 
-from .scheduling import Driver
+from .scheduling import SPEC, Driver
 
 
 def beat_without_redis(d: Driver, name: str, unserved: set[int]) -> None:
@@ -39,6 +39,65 @@ def test_what_a_shard_cannot_load_goes_to_one_that_can(mode: str) -> None:
     if mode == "async":
         assert all(d.document()["owners"][i] == ["s2", d.core._c.models["m"].owners[i].token] for i in given)
         assert d.document()["source"] == "snapshot"
+
+
+def test_a_draining_shard_loads_what_no_other_can() -> None:
+    """If Redis answers a draining shard alone, it gets what has no owner, or the model would not be served."""
+    d = Driver("s0", "s1", "s2")
+    d.model(partitions=6)
+    d.ask(lambda n: io.SetShardState(n, "s2", "draining"))
+    beat_without_redis(d, "s1", set())
+    before = d.owners()
+    d.ask(lambda n: io.LeaveShard(n, "s0", d.shards.pop("s0")))
+    assert d.owners() == ["s2" if shard == "s0" else shard for shard in before]
+
+
+def test_a_draining_shard_takes_what_another_cannot_load_after_all() -> None:
+    """What a shard was given before Redis fell silent for it goes to a draining shard if no other is there."""
+    d = Driver("s0", "s1", "s2")
+    d.model(partitions=6)
+    d.ask(lambda n: io.SetShardState(n, "s2", "draining"))
+    before = d.owners()
+    d.ask(lambda n: io.LeaveShard(n, "s0", d.shards.pop("s0")))
+    given = {i for i, shard in enumerate(before) if shard == "s0"}
+    assert {d.owners()[i] for i in given} == {"s1"}
+    for _ in range(6):
+        beat_without_redis(d, "s1", given)
+        d.now += 1
+        d.beat("s2")
+    beat_without_redis(d, "s1", given)
+    assert d.owners() == ["s2" if shard == "s0" else shard for shard in before]
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["from a cut", "from the beginning"])
+def test_a_model_goes_back_once_for_a_death_while_redis_does_not_answer_another_shard(cut: bool) -> None:
+    """What goes back must be loaded, so others are given at once what a shard has that Redis does not answer."""
+    d = Driver("s0", "s1", "s2")
+    if cut:
+        d.model(partitions=6, consistency={"mode": "sync"})
+    else:
+        d.send(lambda n: io.CreateModel(n, SPEC | {"partitions": 6, "consistency": {"mode": "sync"}}, "secret"))
+        d.beat("s0", stored=False)
+    beat_without_redis(d, "s1", set())
+    d.ask(lambda n: io.LeaveShard(n, "s0", d.shards.pop("s0")))
+    assert d.owners() == ["s2"] * 6
+    for _ in range(8):
+        d.now += 1
+        d.beat("s2")
+        beat_without_redis(d, "s1", set())
+        d.do(io.Tick())
+    assert (d.core.read.model("m")["timeline"], d.core.read.model("m")["served"]) == (1, True)
+
+
+def test_what_goes_back_stays_where_no_other_shard_can_load_it() -> None:
+    """A shard that Redis does not answer keeps its partitions, under new tokens, if it is alone with such."""
+    d = Driver("s0", "s1")
+    d.model(consistency={"mode": "sync"})
+    before = {i: o.token for i, o in enumerate(d.core._c.models["m"].owners) if o.shard == "s1"}
+    beat_without_redis(d, "s1", set())
+    d.ask(lambda n: io.LeaveShard(n, "s0", d.shards.pop("s0")))
+    assert d.owners() == ["s1"] * 4
+    assert all(d.core._c.models["m"].owners[i].token > token for i, token in before.items())
 
 
 def test_a_shard_that_joins_without_redis_gets_nothing_if_others_can_have_it() -> None:

@@ -8,7 +8,7 @@ from tests.refusals import refused_with
 from paramserver import limits
 from paramserver.core.scheduler import io
 
-from .scheduling import EPOCH_S, Driver, beyond_its_cut
+from .scheduling import EPOCH_S, SPEC, Driver, beyond_its_cut
 
 
 def test_metrics_are_known_after_a_restart() -> None:
@@ -76,6 +76,49 @@ def test_metrics_of_before_a_rollback_do_not_count() -> None:
     assert [report(0.9, 0), report(0.1, 1), report(0.2, None)] == [0, 1, 1]
     assert [p[3] for p in d.core.read.metric("m", "accuracy")["points"]] == [0.1, 0.2]
     assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"accuracy": 0.2}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_metrics_of_before_values_were_lost_are_of_no_checkpoint(mode: str) -> None:
+    """What was measured while all values were there is not of the model that goes on with some as they were at first.
+
+    Its checkpoint would be the best, and be kept as that.
+    """
+    d = Driver("s0", "s1")
+    params = {"w": {"shape": [64], "init": {"kind": "upload"}}}
+    spec = SPEC | {"params": params, "consistency": {"mode": mode}, "ack": "journaled"}
+    d.send(lambda n: io.CreateModel(n, spec, "secret"))
+    d.beats()
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret", d.given()))
+    d.beats()
+    d.ask(lambda n: io.ReportMetrics(n, "m", {"accuracy": 0.9}))
+    assert newest(d) == 0.9
+    d.empty_redis()
+    mine = [i for i, shard in enumerate(d.owners()) if shard == "s1"]
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    d.beat("s0", lost=[["m", 1, i, d.given()[i][1]] for i in mine])
+    assert d.document()["upload"]["lost"] == mine
+    assert newest(d) is None
+
+
+def test_metrics_of_before_a_partition_fell_behind_are_of_no_checkpoint() -> None:
+    """If Redis has lost the newest journal entries of one partition, the model goes on with older values of it."""
+    d = Driver.with_model(consistency={"mode": "sync"}, ack="journaled")
+    a = d.join("a")
+    for t in (1, 2, 3):
+        d.clock(a, t)
+        d.beats()
+    d.ask(lambda n: io.ReportMetrics(n, "m", {"accuracy": 0.9}))
+    d.stand = {i: 1 for i, shard in enumerate(d.owners()) if shard == "s1"}
+    d.shard("s1")
+    d.beats()
+    assert d.core.read.model("m")["timeline"] == 1
+    assert newest(d) is None
+
+
+def newest(d: Driver) -> float | None:
+    """Return the accuracy that a checkpoint of model m would be saved with."""
+    return d.core._c.models["m"].series.latest("accuracy")
 
 
 def test_a_heartbeat_reports_the_metrics_of_several_clocks() -> None:

@@ -7,6 +7,8 @@ from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core.scheduler import io
+from paramserver.core.scheduler.balance import COPIES
+from paramserver.core.scheduler.models import Model
 from paramserver.errors import ConflictError, FencedError, NotFoundError, RequestError
 from paramserver.types import ModelKey
 
@@ -283,20 +285,45 @@ def test_a_second_drain_is_refused_if_both_together_lack_memory() -> None:
     assert e.value.members["needed_bytes"] > 200_000
 
 
-def test_what_a_target_still_loads_counts_as_a_move_and_in_its_memory() -> None:
-    """Between its release and its first report by the target, a partition holds a place and the memory it will need."""
+def two_models() -> Driver:
+    """Return a driver with models m and n, of 16 partitions each: of one that has yet to load some, no other moves."""
     d = Driver("s0", "s1")
     for name in ("m", "n"):
         d.send(lambda n, name=name: io.CreateModel(n, SPEC | {"name": name, "partitions": 16}, "x"))  # type: ignore[misc]
     d.beats()
+    return d
+
+
+def moving(d: Driver) -> list[tuple[Model, int]]:
+    """Return the partitions that are requested to be released."""
+    return [(m, i) for m in d.core._c.models.values() for i, o in enumerate(m.owners) if o.release]
+
+
+def test_what_a_target_still_loads_counts_as_a_move() -> None:
+    """Between its release and its first report by the target, a partition holds a place among those that move."""
+    d = two_models()
     drain(d, "s1")
-    moves = [(m, i) for m in d.core._c.models.values() for i, o in enumerate(m.owners) if o.release]
-    assert len(moves) == limits.MOVES_AT_ONCE
-    rows = [[m.name, 1, i, m.owners[i].token, 7, m.owners[i].release] for m, i in moves]
+    assert len(moving(d)) == limits.MOVES_AT_ONCE
+    rows = [[m.name, 1, i, m.owners[i].token, 7, m.owners[i].release] for m, i in moving(d)]
     d.beat("s1", released=rows)
-    assert not [o for m in d.core._c.models.values() for o in m.owners if o.release]
+    assert not moving(d)
     d.beat("s0")
-    assert len([o for m in d.core._c.models.values() for o in m.owners if o.release]) == limits.MOVES_AT_ONCE
+    assert len(moving(d)) == limits.MOVES_AT_ONCE
+
+
+def test_what_a_target_still_loads_counts_in_its_memory() -> None:
+    """Between its release and its first report by the target, a partition holds the memory that it will need there."""
+    d = two_models()
+    room = {"limit_bytes": 2 * COPIES * d.core._c.models["m"].held_bytes_of(0), "used_bytes": 0}
+    d.beat("s0", memory=room)
+    drain(d, "s1", epoch=d.shards["s1"])
+    assert len(moving(d)) == 2 < limits.MOVES_AT_ONCE
+    d.beat("s1")
+    d.do(io.Tick())
+    assert d.owners().count("s1") == 6
+    assert not moving(d)
+    d.beat("s0", memory=room)  # it serves them, and they are in what it reports
+    assert len(moving(d)) == 2
 
 
 def test_the_last_shard_may_drain_and_keeps_what_it_has() -> None:
@@ -497,10 +524,16 @@ def test_a_checkpoint_does_not_wait_for_the_end_of_a_drain() -> None:
         train(d, a)
 
 
-def test_a_shard_that_stops_hands_over_without_waiting_for_cuts() -> None:
-    """A shard that is told to stop has little time, and what it has not handed over becomes a cut at its end."""
+@pytest.mark.parametrize("by_operator", [False, True])
+def test_a_shard_that_stops_hands_over_without_waiting_for_cuts(by_operator: bool) -> None:
+    """A shard that is told to stop has little time, and what it has not handed over becomes a cut at its end.
+
+    That an operator drains it as well changes nothing.
+    """
     d, a = long_drain()
     drain(d, "s1", epoch=d.shards["s1"])
+    if by_operator:
+        drain(d, "s1")
     for _ in range(int(limits.SNAPSHOT_INTERVAL_S) * 2 + 4):
         train(d, a)
         assert release_numbers(d)

@@ -86,8 +86,9 @@ class SimShard(Node):
         self.hurried = False
         """Whether it stores snapshots as fast as Redis takes them."""
         self._redis_process: int | None = None
-        self._redis_silent = False
         """The process of Redis that answered last."""
+        self._redis_silent = False
+        """Whether it did not answer when it was last asked for the fence."""
         self._wakes_at = float("inf")
         self._confirmed_s = float("-inf")
         self.up = True

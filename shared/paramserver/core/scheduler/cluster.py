@@ -372,8 +372,13 @@ class Cluster:
         return sorted(s.name for s in self.shards.values() if s.alive)
 
     def eligible_shards(self) -> list[str]:
-        """Names of the shards that may be given partitions: live and not draining, or all live ones if all drain."""
-        return [n for n in self.live_shards() if not self.shards[n].draining] or self.live_shards()
+        """Names of the shards that may be given partitions: live, and not draining, and answered by Redis.
+
+        Without such, draining ones: they can load what they are given.  Then ones that Redis does not answer.
+        """
+        live = self.live_shards()
+        answered = [n for n in live if not self.shards[n].storage_away] or live
+        return [n for n in answered if not self.shards[n].draining] or answered
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
         """Addresses of every shard, by name."""

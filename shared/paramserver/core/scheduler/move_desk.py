@@ -44,7 +44,8 @@ class MoveDesk:
             raise problem("unknown_node", f"no shard {e.name!r:.80} is alive", hint="the list of shards names them")
         if e.state == "draining" and not shard.draining and e.epoch is None:
             self._check_memory(shard)
-        shard.stopping = e.epoch is not None and e.state == "draining"
+        if e.epoch is not None or e.state == "active":  # one that stops does so also if an operator drains it
+            shard.stopping = e.state == "draining"
         if shard.draining != (e.state == "draining"):
             shard.draining = e.state == "draining"
             self.c.save_shard(shard)

@@ -133,7 +133,7 @@ class Series:
         return any((c, w) == (clock, worker) for _, c, w, _ in self.points.get(name, ()))
 
     def outdate(self) -> None:
-        """Note that the model was restored or went back: what all points so far were measured of is gone."""
+        """Note that the model was restored, went back or lost values: what all points were measured of is gone."""
         self.outdated = {*self.points}
 
     def latest(self, name: str) -> float | None:

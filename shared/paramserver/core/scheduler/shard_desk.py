@@ -181,35 +181,50 @@ class ShardDesk:
         self.place(*self.c.models.values())
 
     def _lose(self, model: Model, lost: Sequence[int]) -> None:
-        """Take these partitions from their dead owner, and decide what state the model continues from."""
-        for i in lost:
-            model.owners[i].shard = model.owners[i].from_version = None
-            model.owners[i].withdraw_move()
+        """Take these partitions from their dead owner, and decide what state the model continues from.
+
+        If all have to be loaded again, those of shards that Redis does not answer are taken, too: once these had said
+        so for long enough, the model would go back again.
+        """
+        _take([model.owners[i] for i in lost])
         stored = model.ready or RESTORED in model.missing or bool(model.lost)
         if stored and (model.durable or not model.gate.sync):
             model.source = "snapshot"
             model.cuts.give_up()  # with its journal, a partition may start beyond that clock
             self.c.save_clock(model)
-        elif go_back(self.c, model):
-            pass  # sync at `applied`: to the newest clock that all partitions have stored (semantics 4)
-        elif model.ready and model.cuts.lacks_first:
+        else:
+            self._load_again(model)
+            unable = self._unable()
+            _take(o for o in model.owners if o.shard in unable)
+        self.c.place_changed(model)
+
+    def _load_again(self, model: Model) -> None:
+        """Begin a timeline on which all partitions are loaded or drawn again."""
+        if go_back(self.c, model):
+            return  # sync at `applied`: to the newest clock that all partitions have stored (semantics 4)
+        if model.ready and model.cuts.lacks_first:
             reload(self.c, model, "snapshot", model.next_phase_clock, opening=True)
             model.cuts.wanted = True
         else:
             self._begin_anew(model)
-        self.c.place_changed(model)
+
+    def _unable(self) -> set[str]:
+        """Names of the live shards that Redis does not answer, if others can load at once what these cannot."""
+        live = self.c.live_shards()
+        away = {n for n in live if self.c.shards[n].storage_away}
+        return set() if self.c.storage_away or self._expected or len(away) == len(live) else away
 
     def _take_from(self, shard: Shard) -> None:
         """Take from a shard what it can neither load nor hand over, as Redis does not answer it: as if it had died.
 
         What it serves, or has in memory, stays.  Nothing is taken if no other shard can load it either.
         """
-        others = [n for n in self.c.eligible_shards() if not self.c.shards[n].storage_away]
-        if self.c.storage_away or self._expected or not others:
+        if shard.name not in self._unable():
             return
         for model in self.c.models.values():
-            while lost := [i for i, o in enumerate(model.owners) if o.shard == shard.name and o.must_load]:
-                self._lose(model, lost)  # if the model goes back, the shard would have to load the others, too
+            lost = [i for i, o in enumerate(model.owners) if o.shard == shard.name and o.must_load]
+            if lost:
+                self._lose(model, lost)
                 self.place(model)
 
     def _begin_anew(self, model: Model) -> None:
@@ -231,8 +246,7 @@ class ShardDesk:
         """Assign the partitions of these models that have no owner to live shards, unless others are expected."""
         if self._expected:
             return
-        eligible = self.c.eligible_shards()
-        live = [n for n in eligible if not self.c.shards[n].storage_away] or eligible
+        live = self.c.eligible_shards()
         waiting = [m for m in models if any(o.shard is None for o in m.owners)]
         if not waiting or not live:
             return
@@ -323,6 +337,7 @@ class ShardDesk:
         if go_back(self.c, model):
             self.c.place_changed(model)
         else:
+            model.series.outdate()
             begin_sync(self.c, model)
 
     def _lost(self, shard: str, rows: Sequence[LostRow]) -> None:
@@ -346,6 +361,7 @@ class ShardDesk:
             if names and (model.ready or model.lost):
                 model.lost.add(index)
             model.missing |= names
+            model.series.outdate()
             model.upload_until_s = 0.0
             self.c.load_files(model)
             self.c.give_token(model, index, "init")
@@ -387,6 +403,13 @@ def assign(
         load[shard] = (own + orphans[index], everything + orphans[index])
         out[index] = shard
     return out
+
+
+def _take(owners: Iterable[Owner]) -> None:
+    """Take the partitions from these owners."""
+    for owner in owners:
+        owner.shard = owner.from_version = None
+        owner.withdraw_move()
 
 
 def _held(model: Model, shards: Sequence[str]) -> dict[str, int]:
