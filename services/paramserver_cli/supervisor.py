@@ -94,8 +94,8 @@ class Supervisor:
     async def run_child(self, spec: ChildSpec) -> None:
         """Run one child and restart it when it ends, until the cluster stops.
 
-        A worker that exits with 0 and a shard that the plan no longer has are not restarted.  Raises StartFailed after
-        START_ATTEMPTS_MAX deaths before the cluster is ready.
+        A shard that the plan no longer has is not restarted.  Raises StartFailed after START_ATTEMPTS_MAX deaths before
+        the cluster is ready.
         """
         self._kept.add(spec.name)
         try:
@@ -131,7 +131,7 @@ class Supervisor:
         signal_group(child.pid, signal.SIGKILL)  # its own children, if any
         self.guard.remove(child.pid)
         del self.alive[spec.name]
-        if not self._wanted(spec) or (spec.kind == "worker" and code == 0):
+        if not self._wanted(spec):
             if spec.kind == "shard" and code not in (0, -signal.SIGTERM):  # the signal itself ends one that starts
                 lost = f"{spec.name} ended with {code} before everything was stored: {self.state.log(spec.name)}"
                 log.error("%s", lost)

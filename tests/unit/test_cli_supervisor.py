@@ -34,6 +34,15 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
         yield found
 
 
+async def run_once(supervisor: Supervisor, command: list[str]) -> None:
+    """Run a worker until its end is noticed."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(supervisor.run_child(ChildSpec("worker-0", "worker", command)))
+        while not supervisor.restarts:
+            await asyncio.sleep(0.05)
+        supervisor.stop.set()
+
+
 def test_a_process_that_cannot_be_started_is_tried_again(supervisor: Supervisor, tmp_path: Path) -> None:
     """A restart that fails, as while `.venv` is rebuilt, is repeated; the rest of the cluster runs on.
 
@@ -43,7 +52,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(supervisor: Supervisor,
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(supervisor.run_child(ChildSpec("worker-0", "worker", [str(program)])))
+            tasks.create_task(run_once(supervisor, [str(program)]))
             await asyncio.sleep(1)
             program.write_text("#!/bin/sh\necho runs\n")
             program.chmod(0o700)
@@ -74,8 +83,27 @@ def kill_guard(supervisor: Supervisor) -> None:
 def test_a_process_is_started_all_the_same(supervisor: Supervisor, happens: Callable[[Supervisor], None]) -> None:
     """A process is started, and its end noticed, although the logs were deleted or the guard process was killed."""
     happens(supervisor)
-    virtual_time.run(supervisor.run_child(ChildSpec("worker-0", "worker", [sys.executable, "-c", "print('ran')"])))
+    virtual_time.run(run_once(supervisor, [sys.executable, "-c", "print('ran')"]))
     assert supervisor.state.log("worker-0").read_text() == "ran\n"
+
+
+def test_a_worker_that_ends_without_an_error_is_started_again(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A function that ends the process, as by `os._exit(0)`, leaves no place empty: deaths in a row fail the run.
+
+    `psctl train` waited for ever for a worker that would never come.
+    """
+    script = f"echo x >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) = 1 ] && exit 0; exec sleep 60"
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            child = tasks.create_task(supervisor.run_child(ChildSpec("worker-0", "worker", ["/bin/sh", "-c", script])))
+            while not child.done() and not (supervisor.restarts and supervisor.alive):
+                await asyncio.sleep(0.05)
+            supervisor.stop.set()
+            await supervisor._end(["worker-0"], 0.0)
+
+    virtual_time.run(run())
+    assert supervisor.restarts == {"worker-0": 1}
 
 
 @pytest.mark.parametrize("take", [lambda folder: StateDir(folder).lock(), lambda _: ports.reserve(1)])
