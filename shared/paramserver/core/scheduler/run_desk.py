@@ -315,6 +315,8 @@ class RunDesk:
                 self._free(member, now)
                 if not lost and not run.ended:
                     self._place_done(run, e.place, e.error, now)
+                if e.error is not None:  # its machine may be at fault: other idle members go first
+                    self.c.members[member.name] = self.c.members.pop(member.name)
                 self.fill(now)
                 self._save(run)
         self.c.answer(e.request, run.document())
