@@ -117,7 +117,7 @@ def test_a_training_whose_run_does_not_run_says_why(
     monkeypatch.setattr("paramserver_cli.display.PLAIN_EVERY_S", 0.0)
     worker = {"worker": "m/w0", "clock": 3, "lag": None, "metrics": {}, "state": "active", "alive": True}
     run = Run("run-1", "r", "m", "m:f", {}, StopRule(), [Place(), Place()], 0.0)
-    run.settle(0.0, how_to_start("m:f", [["other"]]))
+    run.settle(0.0, how_to_start("m:f", [["other"]]), 0)
     states = [
         (run.state, run.reason),
         ("paused", "paused by request"),

@@ -1,5 +1,11 @@
 """Which member of the pool gets which place of a run."""
 
+from typing import Any
+
+import pytest
+
+from paramserver.core.scheduler import io
+
 from .scheduling import Driver
 from .training_runs import beat, done, member, run, state
 
@@ -16,3 +22,46 @@ def test_a_place_whose_function_raised_goes_to_another_idle_member() -> None:
     done(d, good, error="Traceback")
     assert beat(d, bad)["state"] == "assigned"
     assert state(d)[0] == "running"
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
+def test_the_time_in_which_no_worker_may_begin_is_not_a_runs_own(mode: str) -> None:
+    """While a model waits for `min_workers`, its run says so and its minutes do not pass.
+
+    It was "finished" before anything was trained.
+    """
+    d = Driver.with_model(consistency={"mode": mode, "min_workers": 3})
+    run(d, workers=2, stop={"minutes": 0.1})
+    members = [member(d, "a"), member(d, "b")]
+    w = [d.join("run-1/w0"), d.join("run-1/w1")]
+    for _ in range(2):
+        assert state(d) == ("running", "training begins when 1 more worker has joined")
+        for _ in range(10):
+            d.wait(1.0)
+            stay(d, members, w)
+        d.restart()
+        d.wait(0.5)
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"min_workers": 2}}))
+    d.wait(0.5)
+    assert state(d) == ("running", "")
+    for _ in range(6):
+        d.wait(1.0)
+        stay(d, members, w)
+    assert state(d)[0] == "finished"
+
+
+def test_a_run_tells_both_of_missing_workers_and_of_what_they_hold_up() -> None:
+    """A run with fewer workers than `min_workers` says that training has not begun, and how to start the others."""
+    d = Driver.with_model(consistency={"mode": "sync", "min_workers": 4})
+    run(d, workers=4)
+    member(d, "a")
+    d.join("run-1/w0")
+    assert state(d)[1].startswith("training begins when 3 more workers have joined; 1 of 4 workers; 3 more can join: ")
+
+
+def stay(d: Driver, members: list[Any], workers: list[Any]) -> None:
+    """Send a heartbeat of each member, and of each worker of model m."""
+    for m in members:
+        beat(d, m)
+    for w in workers:
+        d.ask(lambda n, w=w: io.WorkerHeartbeat(n, "m", w["worker"], w["epoch"]))  # type: ignore[misc]

@@ -158,6 +158,8 @@ class RunDesk:
         if run is None:
             return
         run.count_time(now)
+        if run.active and run.awaited != model.gate.missing(model.roster):
+            self.fill(now)
         if run.state == "waiting" and not run.ran_s:  # workers of the last run may still be finishing their steps
             run.from_clock = model.gate.first_clock
         clocks = model.gate.first_clock - run.from_clock
@@ -363,6 +365,8 @@ class RunDesk:
                 self._save(run)
         for run in active:
             before = run.state, run.reason
-            run.settle(now, how_to_start(run.entry, [m.allow for m in idle if not is_allowed(run.entry, m.allow)]))
+            barred = [m.allow for m in idle if not is_allowed(run.entry, m.allow)]
+            model = self.c.models.get(run.model)
+            run.settle(now, how_to_start(run.entry, barred), model.gate.missing(model.roster) if model else 0)
             if (run.state, run.reason) != before:
                 self._save(run)
