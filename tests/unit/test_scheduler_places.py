@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from paramserver import limits
 from paramserver.core.scheduler import io
+from paramserver.errors import FencedError
 
 from .scheduling import Driver
 from .training_runs import beat, done, member, run, state
@@ -65,3 +67,65 @@ def stay(d: Driver, members: list[Any], workers: list[Any]) -> None:
         beat(d, m)
     for w in workers:
         d.ask(lambda n, w=w: io.WorkerHeartbeat(n, "m", w["worker"], w["epoch"]))  # type: ignore[misc]
+
+
+def place(d: Driver, m: Any) -> int | None:
+    """Return the place of a member in its run."""
+    assigned = beat(d, m)["run"]
+    return assigned["place"] if assigned else None
+
+
+@pytest.mark.parametrize("then", ["running", "paused"])
+def test_members_that_were_cut_off_get_their_places_back(then: str) -> None:
+    """After a network break that is longer than their leases, members have the places at which they are working.
+
+    They had each other's, went on as before, and were killed for it after ten seconds.
+    """
+    d = Driver.with_model()
+    run(d, workers=2)
+    assert [place(d, member(d, name)) for name in "ab"] == [0, 1]
+    if then == "paused":
+        d.ask(lambda n: io.PatchRun(n, "run-1", "paused"))
+    d.wait(limits.LEASE_S + 1.0)
+    assert [place(d, member(d, name)) for name in "ba"] == [1, 0]
+    assert state(d)[0] == then
+
+
+def test_a_member_that_joins_again_in_time_keeps_its_place() -> None:
+    """A member that joins again before its lease expires does not get a lower place that has become free."""
+    d = Driver.with_model()
+    run(d, workers=2)
+    a, b = member(d, "a"), member(d, "b")
+    d.wait(3.0)
+    beat(d, b)
+    d.wait(3.0)
+    assert place(d, member(d, "b")) == 1
+    assert place(d, member(d, "c")) == 0
+    with pytest.raises(FencedError):
+        beat(d, a)
+
+
+def test_a_member_gets_back_no_place_that_it_may_not_have() -> None:
+    """A place that another member has taken, that is gone, or whose entry is not allowed any more is not given back."""
+    d = Driver.with_model()
+    run(d, workers=3)
+    for name in "abc":
+        member(d, name)
+    d.wait(limits.LEASE_S + 1.0)
+    d.ask(lambda n: io.PatchRun(n, "run-1", workers=2))
+    assert place(d, member(d, "other")) == 0
+    assert place(d, member(d, "b", "elsewhere")) is None
+    assert place(d, member(d, "c")) == 1
+    assert place(d, member(d, "a")) is None
+
+
+def test_a_place_is_not_kept_for_a_member_that_has_done_it() -> None:
+    """A place that a member has reported is not given back to it."""
+    d = Driver.with_model()
+    run(d, workers=2)
+    a = member(d, "a")
+    done(d, a)
+    assert place(d, a) == 1
+    d.restart()
+    d.wait(limits.LEASE_S + 1.0)
+    assert place(d, member(d, "a")) == 1

@@ -212,6 +212,8 @@ class RunDesk:
         member = Member(name, 1 + (old.epoch if old else self.c.member_floor), now, allow=tuple(e.allow))
         self.c.members[name] = member
         self.c.save_member(member)
+        if old is not None and old.lost is not None:
+            self._give_back(member, *old.lost, now)
         self.fill(now)
         self.c.answer(e.request, {"member": name, "epoch": member.epoch, "lease_s": limits.LEASE_S}, 201)
 
@@ -255,6 +257,7 @@ class RunDesk:
 
     def remove_member(self, member: Member, now: float) -> None:
         """Mark this incarnation of a member as dead and free its place."""
+        member.lost = member.place or member.lost
         self._free(member, now)
         member.alive = False
         self.c.save_member(member)
@@ -359,10 +362,7 @@ class RunDesk:
                 if member is None:
                     break
                 idle.remove(member)
-                place.member, place.taken_s = member.name, now
-                member.place = (run.id, i)
-                self.c.save_member(member)
-                self._save(run)
+                self._take(run, i, member, now)
         for run in active:
             before = run.state, run.reason
             barred = [m.allow for m in idle if not is_allowed(run.entry, m.allow)]
@@ -370,3 +370,18 @@ class RunDesk:
             run.settle(now, how_to_start(run.entry, barred), model.gate.missing(model.roster) if model else 0)
             if (run.state, run.reason) != before:
                 self._save(run)
+
+    def _take(self, run: Run, index: int, member: Member, now: float) -> None:
+        place = run.places[index]
+        place.member, place.taken_s = member.name, now
+        member.place = (run.id, index)
+        self.c.save_member(member)
+        self._save(run)
+
+    def _give_back(self, member: Member, id_: str, index: int, now: float) -> None:
+        """Give a member that has joined again the place it had, if that is free: its function may still be at work."""
+        run = self.c.runs.get(id_)
+        if run is None or run.ended or not run.has(index, None) or run.places[index].done:
+            return
+        if is_allowed(run.entry, member.allow):
+            self._take(run, index, member, now)

@@ -150,8 +150,8 @@ class Run:
         """Name of the worker at that place."""
         return f"{self.id}/w{place}"
 
-    def has(self, place: int, member: str) -> bool:
-        """Whether the place is still the member's; it may have been removed, or given to another member."""
+    def has(self, place: int, member: str | None) -> bool:
+        """Whether the place is still the member's (None: is free); it may have been removed, or given to another."""
         return place < len(self.places) and self.places[place].member == member
 
     def attempt(self, place: int) -> int:
