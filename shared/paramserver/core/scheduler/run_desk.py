@@ -29,6 +29,8 @@ from paramserver.errors import problem, validating
 SAVE_TIME_S: Final = 15.0
 """Interval between stores of a run's running time: the most of it that a killed scheduler loses."""
 MEMBERS_MAX: Final = 4096
+ERROR_CHARS: Final = 200
+"""Characters of an exception that is shown in one line."""
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, apart from tab and newline: a terminal that shows a worker's traceback would obey them."""
 
@@ -332,12 +334,13 @@ class RunDesk:
             place.done = True
             self._finish_if_done(run, now)
             return
+        text = _CONTROL.sub("?", error[-16_384:]).encode(errors="replace").decode()
+        run.error = f"worker {index}: {(text.strip().splitlines() or [''])[-1]:.{ERROR_CHARS}}"
         place.deaths = 0
         place.restarts += 1
         if not self._is_away(run.model):  # else the function need not be at fault
             place.failures += 1
         if place.failures > RESTARTS_MAX:
-            text = _CONTROL.sub("?", error[-16_384:]).encode(errors="replace").decode()
             reason = f"worker {index} raised an exception {place.failures} times in a row; the last one:\n{text}"
             self.end(run, "failed", reason, now)
 

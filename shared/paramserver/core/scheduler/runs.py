@@ -136,6 +136,8 @@ class Run:
     """When `ran_s` was last stored; monotonic."""
     awaited: int | None = None
     """How many more workers must join the model before any may begin; None: not known yet.  Not stored."""
+    error: str = ""
+    """The last line of the newest exception, and whose it is; empty if this leader knows of none.  Not stored."""
 
     @property
     def ended(self) -> bool:
@@ -224,6 +226,7 @@ class Run:
         return {
             **self._fields(),
             "workers": len(self.places),
+            "error": self.error,
             "places": [
                 {"place": i, "worker": self.worker_name(i), "member": p.member, "restarts": p.restarts, "done": p.done}
                 for i, p in enumerate(self.places)
