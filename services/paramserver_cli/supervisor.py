@@ -275,13 +275,13 @@ class Supervisor:
             await self._end(sorted(before - self._wanted_shards), self._grace_s("shard"))
 
     async def _tend_folder(self) -> None:
-        """Keep the logs short; stop the cluster if its folder is gone, as psctl then has no other way to."""
+        """Keep the logs short and all files in use; stop if the folder is gone, as psctl then has no other way to."""
         while True:
             await asyncio.sleep(FOLDER_S)
             if not self.state.is_locked_by(self.lock):
                 log.error("%s has been removed or renamed: the cluster stops", self.state.path)
                 self.stop.set()
-            os.utime(self.lock)  # whoever tidies temporary folders goes by age
+            self.state.mark_used()
             with suppress(OSError):  # next time
                 self.state.bound_logs()
 

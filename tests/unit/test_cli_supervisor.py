@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -147,3 +148,26 @@ def test_a_cluster_whose_folder_is_removed_stops(supervisor: Supervisor) -> None
     supervisor.publish()
     assert supervisor.state.supervisor() is not None
     virtual_time.run(run())
+
+
+def test_no_file_of_a_training_of_weeks_looks_unused(supervisor: Supervisor) -> None:
+    """The files that workers are started with, and their logs, are not what a tidied temporary folder loses by age.
+
+    After ten days a worker that died was not started again: its module had been deleted.  Times of writing stay.
+    """
+    supervisor.state.make()
+    files = [supervisor.state.path / "job_0a1b.py", supervisor.state.path / "lock", supervisor.state.log("worker-0")]
+    for file in files:
+        file.touch()
+        os.utime(file, (1e9, 1e9))
+    (supervisor.state.path / "gone.json").symlink_to("nowhere")
+
+    async def run() -> None:
+        tending = asyncio.create_task(supervisor._tend_folder())
+        await asyncio.sleep(60)
+        tending.cancel()
+
+    virtual_time.run(run())
+    now = time.time()
+    assert [now - 60 < file.stat().st_atime for file in files] == [True] * 3
+    assert [file.stat().st_mtime for file in files] == [1e9] * 3
